@@ -1,0 +1,82 @@
+"""The worker's settings: validated, frozen, nested by owner. Read nowhere but here; `cluster/config.py` fills them in.
+
+What may not live here: reading files or the environment, torch, and values that are only known after loading a model.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_bytes(value: object) -> object:
+    """`"2GiB"`, `"512MB"` or a plain number, as a number of bytes. Other values are left to the validator."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower().removesuffix("b")
+    digits = text.rstrip("kmgi")
+    unit = text[len(digits) :]
+    if unit not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write it like 512MiB or 2GB")
+    try:
+        return int(float(digits) * _UNITS[unit])
+    except ValueError:
+        raise ValueError(f"{value!r} is not a size; write it like 512MiB or 2GB") from None
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+class Settings(BaseModel):
+    """A group of settings: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfig(Settings):
+    """Which model, and how it is loaded."""
+
+    model: str = Field("demo", description="a local Hugging Face folder, a hub id, or `demo` for the bundled model")
+    served_model_name: str | None = Field(None, description="the name clients use; default: the last part of `model`")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the checkpoint's")
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for benchmarks")
+    max_model_len: int | None = Field(
+        None, ge=1, description="longest prompt plus output in tokens; unset: the model's"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    seed: int = Field(0, ge=0, description="seed of dummy weights")
+
+
+class ParallelConfig(Settings):
+    """How one replica is spread over devices."""
+
+    tensor_parallel_size: int = Field(1, ge=1, description="ranks of one replica")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of a rank; unset: cores / ranks of a replica")
+
+
+class CacheConfig(Settings):
+    """The paged KV cache."""
+
+    block_size: int | None = Field(None, ge=1, description="tokens of a block; default: 16 on CPU, 64 on GPU")
+    kv_cache_memory: Bytes | None = Field(None, ge=1, description="bytes of a rank's KV cache, e.g. 2GiB")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory to use in all")
+    num_blocks: int | None = Field(None, ge=1, description="blocks of the cache, overriding every memory setting")
+
+
+class SchedulerConfig(Settings):
+    """The continuous batcher."""
+
+    policy: Literal["continuous", "static"] = Field("continuous", description="static: whole batches, as a baseline")
+    max_num_batched_tokens: int = Field(512, ge=1, description="tokens of one step, prompt chunks and decodes together")
+    max_num_seqs: int = Field(64, ge=1, description="sequences of one step")
+    max_num_waiting: int = Field(1024, ge=1, description="requests that may wait in one replica")
+
+
+class WorkerConfig(Settings):
+    """Everything one replica needs to know."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()

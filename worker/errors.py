@@ -1,0 +1,124 @@
+"""Every error that leaves a Holdfast component, in one tree.
+
+What may live here: error classes, whose fault each is, and whether a retry can help. What may not: the mapping
+to gRPC or HTTP codes (`router/wire.py`), and anything that imports torch or Ray.
+
+    HoldfastError
+    ├── CallerError              the request or the configuration is wrong; a retry cannot help
+    │   ├── InvalidRequestError      a field of a request (also a ValueError)
+    │   ├── UnknownModelError        no such model is served here
+    │   ├── ConfigurationError       a setting (also a ValueError)
+    │   └── UnsupportedModelError    a model that would run wrongly is refused (also a ValueError)
+    ├── CapacityError            nobody's fault; try again after `retry_after_s`
+    │   └── QueueFullError
+    ├── ReplicaError             a replica was lost or is not there yet; try again after `retry_after_s`
+    ├── DeadlineExceededError    the caller's own deadline passed
+    ├── RequestAbortedError      the caller went away, or the server is stopping
+    └── InternalError            our bug
+"""
+
+from enum import Enum
+
+
+class Fault(Enum):
+    """Who caused an error, and so who can mend it."""
+
+    CALLER = "caller"
+    CAPACITY = "capacity"
+    REPLICA = "replica"
+    BUG = "bug"
+
+
+class HoldfastError(Exception):
+    """Root of the tree. `retry_after_s` is None where a retry cannot help, else the seconds to wait before it."""
+
+    fault: Fault = Fault.BUG
+    retry_after_s: float | None = None
+
+
+class CallerError(HoldfastError):
+    """The request or the configuration is wrong; sending it again changes nothing."""
+
+    fault = Fault.CALLER
+
+
+class InvalidRequestError(CallerError, ValueError):
+    """A field of a request is outside its limits.
+
+    `field` is the dotted path as in the proto (`sampling_params.top_p`), `limit` says what is allowed.
+    """
+
+    def __init__(self, field: str, value: object, limit: str) -> None:
+        super().__init__(f"{field} = {_shortened(value)}: {limit}")
+        self.field = field
+        self.value = value
+        self.limit = limit
+
+
+class UnknownModelError(CallerError):
+    """The named model is not served here. `served` lists those that are."""
+
+    def __init__(self, model: str, served: tuple[str, ...]) -> None:
+        super().__init__(f"model {_shortened(model)} is not served here; served: {', '.join(served) or 'none'}")
+        self.model = model
+        self.served = served
+
+
+class ConfigurationError(CallerError, ValueError):
+    """A setting is wrong. The message names the setting, its value, where it came from, and what is allowed."""
+
+
+class UnsupportedModelError(CallerError, ValueError):
+    """A model that would run wrongly is refused. The message names the model type, the reason and the way out."""
+
+    def __init__(self, model_type: str, reason: str, way_out: str) -> None:
+        super().__init__(f"model type {model_type!r} cannot be served: {reason}. {way_out}")
+        self.model_type = model_type
+        self.reason = reason
+        self.way_out = way_out
+
+
+class CapacityError(HoldfastError):
+    """There is no room now. `retry_after_s` says when to come back."""
+
+    fault = Fault.CAPACITY
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFullError(CapacityError):
+    """The bounded queue of a router or a worker is full."""
+
+
+class ReplicaError(HoldfastError):
+    """A replica died, or none is up. `retry_after_s` says when to come back."""
+
+    fault = Fault.REPLICA
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceededError(HoldfastError):
+    """The deadline that the caller set has passed."""
+
+    fault = Fault.CALLER
+
+
+class RequestAbortedError(HoldfastError):
+    """The caller cancelled, or the server is stopping."""
+
+    fault = Fault.CALLER
+
+
+class InternalError(HoldfastError):
+    """Our bug. The message says what was going on; the cause is chained."""
+
+
+def _shortened(value: object, limit: int = 80) -> str:
+    """`repr` of a value cut to `limit` characters, so that a bad megabyte never ends up in a message."""
+    text = repr(value[:limit] if isinstance(value, str | bytes | list | tuple) else value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

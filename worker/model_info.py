@@ -1,0 +1,26 @@
+"""What is known of a model once it is loaded: the facts that the other floors need. Plain data, no torch."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """Facts of one loaded replica. Equal on all replicas of a model, but for `num_blocks` and `row_invariant`."""
+
+    name: str
+    """The name that clients use."""
+    path: str
+    """The local folder it was read from: the router reads the tokenizer there."""
+    model_type: str
+    max_model_len: int
+    """Longest prompt plus output, in tokens."""
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    dtype: str
+    tensor_parallel_size: int
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_token: int
+    """On one rank, all layers together."""
+    row_invariant: bool
+    """The start-up check found each row's bits independent of its neighbours, on the machine at hand."""

@@ -1,0 +1,55 @@
+"""The contract between scheduler and runner: a plan says what one step does, a result says what came of it.
+
+A plan is complete and frozen when the scheduler returns it; the runner only reads it, and the result returns values.
+Nothing is filled in by several owners in turn. No torch here: plans cross process borders as plain integers.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawParams:
+    """All that a draw depends on besides the logits. A draw is a pure function of these (see `sampler.py`)."""
+
+    seed: int
+    first_output_index: int
+    """Output position of the first token drawn: the noise is keyed by (seed, position, token id)."""
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledSequence:
+    """One sequence's share of a step: `token_ids` are run at absolute positions `first_position`, + 1, + 2, ..."""
+
+    sequence_id: int
+    """Unique in the life of an engine; survives preemption."""
+    first_position: int
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    """Blocks of positions 0 to `first_position + len(token_ids) - 1`, in order."""
+    draw: DrawParams | None
+    """None for a chunk of the prompt that is not the last: nothing is drawn."""
+    num_draws: int = 0
+    """How many of the last rows are drawn from: 1 when `draw` is set; more when drafted tokens are verified."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What one step does. Never empty."""
+
+    step_id: int
+    sequences: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step drew: for each sequence of the plan, in its order, `num_draws` token ids."""
+
+    step_id: int
+    token_ids: tuple[tuple[int, ...], ...]
