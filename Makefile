@@ -1,0 +1,59 @@
+# Everything a person does with this repository, by verb. `make demo` and `make test` work on a fresh machine.
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The first supported interpreter: `make PYTHON=python3.12 demo` chooses another.
+PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
+	$(shell $(name) -c 'import sys; print("$(name)" if (3, 11) <= sys.version_info[:2] <= (3, 13) else "")' 2>/dev/null)))
+
+.PHONY: help install demo test test-fast lint format types proto proto-check check bench model clean
+
+help:            ## Show this list.
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/' | column -t -s '|'
+
+install: $(VENV)/.installed  ## Make .venv with everything in it.
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11, 3.12 or 3.13; none was found. Try: apt-get install python3 python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) has no venv module. Try: apt-get install python3-venv"; exit 1; }
+	@test -x $(BIN)/python || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing (minutes on the first run; torch is large)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: install    ## Start a cluster on this machine, stream four prompts through it, stop it.
+	@$(BIN)/holdfast demo
+
+test: install    ## Run the tests.
+	@$(BIN)/python -m pytest
+
+test-fast: install  ## Run the tests that start neither Ray nor long searches.
+	@$(BIN)/python -m pytest -m "not cluster and not slow"
+
+lint: install    ## Check style and formatting.
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: install  ## Mend style and formatting.
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: install   ## Check types.
+	@$(BIN)/mypy
+
+proto: install   ## Regenerate the protobuf stubs.
+	@$(BIN)/python scripts/generate_stubs.py
+
+proto-check: install
+	@$(BIN)/python scripts/generate_stubs.py --check
+
+check: lint types proto-check  ## All that CI checks, but for the tests.
+
+bench: install   ## Continuous against static batching, on this machine.
+	@$(BIN)/python -m benchmarks.batching
+
+model: install   ## Train the bundled models again (minutes).
+	@$(BIN)/python -m cluster.demo.train
+
+clean:           ## Remove what the other verbs made.
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

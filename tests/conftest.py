@@ -1,0 +1,39 @@
+"""What every test shares: few threads, no hub, and a summary of what was left out."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """GPU tests need a GPU; that they were left out is said at the end, never in silence."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    if items:
+        config = items[0].config
+        config.stash.setdefault(_LEFT_OUT, []).extend(item.nodeid for item in items)
+
+
+_LEFT_OUT = pytest.StashKey[list[str]]()
+
+
+def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config: pytest.Config) -> None:
+    """Names the groups of tests that did not run."""
+    skipped = [report.nodeid for report in terminalreporter.stats.get("skipped", [])]
+    deselected = config.stash.get(_LEFT_OUT, [])
+    terminalreporter.write_line(f"left out: {len(deselected)} deselected, {len(skipped)} skipped")
+    for nodeid in sorted({nodeid.split("::")[0] for nodeid in [*deselected, *skipped]}):
+        terminalreporter.write_line(f"  some or all of {nodeid}")

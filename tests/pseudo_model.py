@@ -1,0 +1,67 @@
+"""A model without arithmetic: the next token is a hash of the tokens before it and the seed.
+
+`PseudoRunner` keeps its "KV cache" in real blocks and reads the whole prefix back from them before it draws, so a
+block that was freed too early, shared by mistake or listed in the wrong order changes the tokens, as in a real model.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+from worker.plan import ScheduledSequence, StepPlan, StepResult
+
+
+def pseudo_token(prefix: Sequence[int], seed: int, vocab_size: int) -> int:
+    """The token after `prefix`."""
+    digest = hashlib.blake2b(repr((tuple(prefix), seed)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % vocab_size
+
+
+def pseudo_completion(
+    prompt: Sequence[int], seed: int, num_tokens: int, vocab_size: int, stop: Sequence[int] = ()
+) -> list[int]:
+    """What a request gets from any engine that works: `num_tokens` tokens, or fewer if one of `stop` comes up."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(pseudo_token(tokens, seed, vocab_size))
+        if tokens[-1] in stop:
+            break
+    return tokens[len(prompt) :]
+
+
+class PseudoRunner:
+    """A `StepRunner` over the pseudo-model."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 1000) -> None:
+        self.vocab_size = vocab_size
+        self.num_steps = 0
+        self.closed = False
+        self._block_size = block_size
+        self._slots = [-1] * (num_blocks * block_size)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
+        for sequence in plan.sequences:
+            self._write(sequence)
+        drawn = tuple(self._draw(sequence) for sequence in plan.sequences)
+        return StepResult(step_id=plan.step_id, token_ids=drawn)
+
+    def keep_alive(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _write(self, sequence: ScheduledSequence) -> None:
+        for offset, token_id in enumerate(sequence.token_ids):
+            self._slots[self._slot(sequence, sequence.first_position + offset)] = token_id
+
+    def _draw(self, sequence: ScheduledSequence) -> tuple[int, ...]:
+        if sequence.draw is None:
+            return ()
+        end = sequence.first_position + len(sequence.token_ids)
+        prefix = [self._slots[self._slot(sequence, position)] for position in range(end)]
+        lengths = range(end - sequence.num_draws + 1, end + 1)
+        return tuple(pseudo_token(prefix[:length], sequence.draw.seed, self.vocab_size) for length in lengths)
+
+    def _slot(self, sequence: ScheduledSequence, position: int) -> int:
+        return sequence.block_ids[position // self._block_size] * self._block_size + position % self._block_size

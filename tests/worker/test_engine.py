@@ -1,0 +1,217 @@
+"""The engine's promises: every request is answered, whichever way the loop ends."""
+
+import threading
+from collections import defaultdict
+
+import pytest
+
+from tests.pseudo_model import PseudoRunner, pseudo_completion
+from worker.config import SchedulerConfig
+from worker.engine import Engine, EngineUpdate
+from worker.errors import HoldfastError, InvalidRequestError, ReplicaError
+from worker.plan import StepPlan, StepResult
+from worker.request import EngineRequest, FinishReason, SamplingParams
+from worker.scheduler import Scheduler
+
+BLOCK_SIZE, NUM_BLOCKS, TIMEOUT_S = 4, 64, 20
+
+
+class Recorder:
+    """A listener that remembers, and lets tests wait for a last word."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.finished: dict[str, FinishReason] = {}
+        self.rejected: dict[str, HoldfastError] = {}
+        self.failure: HoldfastError | None = None
+        self.num_updates = 0
+        self._news = threading.Condition()
+
+    def on_update(self, update: EngineUpdate) -> None:
+        with self._news:
+            self.num_updates += 1
+            for delta in update.deltas:
+                assert delta.first_token_index == len(self.tokens[delta.request_id])
+                assert delta.request_id not in self.finished
+                self.tokens[delta.request_id].extend(delta.token_ids)
+                if delta.finish_reason:
+                    self.finished[delta.request_id] = delta.finish_reason
+            self.rejected.update({rejection.request_id: rejection.error for rejection in update.rejections})
+            self._news.notify_all()
+
+    def on_failure(self, error: HoldfastError) -> None:
+        with self._news:
+            self.failure = error
+            self._news.notify_all()
+
+    def wait_for(self, condition) -> None:
+        with self._news:
+            assert self._news.wait_for(condition, TIMEOUT_S), "nothing came in time"
+
+
+class Gate(PseudoRunner):
+    """A runner that holds each step until the test lets it go."""
+
+    def __init__(self) -> None:
+        super().__init__(NUM_BLOCKS, BLOCK_SIZE)
+        self.entered, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.entered.release()
+        assert self.go_on.acquire(timeout=TIMEOUT_S)
+        return super().run(plan)
+
+
+class Broken(PseudoRunner):
+    """A runner that fails at its third step."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if self.num_steps == 2:
+            raise RuntimeError("connection closed by peer")
+        return super().run(plan)
+
+
+def make_engine(runner: PseudoRunner | None = None) -> tuple[Engine, PseudoRunner, Recorder]:
+    runner = runner or PseudoRunner(NUM_BLOCKS, BLOCK_SIZE)
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4),
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_model_len=200,
+        eos_token_ids=frozenset(),
+    )
+    engine, recorder = Engine(scheduler, runner, idle_s=0.05), Recorder()
+    engine.attach(recorder)
+    engine.start()
+    return engine, runner, recorder
+
+
+def make_request(request_id: str, prompt=(1, 2, 3), max_tokens=8, seed=7, output=()) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, seed=seed)
+    return EngineRequest(
+        request_id=request_id, prompt_token_ids=tuple(prompt), sampling_params=params, output_token_ids=tuple(output)
+    )
+
+
+@pytest.fixture
+def engine_and_friends():
+    engine, runner, recorder = make_engine()
+    yield engine, runner, recorder
+    engine.stop()
+    assert runner.closed
+
+
+def test_requests_get_the_models_tokens(engine_and_friends):
+    engine, runner, recorder = engine_and_friends
+    prompts = {f"r{i}": list(range(1, i + 2)) for i in range(20)}
+    for request_id, prompt in prompts.items():
+        engine.submit(make_request(request_id, prompt, seed=len(prompt)), recorder)
+    recorder.wait_for(lambda: len(recorder.finished) == len(prompts))
+    for request_id, prompt in prompts.items():
+        assert recorder.tokens[request_id] == pseudo_completion(prompt, len(prompt), 8, runner.vocab_size)
+    assert set(recorder.finished.values()) == {FinishReason.LENGTH}
+    assert engine.stats().load.num_free_blocks == NUM_BLOCKS
+
+
+def test_a_continued_request_reports_only_what_is_new():
+    engine, runner, recorder = make_engine()
+    whole = pseudo_completion((1, 2, 3), 7, 8, runner.vocab_size)
+    recorder.tokens["r"] = whole[:5]
+    engine.submit(make_request("r", output=whole[:5]), recorder)
+    recorder.wait_for(lambda: "r" in recorder.finished)
+    assert recorder.tokens["r"] == whole
+    engine.stop()
+
+
+def test_an_abort_during_a_step_is_the_requests_last_word():
+    engine, gate, recorder = make_engine(Gate())
+    engine.submit(make_request("r", max_tokens=100), recorder)
+    assert gate.entered.acquire(timeout=TIMEOUT_S)
+    engine.abort("r")
+    gate.go_on.release()
+    recorder.wait_for(lambda: recorder.finished.get("r") is FinishReason.ABORT)
+    assert engine.stats().load.num_free_blocks == NUM_BLOCKS
+    assert gate.num_steps == 1
+    engine.stop()
+
+
+def test_what_the_scheduler_refuses_is_answered_with_its_reason(engine_and_friends):
+    engine, _, recorder = engine_and_friends
+    engine.submit(make_request("long", prompt=range(500)), recorder)
+    recorder.wait_for(lambda: "long" in recorder.rejected)
+    assert isinstance(recorder.rejected["long"], InvalidRequestError)
+
+
+def test_a_request_id_in_use_is_refused_and_the_first_goes_on():
+    engine, gate, recorder = make_engine(Gate())
+    engine.submit(make_request("r"), recorder)
+    assert gate.entered.acquire(timeout=TIMEOUT_S)
+    engine.submit(make_request("r"), recorder)
+    gate.go_on.release(100)
+    recorder.wait_for(lambda: "r" in recorder.rejected and "r" in recorder.finished)
+    assert recorder.finished["r"] is FinishReason.LENGTH
+    engine.stop()
+
+
+def test_stop_answers_every_request():
+    engine, gate, recorder = make_engine(Gate())
+    for i in range(10):
+        engine.submit(make_request(f"r{i}"), recorder)
+    assert gate.entered.acquire(timeout=TIMEOUT_S)
+    gate.go_on.release(100)
+    engine.stop()
+    assert len(recorder.finished) == 10
+    assert recorder.failure is not None
+    with pytest.raises(ReplicaError):
+        engine.submit(make_request("late"), recorder)
+
+
+def test_a_failing_runner_is_told_to_every_listener_and_to_later_callers():
+    engine, runner, recorder = make_engine(Broken(NUM_BLOCKS, BLOCK_SIZE))
+    engine.submit(make_request("r"), recorder)
+    recorder.wait_for(lambda: recorder.failure is not None)
+    assert "connection closed by peer" in str(recorder.failure)
+    with pytest.raises(ReplicaError):
+        engine.stats()
+    engine.stop()
+    assert runner.closed
+
+
+def test_detaching_aborts_what_came_through_the_listener_and_nothing_else():
+    engine, gate, recorder = make_engine(Gate())
+    other = Recorder()
+    engine.attach(other)
+    engine.submit(make_request("mine", max_tokens=5), recorder)
+    engine.submit(make_request("theirs", max_tokens=5), other)
+    assert gate.entered.acquire(timeout=TIMEOUT_S)
+    engine.detach(other)
+    gate.go_on.release(100)
+    recorder.wait_for(lambda: "mine" in recorder.finished)
+    assert "theirs" not in other.finished
+    assert engine.stats().load.num_free_blocks == NUM_BLOCKS
+    engine.stop()
+
+
+def test_a_listener_that_breaks_loses_only_its_own_requests(engine_and_friends):
+    engine, _, recorder = engine_and_friends
+
+    class Breaking(Recorder):
+        def on_update(self, update: EngineUpdate) -> None:
+            raise RuntimeError("event loop is closed")
+
+    breaking = Breaking()
+    engine.attach(breaking)
+    engine.submit(make_request("theirs"), breaking)
+    engine.submit(make_request("mine"), recorder)
+    recorder.wait_for(lambda: "mine" in recorder.finished)
+    assert engine.stats().load.num_running == 0
+
+
+def test_every_listener_hears_of_every_step(engine_and_friends):
+    engine, runner, recorder = engine_and_friends
+    other = Recorder()
+    engine.attach(other)
+    engine.submit(make_request("r"), recorder)
+    recorder.wait_for(lambda: "r" in recorder.finished)
+    engine.stats()
+    assert other.num_updates == runner.num_steps

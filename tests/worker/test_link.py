@@ -1,0 +1,180 @@
+"""The replica's end of the link, over real gRPC on loopback, with a pseudo-model behind it."""
+
+import asyncio
+from collections import defaultdict
+from types import SimpleNamespace
+
+import grpc
+import pytest
+
+from holdfast_pb import engine_pb2, engine_pb2_grpc
+from tests.pseudo_model import PseudoRunner, pseudo_completion
+from worker.config import SchedulerConfig
+from worker.engine import Engine
+from worker.link import LinkServer
+from worker.model_info import ModelInfo
+from worker.scheduler import Scheduler
+
+NUM_BLOCKS, BLOCK_SIZE, TIMEOUT_S = 64, 4, 20
+
+INFO = ModelInfo(
+    name="pseudo",
+    path="/nowhere",
+    model_type="pseudo",
+    max_model_len=200,
+    vocab_size=1000,
+    eos_token_ids=frozenset(),
+    dtype="float32",
+    tensor_parallel_size=1,
+    block_size=BLOCK_SIZE,
+    num_blocks=NUM_BLOCKS,
+    kv_bytes_per_token=8,
+    row_invariant=True,
+)
+
+
+class Router:
+    """A router's end of the link, reduced to what these tests look at."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address)
+        self._call = engine_pb2_grpc.EngineStub(self._channel).Link()
+        self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.finished: dict[int, int] = {}
+        self.rejected: dict[int, engine_pb2.Rejection] = {}
+        self.load: engine_pb2.Load | None = None
+
+    async def hello(self) -> engine_pb2.Hello:
+        return (await self._read()).hello
+
+    async def submit(self, attempt: int, prompt=(1, 2, 3), max_tokens=6, temperature=1.0, output=()) -> None:
+        draw = engine_pb2.DrawSettings(temperature=temperature, top_p=1.0, seed=attempt, max_tokens=max_tokens)
+        submit = engine_pb2.Submit(
+            attempt=attempt, prompt_token_ids=prompt, output_token_ids=output, draw=draw, priority=2
+        )
+        await self._call.write(engine_pb2.LinkRequest(submit=submit))
+
+    async def abort(self, attempt: int) -> None:
+        await self._call.write(engine_pb2.LinkRequest(abort=engine_pb2.Abort(attempt=attempt)))
+
+    async def read_until(self, condition) -> None:
+        while not condition():
+            step = (await self._read()).step
+            self.load = step.load
+            for delta in step.deltas:
+                self.tokens[delta.attempt].extend(delta.token_ids)
+                if delta.finish_reason:
+                    self.finished[delta.attempt] = delta.finish_reason
+            self.rejected.update({rejection.attempt: rejection for rejection in step.rejections})
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+    async def _read(self) -> engine_pb2.LinkResponse:
+        return await asyncio.wait_for(self._call.read(), TIMEOUT_S)
+
+
+@pytest.fixture
+def engine():
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4),
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_model_len=INFO.max_model_len,
+        eos_token_ids=INFO.eos_token_ids,
+    )
+    engine = Engine(scheduler, PseudoRunner(NUM_BLOCKS, BLOCK_SIZE), idle_s=0.05)
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+def over_a_link(engine: Engine, scenario) -> None:
+    """Runs `await scenario(router, server)` against a served engine."""
+
+    async def run() -> None:
+        server = await LinkServer.start(SimpleNamespace(engine=engine, info=INFO), replica_id="r0")
+        router = Router(server.address)
+        try:
+            hello = await router.hello()
+            assert (hello.replica_id, hello.model, hello.num_blocks) == ("r0", "pseudo", NUM_BLOCKS)
+            await scenario(router, server)
+        finally:
+            await router.close()
+            await server.stop()
+
+    asyncio.run(run())
+
+
+def test_many_attempts_share_one_stream(engine):
+    async def scenario(router, server):
+        for attempt in range(1, 21):
+            await router.submit(attempt)
+        await router.read_until(lambda: len(router.finished) == 20)
+        for attempt in range(1, 21):
+            assert router.tokens[attempt] == pseudo_completion((1, 2, 3), attempt, 6, 1000)
+        assert router.load.num_free_blocks == NUM_BLOCKS
+
+    over_a_link(engine, scenario)
+
+
+def test_a_continued_attempt_starts_where_the_last_one_ended(engine):
+    async def scenario(router, server):
+        whole = pseudo_completion((1, 2, 3), 5, 6, 1000)
+        await router.submit(5, output=whole[:4])
+        await router.read_until(lambda: 5 in router.finished)
+        assert router.tokens[5] == whole[4:]
+
+    over_a_link(engine, scenario)
+
+
+def test_an_abort_frees_the_attempts_blocks(engine):
+    async def scenario(router, server):
+        await router.submit(1, max_tokens=0)
+        await router.read_until(lambda: router.tokens[1])
+        await router.abort(1)
+        await router.read_until(lambda: 1 in router.finished)
+        assert router.finished[1] == 3
+        assert router.load.num_free_blocks == NUM_BLOCKS
+
+    over_a_link(engine, scenario)
+
+
+def test_bad_attempts_are_rejected_by_field_and_the_link_goes_on(engine):
+    async def scenario(router, server):
+        await router.submit(1, prompt=())
+        await router.submit(2, temperature=float("nan"))
+        await router.submit(3, prompt=range(500))
+        await router.submit(4)
+        await router.read_until(lambda: len(router.rejected) == 3 and 4 in router.finished)
+        fields = {attempt: rejection.field for attempt, rejection in router.rejected.items()}
+        assert fields == {1: "prompt", 2: "sampling_params.temperature", 3: "prompt"}
+
+    over_a_link(engine, scenario)
+
+
+def test_a_router_that_goes_away_takes_its_requests_with_it(engine):
+    async def scenario(router, server):
+        other = Router(server.address)
+        await other.hello()
+        await other.submit(1, max_tokens=0)
+        await other.read_until(lambda: other.tokens[1])
+        await other.close()
+        await router.submit(1, max_tokens=2)
+        await router.read_until(lambda: 1 in router.finished and router.load.num_running == 0)
+        assert router.load.num_free_blocks == NUM_BLOCKS
+
+    over_a_link(engine, scenario)
+
+
+def test_the_end_of_the_engine_ends_the_stream_with_unavailable(engine):
+    async def scenario(router, server):
+        await router.submit(1, max_tokens=0)
+        await router.read_until(lambda: router.tokens[1])
+        await asyncio.to_thread(engine.stop)
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await router.read_until(lambda: False)
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    over_a_link(engine, scenario)

@@ -1,0 +1,298 @@
+"""The engine: one thread that plans, runs, commits and delivers, step after step, until it is stopped or fails.
+
+What may live here: the loop, its inbox, and who hears of what. What may not: decisions about what a step does
+(`scheduler.py`), arithmetic (`model_runner.py`), wires and event loops (`link.py`).
+
+    submit, abort ──► inbox ──► scheduler.add ─► plan ─► runner.run ─► commit ──► listener.on_update
+                                     └──────────────── one turn ────────────────┘
+
+Whichever way the loop ends, every request that was submitted has been answered.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from worker.errors import HoldfastError, InvalidRequestError, ReplicaError
+from worker.plan import StepPlan, StepResult
+from worker.request import EngineLoad, EngineRequest, TokenDelta
+from worker.scheduler import Scheduler, SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejection:
+    """A request that will not be run, and why."""
+
+    request_id: str
+    error: HoldfastError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineUpdate:
+    """What a turn of the engine did for one listener's requests, and how busy the engine is after it."""
+
+    step_id: int
+    deltas: tuple[TokenDelta, ...]
+    rejections: tuple[Rejection, ...]
+    load: EngineLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Counts since the start, and what the scheduler says of itself."""
+
+    num_requests: int
+    num_tokens_generated: int
+    step_time_s: float
+    """Seconds spent in `runner.run`, all steps together."""
+    load: EngineLoad
+    scheduler: SchedulerStats
+
+
+class StepListener(Protocol):
+    """Who wants to hear of its requests. Called on the engine's thread: an implementation hands over and returns."""
+
+    def on_update(self, update: EngineUpdate) -> None:
+        """Once per turn. Each request's last word is a delta with a finish reason, or a rejection."""
+
+    def on_failure(self, error: HoldfastError) -> None:
+        """The engine has ended. Nothing more will come; requests that have had no last word are lost."""
+
+
+class StepRunner(Protocol):
+    """What runs a plan: `LeaderRunner`, or a pseudo-model in tests."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def keep_alive(self) -> None:
+        """Called while there is nothing to do, so that followers see a living leader."""
+
+    def close(self) -> None: ...
+
+
+class Engine:
+    """A scheduler and a runner on a thread of their own. All methods are safe to call from any thread."""
+
+    def __init__(self, scheduler: Scheduler, runner: StepRunner, *, name: str = "engine", idle_s: float = 10.0) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._idle_s = idle_s
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._gate = threading.Lock()
+        self._ended: HoldfastError | None = None
+        self._stopping = False
+        self._listeners: dict[StepListener, _Mailbox] = {}
+        self._owner: dict[str, StepListener] = {}
+        self._num_requests = 0
+        self._num_tokens_generated = 0
+        self._step_time_s = 0.0
+        self._step_id = 0
+        self._load = scheduler.load()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    # --- for any thread ---
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Aborts what is running, answers everyone and joins the thread. Safe to call twice."""
+        self._post_unless_ended(self._stop)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def attach(self, listener: StepListener) -> None:
+        """From now on `listener` hears of every step. Raises `ReplicaError` if the engine has ended."""
+        self._post(lambda: self._listeners.setdefault(listener, _Mailbox()))
+
+    def detach(self, listener: StepListener) -> None:
+        """`listener` hears nothing more, and its requests are aborted."""
+        self._post_unless_ended(lambda: self._detach(listener))
+
+    def submit(self, request: EngineRequest, listener: StepListener) -> None:
+        """Queues a request of an attached listener. Raises `ReplicaError` if the engine has ended."""
+        self._post(lambda: self._submit(request, listener))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request within one step; its last delta then says `ABORT`. Unknown ids are ignored."""
+        self._post_unless_ended(lambda: self._abort(request_id))
+
+    def fail(self, error: HoldfastError) -> None:
+        """Ends the engine from outside, as when a rank has died while nothing was running."""
+        self._post_unless_ended(lambda: _raise(error))
+
+    def stats(self, timeout_s: float = 30.0) -> EngineStats:
+        """Exact counts between two steps. Raises `ReplicaError` if the engine has ended."""
+        future: Future[EngineStats] = Future()
+        self._post(lambda: future.set_result(self._stats()))
+        return future.result(timeout_s)
+
+    @property
+    def load(self) -> EngineLoad:
+        """As of the last step."""
+        return self._load
+
+    @property
+    def failure(self) -> HoldfastError | None:
+        """Why the engine has ended, or None while it runs."""
+        return self._ended
+
+    # --- on the engine's thread ---
+
+    def _run(self) -> None:
+        error: HoldfastError = ReplicaError("the replica was stopped")
+        try:
+            while not self._stopping:
+                self._take_commands()
+                self._turn()
+        except HoldfastError as failure:
+            error = failure
+        except Exception as bug:
+            logger.exception("the engine failed")
+            error = ReplicaError(f"the replica failed: {type(bug).__name__}: {bug}")
+            error.__cause__ = bug
+        finally:
+            self._end(error)
+
+    def _take_commands(self) -> None:
+        """Runs everything in the inbox; with nothing to do, waits for the first command."""
+        if not self._scheduler.has_work and self._inbox.empty():
+            try:
+                self._inbox.get(timeout=self._idle_s)()
+            except queue.Empty:
+                self._runner.keep_alive()
+        while not self._inbox.empty():
+            self._inbox.get_nowait()()
+
+    def _turn(self) -> None:
+        plan = None if self._stopping else self._scheduler.plan()
+        if plan is not None:
+            started_s = time.perf_counter()
+            result = self._runner.run(plan)
+            self._step_time_s += time.perf_counter() - started_s
+            self._step_id = plan.step_id
+            for delta in self._scheduler.commit(plan, result):
+                self._keep(delta)
+        self._deliver(stepped=plan is not None)
+
+    def _deliver(self, *, stepped: bool) -> None:
+        self._load = self._scheduler.load()
+        for listener, mailbox in list(self._listeners.items()):
+            if stepped or mailbox.has_news:
+                self._tell(listener, mailbox.take(self._step_id, self._load))
+
+    def _tell(self, listener: StepListener, update: EngineUpdate) -> None:
+        """A listener that breaks loses its own requests, not everybody's."""
+        try:
+            listener.on_update(update)
+        except Exception:
+            logger.exception("a listener failed; its requests are aborted")
+            self._detach(listener)
+
+    def _submit(self, request: EngineRequest, listener: StepListener) -> None:
+        self._num_requests += 1
+        mailbox = self._listeners.get(listener)
+        if mailbox is None:
+            return  # detached meanwhile: nobody waits for an answer
+        try:
+            if request.request_id in self._owner:
+                raise InvalidRequestError("request_id", request.request_id, "is in use by a request that has not ended")
+            finished = self._scheduler.add(request)
+        except HoldfastError as error:
+            mailbox.rejections.append(Rejection(request_id=request.request_id, error=error))
+            return
+        self._owner[request.request_id] = listener
+        if finished is not None:
+            self._keep(finished)
+
+    def _abort(self, request_id: str) -> None:
+        delta = self._scheduler.abort(request_id)
+        if delta is not None:
+            self._keep(delta)
+
+    def _keep(self, delta: TokenDelta) -> None:
+        """Puts a delta where its listener's next update is made from."""
+        self._num_tokens_generated += len(delta.token_ids)
+        listener = self._owner[delta.request_id]
+        if delta.finish_reason is not None:
+            del self._owner[delta.request_id]
+        mailbox = self._listeners.get(listener)
+        if mailbox is not None:
+            mailbox.deltas.append(delta)
+
+    def _detach(self, listener: StepListener) -> None:
+        self._listeners.pop(listener, None)
+        for request_id in [key for key, owner in self._owner.items() if owner is listener]:
+            self._abort(request_id)
+
+    def _stats(self) -> EngineStats:
+        return EngineStats(
+            num_requests=self._num_requests,
+            num_tokens_generated=self._num_tokens_generated,
+            step_time_s=self._step_time_s,
+            load=self._scheduler.load(),
+            scheduler=self._scheduler.stats(),
+        )
+
+    def _stop(self) -> None:
+        self._stopping = True
+        for delta in self._scheduler.abort_all():
+            self._keep(delta)
+
+    def _end(self, error: HoldfastError) -> None:
+        """The one way out of the loop: closes the inbox, runs what is still in it, and tells every listener."""
+        with self._gate:
+            self._ended = error
+        self._stopping = True
+        while not self._inbox.empty():
+            self._attempt("a command that came too late", self._inbox.get_nowait())
+        for listener in self._listeners:
+            self._attempt("telling a listener of the end", partial(listener.on_failure, error))
+        self._attempt("closing the runner (its ranks may be gone already)", self._runner.close)
+
+    def _attempt(self, what: str, action: Callable[[], None]) -> None:
+        """Runs one of the last actions: none of them may keep the next from being run."""
+        try:
+            action()
+        except Exception as error:
+            logger.warning("%s failed: %s", what, error)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._gate:
+            if self._ended is not None:
+                raise self._ended
+            self._inbox.put(command)
+
+    def _post_unless_ended(self, command: Callable[[], None]) -> None:
+        with self._gate:
+            if self._ended is None:
+                self._inbox.put(command)
+
+
+class _Mailbox:
+    """What a listener has not been told yet."""
+
+    def __init__(self) -> None:
+        self.deltas: list[TokenDelta] = []
+        self.rejections: list[Rejection] = []
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.deltas or self.rejections)
+
+    def take(self, step_id: int, load: EngineLoad) -> EngineUpdate:
+        update = EngineUpdate(step_id=step_id, deltas=tuple(self.deltas), rejections=tuple(self.rejections), load=load)
+        self.deltas, self.rejections = [], []
+        return update
+
+
+def _raise(error: HoldfastError) -> None:
+    raise error

@@ -1,0 +1,210 @@
+"""The replica's end of the link: `holdfast.v1.Engine` over gRPC, one stream per router, one message per step.
+
+What may live here: the stubs, bytes to plain data and back, and the hand-over between the engine's thread and the event
+loop. What may not: decisions. When a router's stream ends, for whatever reason, all that came through it is aborted.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from holdfast_pb import engine_pb2, engine_pb2_grpc
+from worker.engine import Engine, EngineUpdate, Rejection
+from worker.errors import HoldfastError, InvalidRequestError
+from worker.model_info import ModelInfo
+from worker.replica import Replica
+from worker.request import EngineLoad, EngineRequest, FinishReason, Priority, SamplingParams, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 * 2**20),
+    ("grpc.max_send_message_length", 64 * 2**20),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+_FINISH_REASONS = {FinishReason.STOP: 1, FinishReason.LENGTH: 2, FinishReason.ABORT: 3}
+
+
+class LinkServer:
+    """Serves one replica to any number of routers. Made by `start`, on a running event loop."""
+
+    def __init__(self, server: grpc.aio.Server, address: str) -> None:
+        self._server = server
+        self.address = address
+
+    @classmethod
+    async def start(cls, replica: Replica, *, replica_id: str, host: str = "127.0.0.1", port: int = 0) -> "LinkServer":
+        """Listens on `host:port`; port 0 picks a free one. Raises `OSError` (RuntimeError in older grpcio) if taken."""
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        servicer = EngineServicer(replica.engine, replica.info, replica_id)
+        engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
+        bound = server.add_insecure_port(f"{host}:{port}")
+        await server.start()
+        return cls(server, f"{host}:{bound}")
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Ends every stream after at most `grace_s`; their requests are aborted."""
+        await self._server.stop(grace_s)
+
+
+class EngineServicer(engine_pb2_grpc.EngineServicer):
+    """Turns each router's call into a `RouterLink`."""
+
+    def __init__(self, engine: Engine, info: ModelInfo, replica_id: str) -> None:
+        self._engine = engine
+        self._info = info
+        self._replica_id = replica_id
+        self._num_links = 0
+
+    async def Link(
+        self, requests: AsyncIterator[engine_pb2.LinkRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[engine_pb2.LinkResponse]:
+        self._num_links += 1
+        link = RouterLink(self._engine, f"link-{self._num_links}")
+        try:
+            self._engine.attach(link)
+        except HoldfastError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        reader = asyncio.create_task(link.read(requests))
+        try:
+            yield engine_pb2.LinkResponse(hello=self._hello())
+            async for update in link.updates():
+                yield engine_pb2.LinkResponse(step=link.to_message(update))
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(link.failure))
+        finally:
+            reader.cancel()
+            self._engine.detach(link)
+
+    def _hello(self) -> engine_pb2.Hello:
+        info = self._info
+        return engine_pb2.Hello(
+            replica_id=self._replica_id,
+            model=info.name,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            tensor_parallel_size=info.tensor_parallel_size,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+            row_invariant=info.row_invariant,
+            load=_load_message(self._engine.load),
+        )
+
+
+class RouterLink:
+    """One router's stream: a `StepListener` whose other half lives on the event loop that made it."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine = engine
+        self._name = name
+        self._loop = asyncio.get_running_loop()
+        self._outbox: asyncio.Queue[EngineUpdate | None] = asyncio.Queue()
+        self._attempts: dict[str, int] = {}
+        self.failure: HoldfastError | None = None
+
+    # --- on the engine's thread ---
+
+    def on_update(self, update: EngineUpdate) -> None:
+        self._loop.call_soon_threadsafe(self._outbox.put_nowait, update)
+
+    def on_failure(self, error: HoldfastError) -> None:
+        self.failure = error
+        self._loop.call_soon_threadsafe(self._outbox.put_nowait, None)
+
+    # --- on the event loop ---
+
+    async def read(self, requests: AsyncIterator[engine_pb2.LinkRequest]) -> None:
+        """Passes on what the router says until it falls silent; then ends the stream."""
+        try:
+            async for request in requests:
+                if request.HasField("submit"):
+                    self._submit(request.submit)
+                elif request.HasField("abort"):
+                    self._engine.abort(self._request_id(request.abort.attempt))
+        except HoldfastError as error:
+            self.failure = self.failure or error
+        finally:
+            self._outbox.put_nowait(None)
+
+    async def updates(self) -> AsyncIterator[EngineUpdate]:
+        while (update := await self._outbox.get()) is not None:
+            yield update
+
+    def to_message(self, update: EngineUpdate) -> engine_pb2.StepUpdate:
+        return engine_pb2.StepUpdate(
+            step_id=update.step_id,
+            deltas=[self._delta(delta) for delta in update.deltas],
+            rejections=[self._rejection(rejection) for rejection in update.rejections],
+            load=_load_message(update.load),
+        )
+
+    def _submit(self, submit: engine_pb2.Submit) -> None:
+        request_id = self._request_id(submit.attempt)
+        self._attempts[request_id] = submit.attempt
+        try:
+            request = _engine_request(request_id, submit)
+        except InvalidRequestError as error:
+            rejection = Rejection(request_id=request_id, error=error)
+            self._outbox.put_nowait(EngineUpdate(step_id=0, deltas=(), rejections=(rejection,), load=self._engine.load))
+            return
+        self._engine.submit(request, self)
+
+    def _request_id(self, attempt: int) -> str:
+        return f"{self._name}/{attempt}"
+
+    def _delta(self, delta: TokenDelta) -> engine_pb2.Delta:
+        finished = delta.finish_reason is not None
+        attempt = self._attempts.pop(delta.request_id) if finished else self._attempts[delta.request_id]
+        return engine_pb2.Delta(
+            attempt=attempt,
+            first_token_index=delta.first_token_index,
+            token_ids=delta.token_ids,
+            finish_reason=_FINISH_REASONS[delta.finish_reason] if delta.finish_reason is not None else 0,
+        )
+
+    def _rejection(self, rejection: Rejection) -> engine_pb2.Rejection:
+        error = rejection.error
+        return engine_pb2.Rejection(
+            attempt=self._attempts.pop(rejection.request_id),
+            field=error.field if isinstance(error, InvalidRequestError) else "",
+            message=error.limit if isinstance(error, InvalidRequestError) else str(error),
+            retry_after_ms=round(1000 * error.retry_after_s) if error.retry_after_s else 0,
+        )
+
+
+def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest:
+    draw = submit.draw
+    params = SamplingParams(
+        temperature=draw.temperature,
+        top_k=draw.top_k,
+        top_p=draw.top_p,
+        seed=draw.seed,
+        max_tokens=draw.max_tokens or None,
+        stop_token_ids=tuple(draw.stop_token_ids),
+        ignore_eos=draw.ignore_eos,
+    )
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(submit.prompt_token_ids),
+        sampling_params=params,
+        priority=Priority(submit.priority),
+        output_token_ids=tuple(submit.output_token_ids),
+    )
+
+
+def _load_message(load: EngineLoad) -> engine_pb2.Load:
+    return engine_pb2.Load(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_waiting_tokens=load.num_waiting_tokens,
+        num_free_blocks=load.num_free_blocks,
+        num_total_blocks=load.num_total_blocks,
+    )

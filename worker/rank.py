@@ -1,0 +1,156 @@
+"""One rank of a tensor-parallel group, and the ways to start the ranks that are not the leader.
+
+The leader (rank 0) lives in the process that serves the link. The others are started by a launcher: child processes
+here, Ray actors in `cluster/placement.py`. They know nothing but the settings, their number and where to meet.
+"""
+
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+from multiprocessing.context import SpawnProcess
+from typing import TYPE_CHECKING, Protocol
+
+from worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from worker.tensor_parallel import DistributedGroup
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 5.0
+"""A rank that was told to stop and has not ended after this long is killed."""
+
+
+class Ranks(Protocol):
+    """The running ranks of a group, but for the leader."""
+
+    def wait(self) -> str:
+        """Blocks until a rank has ended, for whatever reason; says which and how."""
+
+    def stop(self) -> None:
+        """Ends the ranks that are left; they have been told to stop before."""
+
+    def kill(self) -> None:
+        """Ends them at once. `wait` returns."""
+
+
+class RankLauncher(Protocol):
+    """Starts ranks 1 to n-1 of a group somewhere."""
+
+    @property
+    def host(self) -> str:
+        """An address of the leader's machine that the ranks can reach."""
+
+    def launch(self, config: WorkerConfig, rendezvous: str) -> Ranks:
+        """Starts them; they join the group at `rendezvous` (`tcp://host:port`). Returns at once."""
+
+
+def run_rank(config: WorkerConfig, rank: int, rendezvous: str, device: str | None = None) -> None:
+    """The whole life of a rank that is not the leader: join, load, follow the leader's plans until told to stop.
+
+    Blocking. Raises whatever went wrong, a lost leader included; the process should end then.
+    """
+    from worker.model_runner import ModelRunner, follow
+
+    configure_threads(config)
+    group = join(config, rank, rendezvous, device)
+    try:
+        follow(ModelRunner.load(config, group, device=group.device), group)
+    finally:
+        group.close()
+
+
+def join(config: WorkerConfig, rank: int, rendezvous: str, device: str | None = None) -> "DistributedGroup":
+    """Meets the other ranks. Blocks until all are there."""
+    import torch
+
+    from worker.tensor_parallel import DistributedGroup
+
+    chosen = torch.device(device or default_device(config, rank))
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    return DistributedGroup(rank, config.parallel.tensor_parallel_size, rendezvous, backend=backend, device=chosen)
+
+
+def default_device(config: WorkerConfig, rank: int) -> str:
+    """The device of a rank whose process sees all devices of the machine."""
+    import torch
+
+    wanted = config.model.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return f"cuda:{rank}" if wanted == "cuda" else "cpu"
+
+
+def configure_threads(config: WorkerConfig) -> None:
+    """Gives this process its share of the cores: ranks times threads never exceed them."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(config.parallel.num_threads or max(1, cores // config.parallel.tensor_parallel_size))
+
+
+class LocalLauncher:
+    """Starts ranks as child processes of this one. They end with it."""
+
+    host = "127.0.0.1"
+
+    def launch(self, config: WorkerConfig, rendezvous: str) -> "LocalRanks":
+        context = multiprocessing.get_context("spawn")
+        ranks = range(1, config.parallel.tensor_parallel_size)
+        processes = [
+            context.Process(
+                target=_child, args=(config, rank, rendezvous, os.getpid()), name=f"rank-{rank}", daemon=True
+            )
+            for rank in ranks
+        ]
+        for process in processes:
+            process.start()
+        return LocalRanks(processes)
+
+
+class LocalRanks:
+    """Child processes, watched through their sentinels."""
+
+    def __init__(self, processes: list[SpawnProcess]) -> None:
+        self._processes = processes
+
+    def wait(self) -> str:
+        multiprocessing.connection.wait([process.sentinel for process in self._processes])
+        ended = [process for process in self._processes if not process.is_alive()]
+        return ", ".join(f"{process.name} ended with code {process.exitcode}" for process in ended)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.join(STOP_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
+
+
+def _child(config: WorkerConfig, rank: int, rendezvous: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the leader decides what it means
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    try:
+        run_rank(config, rank, rendezvous)
+    except Exception as error:
+        logger.error("rank %d ended: %s", rank, error)
+        raise SystemExit(1) from error
+
+
+def _end_with_parent() -> None:
+    """A killed leader must leave no orphan, wherever this rank is stuck just then."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)

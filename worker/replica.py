@@ -1,0 +1,154 @@
+"""One replica: a tensor-parallel group, its engine, and the watch over its ranks, in the leader's process.
+
+What may live here: starting the parts in order, noticing that one has died, stopping them in order. What may not:
+Ray, gRPC and everything else that decides where a replica runs and who talks to it.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+from worker.config import WorkerConfig
+from worker.engine import Engine, EngineUpdate
+from worker.errors import HoldfastError, ReplicaError
+from worker.model_info import ModelInfo
+from worker.rank import LocalLauncher, RankLauncher, Ranks, configure_threads, default_device, join
+from worker.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Called as `progress(phase, done, total)` while a replica loads."""
+
+
+class Replica:
+    """A model copy that answers requests through `engine`. Made by `start`; ended by `stop`, or by a failure."""
+
+    def __init__(self, info: ModelInfo, engine: Engine, ranks: Ranks | None) -> None:
+        self.info = info
+        self.engine = engine
+        self._ranks = ranks
+        self._stopping = False
+        self._failure: HoldfastError | None = None
+        self._callbacks: list[Callable[[HoldfastError], None]] = []
+        self._lock = threading.Lock()
+
+    @classmethod
+    def start(
+        cls, config: WorkerConfig, launcher: RankLauncher | None = None, progress: Progress | None = None
+    ) -> "Replica":
+        """Starts the other ranks, loads this one's share of the model, checks it, and starts the engine. Blocking.
+
+        Raises `UnsupportedModelError` or `ConfigurationError` where the settings cannot work, `ReplicaError` when a
+        rank dies on the way. Nothing is left running then.
+        """
+        from worker.model_runner import LeaderRunner, ModelRunner
+
+        configure_threads(config)
+        group, ranks = _gather_ranks(config, launcher or LocalLauncher())
+        try:
+            runner = ModelRunner.load(config, group, progress=progress, device=group.device)
+        except BaseException:
+            if ranks is not None:
+                ranks.kill()
+            raise
+        info = runner.info
+        scheduler = Scheduler(
+            config.scheduler,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+        )
+        replica = cls(info, Engine(scheduler, LeaderRunner(runner, group)), ranks)
+        replica._begin()
+        return replica
+
+    def on_failure(self, callback: Callable[[HoldfastError], None]) -> None:
+        """Calls `callback` once when the replica has failed, from some thread; at once if it has already."""
+        with self._lock:
+            if self._failure is None:
+                self._callbacks.append(callback)
+                return
+        callback(self._failure)
+
+    def stop(self) -> None:
+        """Aborts what is running, answers everyone, ends the ranks. Safe to call twice."""
+        self._stopping = True
+        self.engine.stop()
+        if self._ranks is not None:
+            self._ranks.stop()
+
+    def _begin(self) -> None:
+        self.engine.attach(_EndOfEngine(self._fail))
+        self.engine.start()
+        if self._ranks is not None:
+            threading.Thread(target=self._watch, args=(self._ranks,), name="rank-watch", daemon=True).start()
+
+    def _watch(self, ranks: Ranks) -> None:
+        """Any rank's death fails the whole replica at once: a group with a hole computes nothing."""
+        error = ReplicaError(f"the replica lost a rank: {ranks.wait()}")
+        self.engine.fail(error)
+        self._fail(error)
+
+    def _fail(self, error: HoldfastError) -> None:
+        """From the watch or the engine's thread, whichever notices first."""
+        with self._lock:
+            if self._stopping or self._failure is not None:
+                return
+            self._failure = error
+        logger.error("%s", error)
+        for callback in self._callbacks:
+            callback(error)
+        if self._ranks is not None:
+            self._ranks.kill()
+
+
+class _EndOfEngine:
+    """A `StepListener` that only wants to know of the end."""
+
+    def __init__(self, on_failure: Callable[[HoldfastError], None]) -> None:
+        self.on_failure = on_failure
+
+    def on_update(self, update: EngineUpdate) -> None:
+        pass
+
+
+def _gather_ranks(config: WorkerConfig, launcher: RankLauncher) -> tuple[Any, Ranks | None]:
+    """The leader's end of the group, and the other ranks if there are any."""
+    from worker.tensor_parallel import SingleRank, pick_port
+
+    if config.parallel.tensor_parallel_size == 1:
+        return SingleRank(default_device(config, 0)), None
+    rendezvous = f"tcp://{launcher.host}:{pick_port(launcher.host)}"
+    ranks = launcher.launch(config, rendezvous)
+    try:
+        return _first(lambda: join(config, 0, rendezvous), ranks.wait), ranks
+    except BaseException:
+        ranks.kill()
+        raise
+
+
+def _first(joining: Callable[[], Any], dying: Callable[[], str]) -> Any:
+    """What `joining` returns, unless `dying` does so before: then a `ReplicaError` with what it said."""
+    joined, died = _in_thread(joining), _in_thread(dying)
+    wait([joined, died], return_when=FIRST_COMPLETED)
+    if not joined.done():
+        raise ReplicaError(f"a rank ended while the group was meeting: {died.result()}")
+    return joined.result()
+
+
+def _in_thread(function: Callable[[], Any]) -> "Future[Any]":
+    """A daemon thread: whichever of the two is still blocked must not keep the process alive."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
