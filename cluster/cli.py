@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 failed, 2 the caller's mistake (usage, settings, input), 1
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Final
 
 from cyclopts import App, CycloptsError, Group
@@ -29,31 +28,40 @@ Examples:
   holdfast config show --config serve.yaml
 """
 
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("holdfast")
+    except PackageNotFoundError:
+        return "a checkout that is not installed"
+
+
 app = App(
     name="holdfast",
     help="LLM serving whose streams hold.",
     help_epilogue=_EXAMPLES,
     help_format="plaintext",
-    version=lambda: version("holdfast"),
+    version=_version,
     group_commands=_MORE,
     suppress_keyboard_interrupt=False,
 )
 config_app = App(name="config", help="Look at the settings.", group=_MORE)
 app["--help"].group = app["--version"].group = _MORE
 
-for _name, _help in {
-    "serve": "Start a cluster, or join one, and serve a model over gRPC.",
-    "generate": "Complete a prompt, in this process or on a server.",
-    "demo": "Start a local cluster, stream four prompts at once, and stop it.",
-}.items():
-    app.command(f"cluster.commands.{_name}:{_name}", name=_name, help=_help, group=_FIRST)
-app.command(
-    "cluster.commands.estimate:estimate", name="estimate", help="Say how much memory a model needs, without loading it."
+_COMMANDS = (
+    ("serve", _FIRST, "Start a cluster, or join one, and serve a model over gRPC."),
+    ("generate", _FIRST, "Complete a prompt, in this process or on a server."),
+    ("demo", _FIRST, "Start a local cluster, stream four prompts at once, and stop it."),
+    ("estimate", _MORE, "Say how much memory a model needs, without loading it."),
 )
+for _order, (_name, _group, _help) in enumerate(_COMMANDS):
+    app.command(f"cluster.commands.{_name}:{_name}", name=_name, group=_group, help=_help, sort_key=_order)
+app.command(config_app)
 config_app.command(
     "cluster.commands.config_show:show", name="show", help="Print every setting's value and where it came from."
 )
-app.command(config_app)
 
 
 def main() -> None:
@@ -79,3 +87,7 @@ def run(arguments: Sequence[str]) -> int:
 def _say(message: str, code: int) -> int:
     print(f"holdfast: {message}", file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    main()

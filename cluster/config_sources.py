@@ -45,8 +45,13 @@ def leaves(tree: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Field
 
 def file_layer(tree: type[BaseModel], path: Path) -> Layer:
     """The settings of a `.yaml`, `.yml` or `.toml` file. Raises `ConfigurationError`."""
+    return mapping_layer(tree, _read_mapping(path), str(path))
+
+
+def mapping_layer(tree: type[BaseModel], content: Mapping[str, object], source: str) -> Layer:
+    """The settings of nested sections. Raises `ConfigurationError` for an unknown one."""
     layer: Layer = {}
-    _flatten(tree, _read_mapping(path), "", str(path), layer)
+    _flatten(tree, content, "", source, layer)
     return layer
 
 
@@ -158,11 +163,11 @@ def _explain(problem: Mapping[str, object], chosen: Layer) -> str:
 
 
 def _unknown(path: str, tree: type[BaseModel], source: str) -> ConfigurationError:
+    """Suggests the section or setting that is spelled most like `path`, or else most like its last part."""
     known = [known for known, _ in leaves(tree)]
     by_last_name = {known.rpartition(".")[2]: known for known in reversed(known)}
-    near = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
-    near = near or [
-        by_last_name[name] for name in difflib.get_close_matches(path.rpartition(".")[2], by_last_name, n=1)
-    ]
+    sections = {known.rpartition(".")[0] for known in known}
+    near = difflib.get_close_matches(path, {*known, *sections}, n=1, cutoff=0.75)
+    near = near or [by_last_name[name] for name in difflib.get_close_matches(path.rpartition(".")[2], by_last_name, n=1)]
     hint = f"did you mean {near[0]}?" if near else "`holdfast config show` lists them all"
     return ConfigurationError(f"unknown setting {path} (from {source}); {hint}")

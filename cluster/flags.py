@@ -24,10 +24,11 @@ _GROUPS: Final = {name: Group.create_ordered(name.capitalize()) for name in Hold
 def takes_settings(*sections: str, without: tuple[str, ...] = ()) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Gives a command a flag for every setting of `sections`, but for the paths in `without`.
 
-    The command gets those that were set as its keyword argument `settings`, a layer for `load_config`.
+    A flag has the setting's last name, which is unique in the tree. The command gets those that were set as its
+    keyword argument `settings`, a layer for `load_config`.
     """
     chosen = [(path, field) for path, field in leaves(HoldfastConfig) if path.partition(".")[0] in sections]
-    flags = {_argument(path): (path, field) for path, field in chosen if path not in without}
+    flags = {path.rpartition(".")[2]: (path, field) for path, field in chosen if path not in without}
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(command)
@@ -54,19 +55,12 @@ def _settings_of(flags: dict[str, tuple[str, FieldInfo]], options: dict[str, Any
             yield path, Setting(None if unset else value, f"--{argument.replace('_', '-')}")
 
 
-def _argument(path: str) -> str:
-    """The last name of the setting; with its section where two settings share that name."""
-    section, _, name = path.rpartition(".")
-    shared = [other for other, _ in leaves(HoldfastConfig) if other.endswith(f".{name}")]
-    return name if shared[-1] == path or len(shared) == 1 else f"{section}_{name}"
-
-
 def _parameter(argument: str, path: str, field: FieldInfo) -> inspect.Parameter:
     """An option that keeps its text, so that every value is checked in one place, whichever source it came from."""
     names = [f"--{argument.replace('_', '-')}"] + ([_SHORT[path]] if path in _SHORT else [])
     group = ESSENTIALS if path in _ESSENTIAL else _GROUPS[path.partition(".")[0]]
     kind = bool if field.annotation is bool else str
-    option = Parameter(name=names, group=group, help=_help(field), show_default=False, negative_iterable=())
+    option = Parameter(name=names, group=group, help=_help(field), show_default=False, metavar="VALUE")
     return inspect.Parameter(
         argument, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )

@@ -20,11 +20,11 @@ def progress(stream: TextIO) -> Iterator[Report]:
         yield PlainProgress(stream).report
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description}"), BarColumn(bar_width=24))
     with Progress(*columns, TimeElapsedColumn(), console=Console(file=stream)) as bars:
-        tasks: dict[str, int] = {}
+        tasks: dict[str, TaskID] = {}
         lock = threading.Lock()
 
         def report(phase: str, done: int, total: int) -> None:

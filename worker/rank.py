@@ -11,11 +11,13 @@ import os
 import signal
 import threading
 from multiprocessing.context import SpawnProcess
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from worker.config import WorkerConfig
 
 if TYPE_CHECKING:
+    import torch
+
     from worker.tensor_parallel import DistributedGroup
 
 logger = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class RankLauncher(Protocol):
         """Starts them; they join the group at `rendezvous` (`tcp://host:port`). Returns at once."""
 
 
-def run_rank(config: WorkerConfig, rank: int, rendezvous: str, device: str | None = None) -> None:
+def run_rank(config: WorkerConfig, rank: int, rendezvous: str, device: "torch.device | None" = None) -> None:
     """The whole life of a rank that is not the leader: join, load, follow the leader's plans until told to stop.
 
     Blocking. Raises whatever went wrong, a lost leader included; the process should end then.
@@ -56,32 +58,30 @@ def run_rank(config: WorkerConfig, rank: int, rendezvous: str, device: str | Non
     from worker.model_runner import ModelRunner, follow
 
     configure_threads(config)
+    device = device or default_device(config, rank)
     group = join(config, rank, rendezvous, device)
     try:
-        follow(ModelRunner.load(config, group, device=group.device), group)
+        follow(ModelRunner.load(config, group, device=device), group)
     finally:
         group.close()
 
 
-def join(config: WorkerConfig, rank: int, rendezvous: str, device: str | None = None) -> "DistributedGroup":
+def join(config: WorkerConfig, rank: int, rendezvous: str, device: "torch.device") -> "DistributedGroup":
     """Meets the other ranks. Blocks until all are there."""
-    import torch
-
     from worker.tensor_parallel import DistributedGroup
 
-    chosen = torch.device(device or default_device(config, rank))
-    backend = "nccl" if chosen.type == "cuda" else "gloo"
-    return DistributedGroup(rank, config.parallel.tensor_parallel_size, rendezvous, backend=backend, device=chosen)
+    backend: Literal["nccl", "gloo"] = "nccl" if device.type == "cuda" else "gloo"
+    return DistributedGroup(rank, config.parallel.tensor_parallel_size, rendezvous, backend=backend, device=device)
 
 
-def default_device(config: WorkerConfig, rank: int) -> str:
+def default_device(config: WorkerConfig, rank: int) -> "torch.device":
     """The device of a rank whose process sees all devices of the machine."""
     import torch
 
     wanted = config.model.device
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    return f"cuda:{rank}" if wanted == "cuda" else "cpu"
+    return torch.device("cuda", rank) if wanted == "cuda" else torch.device("cpu")
 
 
 def configure_threads(config: WorkerConfig) -> None:

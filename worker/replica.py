@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from worker.config import WorkerConfig
 from worker.engine import Engine, EngineUpdate
@@ -17,7 +17,14 @@ from worker.model_info import ModelInfo
 from worker.rank import LocalLauncher, RankLauncher, Ranks, configure_threads, default_device, join
 from worker.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    import torch
+
+    from worker.tensor_parallel import TensorParallelGroup
+
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(phase, done, total)` while a replica loads."""
@@ -47,9 +54,10 @@ class Replica:
         from worker.model_runner import LeaderRunner, ModelRunner
 
         configure_threads(config)
-        group, ranks = _gather_ranks(config, launcher or LocalLauncher())
+        device = default_device(config, rank=0)
+        group, ranks = _gather_ranks(config, device, launcher or LocalLauncher())
         try:
-            runner = ModelRunner.load(config, group, progress=progress, device=group.device)
+            runner = ModelRunner.load(config, group, progress, device)
         except BaseException:
             if ranks is not None:
                 ranks.kill()
@@ -116,22 +124,24 @@ class _EndOfEngine:
         pass
 
 
-def _gather_ranks(config: WorkerConfig, launcher: RankLauncher) -> tuple[Any, Ranks | None]:
+def _gather_ranks(
+    config: WorkerConfig, device: "torch.device", launcher: RankLauncher
+) -> "tuple[TensorParallelGroup, Ranks | None]":
     """The leader's end of the group, and the other ranks if there are any."""
     from worker.tensor_parallel import SingleRank, pick_port
 
     if config.parallel.tensor_parallel_size == 1:
-        return SingleRank(default_device(config, 0)), None
+        return SingleRank(), None
     rendezvous = f"tcp://{launcher.host}:{pick_port(launcher.host)}"
     ranks = launcher.launch(config, rendezvous)
     try:
-        return _first(lambda: join(config, 0, rendezvous), ranks.wait), ranks
+        return _first(lambda: join(config, 0, rendezvous, device), ranks.wait), ranks
     except BaseException:
         ranks.kill()
         raise
 
 
-def _first(joining: Callable[[], Any], dying: Callable[[], str]) -> Any:
+def _first(joining: Callable[[], T], dying: Callable[[], str]) -> T:
     """What `joining` returns, unless `dying` does so before: then a `ReplicaError` with what it said."""
     joined, died = _in_thread(joining), _in_thread(dying)
     wait([joined, died], return_when=FIRST_COMPLETED)
@@ -140,9 +150,9 @@ def _first(joining: Callable[[], Any], dying: Callable[[], str]) -> Any:
     return joined.result()
 
 
-def _in_thread(function: Callable[[], Any]) -> "Future[Any]":
+def _in_thread(function: Callable[[], T]) -> "Future[T]":
     """A daemon thread: whichever of the two is still blocked must not keep the process alive."""
-    future: Future[Any] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:

@@ -1,0 +1,159 @@
+"""Continuous against static batching, on the same mixed-length load, in one run.
+
+    python -m benchmarks.batching [--requests 96] [--max-num-seqs 16] [--model demo] [--rounds 3]
+
+All requests wait at the start; outputs have 4 to 256 tokens with a heavy tail, so that a static batch mostly waits for
+its longest member. Both policies run on one loaded model, in turns, and must give the same tokens. Printed: tokens per
+second, their ratio, and the share of the allocated KV slots that held no token.
+"""
+
+import argparse
+import platform
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster.demo.bundled import bundled_path
+from worker.config import ModelConfig, SchedulerConfig, WorkerConfig
+from worker.engine import StepRunner
+from worker.model_info import ModelInfo
+from worker.request import EngineRequest, SamplingParams
+from worker.scheduler import Scheduler
+
+Policy = Literal["static", "continuous"]
+POLICIES: tuple[Policy, ...] = ("static", "continuous")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One policy's run over the whole load."""
+
+    duration_s: float
+    tokens: dict[str, list[int]]
+    num_steps: int
+    wasted_share: float
+    """Mean over steps of (allocated slots that hold no token) / (allocated slots)."""
+    most_wasted_slots: float
+    """The most slots wasted for each sequence of a step, over all steps."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.tokens.values())) / self.duration_s
+
+
+def make_load(num_requests: int, vocab_size: int, seed: int) -> list[EngineRequest]:
+    """Requests with prompts of 8 to 64 random tokens and outputs of 4 to 256, most of them short (Pareto, shape 1)."""
+    rng = random.Random(seed)
+    return [
+        EngineRequest(
+            request_id=f"request-{i}",
+            prompt_token_ids=tuple(rng.randrange(vocab_size) for _ in range(rng.randint(8, 64))),
+            sampling_params=SamplingParams(
+                temperature=0, seed=i, ignore_eos=True, max_tokens=min(256, int(4 * rng.paretovariate(0.7)))
+            ),
+        )
+        for i in range(num_requests)
+    ]
+
+
+def run(policy: Policy, runner: StepRunner, info: ModelInfo, load: list[EngineRequest], max_num_seqs: int) -> Outcome:
+    """Runs `load` to its end under one policy."""
+    config = SchedulerConfig(policy=policy, max_num_seqs=max_num_seqs, max_num_waiting=len(load))
+    scheduler = Scheduler(
+        config,
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        eos_token_ids=info.eos_token_ids,
+    )
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in load}
+    shares, per_sequence = [], []
+    started_s = time.perf_counter()
+    for request in load:
+        scheduler.add(request)
+    while (plan := scheduler.plan()) is not None:
+        for delta in scheduler.commit(plan, runner.run(plan)):
+            tokens[delta.request_id].extend(delta.token_ids)
+        stats = scheduler.stats()
+        if stats.num_used_blocks:
+            shares.append(stats.num_wasted_slots / (stats.num_used_blocks * info.block_size))
+            per_sequence.append(stats.num_wasted_slots / scheduler.load().num_running)
+    return Outcome(
+        duration_s=time.perf_counter() - started_s,
+        tokens=tokens,
+        num_steps=scheduler.stats().num_steps,
+        wasted_share=statistics.fmean(shares),
+        most_wasted_slots=max(per_sequence),
+    )
+
+
+def load_model(model: str) -> tuple[StepRunner, ModelInfo]:
+    """One rank in this process."""
+    from worker.model_runner import LeaderRunner, ModelRunner
+    from worker.rank import configure_threads
+    from worker.tensor_parallel import SingleRank
+
+    path = str(bundled_path(model)) if model == "demo" else model
+    config = WorkerConfig(model=ModelConfig(model=path, served_model_name=model))
+    configure_threads(config)
+    group = SingleRank()
+    runner = ModelRunner.load(config, group)
+    return LeaderRunner(runner, group), runner.info
+
+
+def report(outcomes: dict[Policy, list[Outcome]], info: ModelInfo) -> Table:
+    table = Table("policy", "tokens/s", "steps", "KV slots wasted", "most wasted per sequence")
+    for policy, runs in outcomes.items():
+        rate = statistics.median(outcome.tokens_per_s for outcome in runs)
+        last = runs[-1]
+        table.add_row(
+            policy,
+            f"{rate:.0f}",
+            str(last.num_steps),
+            f"{last.wasted_share:.1%}",
+            f"{last.most_wasted_slots:.1f} of blocks of {info.block_size}",
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+
+    console = Console()
+    runner, info = load_model(arguments.model)
+    load = make_load(arguments.requests, info.vocab_size, arguments.seed)
+    outcomes: dict[Policy, list[Outcome]] = {policy: [] for policy in POLICIES}
+    for number in range(arguments.rounds):
+        for policy in POLICIES:
+            console.print(f"round {number + 1}/{arguments.rounds}: {policy}", highlight=False)
+            outcomes[policy].append(run(policy, runner, info, load, arguments.max_num_seqs))
+    assert outcomes["static"][0].tokens == outcomes["continuous"][0].tokens, "the policies disagree on the tokens"
+
+    lengths = sorted(map(len, outcomes["static"][0].tokens.values()))
+    console.print(
+        f"{info.name} ({info.dtype}) on {platform.processor() or platform.machine()}: {len(load)} requests, "
+        f"outputs {lengths[0]} to {lengths[-1]} tokens, median {statistics.median(lengths):.0f}, "
+        f"at most {arguments.max_num_seqs} sequences",
+        highlight=False,
+    )
+    console.print(report(outcomes, info))
+    ratios = [
+        continuous.tokens_per_s / static.tokens_per_s
+        for static, continuous in zip(outcomes["static"], outcomes["continuous"], strict=True)
+    ]
+    console.print(f"continuous / static: {statistics.median(ratios):.2f}x tokens per second (same tokens)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The Serve application: one directory, replicas, and routers in front of them.
+
+    serve.run(build_app({"model": {"model": "demo"}, "cluster": {"replicas": 2}}))
+
+or, in a RayService's `serveConfigV2`, `import_path: holdfast:build_app` with the same tree under `args`. What may not live
+here: what the deployments do, and starting Ray or Serve.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ray import serve
+
+from cluster.config import HoldfastConfig, load_config
+from cluster.config_sources import mapping_layer
+from cluster.directory import DirectoryDeployment
+from cluster.placement import choose_strategy, node_resources, rank_bundle
+from cluster.replica_deployment import ReplicaDeployment
+from cluster.router_deployment import RouterDeployment
+
+logger = logging.getLogger(__name__)
+
+DIRECTORY: Final = "Directory"
+REPLICA: Final = "Replica"
+ROUTER: Final = "Router"
+
+HEALTH_CHECK_PERIOD_S: Final = 2.0
+"""Serve notices a process that has ended at its next check."""
+
+_QUIET: Final = {"log_level": "WARNING", "enable_access_log": False}
+
+_SHUTDOWN_SLACK_S: Final = 10.0
+"""What Serve waits on top of the drain before it kills."""
+
+_MANY: Final = 10_000
+"""More than ever ask a directory at once: one call per member and watcher."""
+
+
+def build_app(args: Mapping[str, Any]) -> serve.Application:
+    """The application for a tree of settings, as in a configuration file. Raises `ConfigurationError`.
+
+    Needs a connection to the Ray cluster that it is to run on: what its nodes have decides the placement.
+    """
+    config = load_config(mapping_layer(HoldfastConfig, args, "build_app")).config
+    return application(config)
+
+
+def application(config: HoldfastConfig) -> serve.Application:
+    """As `build_app`, for settings that have been checked."""
+    directory = _directory().bind()
+    nodes = node_resources()
+    bundle = rank_bundle(config.worker, config.cluster.cpus_per_rank, nodes)
+    num_ranks = config.parallel.tensor_parallel_size
+    strategy = choose_strategy(bundle, num_ranks, config.cluster.replicas, nodes)
+    if strategy == "PACK":
+        logger.warning(
+            "%d replicas of %d ranks do not fit on whole nodes: ranks of one replica may talk over the network, "
+            "which is slow", config.cluster.replicas, num_ranks,
+        )
+    placed = _replica(config, [bundle] * num_ranks, strategy)
+    replicas = placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory)
+    return _router(config).bind(config, directory, replicas)
+
+
+def _directory() -> serve.Deployment:
+    return serve.deployment(
+        DirectoryDeployment,
+        name=DIRECTORY,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=_MANY,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=1.0,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        logging_config=_QUIET,
+    )
+
+
+def _replica(config: HoldfastConfig, bundles: list[dict[str, float]], strategy: str) -> serve.Deployment:
+    return serve.deployment(
+        ReplicaDeployment,
+        name=REPLICA,
+        num_replicas=config.cluster.replicas,
+        placement_group_bundles=bundles,
+        placement_group_strategy=strategy,
+        ray_actor_options={"num_cpus": bundles[0].get("CPU", 0), "num_gpus": bundles[0].get("GPU", 0)},
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + _SHUTDOWN_SLACK_S,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        logging_config=_QUIET,
+    )
+
+
+def _router(config: HoldfastConfig) -> serve.Deployment:
+    return serve.deployment(
+        RouterDeployment,
+        name=ROUTER,
+        num_replicas=config.cluster.routers,
+        ray_actor_options={"num_cpus": 1},
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + _SHUTDOWN_SLACK_S,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        logging_config=_QUIET,
+    )

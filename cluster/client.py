@@ -1,0 +1,176 @@
+"""A client of a router's gRPC API, for programs that run on asyncio.
+
+What may live here: the public stubs, plain data to messages and back, statuses to errors. What may not: anything of Ray or
+of the engine; a client needs neither.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+from google.rpc.error_details_pb2 import RetryInfo
+from grpc_status import rpc_status
+from holdfast_pb import inference_pb2, inference_pb2_grpc
+
+from worker.errors import (
+    CallerError,
+    CapacityError,
+    DeadlineExceededError,
+    HoldfastError,
+    InternalError,
+    ReplicaError,
+    RequestAbortedError,
+)
+from worker.request import FinishReason, Priority, SamplingParams
+
+_CALLER_CODES: Final = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.OUT_OF_RANGE,
+}
+_FINISH_REASONS: Final = {
+    inference_pb2.FINISH_REASON_UNSPECIFIED: None,
+    inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    inference_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
+}
+_DEFAULT_RETRY_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What is new of a completion. The chunks of one request continue each other without gap or overlap."""
+
+    request_id: str
+    first_token_index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None
+    """Set on the last chunk."""
+
+
+class AsyncClient:
+    """One connection to one router. Use it as an async context manager, on one event loop."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        priority: Priority = Priority.NORMAL,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[Chunk]:
+        """The completion as it comes. Leaving the iteration, or cancelling the task, aborts the request.
+
+        Raises the error tree of `worker/errors.py`: `CallerError` for what a retry cannot mend, `CapacityError` and
+        `ReplicaError` with `retry_after_s`.
+        """
+        request = _request(prompt, params or SamplingParams(), model, request_id, priority, timeout_s)
+        call = self._stub.GenerateStream(request)
+        try:
+            async for message in call:
+                yield _chunk(message)
+        except grpc.aio.AioRpcError as error:
+            raise _error(error) from error
+        finally:
+            call.cancel()
+
+    async def get_load(self) -> inference_pb2.GetLoadResponse:
+        """How busy the router and its replicas are."""
+        return await self._stub.GetLoad(inference_pb2.GetLoadRequest())
+
+    async def list_models(self) -> inference_pb2.ListModelsResponse:
+        """The models that are served, and by how many replicas."""
+        return await self._stub.ListModels(inference_pb2.ListModelsRequest())
+
+
+def _request(
+    prompt: str | Sequence[int],
+    params: SamplingParams,
+    model: str,
+    request_id: str,
+    priority: Priority,
+    timeout_s: float | None,
+) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest(
+        model=model,
+        request_id=request_id,
+        sampling_params=_sampling_params(params),
+        priority=inference_pb2.Priority.Value(f"PRIORITY_{priority.name}"),
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    if timeout_s is not None:
+        request.timeout_ms = round(1000 * timeout_s)
+    return request
+
+
+def _sampling_params(params: SamplingParams) -> inference_pb2.SamplingParams:
+    message = inference_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        stop=params.stop_strings,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+    )
+    if params.seed is not None:
+        message.seed = params.seed
+    if params.max_tokens is not None:
+        message.max_tokens = params.max_tokens
+    return message
+
+
+def _chunk(message: inference_pb2.GenerateStreamResponse) -> Chunk:
+    return Chunk(
+        request_id=message.request_id,
+        first_token_index=message.first_token_index,
+        token_ids=tuple(message.token_ids),
+        text=message.text,
+        finish_reason=_FINISH_REASONS[message.finish_reason],
+    )
+
+
+def _error(error: grpc.aio.AioRpcError) -> HoldfastError:
+    """The error tree's word for a status."""
+    code, message = error.code(), error.details() or error.code().name
+    if code in _CALLER_CODES:
+        return CallerError(message)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return CapacityError(message, _retry_after_s(error))
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return ReplicaError(message, _retry_after_s(error))
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceededError(message)
+    if code is grpc.StatusCode.CANCELLED:
+        return RequestAbortedError(message)
+    return InternalError(f"{code.name}: {message}")
+
+
+def _retry_after_s(error: grpc.aio.AioRpcError) -> float:
+    status = rpc_status.from_call(error)
+    info = RetryInfo()
+    for detail in status.details if status is not None else ():
+        if detail.Unpack(info):
+            return float(info.retry_delay.ToTimedelta().total_seconds())
+    return _DEFAULT_RETRY_S

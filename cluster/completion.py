@@ -1,0 +1,83 @@
+"""One request on its way through the in-process engine: its tokens, its text, and whoever waits for it.
+
+What may live here: the state of a single request. What may not: threads, and other requests.
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from cluster.outputs import CompletionOutput, RequestOutput
+from router.text_stream import TextStream
+from worker.errors import HoldfastError
+from worker.request import EngineRequest, FinishReason, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+Callback = Callable[[RequestOutput], None]
+
+
+class Completion:
+    """Grows with every delta until it ends, once, by its own finish or by an error."""
+
+    def __init__(
+        self, request: EngineRequest, prompt: str | None, text_stream: TextStream, callback: Callback | None
+    ) -> None:
+        self.request = request
+        self.future: Future[RequestOutput] = Future()
+        self.future.set_running_or_notify_cancel()  # it is cancelled by aborting the request, not through the future
+        self._prompt = prompt
+        self._text_stream = text_stream
+        self._callback = callback
+        self._token_ids: list[int] = []
+        self._text = ""
+        self._finish_reason: FinishReason | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finish_reason is not None
+
+    def take(self, delta: TokenDelta) -> None:
+        """Adds what a step did and tells whoever waits. A stop string may end what the engine goes on with."""
+        assert delta.first_token_index == len(self._token_ids), "tokens come in order, without gaps"
+        piece = self._text_stream.push(delta.token_ids)
+        self._token_ids += delta.token_ids[: piece.num_tokens]
+        self._text += piece.text
+        self._finish_reason = FinishReason.STOP if piece.stopped else delta.finish_reason
+        if self.is_finished and not piece.stopped:
+            self._text += self._text_stream.finish()
+        self._tell()
+
+    def fail(self, error: HoldfastError) -> None:
+        """Ends the request without a finish."""
+        self._call_back(self._output(error))
+        self.future.set_exception(error)
+
+    def _tell(self) -> None:
+        if self._callback is None and not self.is_finished:
+            return
+        output = self._output()
+        self._call_back(output)
+        if self.is_finished:
+            self.future.set_result(output)
+
+    def _call_back(self, output: RequestOutput) -> None:
+        if self._callback is None:
+            return
+        try:
+            self._callback(output)
+        except Exception:
+            logger.exception("the callback of request %s failed", output.request_id)
+
+    def _output(self, error: HoldfastError | None = None) -> RequestOutput:
+        sequence = CompletionOutput(
+            index=0, text=self._text, token_ids=list(self._token_ids), finish_reason=self._finish_reason
+        )
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=list(self.request.prompt_token_ids),
+            outputs=[sequence],
+            finished=self.is_finished,
+            error=error,
+        )

@@ -1,0 +1,129 @@
+"""Who is there: the routers and replicas of one cluster, each on a lease that it keeps renewing.
+
+`Directory` is the core, without Ray, clock or IO. `DirectoryDeployment` hosts it as a Serve deployment of the
+application, so it comes, is replaced and goes with the application like every other part: an application that is deleted
+leaves no named actor behind. It forgets everything when it is replaced; the leases fill it again within a second, and
+until then routers keep the links they have. Nothing is asked of it per request or per token: members call twice a
+second, routers wait for changes.
+"""
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+LEASE_S: Final = 5.0
+"""A member that has not renewed for this long is forgotten. Links break long before; this only clears the name."""
+
+RENEW_S: Final = 0.5
+SETTLED_S: Final = 3.0
+WATCH_S: Final = 10.0
+"""A watch without news answers after this long, so that nobody waits on a directory that has been replaced."""
+
+
+class Role(StrEnum):
+    REPLICA = "replica"
+    ROUTER = "router"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One router or replica, as it describes itself."""
+
+    member_id: str
+    role: Role
+    address: str | None = None
+    """`host:port` where it serves; None while it starts."""
+    model: str = ""
+    """The name that clients use. Of a replica that serves, as is the next."""
+    model_path: str = ""
+    """The folder of the model. Routers read the tokenizer there, so it is the same on every node."""
+    phase: str = "starting"
+    """What it is doing while it starts, for people."""
+    done: int = 0
+    total: int = 1
+    error: str | None = None
+    """Why it cannot start, where that is the caller's mistake and trying again changes nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All members at one moment. `version` grows with every change."""
+
+    version: int
+    members: tuple[Member, ...]
+    is_settled: bool
+    """False while the directory is so young that members may not have told it of themselves."""
+
+    def serving(self, role: Role) -> tuple[Member, ...]:
+        """Those with an address."""
+        return tuple(member for member in self.members if member.role is role and member.address is not None)
+
+
+class Directory:
+    """Members and when each was last heard of. Time is passed in, in seconds of any one clock."""
+
+    def __init__(self, now_s: float, first_version: int = 0) -> None:
+        self._started_s = now_s
+        self._version = first_version
+        self._members: dict[str, Member] = {}
+        self._renewed_s: dict[str, float] = {}
+
+    def renew(self, member: Member, now_s: float) -> None:
+        """Adds a member or renews its lease. Only a change of what it says makes a new version."""
+        self._renewed_s[member.member_id] = now_s
+        if self._members.get(member.member_id) != member:
+            self._members[member.member_id] = member
+            self._version += 1
+
+    def remove(self, member_id: str) -> None:
+        """Forgets a member at once. Unknown ids are ignored."""
+        self._renewed_s.pop(member_id, None)
+        if self._members.pop(member_id, None) is not None:
+            self._version += 1
+
+    def expire(self, now_s: float) -> None:
+        """Forgets members whose lease has run out."""
+        for member_id, renewed_s in list(self._renewed_s.items()):
+            if now_s - renewed_s > LEASE_S:
+                self.remove(member_id)
+
+    def snapshot(self, now_s: float) -> Snapshot:
+        is_settled = now_s - self._started_s > SETTLED_S
+        return Snapshot(version=self._version, members=tuple(self._members.values()), is_settled=is_settled)
+
+
+class DirectoryDeployment:
+    """The directory as an actor. All methods are short but for `watch`."""
+
+    def __init__(self) -> None:
+        # Versions of a replaced directory must not repeat those of the one before.
+        self._directory = Directory(time.monotonic(), first_version=time.time_ns())
+        self._changed = asyncio.Event()
+
+    async def renew(self, member: Member) -> None:
+        self._directory.renew(member, time.monotonic())
+        self._tell()
+
+    async def remove(self, member_id: str) -> None:
+        self._directory.remove(member_id)
+        self._tell()
+
+    async def watch(self, seen_version: int) -> Snapshot:
+        """All members, as soon as there is something that `seen_version` did not have, or after `WATCH_S`."""
+        deadline_s = time.monotonic() + WATCH_S
+        while True:
+            now_s = time.monotonic()
+            self._directory.expire(now_s)
+            snapshot = self._directory.snapshot(now_s)
+            if snapshot.version != seen_version or now_s >= deadline_s:
+                return snapshot
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), timeout=1.0)
+
+    def _tell(self) -> None:
+        """Wakes every watcher; each looks for itself whether there is news."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,100 @@
+"""The two ways to use the directory from afar: keep a lease in it, and watch it for a router.
+
+`handle` is the Serve handle of `DirectoryDeployment`. What may not live here: what members are (`directory.py`).
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from cluster.directory import RENEW_S, Member, Role, Snapshot
+from router.directory import ReplicaEndpoint
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 2.0
+
+
+class Lease:
+    """Tells the directory of one member, again and again, until it is ended."""
+
+    def __init__(self, handle: Any, member: Member) -> None:
+        self._handle = handle
+        self._changed = asyncio.Event()
+        self.member = member
+        self._task = asyncio.create_task(self._keep())
+
+    def update(self, member: Member) -> None:
+        """Says something new of the member, at once. On the event loop that made the lease."""
+        self.member = member
+        self._changed.set()
+
+    async def flush(self) -> None:
+        """Waits until the directory has been told, if there is one."""
+        with contextlib.suppress(Exception):  # as in `_keep`, which tries again
+            await asyncio.wait_for(_call(self._handle.renew, self.member), _TIMEOUT_S)
+
+    async def end(self) -> None:
+        """Takes the member out of the directory. Gives up soon if there is no directory any more."""
+        self._task.cancel()
+        with contextlib.suppress(Exception):  # the directory ends with us when the whole application is deleted
+            await asyncio.wait_for(_call(self._handle.remove, self.member.member_id), _TIMEOUT_S)
+
+    async def _keep(self) -> None:
+        while True:
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(_call(self._handle.renew, self.member), _TIMEOUT_S)
+            except Exception as error:  # Ray raises many kinds while a directory is replaced; the next turn tries again
+                logger.warning("the directory did not answer: %s", error)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), RENEW_S)
+
+
+class WatchedDirectory:
+    """A `ReplicaDirectory` for a router."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def watch(self) -> AsyncIterator[frozenset[ReplicaEndpoint]]:
+        """Every set of replicas once. A directory that has been replaced may add replicas at first, not take any away."""
+        known: frozenset[ReplicaEndpoint] | None = None
+        seen_version = 0
+        while True:
+            snapshot = await self._next(seen_version)
+            seen_version = snapshot.version
+            found = _endpoints(snapshot)
+            if known is not None and not snapshot.is_settled:
+                found |= known
+            if found != known:
+                known = found
+                yield known
+
+    async def _next(self, seen_version: int) -> Snapshot:
+        while True:
+            try:
+                snapshot = await _call(self._handle.watch, seen_version)
+            except Exception as error:  # as in `Lease`
+                logger.warning("the directory did not answer: %s", error)
+                await asyncio.sleep(RENEW_S)
+            else:
+                assert isinstance(snapshot, Snapshot)
+                return snapshot
+
+
+def _endpoints(snapshot: Snapshot) -> frozenset[ReplicaEndpoint]:
+    return frozenset(
+        ReplicaEndpoint(
+            replica_id=member.member_id, address=member.address, model=member.model, model_path=member.model_path
+        )
+        for member in snapshot.serving(Role.REPLICA)
+        if member.address is not None
+    )
+
+
+async def _call(method: Any, argument: object) -> object:
+    """Serve's responses can be awaited but are no coroutines, which `wait_for` wants."""
+    return await method.remote(argument)

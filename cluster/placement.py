@@ -1,0 +1,114 @@
+"""Where ranks run: the bundles that Ray sets aside for a replica, and the ranks as Ray actors inside them.
+
+The replica's actor is the leader and sits in bundle 0; rank i is a child actor in bundle i. What may not live here:
+anything of Serve, and what a rank does (`worker/rank.py`).
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Literal
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from worker.config import WorkerConfig
+from worker.rank import run_rank
+
+logger = logging.getLogger(__name__)
+
+Resources = Mapping[str, float]
+"""What Ray counts: `CPU`, `GPU`."""
+
+Strategy = Literal["STRICT_PACK", "PACK"]
+
+KILL_WAIT_S: Final = 5.0
+
+
+def rank_bundle(config: WorkerConfig, cpus_per_rank: float, nodes: Iterable[Resources]) -> dict[str, float]:
+    """What one rank needs. With device `auto` it is a GPU wherever the cluster has any."""
+    has_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
+    wants_gpu = config.model.device == "cuda" or (config.model.device == "auto" and has_gpus)
+    return {"CPU": cpus_per_rank, "GPU": 1.0} if wants_gpu else {"CPU": cpus_per_rank}
+
+
+def choose_strategy(bundle: Resources, num_ranks: int, num_replicas: int, nodes: Iterable[Resources]) -> Strategy:
+    """STRICT_PACK where whole replicas fit on single nodes; otherwise PACK, which may part a replica's ranks.
+
+    `nodes` are the resources of each node, used or not: a rolling update frees what it takes.
+    """
+    whole_replicas = sum(_ranks_that_fit(node, bundle) // num_ranks for node in nodes)
+    return "STRICT_PACK" if whole_replicas >= num_replicas else "PACK"
+
+
+def _ranks_that_fit(node: Resources, bundle: Resources) -> int:
+    return int(min((node.get(kind, 0) // amount for kind, amount in bundle.items() if amount > 0), default=1_000_000))
+
+
+def node_resources() -> list[dict[str, float]]:
+    """The resources of each living node of the cluster that this process is connected to."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+class RankActor:
+    """A rank that is not the leader, in a process of its own. `run` lasts as long as the rank lives."""
+
+    def run(self, config: WorkerConfig, rank: int, rendezvous: str, device: str) -> None:
+        run_rank(config, rank, rendezvous, device)
+
+
+class RayLauncher:
+    """A `RankLauncher` for a leader that runs in a placement group of one bundle per rank."""
+
+    def __init__(self, bundle: Resources) -> None:
+        self._bundle = bundle
+
+    @property
+    def host(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
+    def launch(self, config: WorkerConfig, rendezvous: str) -> "RayRanks":
+        group = ray.util.get_current_placement_group()
+        assert group is not None, "the leader runs inside its replica's placement group"
+        device = "cuda:0" if self._bundle.get("GPU") else "cpu"  # Ray shows an actor its own GPUs alone
+        actors, runs = {}, {}
+        for rank in range(1, config.parallel.tensor_parallel_size):
+            actor = self._actor_class(group, rank).remote()
+            actors[rank] = actor
+            runs[rank] = actor.run.remote(config, rank, rendezvous, device)
+        return RayRanks(actors, runs)
+
+    def _actor_class(self, group: Any, rank: int) -> Any:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+        return ray.remote(RankActor).options(
+            num_cpus=self._bundle.get("CPU", 0),
+            num_gpus=self._bundle.get("GPU", 0),
+            max_restarts=0,
+            scheduling_strategy=strategy,
+        )
+
+
+class RayRanks:
+    """Rank actors, watched through the results of their one long call."""
+
+    def __init__(self, actors: dict[int, Any], runs: dict[int, Any]) -> None:
+        self._actors = actors
+        self._runs = runs
+
+    def wait(self) -> str:
+        ended, _ = ray.wait(list(self._runs.values()), num_returns=1)
+        rank = next(rank for rank, run in self._runs.items() if run == ended[0])
+        try:
+            ray.get(ended[0])
+        except ray.exceptions.RayActorError as error:
+            return f"rank {rank} died: {type(error).__name__}"
+        except ray.exceptions.RayError as error:
+            return f"rank {rank} failed: {' '.join(str(error).split())[-300:]}"
+        return f"rank {rank} ended"
+
+    def stop(self) -> None:
+        ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=KILL_WAIT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        for actor in self._actors.values():
+            ray.kill(actor, no_restart=True)

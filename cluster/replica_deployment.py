@@ -1,0 +1,97 @@
+"""A replica as a Serve deployment: Serve decides where it runs and when it starts and ends; tokens go past Serve.
+
+The Serve replica's actor is the leader rank, in bundle 0 of its placement group. It serves the link on a port of its own
+and keeps a lease in the directory. When a rank dies, the whole replica ends: routers hear of it over the link at once,
+and Serve starts another.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from dataclasses import replace
+from typing import Any, Final
+
+from ray import serve
+
+from cluster.bundled_model import located
+from cluster.directory import Member, Role
+from cluster.membership import Lease
+from cluster.placement import RayLauncher, Resources
+from worker.config import WorkerConfig
+from worker.errors import CallerError, HoldfastError
+from worker.link import LinkServer
+from worker.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+FLUSH_S: Final = 0.5
+"""How long a failed replica may take to say so before its process ends."""
+
+IDLE_CHECK_S: Final = 0.05
+
+
+class ReplicaDeployment:
+    """Hosts one `Replica`. Made and called by Serve alone."""
+
+    async def __init__(self, config: WorkerConfig, bundle: Resources, drain_timeout_s: float, directory: Any) -> None:
+        self._drain_timeout_s = drain_timeout_s
+        self._loop = asyncio.get_running_loop()
+        launcher = RayLauncher(bundle)
+        self._lease = Lease(directory, Member(member_id=_replica_id(), role=Role.REPLICA))
+        try:
+            self._replica = await asyncio.to_thread(Replica.start, located(config), launcher, self._report)
+        except CallerError as error:
+            self._say(error=str(error))
+            await self._lease.flush()
+            raise
+        self._server = await LinkServer.start(self._replica, replica_id=_replica_id(), host=launcher.host)
+        self._replica.on_failure(self._on_failure)
+        info = self._replica.info
+        self._say(phase="serving", address=self._server.address, model=info.name, model_path=info.path)
+
+    async def check_health(self) -> None:
+        """Raises once the engine has failed. Serve then replaces this replica."""
+        if self._replica.engine.failure is not None:
+            raise self._replica.engine.failure
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the replica is to end in peace: takes nothing new, lets what runs finish, stops."""
+        await self._lease.end()
+        deadline_s = time.monotonic() + self._drain_timeout_s
+        while self._is_busy() and time.monotonic() < deadline_s:
+            await asyncio.sleep(IDLE_CHECK_S)
+        await self._server.stop()
+        await asyncio.to_thread(self._replica.stop)
+
+    def _is_busy(self) -> bool:
+        engine = self._replica.engine
+        return engine.failure is None and engine.load.num_running + engine.load.num_waiting > 0
+
+    def _report(self, phase: str, done: int, total: int) -> None:
+        """From the loading thread."""
+        self._loop.call_soon_threadsafe(lambda: self._say(phase=phase, done=done, total=total))
+
+    def _say(self, **changes: Any) -> None:
+        self._lease.update(replace(self._lease.member, **changes))
+
+    def _on_failure(self, error: HoldfastError) -> None:
+        """From the thread that noticed, which goes on to end the other ranks."""
+        threading.Thread(target=self._leave, args=(error,), name="leave").start()
+
+    def _leave(self, error: HoldfastError) -> None:
+        """Closes the links, which tells every router, and ends the process, which tells Serve."""
+        logger.error("this replica ends: %s", error)
+        try:
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(FLUSH_S)
+        finally:
+            os._exit(1)
+
+    async def _close(self) -> None:
+        await self._server.stop()
+        await self._lease.end()
+
+
+def _replica_id() -> str:
+    return str(serve.get_replica_context().replica_tag)

@@ -1,0 +1,40 @@
+"""The router's settings: validated, frozen, in two groups. Read nowhere but here; `cluster/config.py` fills them in.
+
+What may not live here: reading files or the environment, and anything that is only known once replicas are up.
+"""
+
+from pydantic import Field
+
+from worker.config import Bytes, Settings
+
+
+class LimitsConfig(Settings):
+    """What one caller may ask of a router."""
+
+    max_queued: int = Field(1024, ge=0, description="requests that may wait in this router for a replica")
+    default_timeout_s: float = Field(600.0, gt=0, description="seconds a request may take if it names no timeout")
+    max_timeout_s: float = Field(3600.0, gt=0, description="longest timeout a request may name, in seconds")
+    max_prompt_bytes: Bytes = Field(512 * 2**10, ge=1, description="bytes of a prompt's text, in UTF-8")
+    max_message_bytes: Bytes = Field(32 * 2**20, ge=2**20, description="bytes of a whole gRPC request")
+    max_request_id_length: int = Field(128, ge=32, description="characters of a request id")
+    max_stop_strings: int = Field(64, ge=0, description="stop strings of one request")
+    max_stop_string_length: int = Field(1024, ge=1, description="characters of one stop string")
+
+
+class RouterConfig(Settings):
+    """How a router deals with its replicas and its own port."""
+
+    max_waiting_per_replica: int = Field(
+        64, ge=1, description="requests that may wait in one replica before they wait in the router instead"
+    )
+    replica_wait_s: float = Field(
+        30.0, ge=0, description="seconds that requests wait for a replica of a model that has lost its last one"
+    )
+    connect_timeout_s: float = Field(5.0, gt=0, description="seconds until a replica must have said hello")
+    max_reconnect_s: float = Field(2.0, gt=0, description="longest pause between two attempts to reach a replica")
+    keepalive_s: float = Field(3.0, gt=0, description="seconds of silence after which a peer is pinged")
+    keepalive_timeout_s: float = Field(3.0, gt=0, description="seconds that a pinged peer has to answer")
+    inline_tokenize_bytes: Bytes = Field(
+        2**10, ge=0, description="texts up to this size are tokenized on the event loop, larger ones on a thread"
+    )
+    reuse_port: bool = Field(False, description="let several routers of one host share a port")

@@ -1,0 +1,251 @@
+"""The core of the router: which replica runs which request, and what each client gets. A state machine without IO.
+
+Events come in as method calls, with the time; what must be done comes out as a list of actions (`events.py`), in the
+order in which to do it. No sockets, tasks, clocks, randomness or wire formats here.
+
+    submit ──► QUEUED ──────────► RUNNING ──────────► over: one Deliver with a finish reason, or one Fail
+                 │   a replica       │    last delta, stop string, rejection,
+                 │   has room        │    cancel, deadline, replica lost
+                 └───────────────────┴──► cancel, deadline, no replica for too long
+
+A request that runs has an *attempt*: a number that this router never uses twice. Whatever a replica says of an attempt
+that is not running any more is dropped, so a late answer does no harm. Output is counted by index: tokens that were
+seen before are dropped, a gap is a bug. Of a cancelled request nothing more is said.
+"""
+
+import logging
+from collections.abc import Iterable
+
+from router.admission import AdmissionQueue
+from router.config import LimitsConfig, RouterConfig
+from router.events import (
+    Action,
+    AttemptDelta,
+    Fail,
+    ModelStatus,
+    ReplicaFacts,
+    ReplicaLoad,
+    SendAbort,
+    SendSubmit,
+    StepNews,
+    TextState,
+)
+from router.fleet import Fleet, ReplicaState
+from router.policy import DrawIndex
+from router.record import RequestRecord, RequestTable
+from worker.errors import (
+    DeadlineExceededError,
+    HoldfastError,
+    InternalError,
+    InvalidRequestError,
+    ReplicaError,
+)
+from worker.request import EngineLoad, EngineRequest, FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatch:
+    """All open requests of one router. Not safe for threads; never blocks."""
+
+    def __init__(self, config: RouterConfig, limits: LimitsConfig, draw: DrawIndex) -> None:
+        self._replica_wait_s = config.replica_wait_s
+        self._fleet = Fleet(config.max_waiting_per_replica, draw)
+        self._queue = AdmissionQueue(limits.max_queued)
+        self._requests = RequestTable()
+
+    # --- events from clients ---
+
+    def submit(
+        self, request: EngineRequest, *, model: str, text: TextState, deadline: float, now: float
+    ) -> list[Action]:
+        """Opens a request, which from here on is owed exactly one last word.
+
+        Raises, and then has recorded nothing: `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for
+        too long), `DeadlineExceededError`, and `InvalidRequestError` for an id that an open request has already.
+        """
+        self._check_admissible(request, model, deadline, now)
+        record = RequestRecord(request=request, model=model, text=text)
+        replica = None if self._queue.has_waiting(model) else self._fleet.choose(model)
+        if replica is None:
+            self._queue.push(record.request_id, model, request.priority)
+        self._requests.add(record, deadline)
+        return self._drain(model, now) if replica is None else [self._send(record, replica)]
+
+    def cancel(self, request_id: str, now: float) -> list[Action]:
+        """The client has gone. An id that is not open is ignored."""
+        record = self._requests.get(request_id)
+        return [] if record is None else [*self._close(record), *self._drain(record.model, now)]
+
+    # --- events from replicas ---
+
+    def replica_up(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> list[Action]:
+        """A link came up. The replica must not be up already."""
+        self._fleet.add(facts, load)
+        return self._drain(facts.model, now)
+
+    def replica_retiring(self, replica_id: str, is_retiring: bool, now: float) -> list[Action]:
+        """A replica takes nothing new (or does so again); what runs there goes on."""
+        replica = self._fleet.get(replica_id)
+        if replica is None:
+            return []
+        replica.is_retiring = is_retiring
+        return self._drain(replica.facts.model, now)
+
+    def replica_down(self, replica_id: str, error: HoldfastError, now: float) -> list[Action]:
+        """A link was lost, and all that ran there with it."""
+        replica = self._fleet.remove(replica_id, now)
+        if replica is None:
+            return []
+        actions = [action for record in self._requests.on(replica) for action in self._lose(record, error)]
+        return actions + self._drain(replica.facts.model, now)
+
+    def step(self, replica_id: str, news: StepNews, now: float) -> list[Action]:
+        """What one engine step did. News of a replica that is not up, or of an old attempt, is dropped."""
+        replica = self._fleet.get(replica_id)
+        if replica is None:
+            return []
+        replica.note_report(news.load)
+        actions: list[Action] = []
+        for delta in news.deltas:
+            record = self._requests.running(replica, delta.attempt)
+            if record is not None:
+                actions += self._advance(record, delta)
+        for rejection in news.rejections:
+            record = self._requests.running(replica, rejection.attempt)
+            if record is not None:
+                actions += self._fail(record, rejection.error, replica_has_it=False)
+        return actions + self._drain(replica.facts.model, now)
+
+    # --- time, and the end ---
+
+    def tick(self, now: float) -> list[Action]:
+        """Ends what has run out of time. To be called at `next_tick`, or at any other time."""
+        late = [self._requests[request_id] for request_id in self._requests.deadlines.passed(now)]
+        actions = [action for record in late for action in self._expire(record)]
+        for model in dict.fromkeys(record.model for record in late):
+            actions += self._drain(model, now)
+        for model, down_since in self._fleet.outages():
+            if now >= down_since + self._replica_wait_s:
+                actions += self._fail_all(self._queue.waiting(model), _no_replica(model))
+        return actions
+
+    @property
+    def next_tick(self) -> float | None:
+        """When the next request will have run out of time, or None."""
+        waits = [
+            down_since + self._replica_wait_s
+            for model, down_since in self._fleet.outages()
+            if self._queue.has_waiting(model)
+        ]
+        deadline = self._requests.deadlines.next
+        return min(waits if deadline is None else [*waits, deadline], default=None)
+
+    def close_all(self, error: HoldfastError) -> list[Action]:
+        """Ends every open request with `error`."""
+        return self._fail_all(self._requests, error)
+
+    # --- what can be asked ---
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not had their last word, those in the queue included."""
+        return len(self._requests)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    def models(self) -> tuple[ModelStatus, ...]:
+        """Every model that has been served here, in the order of first sight."""
+        return self._fleet.models()
+
+    def loads(self) -> tuple[ReplicaLoad, ...]:
+        """The replicas that are up."""
+        return self._fleet.loads()
+
+    def check_integrity(self) -> None:
+        """Asserts that every request is either queued or running on a replica that is up."""
+        self._queue.check_integrity()
+        self._fleet.check_integrity()
+        self._requests.check_integrity()
+        num_running = sum(len(replica.attempts) for replica in self._fleet)
+        assert len(self._requests) == len(self._queue) + num_running
+        for request_id in self._requests:
+            assert (self._requests[request_id].attempt is None) == (request_id in self._queue)
+
+    # --- inside ---
+
+    def _check_admissible(self, request: EngineRequest, model: str, deadline: float, now: float) -> None:
+        if request.request_id in self._requests:
+            raise InvalidRequestError("request_id", request.request_id, "is in use by a request that has not ended")
+        down_since = self._fleet.model(model).down_since
+        if down_since is not None and now >= down_since + self._replica_wait_s:
+            raise _no_replica(model)
+        if now >= deadline:
+            raise DeadlineExceededError("the request's time was up before it could be queued")
+
+    def _send(self, record: RequestRecord, replica: ReplicaState) -> SendSubmit:
+        attempt = self._requests.begin_attempt(record, replica)
+        replica_id = replica.facts.replica_id
+        return SendSubmit(replica_id=replica_id, attempt=attempt.number, request=record.continuation())
+
+    def _drain(self, model: str, now: float) -> list[Action]:
+        """Sends what waits, while there is room."""
+        actions: list[Action] = []
+        while self._queue.has_waiting(model) and (replica := self._fleet.choose(model)) is not None:
+            actions.append(self._send(self._requests[self._queue.pop(model, now)], replica))
+        return actions
+
+    def _advance(self, record: RequestRecord, delta: AttemptDelta) -> list[Action]:
+        """Takes one delta in. A fault of ours ends this request alone, not the others of the link."""
+        replica_has_it = delta.finish_reason is None
+        num_seen = len(record.output_token_ids) - delta.first_token_index
+        if num_seen < 0:
+            gap = f"{-num_seen} output tokens are missing before token {delta.first_token_index}"
+            return self._fail(record, InternalError(gap), replica_has_it=replica_has_it)
+        if delta.finish_reason is FinishReason.ABORT:
+            return self._lose(record, ReplicaError("the replica gave the request up"))
+        try:
+            delivery = record.take(tuple(delta.token_ids[num_seen:]), delta.finish_reason)
+        except Exception as bug:
+            logger.exception("request %s: its tokens could not be turned into text", record.request_id)
+            error = InternalError(f"the output could not be turned into text: {type(bug).__name__}")
+            return self._fail(record, error, replica_has_it=replica_has_it)
+        if delivery is None:
+            return []
+        if delivery.finish_reason is None:
+            return [delivery]
+        return [delivery, *self._close(record, replica_has_it=replica_has_it)]
+
+    def _lose(self, record: RequestRecord, error: HoldfastError) -> list[Action]:
+        """An attempt came to nothing by no fault of the request. The request fails; its caller may send it again."""
+        return self._fail(record, error, replica_has_it=False)
+
+    def _expire(self, record: RequestRecord) -> list[Action]:
+        state = "waited for a replica" if record.attempt is None else "ran"
+        num_tokens = len(record.output_token_ids)
+        error = DeadlineExceededError(f"time was up while the request {state}, after {num_tokens} output tokens")
+        return self._fail(record, error)
+
+    def _fail_all(self, request_ids: Iterable[str], error: HoldfastError) -> list[Action]:
+        return [action for key in list(request_ids) for action in self._fail(self._requests[key], error)]
+
+    def _fail(self, record: RequestRecord, error: HoldfastError, *, replica_has_it: bool = True) -> list[Action]:
+        return [Fail(request_id=record.request_id, error=error), *self._close(record, replica_has_it=replica_has_it)]
+
+    def _close(self, record: RequestRecord, *, replica_has_it: bool = True) -> list[Action]:
+        """Forgets a request. Its replica is told if it may still be at it."""
+        actions: list[Action] = []
+        if record.attempt is None:
+            self._queue.remove(record.request_id)
+        else:
+            attempt = self._requests.end_attempt(record)
+            if replica_has_it:
+                actions.append(SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number))
+        self._requests.remove(record)
+        return actions
+
+
+def _no_replica(model: str) -> ReplicaError:
+    return ReplicaError(f"no replica of model {model!r} is up")

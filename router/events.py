@@ -1,0 +1,167 @@
+"""The words that go into the dispatch core and come out of it, as plain data.
+
+What may live here: frozen dataclasses, and what each of them promises. What may not: decisions (`dispatch.py`), wire
+formats (`wire.py`), IO.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from worker.errors import HoldfastError
+from worker.request import EngineLoad, EngineRequest, FinishReason
+
+# --- in: what a replica says ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFacts:
+    """What a replica says of itself when the link comes up."""
+
+    replica_id: str
+    model: str
+    """The name that clients use."""
+    max_model_len: int
+    """Longest prompt plus output, in tokens."""
+    vocab_size: int
+    tensor_parallel_size: int
+    block_size: int
+    num_blocks: int
+    row_invariant: bool
+
+    @property
+    def max_sequence_len(self) -> int:
+        """Longest sequence that one request can have here: the model's context, or all of the KV cache."""
+        return min(self.max_model_len, self.block_size * self.num_blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptDelta:
+    """What one engine step did for one attempt."""
+
+    attempt: int
+    first_token_index: int
+    """Output position of `token_ids[0]`, counted from the request's very first output token."""
+    token_ids: Sequence[int]
+    finish_reason: FinishReason | None = None
+    """Set on the last delta of an attempt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRejection:
+    """An attempt that the replica will not run, and why."""
+
+    attempt: int
+    error: HoldfastError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNews:
+    """What one engine step did for the requests of this router, and how busy the replica is after it."""
+
+    load: EngineLoad
+    deltas: Sequence[AttemptDelta] = ()
+    rejections: Sequence[AttemptRejection] = ()
+
+
+# --- in: the text of one sequence ---
+
+
+class TextPiece(Protocol):
+    """What tokens turned into."""
+
+    @property
+    def text(self) -> str:
+        """Text that is now certain."""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many of the tokens are part of the output: all, unless a stop string ended among them."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string is complete: the output ends here."""
+
+
+class TextState(Protocol):
+    """Turns one sequence's tokens into text. A pure function of the tokens pushed so far (see `text_stream.py`)."""
+
+    def push(self, token_ids: Sequence[int]) -> TextPiece: ...
+
+    def finish(self) -> str:
+        """The text that was still held back; called once, when the sequence has ended without a stop string."""
+
+
+# --- out: what the shell must do ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a request has cost, in tokens."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendSubmit:
+    """Ask a replica to run a request, from the output tokens that it carries on."""
+
+    replica_id: str
+    attempt: int
+    request: EngineRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendAbort:
+    """Tell a replica that nobody waits for this attempt any more."""
+
+    replica_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deliver:
+    """Output for the client. The deliveries of one request continue each other without gap or overlap."""
+
+    request_id: str
+    first_token_index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    """Set on the last delivery, and `usage` with it: the request is over."""
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """The request is over, with an error."""
+
+    request_id: str
+    error: HoldfastError
+
+
+Action = SendSubmit | SendAbort | Deliver | Fail
+
+
+# --- out: what can be asked ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus:
+    """What is known of a model that is, or was, served here."""
+
+    name: str
+    facts: ReplicaFacts
+    """Such that every replica that is up can do it: the smallest length and cache, invariant only if all are."""
+    num_replicas: int
+    """Replicas that are up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """How busy a replica is, as it last said."""
+
+    replica_id: str
+    model: str
+    load: EngineLoad

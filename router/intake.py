@@ -1,0 +1,133 @@
+"""From a client's request to an open stream: which model, its tokens, the limits that depend on it, the seed.
+
+What may live here: everything between a wire format and the dispatch core that every wire format needs. What may not:
+wire formats, decisions about replicas.
+"""
+
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from router.config import LimitsConfig
+from router.events import ModelStatus, ReplicaFacts
+from router.request import GenerationRequest, check_text, derived_seed
+from router.stream import OutputStream
+from router.switchboard import Switchboard
+from router.text_stream import TextStream
+from router.tokenizer_shelf import TokenizerShelf
+from worker.errors import InvalidRequestError, ReplicaError, RequestAbortedError, UnknownModelError
+from worker.request import EngineRequest, SamplingParams
+
+
+class Intake:
+    """The router's front desk, whichever door a client came through."""
+
+    def __init__(self, switchboard: Switchboard, tokenizers: TokenizerShelf, limits: LimitsConfig) -> None:
+        self._switchboard = switchboard
+        self._tokenizers = tokenizers
+        self._limits = limits
+        self._is_closed = False
+
+    def close(self) -> None:
+        """From here on new requests are refused; open ones go on."""
+        self._is_closed = True
+
+    @asynccontextmanager
+    async def open(self, wish: GenerationRequest, time_remaining_s: float | None = None) -> AsyncIterator[OutputStream]:
+        """Opens a request and gives its stream; leaving the context cancels it if it has not ended.
+
+        `time_remaining_s` is what the call's own deadline leaves; the earliest limit holds. Raises `HoldfastError`.
+        """
+        self._check_open()
+        wish.check(self._limits)
+        deadline = self._switchboard.now() + self._timeout_s(wish, time_remaining_s)
+        model = self.model(wish.model)
+        request = await self._engine_request(wish, model)
+        self._check_open()
+        text = TextStream(self._tokenizers[model.name], request.sampling_params)
+        stream = self._switchboard.open(request, model=model.name, text=text, deadline=deadline)
+        try:
+            yield stream
+        finally:
+            self._switchboard.close(stream)
+
+    async def tokenize(self, model: str, text: str) -> tuple[int, ...]:
+        """The token ids that a text prompt would have. Raises `HoldfastError`."""
+        check_text(text, self._limits)
+        return await self._tokenizers.encode(self.model(model).name, text)
+
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        """The text of token ids. Raises `HoldfastError`."""
+        status = self.model(model)
+        _check_vocabulary("token_ids", token_ids, status.facts)
+        return await self._tokenizers.decode(status.name, tuple(token_ids))
+
+    def model(self, name: str) -> ModelStatus:
+        """A model that has been served here; an empty name means the only one.
+
+        Raises `UnknownModelError`, `InvalidRequestError` (a name is needed), `ReplicaError` (none is up yet).
+        """
+        models = {model.name: model for model in self._switchboard.models()}
+        if not models:
+            raise ReplicaError("no replica is up yet")
+        if not name and len(models) > 1:
+            raise InvalidRequestError("model", name, f"must be one of {', '.join(models)}")
+        if not name:
+            return next(iter(models.values()))
+        if name not in models:
+            raise UnknownModelError(name, tuple(models))
+        return models[name]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            error = RequestAbortedError("this router is stopping")
+            error.retry_after_s = 1.0
+            raise error
+
+    def _timeout_s(self, wish: GenerationRequest, time_remaining_s: float | None) -> float:
+        timeout_s = self._limits.default_timeout_s if wish.timeout_s is None else wish.timeout_s
+        return timeout_s if time_remaining_s is None else min(timeout_s, time_remaining_s)
+
+    async def _engine_request(self, wish: GenerationRequest, model: ModelStatus) -> EngineRequest:
+        request_id = wish.request_id or uuid.uuid4().hex
+        if isinstance(wish.prompt, str):
+            field, token_ids = "text", await self._tokenizers.encode(model.name, wish.prompt)
+        else:
+            field, token_ids = "token_ids", wish.prompt
+            _check_vocabulary(field, token_ids, model.facts)
+        _check_length(field, token_ids, model.facts)
+        return EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=_resolved(wish.sampling_params, request_id, model.facts),
+            priority=wish.priority,
+        )
+
+
+def _resolved(params: SamplingParams, request_id: str, facts: ReplicaFacts) -> SamplingParams:
+    """The parameters with the seed chosen, and numbers that mean "all" brought down to what there is."""
+    _check_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, facts)
+    seed = derived_seed(request_id) if params.seed is None else params.seed
+    max_tokens = None if params.max_tokens is None else min(params.max_tokens, facts.max_model_len)
+    return replace(params, seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, facts.vocab_size))
+
+
+def _check_length(field: str, token_ids: Sequence[int], facts: ReplicaFacts) -> None:
+    """A prompt must leave room for one token, and no tokenizer may have made nothing of it."""
+    if not token_ids:
+        raise InvalidRequestError(field, token_ids, "the prompt has no tokens")
+    if len(token_ids) < facts.max_sequence_len:
+        return
+    length = f"the prompt has {len(token_ids)} tokens, and at least one more must fit"
+    if facts.max_sequence_len == facts.max_model_len:
+        limit = f"this model's maximum context length is {facts.max_model_len} tokens; {length}"
+    else:
+        limit = f"a replica's KV cache holds {facts.max_sequence_len} tokens; {length}"
+    raise InvalidRequestError(field, token_ids, limit)
+
+
+def _check_vocabulary(field: str, token_ids: Sequence[int], facts: ReplicaFacts) -> None:
+    largest = max(token_ids, default=0)
+    if largest >= facts.vocab_size:
+        raise InvalidRequestError(field, largest, f"token ids must be below the vocabulary size, {facts.vocab_size}")

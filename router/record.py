@@ -1,0 +1,140 @@
+"""The open requests of a router: one record each, with all that it would take to carry a request on elsewhere.
+
+What may live here: what was asked, the tokens so far, which attempt runs where, and the books that find them again.
+What may not: decisions (`dispatch.py`), clocks, IO.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from router.deadlines import Deadlines
+from router.events import Deliver, TextState, Usage
+from router.fleet import ReplicaState
+from worker.request import EngineRequest, FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One run of a request on one replica. The number is never used twice by this router."""
+
+    number: int
+    replica: ReplicaState
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One open request. Its text state is a function of its output tokens: nothing else would have to be rebuilt."""
+
+    request: EngineRequest
+    model: str
+    text: TextState
+    output_token_ids: list[int] = field(default_factory=list)
+    attempt: Attempt | None = None
+    """None while the request is queued."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def continuation(self) -> EngineRequest:
+        """What a replica must be asked so that it goes on after the tokens so far."""
+        return replace(self.request, output_token_ids=tuple(self.output_token_ids))
+
+    def take(self, token_ids: tuple[int, ...], finish_reason: FinishReason | None) -> Deliver | None:
+        """Appends new output. Returns what the client gets of it: None if nothing is new.
+
+        A stop string that is now complete ends the output, whatever came after it.
+        """
+        first_token_index = len(self.output_token_ids)
+        piece = self.text.push(token_ids)
+        kept, text = token_ids[: piece.num_tokens], piece.text
+        self.output_token_ids.extend(kept)
+        if piece.stopped:
+            finish_reason = FinishReason.STOP
+        elif finish_reason is not None:
+            text += self.text.finish()
+        if not kept and finish_reason is None:
+            return None
+        return Deliver(
+            request_id=self.request_id,
+            first_token_index=first_token_index,
+            token_ids=kept,
+            text=text,
+            finish_reason=finish_reason,
+            usage=None if finish_reason is None else self._usage(),
+        )
+
+    def _usage(self) -> Usage:
+        num_prompt_tokens, num_completion_tokens = len(self.request.prompt_token_ids), len(self.output_token_ids)
+        return Usage(num_prompt_tokens=num_prompt_tokens, num_completion_tokens=num_completion_tokens)
+
+
+class RequestTable:
+    """The records, by request id and by attempt, and their deadlines."""
+
+    def __init__(self) -> None:
+        self.deadlines = Deadlines()
+        self._records: dict[str, RequestRecord] = {}
+        self._by_attempt: dict[int, RequestRecord] = {}
+        self._last_attempt = 0
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._records
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._records)
+
+    def __getitem__(self, request_id: str) -> RequestRecord:
+        return self._records[request_id]
+
+    def get(self, request_id: str) -> RequestRecord | None:
+        return self._records.get(request_id)
+
+    def add(self, record: RequestRecord, deadline: float) -> None:
+        assert record.request_id not in self._records, f"{record.request_id} is open already"
+        self._records[record.request_id] = record
+        self.deadlines.set(record.request_id, deadline)
+
+    def remove(self, record: RequestRecord) -> None:
+        assert record.attempt is None, "an attempt ends before its request does"
+        del self._records[record.request_id]
+        self.deadlines.drop(record.request_id)
+
+    def begin_attempt(self, record: RequestRecord, replica: ReplicaState) -> Attempt:
+        assert record.attempt is None, "a request runs in one place at a time"
+        self._last_attempt += 1
+        record.attempt = Attempt(number=self._last_attempt, replica=replica)
+        self._by_attempt[self._last_attempt] = record
+        num_tokens = len(record.request.prompt_token_ids) + len(record.output_token_ids)
+        replica.note_sent(self._last_attempt, num_tokens)
+        return record.attempt
+
+    def end_attempt(self, record: RequestRecord) -> Attempt:
+        """From here on, whatever a replica says of the attempt is not found any more."""
+        attempt = record.attempt
+        assert attempt is not None, "only an attempt that runs can end"
+        record.attempt = None
+        del self._by_attempt[attempt.number]
+        attempt.replica.attempts.remove(attempt.number)
+        return attempt
+
+    def running(self, replica: ReplicaState, attempt: int) -> RequestRecord | None:
+        """The request that an attempt is for, unless the attempt has ended, or is another replica's."""
+        return self._by_attempt.get(attempt) if attempt in replica.attempts else None
+
+    def on(self, replica: ReplicaState) -> list[RequestRecord]:
+        """The requests that run on a replica, first sent first."""
+        return [self._by_attempt[attempt] for attempt in sorted(replica.attempts)]
+
+    def check_integrity(self) -> None:
+        """Asserts that the books agree with the records."""
+        assert len(self.deadlines) == len(self._records)
+        running = {key: record.attempt for key, record in self._records.items() if record.attempt is not None}
+        assert len(running) == len(self._by_attempt)
+        for request_id, attempt in running.items():
+            assert request_id in self.deadlines
+            assert self._by_attempt[attempt.number] is self._records[request_id]
+            assert attempt.number in attempt.replica.attempts

@@ -1,0 +1,73 @@
+"""A client's request in the text world: what every wire format is turned into, and the limits that need no model.
+
+What may live here: the plain data and its own checks. What may not: wire formats (`wire.py`), what depends on the model
+(`intake.py`).
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+
+from router.config import LimitsConfig
+from worker.errors import InvalidRequestError
+from worker.request import Priority, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What a client asks for. Fields are named as in the public proto."""
+
+    prompt: str | tuple[int, ...]
+    """Text, or token ids that are taken as they are."""
+    model: str = ""
+    """Empty: the only model that is served."""
+    request_id: str = ""
+    """Empty: the server chooses one."""
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    priority: Priority = Priority.NORMAL
+    timeout_s: float | None = None
+    """None: the server's default."""
+
+    def check(self, limits: LimitsConfig) -> None:
+        """Raises `InvalidRequestError`, naming field and limit."""
+        self._check_prompt(limits)
+        self._check_stop(limits)
+        if len(self.request_id) > limits.max_request_id_length:
+            limit = f"must have at most {limits.max_request_id_length} characters"
+            raise InvalidRequestError("request_id", self.request_id, limit)
+        if not (self.request_id.isascii() and self.request_id.isprintable()):
+            raise InvalidRequestError("request_id", self.request_id, "must consist of printable ASCII characters")
+        if self.timeout_s is not None and not 0 < self.timeout_s <= limits.max_timeout_s:
+            timeout_ms, max_timeout_ms = round(self.timeout_s * 1000), round(limits.max_timeout_s * 1000)
+            raise InvalidRequestError("timeout_ms", timeout_ms, f"must be in [1, {max_timeout_ms}]")
+
+    def _check_prompt(self, limits: LimitsConfig) -> None:
+        if not self.prompt:
+            name = "text" if isinstance(self.prompt, str) else "token_ids"
+            raise InvalidRequestError(name, self.prompt, "the prompt must not be empty")
+        if isinstance(self.prompt, str):
+            check_text(self.prompt, limits)
+
+    def _check_stop(self, limits: LimitsConfig) -> None:
+        stop = self.sampling_params.stop_strings
+        if len(stop) > limits.max_stop_strings:
+            limit = f"must be at most {limits.max_stop_strings} strings, not {len(stop)}"
+            raise InvalidRequestError("sampling_params.stop", stop, limit)
+        if any(len(text) > limits.max_stop_string_length for text in stop):
+            limit = f"stop strings must have at most {limits.max_stop_string_length} characters"
+            raise InvalidRequestError("sampling_params.stop", stop, limit)
+
+
+def check_text(text: str, limits: LimitsConfig) -> None:
+    """Raises `InvalidRequestError` for a text that is too large to be tokenized here."""
+    num_bytes = len(text.encode())
+    if num_bytes > limits.max_prompt_bytes:
+        limit = f"must be at most {limits.max_prompt_bytes} bytes (limits.max_prompt_bytes), not {num_bytes}"
+        raise InvalidRequestError("text", text, limit)
+
+
+def derived_seed(request_id: str) -> int:
+    """The seed of a request that names none: the same on every router, in [0, 2**63).
+
+    blake2b, because `hash` is salted anew in every process.
+    """
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest()) >> 1

@@ -1,0 +1,99 @@
+"""A whole router: composes the parts, and starts and stops them in order. No decisions here."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+
+import grpc
+
+from router.config import LimitsConfig, RouterConfig
+from router.directory import ReplicaDirectory
+from router.dispatch import Dispatch
+from router.health import HealthServicer
+from router.intake import Intake
+from router.links import Links
+from router.server import InferenceServicer, build_server
+from router.switchboard import Switchboard
+from router.tokenizer import Tokenizer
+from router.tokenizer_shelf import TokenizerShelf
+from worker.errors import RequestAbortedError
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_S = 1.0
+"""How long calls that were just ended have to say so to their clients."""
+
+
+class Router:
+    """One router on the running event loop. Made by `start`."""
+
+    def __init__(
+        self, config: RouterConfig, limits: LimitsConfig, load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load
+    ) -> None:
+        self._health = HealthServicer()
+        dispatch = Dispatch(config, limits, random.Random().randrange)
+        self._switchboard = Switchboard(dispatch, on_models_changed=self._publish_health)
+        tokenizers = TokenizerShelf(load_tokenizer, config.inline_tokenize_bytes)
+        self._intake = Intake(self._switchboard, tokenizers, limits)
+        self._links = Links(self._switchboard, tokenizers, config)
+        servicer = InferenceServicer(self._intake, self._switchboard)
+        self._server: grpc.aio.Server = build_server(servicer, self._health, config, limits)
+        self._following: asyncio.Task[None] | None = None
+        self.address = ""
+        """`host:port` that clients dial, once started."""
+
+    @classmethod
+    async def start(
+        cls,
+        config: RouterConfig,
+        limits: LimitsConfig,
+        directory: ReplicaDirectory,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> "Router":
+        """A router that listens on `host:port` (port 0 picks a free one) and dials the replicas of `directory`.
+
+        Does not wait for replicas: until one is up, requests are UNAVAILABLE and health is NOT_SERVING. Raises
+        `RuntimeError` if the port is taken.
+        """
+        router = cls(config, limits)
+        await router._listen(host, port)
+        router._following = asyncio.create_task(router._links.follow(directory), name="replica directory")
+        return router
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Stops in order: unhealthy first, then no new requests; open ones have `grace_s` to end and are then ended.
+
+        Every caller has been answered when it returns.
+        """
+        self._health.stop()
+        self._intake.close()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._switchboard.idle()
+        except TimeoutError:
+            logger.info("%d requests did not end in time; they are ended", self._switchboard.num_open)
+        self._switchboard.close_all(RequestAbortedError("this router is stopping"))
+        await self._server.stop(LAST_WORDS_S)
+        if self._following is not None:
+            self._following.cancel()
+        await self._links.stop()
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not had their last word."""
+        return self._switchboard.num_open
+
+    def check_integrity(self) -> None:
+        """Asserts that the router's books agree with each other."""
+        self._switchboard.check_integrity()
+
+    async def _listen(self, host: str, port: int) -> None:
+        bound = self._server.add_insecure_port(f"{host}:{port}")
+        await self._server.start()
+        self.address = f"{host}:{bound}"
+        logger.info("the router listens on %s", self.address)
+
+    def _publish_health(self) -> None:
+        self._health.publish(self._switchboard.models())

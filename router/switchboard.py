@@ -1,0 +1,164 @@
+"""The shell around the dispatch core: gives it events and the time, and carries out what it answers.
+
+What may live here: who hears of which action, and the one timer. What may not: decisions (`dispatch.py`), gRPC
+(`link.py`, `server.py`). Everything runs on one event loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from router.dispatch import Dispatch
+from router.events import (
+    Action,
+    Deliver,
+    Fail,
+    ModelStatus,
+    ReplicaFacts,
+    ReplicaLoad,
+    SendAbort,
+    SendSubmit,
+    StepNews,
+    TextState,
+)
+from router.stream import OutputStream
+from worker.errors import HoldfastError, InternalError
+from worker.request import EngineLoad, EngineRequest
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaPort(Protocol):
+    """Where messages to one replica are dropped in. Does not wait."""
+
+    def submit(self, action: SendSubmit) -> None: ...
+
+    def abort(self, action: SendAbort) -> None: ...
+
+
+class Switchboard:
+    """Joins clients' streams and replicas' links. Made on a running event loop."""
+
+    def __init__(self, dispatch: Dispatch, on_models_changed: Callable[[], None]) -> None:
+        self._dispatch = dispatch
+        self._on_models_changed = on_models_changed
+        self._loop = asyncio.get_running_loop()
+        self._ports: dict[str, ReplicaPort] = {}
+        self._streams: dict[str, OutputStream] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # --- for clients ---
+
+    def now(self) -> float:
+        """The clock that deadlines are set by, in seconds."""
+        return self._loop.time()
+
+    def open(self, request: EngineRequest, *, model: str, text: TextState, deadline: float) -> OutputStream:
+        """Opens a request. Raises what `Dispatch.submit` raises. Whoever opens a stream closes it."""
+        actions = self._dispatch.submit(request, model=model, text=text, deadline=deadline, now=self.now())
+        stream = OutputStream(request.request_id)
+        self._streams[request.request_id] = stream
+        self._idle.clear()
+        self._perform(actions)
+        return stream
+
+    def close(self, stream: OutputStream) -> None:
+        """Nobody reads the stream any more. If its request is still open, it is cancelled."""
+        if self._streams.get(stream.request_id) is stream:
+            self._end_stream(stream.request_id)
+            self._perform(self._dispatch.cancel(stream.request_id, self.now()))
+
+    # --- for links ---
+
+    def replica_up(self, port: ReplicaPort, facts: ReplicaFacts, load: EngineLoad) -> None:
+        self._ports[facts.replica_id] = port
+        self._perform(self._dispatch.replica_up(facts, load, self.now()))
+        self._on_models_changed()
+
+    def replica_news(self, replica_id: str, news: StepNews) -> None:
+        self._perform(self._dispatch.step(replica_id, news, self.now()))
+
+    def replica_retiring(self, replica_id: str, is_retiring: bool) -> None:
+        self._perform(self._dispatch.replica_retiring(replica_id, is_retiring, self.now()))
+
+    def replica_down(self, replica_id: str, error: HoldfastError) -> None:
+        del self._ports[replica_id]
+        self._perform(self._dispatch.replica_down(replica_id, error, self.now()))
+        self._on_models_changed()
+
+    # --- the end ---
+
+    def close_all(self, error: HoldfastError) -> None:
+        """Ends every open request with `error`."""
+        self._perform(self._dispatch.close_all(error))
+
+    async def idle(self) -> None:
+        """Returns when no request is open."""
+        await self._idle.wait()
+
+    # --- what can be asked ---
+
+    @property
+    def num_open(self) -> int:
+        return self._dispatch.num_open
+
+    @property
+    def num_queued(self) -> int:
+        return self._dispatch.num_queued
+
+    def models(self) -> tuple[ModelStatus, ...]:
+        return self._dispatch.models()
+
+    def loads(self) -> tuple[ReplicaLoad, ...]:
+        return self._dispatch.loads()
+
+    def check_integrity(self) -> None:
+        """Asserts that there is one stream for each open request, and one port for each replica that is up."""
+        self._dispatch.check_integrity()
+        assert len(self._streams) == self._dispatch.num_open
+        assert self._ports.keys() == {load.replica_id for load in self._dispatch.loads()}
+        assert self._idle.is_set() == (not self._streams)
+
+    # --- inside ---
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Deliver():
+                    self._streams[action.request_id].push(action)
+                    if action.finish_reason is not None:
+                        self._end_stream(action.request_id)
+                case SendSubmit():
+                    self._ports[action.replica_id].submit(action)
+                case SendAbort():
+                    self._ports[action.replica_id].abort(action)
+                case Fail():
+                    self._streams[action.request_id].fail(action.error)
+                    self._end_stream(action.request_id)
+        self._set_timer()
+
+    def _end_stream(self, request_id: str) -> None:
+        del self._streams[request_id]
+        if not self._streams:
+            self._idle.set()
+
+    def _set_timer(self) -> None:
+        """Keeps the timer at, or before, the time when the core wants to be woken."""
+        wanted = self._dispatch.next_tick
+        if wanted is None or (self._timer is not None and self._timer.when() <= wanted):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(wanted, self._tick)
+
+    def _tick(self) -> None:
+        """A fault here would leave requests without an end, so it ends them all."""
+        self._timer = None
+        try:
+            self._perform(self._dispatch.tick(self.now()))
+        except Exception:
+            logger.exception("the router's timer failed; every open request is ended")
+            self.close_all(InternalError("the router's timer failed"))

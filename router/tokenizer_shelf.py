@@ -1,0 +1,39 @@
+"""The tokenizers of the models that are served here, each loaded once, and used off the event loop for large texts."""
+
+import asyncio
+from collections.abc import Callable
+
+from router.tokenizer import Tokenizer
+
+
+class TokenizerShelf:
+    """Tokenizers by model name."""
+
+    def __init__(self, load: Callable[[str], Tokenizer], inline_bytes: int) -> None:
+        self._load = load
+        self._inline_bytes = inline_bytes
+        self._tokenizers: dict[str, Tokenizer] = {}
+        self._loading = asyncio.Lock()
+
+    def __getitem__(self, model: str) -> Tokenizer:
+        return self._tokenizers[model]
+
+    async def load(self, model: str, path: str) -> None:
+        """Has the tokenizer of a model at hand from here on. Raises what loading raises."""
+        async with self._loading:
+            if model not in self._tokenizers:
+                self._tokenizers[model] = await asyncio.to_thread(self._load, path)
+
+    async def encode(self, model: str, text: str) -> tuple[int, ...]:
+        """A long text takes milliseconds, which other streams should not have to wait."""
+        tokenizer = self._tokenizers[model]
+        if len(text) <= self._inline_bytes:
+            return tuple(tokenizer.encode(text))
+        return tuple(await asyncio.to_thread(tokenizer.encode, text))
+
+    async def decode(self, model: str, token_ids: tuple[int, ...]) -> str:
+        """Four bytes a token, as a rule of thumb, for what may be done on the event loop."""
+        tokenizer = self._tokenizers[model]
+        if 4 * len(token_ids) <= self._inline_bytes:
+            return tokenizer.decode(token_ids)
+        return await asyncio.to_thread(tokenizer.decode, token_ids)

@@ -1,0 +1,251 @@
+"""Between protobuf messages and plain data, both ways, for the public API and for the link to replicas.
+
+What may live here: field by field conversion, and refusing what a field must not hold. What may not: decisions, IO,
+checks that need a model (`intake.py`). Conversions of the link run once a step or more and are kept lean.
+"""
+
+import struct
+from collections.abc import Iterable
+from typing import Final
+
+from holdfast_pb import engine_pb2, inference_pb2
+from router.events import (
+    AttemptDelta,
+    AttemptRejection,
+    Deliver,
+    ModelStatus,
+    ReplicaFacts,
+    ReplicaLoad,
+    SendAbort,
+    SendSubmit,
+    StepNews,
+    Usage,
+)
+from router.request import GenerationRequest
+from worker.errors import HoldfastError, InvalidRequestError, QueueFullError, ReplicaError
+from worker.request import EngineLoad, FinishReason, Priority, SamplingParams
+
+_PRIORITIES: Final = {
+    inference_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
+    inference_pb2.PRIORITY_CRITICAL: Priority.CRITICAL,
+    inference_pb2.PRIORITY_HIGH: Priority.HIGH,
+    inference_pb2.PRIORITY_NORMAL: Priority.NORMAL,
+    inference_pb2.PRIORITY_LOW: Priority.LOW,
+}
+_TO_FINISH_REASON: Final = {
+    None: inference_pb2.FINISH_REASON_UNSPECIFIED,
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+    FinishReason.ABORT: inference_pb2.FINISH_REASON_ABORT,
+}
+_FROM_FINISH_REASON: Final = {int(number): reason for reason, number in _TO_FINISH_REASON.items()}
+
+
+class ReplicaRefusal(InvalidRequestError):
+    """A field that a replica refused. The value is not on the wire."""
+
+    def __init__(self, field: str, limit: str) -> None:
+        HoldfastError.__init__(self, f"{field}: {limit}")
+        self.field = field
+        self.value = None
+        self.limit = limit
+
+
+# --- the public API, in ---
+
+
+def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
+    """Raises `InvalidRequestError`, naming the field."""
+    priority = _PRIORITIES.get(message.priority)
+    if priority is None:
+        raise InvalidRequestError("priority", message.priority, "must be a value of holdfast.v1.Priority")
+    return GenerationRequest(
+        prompt=_prompt(message),
+        model=message.model,
+        request_id=message.request_id,
+        sampling_params=_sampling_params(message.sampling_params),
+        priority=priority,
+        timeout_s=message.timeout_ms / 1000 if message.HasField("timeout_ms") else None,
+    )
+
+
+def _prompt(message: inference_pb2.GenerateRequest) -> str | tuple[int, ...]:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return tuple(message.token_ids.ids)
+        case _:
+            raise InvalidRequestError("prompt", None, "one of text and token_ids must be set")
+
+
+def _sampling_params(message: inference_pb2.SamplingParams) -> SamplingParams:
+    """Only what is set overrides a default: zero means something."""
+    params = {name: getattr(message, name) for name in ("top_k", "seed", "max_tokens") if message.HasField(name)}
+    params |= {
+        name: _shortest_decimal(getattr(message, name)) for name in ("temperature", "top_p") if message.HasField(name)
+    }
+    return SamplingParams(
+        **params,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def _shortest_decimal(value: float) -> float:
+    """The double that a 32-bit float was most likely written as: 0.7 rather than 0.699999988.
+
+    So a request draws the same tokens over the wire as in process, where parameters are doubles.
+    """
+    for num_digits in (6, 7, 8):
+        short = float(f"{value:.{num_digits}g}")
+        if struct.pack("f", short) == struct.pack("f", value):
+            return short
+    return value
+
+
+# --- the public API, out ---
+
+
+def stream_response(delivery: Deliver) -> inference_pb2.GenerateStreamResponse:
+    message = inference_pb2.GenerateStreamResponse(
+        request_id=delivery.request_id,
+        first_token_index=delivery.first_token_index,
+        token_ids=delivery.token_ids,
+        text=delivery.text,
+        finish_reason=_TO_FINISH_REASON[delivery.finish_reason],
+    )
+    if delivery.usage is not None:
+        message.usage.CopyFrom(_usage(delivery.usage))
+    return message
+
+
+def unary_response(delivery: Deliver, model: str) -> inference_pb2.GenerateResponse:
+    """`delivery` is the whole output."""
+    assert delivery.usage is not None, "the whole output has its usage"
+    completion = inference_pb2.Completion(
+        token_ids=delivery.token_ids,
+        text=delivery.text,
+        finish_reason=_TO_FINISH_REASON[delivery.finish_reason],
+    )
+    return inference_pb2.GenerateResponse(
+        request_id=delivery.request_id, model=model, completions=[completion], usage=_usage(delivery.usage)
+    )
+
+
+def _usage(usage: Usage) -> inference_pb2.Usage:
+    return inference_pb2.Usage(prompt_tokens=usage.num_prompt_tokens, completion_tokens=usage.num_completion_tokens)
+
+
+def models_response(models: Iterable[ModelStatus]) -> inference_pb2.ListModelsResponse:
+    return inference_pb2.ListModelsResponse(
+        models=[
+            inference_pb2.Model(
+                name=model.name,
+                max_model_len=model.facts.max_model_len,
+                vocab_size=model.facts.vocab_size,
+                num_replicas=model.num_replicas,
+                tensor_parallel_size=model.facts.tensor_parallel_size,
+                row_invariant=model.facts.row_invariant,
+            )
+            for model in models
+        ]
+    )
+
+
+def load_response(num_queued: int, num_open: int, replicas: Iterable[ReplicaLoad]) -> inference_pb2.GetLoadResponse:
+    return inference_pb2.GetLoadResponse(
+        num_queued=num_queued,
+        num_open=num_open,
+        replicas=[
+            inference_pb2.ReplicaLoad(
+                replica_id=replica.replica_id,
+                model=replica.model,
+                num_running=replica.load.num_running,
+                num_waiting=replica.load.num_waiting,
+                num_free_blocks=replica.load.num_free_blocks,
+                num_total_blocks=replica.load.num_total_blocks,
+            )
+            for replica in replicas
+        ],
+    )
+
+
+# --- the link, down ---
+
+
+def submit_message(action: SendSubmit) -> engine_pb2.LinkRequest:
+    request, params = action.request, action.request.sampling_params
+    draw = engine_pb2.DrawSettings(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
+        max_tokens=params.max_tokens or 0,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+    )
+    submit = engine_pb2.Submit(
+        attempt=action.attempt,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
+        draw=draw,
+        priority=request.priority,
+    )
+    return engine_pb2.LinkRequest(submit=submit)
+
+
+def abort_message(action: SendAbort) -> engine_pb2.LinkRequest:
+    return engine_pb2.LinkRequest(abort=engine_pb2.Abort(attempt=action.attempt))
+
+
+# --- the link, up ---
+
+
+def replica_facts(hello: engine_pb2.Hello) -> ReplicaFacts:
+    return ReplicaFacts(
+        replica_id=hello.replica_id,
+        model=hello.model,
+        max_model_len=hello.max_model_len,
+        vocab_size=hello.vocab_size,
+        tensor_parallel_size=hello.tensor_parallel_size,
+        block_size=hello.block_size,
+        num_blocks=hello.num_blocks,
+        row_invariant=hello.row_invariant,
+    )
+
+
+def engine_load(load: engine_pb2.Load) -> EngineLoad:
+    return EngineLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_waiting_tokens=load.num_waiting_tokens,
+        num_free_blocks=load.num_free_blocks,
+        num_total_blocks=load.num_total_blocks,
+    )
+
+
+def step_news(update: engine_pb2.StepUpdate) -> StepNews:
+    deltas = [
+        AttemptDelta(
+            attempt=delta.attempt,
+            first_token_index=delta.first_token_index,
+            token_ids=tuple(delta.token_ids),
+            finish_reason=_FROM_FINISH_REASON[delta.finish_reason],
+        )
+        for delta in update.deltas
+    ]
+    rejections = [
+        AttemptRejection(attempt=rejection.attempt, error=_rejection_error(rejection))
+        for rejection in update.rejections
+    ]
+    return StepNews(load=engine_load(update.load), deltas=deltas, rejections=rejections)
+
+
+def _rejection_error(rejection: engine_pb2.Rejection) -> HoldfastError:
+    if rejection.field:
+        return ReplicaRefusal(rejection.field, rejection.message)
+    if rejection.retry_after_ms:
+        return QueueFullError(rejection.message, rejection.retry_after_ms / 1000)
+    return ReplicaError(rejection.message)

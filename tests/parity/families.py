@@ -1,0 +1,151 @@
+"""Tiny random models of many families, made offline and saved as ordinary Hugging Face folders.
+
+Weights are N(0, 0.15): with the usual 0.02 the layers hardly change the logits, and wrong layers pass.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BASE: dict[str, Any] = {
+    "vocab_size": 126,  # divides by neither 4 nor 64
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+SERVED: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "biogpt": {},
+    "cohere": {},
+    "cohere2": WINDOWS,
+    "cwm": WINDOWS,
+    "deepseek_v2": {**LATENT, **MOE, **ROUTED, "topk_method": "greedy"},
+    "deepseek_v3": {**LATENT, **MOE, **ROUTED},
+    "ernie4_5": {},
+    "exaone4": WINDOWS,
+    "gemma": {},
+    "gemma2": {**WINDOWS, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**WINDOWS, "query_pre_attn_scalar": 8},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": {**MOE, **ROUTED},
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_neox": {},
+    "gpt_oss": {**WINDOWS, **MOE, "num_local_experts": 4, "rope_parameters": YARN},
+    "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0},
+    "granitemoe": {**MOE, "num_local_experts": 4},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "llama": {"rope_parameters": {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+    "minimax_m2": {**MOE, "num_local_experts": 4},
+    "ministral": WINDOWS,
+    "mistral": {"sliding_window": 4},
+    "mixtral": {**MOE, "num_local_experts": 4},
+    "nemotron": {},
+    "olmo": {"clip_qkv": 2.0},
+    "olmo2": {},
+    "olmo3": WINDOWS,
+    "olmoe": {**MOE, "num_experts": 4},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "persimmon": {},
+    "phi": {},
+    "phi3": {},
+    "phimoe": {**MOE, "num_local_experts": 4},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2_moe": {**MOE, "num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3": {},
+    "qwen3_moe": {**MOE, "num_experts": 4},
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": 4},
+}
+"""What is added to `BASE` for each family that must be exact."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, one KV head": ("llama", {"num_key_value_heads": 1}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, wide heads and biases": ("llama", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    "cohere, norms of each head": ("cohere", {"use_qk_norm": True}),
+    "stablelm, norms of each head": ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True}),
+    "deepseek_v3, whole queries": ("deepseek_v3", {**SERVED["deepseek_v3"], "q_lora_rank": None}),
+}
+"""Turns of a family that other code paths serve."""
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "bloom": {},
+    "codegen": {"n_head": 4, "rotary_dim": 4},
+    "diffllama": {},
+    "falcon": {"alibi": True},
+    "gemma3n_text": {},
+    "gptj": {"rotary_dim": 4},
+    "lfm2": {},
+    "llama4_text": {},
+    "mamba": {},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
+    "olmo_hybrid": {},
+    "qwen3_next": {**MOE, "num_experts": 4},
+    "recurrent_gemma": {},
+    "xglm": {},
+}
+"""Causal language models that would be silently wrong: something other than the paged cache holds their state."""
+
+
+def settings_of(family: str) -> tuple[str, dict[str, Any]]:
+    """Model type and config values of a family or a variant."""
+    model_type, extras = VARIANTS.get(family, (family, SERVED.get(family, {})))
+    return model_type, {**BASE, **extras}
+
+
+def save_tiny_model(family: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Writes a random model of a family (or variant) to `folder` and returns it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, values = settings_of(family)
+    values = {**values, **REFUSED.get(family, {}), **changes}
+    if model_type == "falcon" or model_type == "gpt_bigcode":
+        values.pop("head_dim")
+    config = AutoConfig.for_model(model_type, **values)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    randomize(model, seed)
+    model.save_pretrained(folder)
+    return folder
+
+
+def randomize(model: torch.nn.Module, seed: int = 0, std: float = 0.15) -> None:
+    """Fills parameters and saved buffers with noise; scales of norms stay around their usual value."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = "norm" in name and parameter.dim() == 1 and name.endswith("weight")
+            noise = torch.empty_like(parameter).normal_(0.0, std, generator=generator)
+            parameter.copy_(noise + parameter if is_norm else noise)

@@ -1,0 +1,267 @@
+"""Whatever comes, in whatever order, under whatever memory pressure: the tokens are right and nothing is lost.
+
+One machine plays random requests, steps, wrong and right drafts, and aborts, also in the middle of a step, against the
+pseudo-model, whose tokens come out wrong if a block is shared, lost or replayed badly.
+"""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.pseudo_model import PseudoRunner, pseudo_completion
+from worker.config import SchedulerConfig
+from worker.errors import InvalidRequestError, QueueFullError
+from worker.plan import ScheduledSequence, StepPlan
+from worker.request import EngineRequest, FinishReason, Priority, SamplingParams, TokenDelta
+from worker.scheduler import Scheduler
+
+VOCAB_SIZE, EOS = 60, 0
+MAX_STEPS = 5000
+"""Far more than any example needs: reaching it means that somebody starves."""
+
+
+class Expected:
+    """What one request must get, worked out in advance by brute force, and what it has got so far."""
+
+    def __init__(self, request: EngineRequest, outputs: list[int], service_order: tuple[int, int]) -> None:
+        self.request = request
+        self.outputs = outputs
+        self.service_order = service_order
+        self.received = list(request.output_token_ids)
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def stop_ids(self) -> set[int]:
+        params = self.request.sampling_params
+        return {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
+
+    def take(self, delta: TokenDelta) -> None:
+        assert self.finish_reason is None, "a request ends once"
+        assert delta.first_token_index == len(self.received), "indices go on without gap or overlap"
+        assert delta.token_ids or delta.finish_reason, "a delta says something"
+        self.received += delta.token_ids
+        self.finish_reason = delta.finish_reason
+        assert self.received == self.outputs[: len(self.received)]
+        if self.finish_reason is FinishReason.ABORT:
+            return
+        ended = len(self.received) == len(self.outputs)
+        reason = FinishReason.STOP if self.outputs[-1] in self.stop_ids else FinishReason.LENGTH
+        assert delta.finish_reason == (reason if ended else None)
+
+
+wishes = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12).map(tuple),
+        "max_tokens": st.sampled_from([1, 2, 4, 9, 16, 17, 24, None]),
+        "stop_ids": st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=1),
+        "ignore_eos": st.booleans(),
+        "seed": st.integers(0, 3),
+        "priority": st.sampled_from(Priority),
+        "num_before": st.sampled_from([0, 0, 0, 0, 1, 5, 24]),
+    }
+)
+"""What a request asks for, and how many of its tokens another replica has emitted before."""
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    policy = "continuous"
+
+    @initialize(
+        num_blocks=st.integers(8, 24),
+        block_size=st.integers(1, 4),
+        max_num_batched_tokens=st.sampled_from([24, 16, 7, 3, 1]),
+        max_num_seqs=st.sampled_from([8, 6, 4, 1]),
+        max_model_len=st.sampled_from([32, 24, 8]),
+    )
+    def start(self, num_blocks, block_size, max_num_batched_tokens, max_num_seqs, max_model_len):
+        self.config = SchedulerConfig(
+            policy=self.policy,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_num_waiting=8,
+        )
+        self.num_slots, self.block_size, self.max_model_len = num_blocks * block_size, block_size, max_model_len
+        self.scheduler = Scheduler(
+            self.config,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset({EOS}),
+        )
+        self.runner = PseudoRunner(num_blocks, block_size, VOCAB_SIZE)
+        self.expected: dict[str, Expected] = {}
+        self.by_sequence_id: list[Expected] = []
+        self.last_plan: list[Expected] = []
+
+    # --- What happens ---
+
+    @rule(wishes=st.lists(wishes, min_size=2, max_size=6))
+    def add(self, wishes):
+        for wish in wishes:
+            self.add_one(**wish)
+
+    @rule(
+        data=st.data(),
+        num_steps=st.integers(1, 8),
+        abort=st.sampled_from([*["nobody"] * 8, "one", "one midway", "one midway", "all midway"]),
+        with_drafts=st.booleans(),
+    )
+    def run(self, data, num_steps, abort, with_drafts):
+        if abort == "one":
+            self.abort_one(data)
+        for _ in range(num_steps):
+            plan = self.scheduler.plan()
+            assert (plan is None) == (not self.alive())
+            if plan is None:
+                return
+            self.check_plan(plan)
+            plan = self.with_drafts(plan, data) if with_drafts else plan
+            result = self.runner.run(plan)
+            if abort == "one midway":
+                self.abort_one(data)
+            elif abort == "all midway":
+                self.abort_all()
+            self.take(self.scheduler.commit(plan, result))
+
+    def add_one(self, prompt, max_tokens, stop_ids, ignore_eos, seed, priority, num_before):
+        length = max(0, min(max_tokens or self.max_model_len, self.max_model_len - len(prompt)))
+        stop = [*stop_ids, *([] if ignore_eos else [EOS])]
+        outputs = pseudo_completion(prompt, seed, length, VOCAB_SIZE, stop)
+        params = SamplingParams(seed=seed, max_tokens=max_tokens, stop_token_ids=stop_ids, ignore_eos=ignore_eos)
+        request = EngineRequest(
+            request_id=f"r{len(self.expected)}",
+            prompt_token_ids=prompt,
+            output_token_ids=tuple(outputs[:num_before]),
+            sampling_params=params,
+            priority=priority,
+        )
+        fits = len(prompt) < self.max_model_len and len(prompt) + length - 1 <= self.num_slots
+        was_complete = 0 < len(outputs) <= num_before
+        try:
+            delta = self.scheduler.add(request)
+        except InvalidRequestError:
+            assert not fits
+        except QueueFullError:
+            assert self.scheduler.load().num_waiting >= self.config.max_num_waiting
+        else:
+            assert fits or was_complete
+            assert (delta is not None) == was_complete
+            expected = Expected(request, outputs, (priority, len(self.by_sequence_id)))
+            self.expected[request.request_id] = expected
+            if was_complete:
+                expected.take(delta)
+            else:
+                self.by_sequence_id.append(expected)
+
+    def abort_one(self, data):
+        if self.alive():
+            request_id = data.draw(st.sampled_from(sorted(self.alive())))
+            self.take_aborts([self.scheduler.abort(request_id)], {request_id})
+
+    def abort_all(self):
+        alive = set(self.alive())
+        self.take_aborts(self.scheduler.abort_all(), alive)
+
+    def take(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            self.expected[delta.request_id].take(delta)
+
+    def take_aborts(self, deltas: list[TokenDelta], request_ids: set[str]) -> None:
+        assert {delta.request_id for delta in deltas} == request_ids
+        assert all(delta.finish_reason is FinishReason.ABORT and not delta.token_ids for delta in deltas)
+        self.take(deltas)
+
+    def with_drafts(self, plan: StepPlan, data) -> StepPlan:
+        """The plan with drafted tokens to verify, right and wrong ones, where the last block has room for them."""
+        sequences = []
+        for sequence in plan.sequences:
+            room = len(sequence.block_ids) * self.block_size - sequence.first_position - len(sequence.token_ids)
+            if sequence.draw is not None and room > 0:
+                sequence = self.drafted(sequence, data.draw(st.lists(st.booleans(), max_size=room)))
+            sequences.append(sequence)
+        return replace(plan, sequences=tuple(sequences))
+
+    def drafted(self, sequence: ScheduledSequence, are_right: list[bool]) -> ScheduledSequence:
+        expected = self.by_sequence_id[sequence.sequence_id]
+        future = expected.outputs[len(expected.received) :]
+        drafts = tuple((t + (not right)) % VOCAB_SIZE for t, right in zip(future, are_right, strict=False))
+        return replace(sequence, token_ids=sequence.token_ids + drafts, num_draws=1 + len(drafts))
+
+    # --- What must hold ---
+
+    def alive(self) -> dict[str, Expected]:
+        return {key: expected for key, expected in self.expected.items() if expected.finish_reason is None}
+
+    def check_plan(self, plan: StepPlan) -> None:
+        assert 1 <= plan.num_tokens <= self.config.max_num_batched_tokens
+        assert 1 <= len(plan.sequences) <= self.config.max_num_seqs
+        block_ids = [block_id for sequence in plan.sequences for block_id in sequence.block_ids]
+        assert len(block_ids) == len(set(block_ids)), "no block belongs to two sequences"
+        for sequence in plan.sequences:
+            self.check_scheduled(sequence)
+        self.check_first_is_served([self.by_sequence_id[sequence.sequence_id] for sequence in plan.sequences])
+
+    def check_scheduled(self, sequence: ScheduledSequence) -> None:
+        expected = self.by_sequence_id[sequence.sequence_id]
+        tokens = (*expected.request.prompt_token_ids, *expected.received)
+        end = sequence.first_position + len(sequence.token_ids)
+        assert sequence.token_ids == tokens[sequence.first_position : end]
+        assert len(sequence.block_ids) == -(-end // self.block_size)
+        assert (sequence.draw is not None) == (sequence.num_draws == 1) == (end == len(tokens))
+        if sequence.draw is not None:
+            assert sequence.draw.first_output_index == len(expected.received)
+
+    def check_first_is_served(self, members: list[Expected]) -> None:
+        """The first in line of those that ran is never held up: by this, nobody starves."""
+        remaining = [expected for expected in self.last_plan if expected.finish_reason is None]
+        if remaining and self.policy == "continuous":
+            assert min(remaining, key=lambda expected: expected.service_order) in members
+        self.last_plan = members
+
+    @invariant()
+    def nothing_is_lost(self):
+        self.scheduler.check_integrity()
+        load, stats = self.scheduler.load(), self.scheduler.stats()
+        assert load.num_running <= self.config.max_num_seqs
+        assert load.num_running + load.num_waiting == len(self.alive())
+        assert stats.num_aborted + stats.num_finished == len(self.expected) - len(self.alive())
+        if self.policy == "continuous":
+            assert stats.num_wasted_slots <= load.num_running * (self.block_size - 1)
+        else:
+            assert stats.num_preemptions == 0
+
+    def teardown(self):
+        num_steps = 0
+        while (plan := self.scheduler.plan()) is not None:
+            self.check_plan(plan)
+            self.take(self.scheduler.commit(plan, self.runner.run(plan)))
+            self.nothing_is_lost()
+            num_steps += 1
+            assert num_steps < MAX_STEPS, f"still alive: {sorted(self.alive())}"
+        assert not self.alive(), "everything finishes"
+        stats = self.scheduler.stats()
+        assert (stats.num_free_blocks, stats.num_wasted_slots) == (stats.num_total_blocks, 0)
+
+
+class StaticMachine(SchedulerMachine):
+    policy = "static"
+
+
+@pytest.mark.parametrize(("machine", "max_examples"), [(SchedulerMachine, 200), (StaticMachine, 60)])
+def test_every_request_gets_its_own_tokens_whatever_happens(machine, max_examples):
+    profile = settings(
+        max_examples=max_examples,
+        stateful_step_count=30,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+    run_state_machine_as_test(machine, settings=profile)

@@ -1,0 +1,147 @@
+"""How much memory a model needs, told before it is loaded, and how many KV blocks a rank gets once it is.
+
+What may live here: arithmetic over configs and plans, and asking the machine what is free. What may not: allocating.
+All sizes are bytes of one rank.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from worker.checks import choose_max_model_len
+from worker.config import CacheConfig, WorkerConfig
+from worker.errors import ConfigurationError
+from worker.kv_cache import KVSpec
+from worker.model import register_attention, serving_dtype
+from worker.parallel_plan import ParallelPlan, Split
+from worker.tensor_parallel import TensorParallelGroup
+from worker.weights import build_skeleton, read_config, resolve_model
+
+CPU_CACHE_LIMIT: Final = 2**30
+"""Without a setting, a rank on a CPU takes at most this much, and at most `CPU_CACHE_SHARE` of what is available."""
+
+CPU_CACHE_SHARE: Final = 0.1
+
+
+class MemoryEstimator:
+    """Answers from the config alone what a rank of a model will need. Reads no weights and allocates none."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Raises as loading would where the config cannot be served."""
+        hf_config = read_config(resolve_model(config.model.model))
+        register_attention()
+        model = build_skeleton(hf_config)
+        plan = ParallelPlan(hf_config, model.tp_plan or {}, config.parallel.tensor_parallel_size)
+        dtype = serving_dtype(config.model, hf_config)
+        self.max_model_len = choose_max_model_len(hf_config, config.model.max_model_len)
+        self.block_size = config.cache.block_size or default_block_size(torch.device(_device_type(config)))
+        self.weight_bytes = _weight_bytes(model, plan, dtype)
+        self.kv_bytes_per_token = _kv_values_per_token(hf_config, plan) * dtype.itemsize
+
+    def num_blocks(self, cache_bytes: int) -> int:
+        """Blocks that fit into this much memory for the cache."""
+        return cache_bytes // (self.kv_bytes_per_token * self.block_size)
+
+    def num_sequences(self, cache_bytes: int, num_tokens: int) -> int:
+        """Sequences of `num_tokens`, prompt and output together, that fit at the same time."""
+        return self.num_blocks(cache_bytes) // -(-num_tokens // self.block_size)
+
+
+def default_block_size(device: torch.device) -> int:
+    """Tokens of a block where the settings name none."""
+    return 64 if device.type == "cuda" else 16
+
+
+def kv_bytes_per_token(specs: Sequence[KVSpec], dtype: torch.dtype) -> int:
+    """What one token takes in the cache of one rank, all layers together."""
+    return sum(spec.values_per_token for spec in specs) * dtype.itemsize
+
+
+def cpu_cache_bytes() -> int:
+    """A modest default on a CPU: a tenth of the memory that is available, and no more than 1 GiB."""
+    return min(CPU_CACHE_LIMIT, int(_available_memory() * CPU_CACHE_SHARE))
+
+
+def gpu_cache_bytes(device: torch.device, activation_bytes: int, utilization: float) -> int:
+    """What is left of `utilization` of a GPU's memory after what is in use and what a full step needs on top."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * utilization) - (total - free) - activation_bytes
+
+
+def choose_num_blocks(config: CacheConfig, default_bytes: int, block_bytes: int, useful_blocks: int | None) -> int:
+    """Blocks of this rank's cache: as set, or as many as fit the memory that is set, or the default memory.
+
+    `useful_blocks` bounds the default where more could never be in use. Raises `ConfigurationError` if none fits.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    budget = default_bytes if config.kv_cache_memory is None else config.kv_cache_memory
+    num_blocks = budget // block_bytes
+    if num_blocks < 1:
+        raise ConfigurationError(
+            f"the KV cache has {max(budget, 0)} bytes, and one block takes {block_bytes}; "
+            "raise cache.kv_cache_memory (or cache.gpu_memory_utilization), or choose a smaller cache.block_size"
+        )
+    if config.kv_cache_memory is None and useful_blocks is not None:
+        return min(num_blocks, useful_blocks)
+    return num_blocks
+
+
+def smallest_of_all_ranks(value: int, group: TensorParallelGroup, device: torch.device) -> int:
+    """The same number on every rank, so that a block id means the same everywhere."""
+    return int(group.all_gather(torch.tensor([value], device=device), dim=0).min())
+
+
+def _weight_bytes(model: Any, plan: ParallelPlan, dtype: torch.dtype) -> int:
+    tables = {id(head.weight) for head in (model.get_input_embeddings(), model.get_output_embeddings())}
+    stored_dtype, total = model.dtype, 0
+    for name, parameter in model.named_parameters():
+        itemsize = dtype.itemsize if parameter.dtype == stored_dtype else parameter.dtype.itemsize
+        if id(parameter) in tables:
+            total += -(-parameter.shape[0] // plan.size) * parameter[0].numel() * itemsize
+        else:
+            total += int(parameter.numel() * _share_of(name, parameter, plan)) * itemsize
+    return total
+
+
+def _share_of(name: str, parameter: torch.Tensor, plan: ParallelPlan) -> float:
+    module_name, _, kind = name.rpartition(".")
+    style = plan.style(name)
+    if style.split is Split.WHOLE:
+        style = plan.style(module_name)
+    if style.split is Split.ROWS and kind == "bias":
+        return 1.0
+    cut = plan.cut(module_name if kind in ("weight", "bias") else name, style, tuple(parameter.shape), None)
+    return 1.0 if cut is None else cut.share
+
+
+def _kv_values_per_token(config: Any, plan: ParallelPlan) -> int:
+    num_heads = config.num_attention_heads
+    if getattr(config, "qk_nope_head_dim", None):  # latent attention is cached expanded
+        num_kv_heads = num_heads
+        key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        value_dim = config.v_head_dim
+    else:
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        key_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    local = max(1, num_kv_heads // plan.size) if plan.splits_attention else num_kv_heads
+    return int(config.num_hidden_layers * local * (key_dim + value_dim))
+
+
+def _available_memory() -> int:
+    """What the machine, or the container around this process, can still give."""
+    meminfo = Path("/proc/meminfo").read_text().split()
+    available = int(meminfo[meminfo.index("MemAvailable:") + 1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int(used.read_text()))
+    return max(available, 0)
+
+
+def _device_type(config: WorkerConfig) -> str:
+    if config.model.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.model.device

@@ -1,0 +1,204 @@
+"""One rank's model: Hugging Face's modeling code with our attention, linears and embedding, ready to run.
+
+What may live here: the attention function registered with transformers, the dry run that finds out what each layer
+caches, and the forward call. What may not: the cache (`kv_cache.py`) and who runs what when (`model_runner.py`).
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from worker.checks import OTHER_ENGINE, check_attention_calls
+from worker.config import ModelConfig
+from worker.errors import UnsupportedModelError
+from worker.kv_cache import KVSpec
+from worker.parallel_plan import ParallelPlan
+from worker.parallelize import Target, parallelize
+from worker.step_batch import StepBatch
+from worker.tensor_parallel import TensorParallelGroup
+from worker.weights import ATTENTION, DummyWeights, build_skeleton, load_checkpoint, loaded_weights
+
+_IGNORED: Final = frozenset(
+    {"position_ids", "use_cache", "cache_position", "is_causal", "output_attentions", "output_router_logits"}
+    | {"output_hidden_states", "return_dict"}
+)
+"""Keywords of an attention call that change nothing of its result."""
+
+_NUM_DRY_TOKENS: Final = 4
+
+
+class RankModel:
+    """A callable model of one rank. `specs` says what each of its attention layers caches, in order."""
+
+    def __init__(self, module: Any, group: TensorParallelGroup, device: torch.device) -> None:
+        """`module` is a parallelized Hugging Face causal LM. All ranks of the group construct theirs together.
+
+        Raises `UnsupportedModelError` where a dry run shows that the paged cache would not see the model's state.
+        """
+        self._module = module
+        self._device = device
+        self._keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
+        calls = self._dry_run(group)
+        check_attention_calls(module.config, [caller for caller, _ in calls])
+        self.specs = tuple(spec for _, spec in calls)
+        self._attentions = tuple(caller for caller, _ in calls)
+
+    def attach(self, attention: Callable[[int], Callable[..., Tensor]]) -> None:
+        """Gives every attention layer its `PagedAttention`: `attention(i)` is called for layer i."""
+        for index, module in enumerate(self._attentions):
+            module.paged_attention = attention(index)
+
+    def __call__(self, batch: StepBatch) -> Tensor:
+        """The logits [rows wanted, vocab] of a step, on every rank. The attention has been given the same step."""
+        wanted = batch.logits_rows if len(batch.logits_rows) else batch.num_tokens[:1] - 1
+        token_ids, positions, rows = (
+            torch.from_numpy(array).to(self._device) for array in (batch.token_ids, batch.positions, wanted)
+        )
+        return self._logits(token_ids, positions, rows)[: len(batch.logits_rows)]
+
+    def _logits(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        kept = {"logits_to_keep": rows} if self._keeps_rows else {}
+        output = self._module(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **kept
+        )
+        logits: Tensor = output.logits[0]
+        return logits if self._keeps_rows else logits[rows]
+
+    def _dry_run(self, group: TensorParallelGroup) -> list[tuple[Any, KVSpec]]:
+        """The attention modules in calling order, and what each caches. Every token attends to itself alone."""
+        calls: list[tuple[Any, KVSpec]] = []
+        steps = torch.arange(_NUM_DRY_TOKENS, device=self._device)
+        with _recording(self._module, calls), _equal_on_all_ranks(self._module, group), torch.inference_mode():
+            try:
+                self._logits(steps, steps, steps)
+            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+                reason = f"a dry run of it failed ({str(error).splitlines()[0]})"
+                raise UnsupportedModelError(self._module.config.model_type, reason, OTHER_ENGINE) from error
+        return calls
+
+
+def build_rank_model(
+    config: ModelConfig, folder: Path, hf_config: Any, target: Target, progress: Callable[[int, int], None]
+) -> RankModel:
+    """Builds and loads this rank's share of the model in `folder`. All ranks of the group do so together.
+
+    Raises `UnsupportedModelError` where a gate refuses the model. `progress` gets modules done and in all.
+    """
+    register_attention()
+    if config.load_format == "dummy":
+        module: Any = build_skeleton(hf_config)
+        source: Any = DummyWeights(config.seed, target.device)
+    else:
+        module, source = load_checkpoint(folder, hf_config), loaded_weights
+    plan = ParallelPlan(hf_config, module.tp_plan or {}, target.group.size)
+    parallelize(module, plan, source, target, progress)
+    return RankModel(module, target.group, target.device)
+
+
+def serving_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:
+    """The dtype to compute in: what the settings say, else the checkpoint's, else float32."""
+    if config.dtype == "auto":
+        return hf_config.dtype or torch.float32
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    return dtype
+
+
+def register_attention() -> None:
+    """Makes `paged_attention` known to transformers. Its mask interface does not know the name: masks stay None."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, paged_attention)
+
+
+def paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """The attention function of Hugging Face's contract: query [1, H, T, D], key and value before repetition.
+
+    Returns [1, T, H, Dv] and no weights. Raises `UnsupportedModelError` for what the paged cache cannot honour.
+    """
+    unknown = [name for name in others.keys() - _IGNORED if others[name] is not None]
+    if attention_mask is not None or unknown:
+        what = ", ".join(sorted(unknown)) or "a mask of its own"
+        raise UnsupportedModelError(module.config.model_type, f"its attention is called with {what}", OTHER_ENGINE)
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    output = module.paged_attention(
+        query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap, s_aux=s_aux
+    )
+    return output, None
+
+
+@contextmanager
+def _recording(model: nn.Module, calls: list[tuple[Any, KVSpec]]) -> Iterator[None]:
+    """Every module can be called as an attention module, and the calls are noted."""
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        module.paged_attention = partial(_record, calls, module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.paged_attention
+
+
+def _record(
+    calls: list[tuple[Any, KVSpec]],
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Notes the call and returns what attention gives where each token sees itself alone."""
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    spec = KVSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        key_dim=key.shape[-1],
+        value_dim=value.shape[-1],
+        sliding_window=sliding_window,
+        softcap=softcap,
+        has_sinks=s_aux is not None,
+    )
+    calls.append((module, spec))
+    return value.repeat_interleave(num_heads // num_kv_heads, dim=1).transpose(1, 2)
+
+
+@contextmanager
+def _equal_on_all_ranks(model: Any, group: TensorParallelGroup) -> Iterator[None]:
+    """Refuses a model whose last hidden states differ between ranks: somewhere a sum over ranks is missing."""
+
+    def compare(_: nn.Module, inputs: tuple[Tensor]) -> None:
+        mine = inputs[0]
+        everyones = group.all_gather(mine.contiguous(), dim=0)
+        if not torch.equal(everyones, torch.cat([mine] * group.size)):
+            reason = f"its {group.size} ranks do not agree on the hidden states: its tensor-parallel plan has a gap"
+            raise UnsupportedModelError(model.config.model_type, reason, "Serve it with tensor_parallel_size 1")
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(compare)
+    try:
+        yield
+    finally:
+        hook.remove()

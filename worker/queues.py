@@ -1,0 +1,108 @@
+"""Who waits and who runs, in order of service, and the blocks they own.
+
+The one place where a sequence changes its status and where blocks change hands; each method keeps `check_integrity`
+true. What may not live here: deciding who is admitted or preempted, and when (`batching.py`).
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from itertools import pairwise
+
+from worker.block_allocator import BlockAllocator
+from worker.sequence import Sequence, SequenceStatus
+
+
+class SequenceQueues:
+    """`waiting` and `running` are sorted by `Sequence.service_order`; others read them and change them only from here.
+
+    Sorted lists rather than heaps: their lengths are bounded by the settings, moving a thousand pointers costs less
+    than a microsecond, and the first, the last and any aborted one are at hand.
+    """
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self.allocator = allocator
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_order)
+
+    def admit_first(self, num_blocks: int) -> Sequence:
+        """Move the first of the waiting to the running, with its blocks."""
+        sequence = self.waiting.pop(0)
+        sequence.block_ids = tuple(self.allocator.allocate(num_blocks))
+        sequence.status = SequenceStatus.RUNNING
+        insort(self.running, sequence, key=_order)
+        return sequence
+
+    def grow(self, sequence: Sequence) -> None:
+        """Give a running sequence one more block."""
+        sequence.block_ids += tuple(self.allocator.allocate(1))
+
+    def preempt_last(self) -> Sequence:
+        """Send the last of the running back to wait. It keeps its outputs and loses all that was computed.
+
+        Its place in line is before everyone of its priority who came later, so in effect at their front: sequences are
+        admitted from the front and preempted from the back.
+        """
+        sequence = self.running.pop()
+        sequence.num_discarded_tokens = max(sequence.num_discarded_tokens, sequence.num_computed_tokens)
+        sequence.num_computed_tokens = 0
+        self._free_blocks(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self.add(sequence)
+        self.num_preemptions += 1
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a waiting or running sequence out for good and free its blocks."""
+        queue = self.running if sequence.status is SequenceStatus.RUNNING else self.waiting
+        index = bisect_left(queue, sequence.service_order, key=_order)
+        assert queue[index] is sequence, f"sequence {sequence.sequence_id} is not where its order says"
+        del queue[index]
+        self._free_blocks(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def release_finished(self) -> None:
+        """Free the blocks of those that finished since they were admitted, and drop them from `running`."""
+        for sequence in self.running:
+            if sequence.status is SequenceStatus.FINISHED:
+                self._free_blocks(sequence)
+        self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
+
+    def num_wasted_slots(self) -> int:
+        """Slots that are allocated, but for no token that their sequence has so far; all slots of a finished one."""
+        block_size = self.allocator.block_size
+        wasted = 0
+        for sequence in self.running:
+            num_tokens = len(sequence.token_ids) if sequence.status is SequenceStatus.RUNNING else 0
+            wasted += max(0, len(sequence.block_ids) * block_size - num_tokens)
+        return wasted
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks, states and orders agree. O(blocks + sequences)."""
+        self.allocator.check_integrity()
+        owners = Counter(block_id for sequence in self.running for block_id in sequence.block_ids)
+        for block_id in range(self.allocator.num_blocks):
+            counted, found = self.allocator.ref_count(block_id), owners[block_id]
+            assert counted == found, f"block {block_id} has {found} owners and a reference count of {counted}"
+        for queue in (self.waiting, self.running):
+            for before, after in pairwise(queue):
+                assert before.service_order < after.service_order, f"{after.sequence_id} stands behind its turn"
+        for sequence in self.waiting:
+            assert sequence.status is SequenceStatus.WAITING, f"waiting {sequence.sequence_id} is {sequence.status}"
+            assert not sequence.block_ids, f"waiting sequence {sequence.sequence_id} owns blocks"
+            assert sequence.num_computed_tokens == 0, f"waiting sequence {sequence.sequence_id} has computed tokens"
+        for sequence in self.running:
+            assert sequence.status is not SequenceStatus.WAITING, f"running sequence {sequence.sequence_id} waits"
+            num_slots = len(sequence.block_ids) * self.allocator.block_size
+            assert sequence.num_computed_tokens <= num_slots, f"sequence {sequence.sequence_id} has too few blocks"
+
+    def _free_blocks(self, sequence: Sequence) -> None:
+        self.allocator.free(sequence.block_ids)
+        sequence.block_ids = ()
+
+
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.service_order

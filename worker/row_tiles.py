@@ -1,0 +1,147 @@
+"""The one place that decides how many rows a matmul is called with, so that a row's bits never depend on its company.
+
+Matrix kernels pick their order of summing by the number of rows, so a token computed alone and the same token in a
+batch may differ in the last bit, and then the text differs. Which numbers of rows agree is a property of the kernel,
+the shape and the machine, so it is not assumed but tried: `RowTiles` walks a list of rules, cheapest first, and takes
+the first one under which random rows come out equal bit for bit at many sizes, places and among other neighbours.
+
+The list is fixed and nothing is timed: equal machines decide equally, so a request may move between them.
+What may not live here: the kernels themselves (`linear.py`, `attention/`).
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+Kernel = Callable[[Tensor], Tensor]
+"""Rows [M, in] to rows [M, out]."""
+
+ANY: Final = 2**31
+"""As `max_rows`: calls of any size."""
+
+TRIED_COUNTS: Final = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 48, 64, 100, 128, 200, 256, 511, 1024, 2048)
+"""Numbers of rows that a trial calls a kernel with, as far as it goes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRule:
+    """How to call a kernel: rows are cut into tiles of `max_rows`, and a tile is padded up to a size allowed."""
+
+    min_rows: int = 1
+    multiple_of: int = 1
+    max_rows: int = ANY
+    packed: bool = False
+    """The weight is packed once at load; such kernels are faster and agree at more sizes."""
+
+    def padded(self, num_rows: int) -> int:
+        """The smallest allowed size that holds `num_rows` rows."""
+        return max(self.min_rows, -(-num_rows // self.multiple_of) * self.multiple_of)
+
+    def allows(self, num_rows: int) -> bool:
+        """A call with `num_rows` rows needs neither padding nor cutting."""
+        return self.min_rows <= num_rows <= self.max_rows and num_rows % self.multiple_of == 0
+
+    def run(self, kernel: Kernel, x: Tensor) -> Tensor:
+        """`kernel` over the rows of `x` [..., in], called with allowed sizes only."""
+        rows = x.reshape(-1, x.shape[-1])
+        tiles = [self._run_tile(kernel, tile) for tile in torch.split(rows, self.max_rows)]
+        y = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _run_tile(self, kernel: Kernel, tile: Tensor) -> Tensor:
+        num_rows = tile.shape[0]
+        missing = self.padded(num_rows) - num_rows
+        return kernel(F.pad(tile, (0, 0, 0, missing)))[:num_rows] if missing else kernel(tile)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InvarianceReport:
+    """What the trials found on this machine."""
+
+    rules: dict[str, RowRule]
+    """The rule of every kind of call, by a name such as `linear 512x256 bfloat16`."""
+    failures: tuple[str, ...]
+    """Kinds of call for which no rule keeps rows independent."""
+
+    @property
+    def row_invariant(self) -> bool:
+        return not self.failures
+
+
+class RowTiles:
+    """The rules found so far, one for each kind of call. A rank owns one and passes it to all its kernels."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._rules: dict[str, RowRule] = {}
+        self._failures: list[str] = []
+
+    @property
+    def report(self) -> InvarianceReport:
+        return InvarianceReport(rules=dict(self._rules), failures=tuple(self._failures))
+
+    def choose(self, name: str, candidates: Sequence[RowRule], holds: Callable[[RowRule], bool]) -> RowRule:
+        """The first of `candidates` that `holds`; the last one, noted as a failure, when none does.
+
+        `name` says all that the outcome depends on besides the machine and its number of threads.
+        """
+        key = f"{name}, {torch.get_num_threads()} threads" if self.device.type == "cpu" else name
+        if key not in self._rules:
+            self._rules[key] = self._first_that_holds(key, candidates, holds)
+        return self._rules[key]
+
+    def _first_that_holds(self, key: str, candidates: Sequence[RowRule], holds: Callable[[RowRule], bool]) -> RowRule:
+        for rule in candidates:
+            if holds(rule):
+                return rule
+        _log.warning("%s: rows depend on their neighbours at every size tried on this machine", key)
+        self._failures.append(key)
+        return candidates[-1]
+
+
+def linear_candidates(device: torch.device, *, packable: bool, num_weights: int) -> list[RowRule]:
+    """Rules for a linear of `num_weights` weights, cheapest first: any size, a floor, small tiles, one fixed tile."""
+    any_size = ANY if device.type == "cuda" else largest_trial(device, num_weights)
+    small = min(32, any_size)
+    forms = (True, False) if packable else (False,)
+    candidates = []
+    for packed in forms:
+        candidates += [RowRule(min_rows=rows, max_rows=any_size, packed=packed) for rows in (1, 2, 4, 8, 16)]
+        candidates += [RowRule(multiple_of=rows, max_rows=any_size, packed=packed) for rows in (4, 16)]
+        candidates += [RowRule(min_rows=rows, max_rows=small, packed=packed) for rows in (1, 2, 4, 16)]
+    return candidates + [RowRule(multiple_of=32, max_rows=32, packed=packed) for packed in forms]
+
+
+def largest_trial(device: torch.device, num_weights: int) -> int:
+    """How many rows a trial goes up to: fewer for large weights, so that a trial stays cheap.
+
+    On a CPU it is also the largest tile: no call is larger than those that were tried.
+    """
+    if device.type == "cuda":
+        return TRIED_COUNTS[-1]
+    limits = ((2**22, 256), (2**24, 128), (2**26, 64))
+    return next((num_rows for limit, num_rows in limits if num_weights <= limit), 32)
+
+
+def rows_agree(kernel: Kernel, rule: RowRule, rows: Tensor) -> bool:
+    """Whether each of `rows` [M, in] gets the same bits at every tried size up to M, at several places in the call."""
+    together = rule.run(kernel, rows)
+    for count in (count for count in TRIED_COUNTS if count <= len(rows)):
+        for start in _starts(count, *together.shape):
+            if not torch.equal(rule.run(kernel, rows[start : start + count]), together[start : start + count]):
+                return False
+    return True
+
+
+def _starts(count: int, num_rows: int, width: int) -> list[int]:
+    """Where to take `count` rows, often enough to compare some thousand values: rounding hides most differences."""
+    num_compared = min(num_rows, max(4, 4096 // width))
+    num_starts = -(-num_compared // count)
+    return [(num_rows - count) * i // max(1, num_starts - 1) for i in range(num_starts)]

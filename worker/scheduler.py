@@ -1,0 +1,253 @@
+"""The worker's decider, a state machine without IO: requests come in, plans go out, results come back as tokens.
+
+What may live here: the life of requests, from `add` to their last token. What may not: clocks, threads, torch, and how
+a step is filled (`batching.py`). The loop around it is `plan = plan()`, `result = run(plan)`, `deltas = commit(plan,
+result)`; adding and aborting are safe at any point of it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from worker.batching import BatchingPolicy, ContinuousBatching
+from worker.block_allocator import BlockAllocator
+from worker.config import SchedulerConfig
+from worker.errors import InvalidRequestError, QueueFullError
+from worker.plan import ScheduledSequence, StepPlan, StepResult
+from worker.queues import SequenceQueues
+from worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
+from worker.sequence import Sequence, SequenceStatus
+from worker.static_batching import StaticBatching
+
+_POLICIES: dict[str, Callable[[SchedulerConfig], BatchingPolicy]] = {
+    "continuous": ContinuousBatching,
+    "static": StaticBatching,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """Counts since the start, and the blocks as they are now."""
+
+    num_steps: int
+    num_tokens_computed: int
+    num_tokens_recomputed: int
+    """Those of `num_tokens_computed` that had been computed before and were lost by a preemption."""
+    num_preemptions: int
+    num_finished: int
+    """Requests that came to their own end."""
+    num_aborted: int
+    num_used_blocks: int
+    num_free_blocks: int
+    num_total_blocks: int
+    num_wasted_slots: int
+    """Slots of the used blocks that are kept for no token that exists: with continuous batching, less than a block
+    for each sequence; with static batching also what is reserved for the future, and all of a sequence that ended."""
+
+
+class Scheduler:
+    """Decides what every step of one replica does. Not thread-safe: one thread calls it."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._max_num_waiting = config.max_num_waiting
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._allocator = BlockAllocator(num_blocks, block_size)
+        self._queues = SequenceQueues(self._allocator)
+        self._policy = _POLICIES[config.policy](config)
+        self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
+        self._in_flight: list[Sequence] | None = None  # those of the outstanding plan, in its order
+        self._num_added = 0
+        self._num_steps = 0
+        self._num_tokens_computed = 0
+        self._num_tokens_recomputed = 0
+        self._num_finished = 0
+        self._num_aborted = 0
+
+    # --- Requests ---
+
+    def add(self, request: EngineRequest) -> TokenDelta | None:
+        """Take in a request; its tokens come out of `commit`.
+
+        Returns None, or the request's one and only delta where nothing is left to do: a continued request whose earlier
+        outputs were already complete. Raises `InvalidRequestError` if the request can never run here or its id is in
+        use, `QueueFullError` if too many wait; then nothing has changed.
+        """
+        if request.request_id in self._sequences:
+            raise InvalidRequestError("request_id", request.request_id, "is in use by a request that has not ended")
+        sequence = Sequence(
+            self._num_added, request, max_model_len=self._max_model_len, eos_token_ids=self._eos_token_ids
+        )
+        if (reason := sequence.finish_reason) is not None and request.output_token_ids:
+            self._num_finished += 1
+            return _last_delta(sequence, reason)
+        self._check_fits(sequence)
+        if len(self._queues.waiting) >= self._max_num_waiting:
+            raise QueueFullError(f"{len(self._queues.waiting)} requests are waiting, and no more may")
+        self._num_added += 1
+        self._sequences[request.request_id] = sequence
+        self._queues.add(sequence)
+        return None
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        """End a request now and free its blocks; None if no such request is alive.
+
+        Between `plan` and `commit` the step goes on with these blocks, and `commit` then ignores what it did for the
+        request. That is safe because only the next plan can hand the blocks out again.
+        """
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return None
+        self._queues.remove(sequence)
+        self._policy.release(self._queues)
+        self._num_aborted += 1
+        return _last_delta(sequence, FinishReason.ABORT)
+
+    def abort_all(self) -> list[TokenDelta]:
+        """`abort` for every request."""
+        deltas = (self.abort(request_id) for request_id in list(self._sequences))
+        return [delta for delta in deltas if delta is not None]
+
+    # --- Steps ---
+
+    def plan(self) -> StepPlan | None:
+        """What the next step does, or None if there is nothing to do. To be committed before the next plan."""
+        assert self._in_flight is None, "the last plan has not been committed"
+        if not self._sequences:
+            return None
+        shares = self._policy.schedule(self._queues)
+        assert shares, "requests are alive and the policy found nothing to do"
+        self._in_flight = [sequence for sequence, _ in shares]
+        self._num_steps += 1
+        scheduled = [self._scheduled(sequence, num_tokens) for sequence, num_tokens in shares]
+        return StepPlan(step_id=self._num_steps, sequences=tuple(scheduled))
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
+        """Take in what the outstanding plan computed and drew; returns a delta for each sequence that gained tokens."""
+        assert self._in_flight is not None, "there is no outstanding plan"
+        assert plan.step_id == result.step_id == self._num_steps, "the result is not that of the outstanding plan"
+        in_flight, self._in_flight = self._in_flight, None
+        self._num_tokens_computed += plan.num_tokens
+        deltas = []
+        for sequence, scheduled, drawn in zip(in_flight, plan.sequences, result.token_ids, strict=True):
+            assert len(drawn) == scheduled.num_draws, f"{len(drawn)} tokens for {scheduled.num_draws} draws"
+            if sequence.num_discarded_tokens > scheduled.first_position:
+                num_lost = sequence.num_discarded_tokens - scheduled.first_position
+                self._num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
+            if sequence.status is SequenceStatus.RUNNING and (delta := _advance(sequence, scheduled, drawn)):
+                deltas.append(delta)
+        ended = [delta.request_id for delta in deltas if delta.finish_reason is not None]
+        if ended:
+            self._finish(ended)
+        return deltas
+
+    # --- State ---
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._sequences)
+
+    def load(self) -> EngineLoad:
+        """How busy this replica is now. O(requests)."""
+        return EngineLoad(
+            num_running=len(self._sequences) - len(self._queues.waiting),
+            num_waiting=len(self._queues.waiting),
+            num_waiting_tokens=sum(sequence.num_uncomputed_tokens for sequence in self._sequences.values()),
+            num_free_blocks=self._allocator.num_free,
+            num_total_blocks=self._allocator.num_blocks,
+        )
+
+    def stats(self) -> SchedulerStats:
+        """Counts for people and benchmarks. O(running sequences)."""
+        return SchedulerStats(
+            num_steps=self._num_steps,
+            num_tokens_computed=self._num_tokens_computed,
+            num_tokens_recomputed=self._num_tokens_recomputed,
+            num_preemptions=self._queues.num_preemptions,
+            num_finished=self._num_finished,
+            num_aborted=self._num_aborted,
+            num_used_blocks=self._allocator.num_used,
+            num_free_blocks=self._allocator.num_free,
+            num_total_blocks=self._allocator.num_blocks,
+            num_wasted_slots=self._queues.num_wasted_slots(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless requests, queues and blocks agree. O(blocks + requests): for idle times."""
+        self._queues.check_integrity()
+        queued = [*self._queues.waiting, *self._queues.running]
+        alive = {sequence.request.request_id for sequence in queued if sequence.status is not SequenceStatus.FINISHED}
+        assert alive == self._sequences.keys(), f"queues and requests differ: {alive ^ self._sequences.keys()}"
+        if not alive:
+            assert self._allocator.num_used == 0, f"{self._allocator.num_used} blocks are used by no request"
+
+    # --- Parts ---
+
+    def _check_fits(self, sequence: Sequence) -> None:
+        """Refuse a request that could not run to its end even if it were alone in the cache."""
+        num_prompt_tokens = len(sequence.request.prompt_token_ids)
+        num_slots = self._allocator.num_blocks * self._allocator.block_size
+        max_prompt_tokens = min(self._max_model_len - 1, num_slots)
+        if num_prompt_tokens > max_prompt_tokens:
+            limit = (
+                f"must be at most {max_prompt_tokens} tokens: the context holds {self._max_model_len} with the output"
+            )
+            raise InvalidRequestError(
+                "prompt", f"{num_prompt_tokens} tokens", f"{limit}, and the KV cache {num_slots} in all"
+            )
+        if sequence.max_num_slots > num_slots:
+            limit = f"must be at most {num_slots + 1 - num_prompt_tokens} after a prompt of {num_prompt_tokens} tokens"
+            max_tokens = sequence.request.sampling_params.max_tokens
+            raise InvalidRequestError(
+                "sampling_params.max_tokens", max_tokens, f"{limit}: the KV cache holds {num_slots} in all"
+            )
+
+    def _scheduled(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+        first = sequence.num_computed_tokens
+        end = first + num_tokens
+        draws = end == len(sequence.token_ids)
+        return ScheduledSequence(
+            sequence_id=sequence.sequence_id,
+            first_position=first,
+            token_ids=tuple(sequence.token_ids[first:end]),
+            block_ids=sequence.block_ids[: self._allocator.num_blocks_for(end)],
+            draw=sequence.draw_params() if draws else None,
+            num_draws=1 if draws else 0,
+        )
+
+    def _finish(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._sequences.pop(request_id).status = SequenceStatus.FINISHED
+        self._num_finished += len(request_ids)
+        self._policy.release(self._queues)
+
+
+def _advance(sequence: Sequence, scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> TokenDelta | None:
+    first_token_index = sequence.num_output_tokens
+    token_ids = sequence.advance(scheduled, drawn)
+    if not token_ids:
+        return None
+    return TokenDelta(
+        request_id=sequence.request.request_id,
+        first_token_index=first_token_index,
+        token_ids=token_ids,
+        finish_reason=sequence.finish_reason,
+    )
+
+
+def _last_delta(sequence: Sequence, reason: FinishReason) -> TokenDelta:
+    """The end of a request that gains no more tokens."""
+    return TokenDelta(
+        request_id=sequence.request.request_id,
+        first_token_index=sequence.num_output_tokens,
+        token_ids=(),
+        finish_reason=reason,
+    )

@@ -1,0 +1,134 @@
+"""The state of one request inside a worker: its tokens, how far they are computed, and its blocks.
+
+What may live here: what one sequence can know of itself, above all when it ends. What may not: other sequences, the
+block allocator, and decisions about who runs (`batching.py`).
+"""
+
+from enum import Enum
+
+from worker.plan import DrawParams, ScheduledSequence
+from worker.request import EngineRequest, FinishReason
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life.
+
+    WAITING ───admit──> RUNNING ──end, abort──> FINISHED
+       │  <──preempt──     │                       ^
+       └───────────────────abort───────────────────┘
+    """
+
+    WAITING = "waiting"
+    """Owns no blocks and has nothing computed: it is new, or it was preempted and will be replayed with its outputs."""
+    RUNNING = "running"
+    """Owns blocks; every step may compute some of its tokens."""
+    FINISHED = "finished"
+    """Ended or aborted, and told so. Never runs again; its blocks are free, or held idle by a static batch."""
+
+
+class Sequence:
+    """Mutable state of one request. Compared by identity.
+
+    The last of `token_ids` is never computed when a step begins: computing it is what draws the next token. So there is
+    no difference in kind between a prompt, a decode and a replay, only in how many tokens are left to compute.
+    """
+
+    __slots__ = (
+        "block_ids",
+        "max_len",
+        "num_computed_tokens",
+        "num_discarded_tokens",
+        "request",
+        "sequence_id",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self, sequence_id: int, request: EngineRequest, *, max_model_len: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        params = request.sampling_params
+        num_prompt_tokens = len(request.prompt_token_ids)
+        max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
+        self.sequence_id = sequence_id
+        """Also the order of arrival."""
+        self.request = request
+        self.status = SequenceStatus.WAITING
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        """Prompt and output."""
+        self.num_computed_tokens = 0
+        """Tokens whose keys and values are in the blocks."""
+        self.num_discarded_tokens = 0
+        """Tokens that were computed once and lost by a preemption; computing them again is waste."""
+        self.block_ids: tuple[int, ...] = ()
+        """Block of positions 0 to block_size - 1, and so on. A tuple, so that plans can share it instead of copying."""
+        self.max_len = min(num_prompt_tokens + max_tokens, max_model_len)
+        """Length at which the sequence ends at the latest, prompt included."""
+        self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+
+    @property
+    def service_order(self) -> tuple[int, int]:
+        """Smaller is served first and preempted last: by priority, then by arrival."""
+        return self.request.priority, self.sequence_id
+
+    @property
+    def max_num_slots(self) -> int:
+        """Cache slots it may come to need: one for each token but the very last, which is drawn and never computed."""
+        return self.max_len - 1
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens to compute before the next one is drawn; 1 for a sequence that decodes."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the tokens so far are all that there will be, or None while more are to come."""
+        if self.token_ids[-1] in self.stop_token_ids and self.num_output_tokens > 0:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.max_len else None
+
+    def draw_params(self) -> DrawParams:
+        """Parameters of the next draw, which depend on nothing but the request and the number of outputs."""
+        params = self.request.sampling_params
+        assert params.seed is not None
+        return DrawParams(
+            seed=params.seed,
+            first_output_index=self.num_output_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+        )
+
+    def advance(self, scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> tuple[int, ...]:
+        """Take in what a step computed and drew for this sequence; returns the tokens that it gained.
+
+        Tokens after one that ends the sequence, or after a draft that turned out wrong, are dropped, and the positions
+        computed for them count as not computed.
+        """
+        old_len = len(self.token_ids)
+        for token_id in _confirmed(scheduled.token_ids, drawn):
+            self.token_ids.append(token_id)
+            if self.finish_reason is not None:
+                break
+        num_run = scheduled.first_position + len(scheduled.token_ids)
+        self.num_computed_tokens = min(num_run, len(self.token_ids) - 1)
+        return tuple(self.token_ids[old_len:])
+
+
+def _confirmed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, ...]:
+    """The drawn tokens that follow from confirmed ones.
+
+    Draw i is made from the i-th of the last `len(drawn)` rows. The first of these rows is a token of the sequence, the
+    others are drafts: draw i is what the model says only if draft i equals draw i - 1, and so on back to the first.
+    """
+    if len(drawn) <= 1:
+        return drawn
+    drafts = token_ids[len(token_ids) - len(drawn) + 1 :]
+    num_right = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
+    return drawn[: num_right + 1]

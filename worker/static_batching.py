@@ -1,0 +1,37 @@
+"""Static batching, the way of serving that continuous batching replaced. Here as a baseline for benchmarks only."""
+
+from worker.batching import Share, share_out
+from worker.config import SchedulerConfig
+from worker.queues import SequenceQueues
+from worker.sequence import SequenceStatus
+
+
+class StaticBatching:
+    """A batch is taken whole, prefilled, and decoded until its last sequence has ended; only then comes the next one.
+
+    A sequence gets blocks for the longest it may become, so nobody is ever preempted, and one that has ended keeps
+    its place and its blocks idle until the batch is done.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._max_num_tokens = config.max_num_batched_tokens
+        self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+
+    def schedule(self, queues: SequenceQueues) -> list[Share]:
+        if not queues.running:
+            self._take_batch(queues)
+        alive = [sequence for sequence in queues.running if sequence.status is SequenceStatus.RUNNING]
+        prefills = [sequence for sequence in alive if sequence.num_uncomputed_tokens > 1]
+        return share_out(prefills or alive, self._max_num_tokens)
+
+    def release(self, queues: SequenceQueues) -> None:
+        if all(sequence.status is SequenceStatus.FINISHED for sequence in queues.running):
+            queues.release_finished()
+
+    def _take_batch(self, queues: SequenceQueues) -> None:
+        allocator = queues.allocator
+        while queues.waiting and len(queues.running) < self._max_num_running:
+            num_blocks = allocator.num_blocks_for(queues.waiting[0].max_num_slots)
+            if num_blocks > allocator.num_free:
+                break
+            queues.admit_first(num_blocks)
