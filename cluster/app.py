@@ -2,8 +2,8 @@
 
     serve.run(build_app({"model": {"model": "demo"}, "cluster": {"replicas": 2}}))
 
-or, in a RayService's `serveConfigV2`, `import_path: holdfast:build_app` with the same tree under `args`. What may not live
-here: what the deployments do, and starting Ray or Serve.
+or, in a RayService's `serveConfigV2`, `import_path: holdfast:build_app` with the same tree under `args`. What may not
+live here: what the deployments do, and starting Ray or Serve.
 """
 
 import logging
@@ -17,7 +17,7 @@ from cluster.config_sources import mapping_layer
 from cluster.directory import DirectoryDeployment
 from cluster.placement import choose_strategy, node_resources, rank_bundle
 from cluster.replica_deployment import ReplicaDeployment
-from cluster.router_deployment import RouterDeployment
+from cluster.router_deployment import ANY_INTERFACE, RouterDeployment
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,11 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     Needs a connection to the Ray cluster that it is to run on: what its nodes have decides the placement.
     """
     config = load_config(mapping_layer(HoldfastConfig, args, "build_app")).config
-    return application(config)
+    return application(config, ANY_INTERFACE)
 
 
-def application(config: HoldfastConfig) -> serve.Application:
-    """As `build_app`, for settings that have been checked."""
+def application(config: HoldfastConfig, default_host: str) -> serve.Application:
+    """As `build_app`, for settings that have been checked. Routers listen on `default_host` if no host is set."""
     directory = _directory().bind()
     nodes = node_resources()
     bundle = rank_bundle(config.worker, config.cluster.cpus_per_rank, nodes)
@@ -56,11 +56,13 @@ def application(config: HoldfastConfig) -> serve.Application:
     if strategy == "PACK":
         logger.warning(
             "%d replicas of %d ranks do not fit on whole nodes: ranks of one replica may talk over the network, "
-            "which is slow", config.cluster.replicas, num_ranks,
+            "which is slow",
+            config.cluster.replicas,
+            num_ranks,
         )
     placed = _replica(config, [bundle] * num_ranks, strategy)
     replicas = placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory)
-    return _router(config).bind(config, directory, replicas)
+    return _router(config).bind(config, config.cluster.host or default_host, directory, replicas)
 
 
 def _directory() -> serve.Deployment:

@@ -1,18 +1,19 @@
 """A client of a router's gRPC API, for programs that run on asyncio.
 
-What may live here: the public stubs, plain data to messages and back, statuses to errors. What may not: anything of Ray or
-of the engine; a client needs neither.
+What may live here: the public stubs, plain data to messages and back, statuses to errors. What may not: anything of Ray
+or of the engine; a client needs neither.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 import grpc
 from google.rpc.error_details_pb2 import RetryInfo
 from grpc_status import rpc_status
-from holdfast_pb import inference_pb2, inference_pb2_grpc
 
+from holdfast_pb import inference_pb2, inference_pb2_grpc
 from worker.errors import (
     CallerError,
     CapacityError,
@@ -66,7 +67,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def stream(
         self,
@@ -86,20 +87,21 @@ class AsyncClient:
         request = _request(prompt, params or SamplingParams(), model, request_id, priority, timeout_s)
         call = self._stub.GenerateStream(request)
         try:
-            async for message in call:
-                yield _chunk(message)
-        except grpc.aio.AioRpcError as error:
-            raise _error(error) from error
+            with _translated():
+                async for message in call:
+                    yield _chunk(message)
         finally:
             call.cancel()
 
     async def get_load(self) -> inference_pb2.GetLoadResponse:
-        """How busy the router and its replicas are."""
-        return await self._stub.GetLoad(inference_pb2.GetLoadRequest())
+        """How busy the router and its replicas are. Raises as `stream` does."""
+        with _translated():
+            return await self._stub.GetLoad(inference_pb2.GetLoadRequest())
 
     async def list_models(self) -> inference_pb2.ListModelsResponse:
-        """The models that are served, and by how many replicas."""
-        return await self._stub.ListModels(inference_pb2.ListModelsRequest())
+        """The models that are served, and by how many replicas. Raises as `stream` does."""
+        with _translated():
+            return await self._stub.ListModels(inference_pb2.ListModelsRequest())
 
 
 def _request(
@@ -149,6 +151,14 @@ def _chunk(message: inference_pb2.GenerateStreamResponse) -> Chunk:
         text=message.text,
         finish_reason=_FINISH_REASONS[message.finish_reason],
     )
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise _error(error) from error
 
 
 def _error(error: grpc.aio.AioRpcError) -> HoldfastError:

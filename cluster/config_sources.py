@@ -168,6 +168,8 @@ def _unknown(path: str, tree: type[BaseModel], source: str) -> ConfigurationErro
     by_last_name = {known.rpartition(".")[2]: known for known in reversed(known)}
     sections = {known.rpartition(".")[0] for known in known}
     near = difflib.get_close_matches(path, {*known, *sections}, n=1, cutoff=0.75)
-    near = near or [by_last_name[name] for name in difflib.get_close_matches(path.rpartition(".")[2], by_last_name, n=1)]
+    near = near or [
+        by_last_name[name] for name in difflib.get_close_matches(path.rpartition(".")[2], by_last_name, n=1)
+    ]
     hint = f"did you mean {near[0]}?" if near else "`holdfast config show` lists them all"
     return ConfigurationError(f"unknown setting {path} (from {source}); {hint}")

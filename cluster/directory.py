@@ -1,10 +1,10 @@
 """Who is there: the routers and replicas of one cluster, each on a lease that it keeps renewing.
 
 `Directory` is the core, without Ray, clock or IO. `DirectoryDeployment` hosts it as a Serve deployment of the
-application, so it comes, is replaced and goes with the application like every other part: an application that is deleted
-leaves no named actor behind. It forgets everything when it is replaced; the leases fill it again within a second, and
-until then routers keep the links they have. Nothing is asked of it per request or per token: members call twice a
-second, routers wait for changes.
+application, so it comes, is replaced and goes with the application like every other part: an application that is
+deleted leaves no named actor behind. It forgets everything when it is replaced; the leases fill it again within a
+second, and until then routers keep the links they have. Nothing is asked of it per request or per token: members call
+twice a second, routers wait for changes.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Member:
     """The name that clients use. Of a replica that serves, as is the next."""
     model_path: str = ""
     """The folder of the model. Routers read the tokenizer there, so it is the same on every node."""
-    phase: str = "starting"
+    phase: str = "loading libraries"
     """What it is doing while it starts, for people."""
     done: int = 0
     total: int = 1

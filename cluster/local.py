@@ -1,9 +1,11 @@
 """A connection to Ray: to a cluster that is there, or to one of our own on this machine, which ends with us."""
 
-import logging
+import functools
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+import signal
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -16,14 +18,14 @@ LOOPBACK: Final = "127.0.0.1"
 def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
     """Connects to `config.address`, or starts a Ray of our own that counts `num_cpus` CPUs. Always disconnects.
 
-    Our own Ray listens on loopback and asks every client for a token that only our processes know: otherwise any user of
-    the machine could run code in it.
+    Our own Ray asks every client for a token that only our processes know, because whoever reaches its ports can run
+    code. It listens on loopback alone, unless this process has imported Ray before: then it is too late to say so.
     """
     if config.address is None:
-        os.environ.update(_own_environment())
+        _close_our_own()
     import ray
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     quiet = {"log_to_driver": False, "configure_logging": False, "namespace": config.namespace}
     if config.address is not None:
         ray.init(address=config.address, **quiet)
@@ -33,9 +35,9 @@ def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
             num_cpus=num_cpus,
             object_store_memory=config.object_store_memory,
             include_dashboard=False,
-            _node_ip_address=LOOPBACK,
             **quiet,
         )
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place, which exits on the spot
     try:
         yield
     finally:
@@ -43,7 +45,7 @@ def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
 
 
 def num_cpus_of_our_own(config: HoldfastConfig) -> int:
-    """The CPUs that our own Ray counts: the machine's, or more where the ranks would not fit. They share what there is."""
+    """The CPUs that our own Ray counts: the machine's, or more if the ranks would not fit. They share what there is."""
     ranks = config.cluster.replicas * config.parallel.tensor_parallel_size
     return max(num_cores(), round(ranks * config.cluster.cpus_per_rank) + config.cluster.routers)
 
@@ -62,9 +64,19 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _own_environment() -> Mapping[str, str]:
-    return {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
+def _close_our_own() -> None:
+    """Ray takes these settings from the environment, most of them once, when it is imported."""
+    was_imported = "ray" in sys.modules
+    if not was_imported:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux as well: one machine, on loopback
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=_token(), RAY_USAGE_STATS_ENABLED="0")
+    if was_imported:
+        from ray._raylet import Config
+
+        Config.initialize("")  # reads the environment again
+
+
+@functools.cache
+def _token() -> str:
+    """Ray remembers the first token that a process used, so there is one for the life of the process."""
+    return secrets.token_hex(32)

@@ -60,7 +60,7 @@ class WatchedDirectory:
         self._handle = handle
 
     async def watch(self) -> AsyncIterator[frozenset[ReplicaEndpoint]]:
-        """Every set of replicas once. A directory that has been replaced may add replicas at first, not take any away."""
+        """Every set of replicas once. A directory that was replaced may add replicas at first, not take any away."""
         known: frozenset[ReplicaEndpoint] | None = None
         seen_version = 0
         while True:

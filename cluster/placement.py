@@ -52,39 +52,46 @@ def node_resources() -> list[dict[str, float]]:
 class RankActor:
     """A rank that is not the leader, in a process of its own. `run` lasts as long as the rank lives."""
 
-    def run(self, config: WorkerConfig, rank: int, rendezvous: str, device: str) -> None:
-        run_rank(config, rank, rendezvous, device)
+    def __init__(self) -> None:
+        import worker.model_runner  # noqa: F401  # takes seconds, which the leader needs for the same import
+
+    def run(self, config: WorkerConfig, rank: int, rendezvous: str, has_gpu: bool) -> None:
+        import torch
+
+        # Ray shows an actor its own GPUs alone, so each rank's is the first.
+        run_rank(config, rank, rendezvous, torch.device("cuda", 0) if has_gpu else torch.device("cpu"))
 
 
 class RayLauncher:
-    """A `RankLauncher` for a leader that runs in a placement group of one bundle per rank."""
+    """A `RankLauncher` for a leader that runs in a placement group of one bundle per rank.
 
-    def __init__(self, bundle: Resources) -> None:
-        self._bundle = bundle
+    The actors are made at once, so that their processes start while the leader's does.
+    """
+
+    def __init__(self, bundle: Resources, num_ranks: int) -> None:
+        group = ray.util.get_current_placement_group()
+        assert group is not None or num_ranks == 1, "the leader runs inside its replica's placement group"
+        self._has_gpu = "GPU" in bundle
+        self._actors = {rank: _rank_actor(bundle, group, rank) for rank in range(1, num_ranks)}
 
     @property
     def host(self) -> str:
         return str(ray.util.get_node_ip_address())
 
     def launch(self, config: WorkerConfig, rendezvous: str) -> "RayRanks":
-        group = ray.util.get_current_placement_group()
-        assert group is not None, "the leader runs inside its replica's placement group"
-        device = "cuda:0" if self._bundle.get("GPU") else "cpu"  # Ray shows an actor its own GPUs alone
-        actors, runs = {}, {}
-        for rank in range(1, config.parallel.tensor_parallel_size):
-            actor = self._actor_class(group, rank).remote()
-            actors[rank] = actor
-            runs[rank] = actor.run.remote(config, rank, rendezvous, device)
-        return RayRanks(actors, runs)
+        runs = {rank: actor.run.remote(config, rank, rendezvous, self._has_gpu) for rank, actor in self._actors.items()}
+        return RayRanks(self._actors, runs)
 
-    def _actor_class(self, group: Any, rank: int) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
-        return ray.remote(RankActor).options(
-            num_cpus=self._bundle.get("CPU", 0),
-            num_gpus=self._bundle.get("GPU", 0),
-            max_restarts=0,
-            scheduling_strategy=strategy,
-        )
+
+def _rank_actor(bundle: Resources, group: Any, rank: int) -> Any:
+    """An actor in bundle `rank`. It ends with the leader, which owns it, and never comes back without it."""
+    options = {
+        "num_cpus": bundle.get("CPU", 0),
+        "num_gpus": bundle.get("GPU", 0),
+        "max_restarts": 0,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+    }
+    return ray.remote(RankActor).options(**options).remote()
 
 
 class RayRanks:

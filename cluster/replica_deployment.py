@@ -1,8 +1,8 @@
 """A replica as a Serve deployment: Serve decides where it runs and when it starts and ends; tokens go past Serve.
 
-The Serve replica's actor is the leader rank, in bundle 0 of its placement group. It serves the link on a port of its own
-and keeps a lease in the directory. When a rank dies, the whole replica ends: routers hear of it over the link at once,
-and Serve starts another.
+The Serve replica's actor is the leader rank, in bundle 0 of its placement group. It serves the link on a port of its
+own and keeps a lease in the directory. When a rank dies, the whole replica ends: routers hear of it over the link at
+once, and Serve starts another.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ IDLE_CHECK_S: Final = 0.05
 class ReplicaDeployment:
     """Hosts one `Replica`. Made and called by Serve alone."""
 
-    async def __init__(self, config: WorkerConfig, bundle: Resources, drain_timeout_s: float, directory: Any) -> None:
+    async def __init__(self, config: WorkerConfig, bundle: Resources, drain_timeout_s: float, directory: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._drain_timeout_s = drain_timeout_s
         self._loop = asyncio.get_running_loop()
-        launcher = RayLauncher(bundle)
+        launcher = RayLauncher(bundle, config.parallel.tensor_parallel_size)
         self._lease = Lease(directory, Member(member_id=_replica_id(), role=Role.REPLICA))
         try:
             self._replica = await asyncio.to_thread(Replica.start, located(config), launcher, self._report)

@@ -3,22 +3,26 @@
 What may live here: driving Ray and Serve from outside. What may not: what runs inside them (`app.py`).
 """
 
+import asyncio
 import logging
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
+from cluster.client import AsyncClient
 from cluster.config import HoldfastConfig
 from cluster.directory import Member, Role, Snapshot
-from cluster.local import num_cpus_of_our_own, ray_connection, share_cores
+from cluster.local import LOOPBACK, num_cpus_of_our_own, ray_connection, share_cores
 from cluster.progress import Report
 from worker.errors import ConfigurationError, ReplicaError
 
 logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S: Final = 1.0
+LINK_CHECK_S: Final = 0.05
+LINK_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,23 +39,27 @@ class Serving:
 def serving(config: HoldfastConfig, report: Report) -> Iterator[Serving]:
     """Runs a cluster for as long as the block lasts: on Ray of our own, or on the cluster at `cluster.address`.
 
-    Enters the block when every router and replica is up. Leaving it drains routers and replicas and stops them; then our
-    own Ray, and with it every process. Raises `ConfigurationError` for what cannot work, `ReplicaError` where Serve
-    gives up.
+    Enters the block when every router and replica is up; `report` hears of nothing after that. Leaving it drains and
+    stops routers and replicas; then our own Ray, and with it every process. Must run on the main thread. Raises
+    `ConfigurationError` for what cannot work, `ReplicaError` where Serve gives up.
     """
+    _check_folder(config)
     config = share_cores(config)
     report("starting Ray", 0, 1)
     with ray_connection(config.cluster, num_cpus_of_our_own(config)):
         report("starting Ray", 1, 1)
-        from ray import serve
-
+        directory = _deploy(config, report)
         try:
-            directory = _deploy(config, report)
             yield _wait_until_up(config, directory, report)
         finally:
-            report("stopping", 0, 1)
-            serve.delete(config.cluster.namespace)
-    report("stopping", 1, 1)
+            _delete(config.cluster.namespace)
+
+
+def _check_folder(config: HoldfastConfig) -> None:
+    """A mistyped folder is better told now than by a process that takes half a minute to start."""
+    model = config.model.model
+    if config.cluster.address is None and model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+        raise ConfigurationError(f"model.model = {model!r}: there is no such folder")
 
 
 def _deploy(config: HoldfastConfig, report: Report) -> Any:
@@ -59,20 +67,31 @@ def _deploy(config: HoldfastConfig, report: Report) -> Any:
     from ray import serve
 
     from cluster.app import DIRECTORY, application
+    from cluster.router_deployment import ANY_INTERFACE
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it has set another level
     report("starting Serve", 0, 1)
     serve.start(proxy_location="Disabled")
     name = config.cluster.namespace
+    host = LOOPBACK if config.cluster.address is None else ANY_INTERFACE
     serve.run_many(
-        [serve.RunTarget(target=application(config), name=name, route_prefix=None)], wait_for_applications_running=False
+        [serve.RunTarget(target=application(config, host), name=name, route_prefix=None)],
+        wait_for_applications_running=False,
     )
     report("starting Serve", 1, 1)
     return serve.get_deployment_handle(DIRECTORY, name)
 
 
+def _delete(name: str) -> None:
+    """Ends the application, and waits for that. Serve itself stays: others may use it, or it ends with our own Ray."""
+    from ray import serve
+
+    serve.delete(name)
+
+
 def _wait_until_up(config: HoldfastConfig, directory: Any, report: Report) -> Serving:
     """Watches members come up and says what they are doing."""
-    shown = _StartUp(report, config.cluster.replicas)
+    shown = StartUp(report, config.cluster.replicas)
     report("starting processes", 0, 1)
     version = 0
     while True:
@@ -82,7 +101,28 @@ def _wait_until_up(config: HoldfastConfig, directory: Any, report: Report) -> Se
         replicas, routers = snapshot.serving(Role.REPLICA), snapshot.serving(Role.ROUTER)
         if len(replicas) >= config.cluster.replicas and len(routers) >= config.cluster.routers:
             addresses = tuple(sorted(str(router.address) for router in routers))
+            asyncio.run(_until_linked(addresses, len(replicas)))
             return Serving(routers=addresses, model=replicas[0].model, num_replicas=len(replicas))
+
+
+async def _until_linked(routers: Sequence[str], num_replicas: int) -> None:
+    """Waits until each router says that it has reached every replica: from then on no request finds it empty."""
+    try:
+        async with asyncio.timeout(LINK_TIMEOUT_S):
+            for address in routers:
+                async with AsyncClient(address) as client:
+                    while not await _is_linked(client, num_replicas):
+                        await asyncio.sleep(LINK_CHECK_S)
+    except TimeoutError:
+        logger.warning("from here, the routers at %s could not be seen to have their replicas", ", ".join(routers))
+
+
+async def _is_linked(client: AsyncClient, num_replicas: int) -> bool:
+    try:
+        models = (await client.list_models()).models
+    except ReplicaError:
+        return False
+    return any(model.num_replicas >= num_replicas for model in models)
 
 
 def _next_snapshot(config: HoldfastConfig, directory: Any, version: int) -> Snapshot:
@@ -109,7 +149,7 @@ def _raise_if_given_up(name: str) -> None:
         raise ReplicaError(f"Serve gave up: {' '.join([status.message, *reasons])}")
 
 
-class _StartUp:
+class StartUp:
     """Numbers the members in the order in which they show up, and reports each one's phases in turn."""
 
     def __init__(self, report: Report, num_replicas: int) -> None:

@@ -84,7 +84,8 @@ def _compiled(template: str) -> jinja2.Template:
         return _environment().from_string(template)
     except jinja2.TemplateSyntaxError as error:
         way_out = "mend chat_template in tokenizer_config.json, or chat_template.jinja"
-        raise ConfigurationError(f"the model's chat template has an error in line {error.lineno}: {error}; {way_out}")
+        reason = f"the model's chat template does not compile: {error} (line {error.lineno}); {way_out}"
+        raise ConfigurationError(reason) from error
 
 
 @lru_cache(maxsize=1)
@@ -99,7 +100,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training. For a prompt it means nothing: keep what is inside."""
+    """`{% generation %}` marks the assistant's words for training. In a prompt it means nothing: keep its inside."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 

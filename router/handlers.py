@@ -24,13 +24,13 @@ UnaryMethod: TypeAlias = Callable[[Any, Context], Awaitable[Message]]
 StreamMethod: TypeAlias = Callable[[Any, Context], AsyncGenerator[Message, None]]
 
 
-def generic_handler(service: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:
+def generic_handler(service: ServiceDescriptor, servicer: object) -> "grpc.GenericRpcHandler[Any, Any]":
     """Handlers for all methods of a service: unary ones as coroutines, server streams as asynchronous generators."""
     handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def _handler(method: MethodDescriptor, implementation: Any) -> grpc.RpcMethodHandler[Any, Any]:
+def _handler(method: MethodDescriptor, implementation: Any) -> "grpc.RpcMethodHandler[Any, Any]":
     deserializer = _tolerant_parser(method)
     serializer = GetMessageClass(method.output_type).SerializeToString
     if method.server_streaming:
@@ -40,11 +40,12 @@ def _handler(method: MethodDescriptor, implementation: Any) -> grpc.RpcMethodHan
 
 def _tolerant_parser(method: MethodDescriptor) -> Callable[[bytes], Message | InvalidRequestError]:
     """Gives the error instead of raising it: whoever handles the call can say it to the client, gRPC cannot."""
-    message_class = GetMessageClass(method.input_type)
+    message_class: type[Message] = GetMessageClass(method.input_type)
 
     def parse(data: bytes) -> Message | InvalidRequestError:
         try:
-            return message_class.FromString(data)
+            message: Message = message_class.FromString(data)
+            return message
         except DecodeError:
             limit = f"must be a {method.input_type.full_name}: well-formed protobuf, with strings in UTF-8"
             return InvalidRequestError("request", data, limit)

@@ -6,12 +6,14 @@ has. gRPC's own asyncio servicer forgets the other watchers of a name when one o
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from router.events import ModelStatus
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 OVERALL: Final = ("", "holdfast.v1.Inference")
 
@@ -39,30 +41,24 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # a
         self._is_stopping = True
         self._wake()
 
-    async def Check(
-        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
-    ) -> health_pb2.HealthCheckResponse:
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         status = self._status(request.service)
         if status == _SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.service!r} is served here")
         return health_pb2.HealthCheckResponse(status=status)
 
-    async def List(
-        self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext
-    ) -> health_pb2.HealthListResponse:
-        statuses = {name: health_pb2.HealthCheckResponse(status=self._status(name)) for name in self._serving}
-        return health_pb2.HealthListResponse(statuses=statuses)
-
     async def Watch(
-        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+        self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The status now, then each change. A name that is not served may be one day."""
+        """The status now, then each change until the end. A name that is not served may be one day."""
         told = None
         while True:
             changed, status = self._changed, self._status(request.service)
             if status != told:
                 yield health_pb2.HealthCheckResponse(status=status)
             told = status
+            if self._is_stopping:
+                return
             await changed.wait()
 
     def _status(self, name: str) -> int:

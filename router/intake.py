@@ -45,7 +45,8 @@ class Intake:
         model = self.model(wish.model)
         request = await self._engine_request(wish, model)
         self._check_open()
-        text = TextStream(self._tokenizers[model.name], request.sampling_params)
+        tokenizer = self._tokenizers[model.name]
+        text = TextStream(tokenizer, request.sampling_params, request.prompt_token_ids)
         stream = self._switchboard.open(request, model=model.name, text=text, deadline=deadline)
         try:
             yield stream
@@ -60,6 +61,9 @@ class Intake:
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """The text of token ids. Raises `HoldfastError`."""
         status = self.model(model)
+        if len(token_ids) > status.facts.max_model_len:
+            limit = f"must be at most {status.facts.max_model_len} token ids, the model's maximum context length"
+            raise InvalidRequestError("token_ids", tuple(token_ids[:10]), limit)
         _check_vocabulary("token_ids", token_ids, status.facts)
         return await self._tokenizers.decode(status.name, tuple(token_ids))
 
@@ -95,8 +99,8 @@ class Intake:
             field, token_ids = "text", await self._tokenizers.encode(model.name, wish.prompt)
         else:
             field, token_ids = "token_ids", wish.prompt
-            _check_vocabulary(field, token_ids, model.facts)
         _check_length(field, token_ids, model.facts)
+        _check_vocabulary(field, token_ids, model.facts)
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,

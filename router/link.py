@@ -29,10 +29,12 @@ MAX_MESSAGE_BYTES: Final = 64 * 2**20
 
 
 class LinkListener(Protocol):
-    """Who wants to hear of a replica. Between `replica_up` and `replica_down` there may be news."""
+    """Who wants to hear of a replica. After each `replica_up` comes one `replica_down`, and news only in between."""
 
-    async def replica_up(self, link: "ReplicaLink", facts: ReplicaFacts, load: EngineLoad) -> None:
-        """The replica has said hello. If this raises, the replica is not up, and will be dialled again."""
+    async def prepare(self, endpoint: ReplicaEndpoint) -> None:
+        """The replica has said hello. Gets ready for it; if this raises, it is not up, and will be dialled again."""
+
+    def replica_up(self, link: "ReplicaLink", facts: ReplicaFacts, load: EngineLoad) -> None: ...
 
     def replica_news(self, replica_id: str, news: StepNews) -> None: ...
 
@@ -47,7 +49,7 @@ class ReplicaLink:
         self._listener = listener
         self._config = config
         self._outbox: asyncio.Queue[engine_pb2.LinkRequest] = asyncio.Queue()
-        self._is_up = False
+        self.is_up = False
         self._is_retired = False
         self._task: asyncio.Task[None] | None = None
 
@@ -57,10 +59,8 @@ class ReplicaLink:
         self._task = asyncio.create_task(self._run(), name=f"link to {self.endpoint.replica_id}")
 
     def retire(self, is_retired: bool) -> None:
-        """A retired link is not dialled again once it is lost. A link that is not up ends at once."""
+        """A retired link is not dialled again once it is lost."""
         self._is_retired = is_retired
-        if is_retired and not self._is_up and self._task is not None:
-            self._task.cancel()
 
     @property
     def has_ended(self) -> bool:
@@ -107,7 +107,7 @@ class ReplicaLink:
             logger.exception("the link to replica %s failed by a fault of ours", self.endpoint.replica_id)
             error = InternalError(f"the link to replica {self.endpoint.replica_id} failed: {type(bug).__name__}")
         finally:
-            was_up, self._is_up = self._is_up, False
+            was_up, self.is_up = self.is_up, False
             if was_up:
                 self._listener.replica_down(self.endpoint.replica_id, error)
         logger.log(logging.WARNING if was_up else logging.DEBUG, "%s", error)
@@ -137,8 +137,9 @@ class ReplicaLink:
         if first is None:
             raise self._lost("it hung up before its hello")
         facts = self._checked(first)
-        await self._listener.replica_up(self, facts, engine_load(first.hello.load))
-        self._is_up = True
+        await self._listener.prepare(self.endpoint)
+        self.is_up = True
+        self._listener.replica_up(self, facts, engine_load(first.hello.load))
         logger.info("replica %s of model %s is up at %s", facts.replica_id, facts.model, self.endpoint.address)
 
     def _checked(self, message: engine_pb2.LinkResponse) -> ReplicaFacts:

@@ -43,10 +43,10 @@ class Links:
         self._links = {replica_id: link for replica_id, link in self._links.items() if not link.has_ended}
         for replica_id, link in list(self._links.items()):
             endpoint = wanted.get(replica_id)
-            if endpoint is not None and endpoint != link.endpoint:
-                await self._hang_up(link)  # it has moved: who answers at the old address is not it
-            else:
+            if endpoint == link.endpoint or (endpoint is None and link.is_up):
                 self._retire(link, endpoint is None)
+            else:
+                await self._hang_up(link)
         for replica_id in wanted.keys() - self._links.keys():
             self._links[replica_id] = ReplicaLink(wanted[replica_id], self, self._config)
             self._links[replica_id].start()
@@ -58,9 +58,11 @@ class Links:
 
     # --- what links say ---
 
-    async def replica_up(self, link: ReplicaLink, facts: ReplicaFacts, load: EngineLoad) -> None:
+    async def prepare(self, endpoint: ReplicaEndpoint) -> None:
         """A replica counts as up once its model's tokenizer is at hand, so that a model that is known can be used."""
-        await self._tokenizers.load(facts.model, link.endpoint.model_path)
+        await self._tokenizers.load(endpoint.model, endpoint.model_path)
+
+    def replica_up(self, link: ReplicaLink, facts: ReplicaFacts, load: EngineLoad) -> None:
         self._switchboard.replica_up(link, facts, load)
 
     def replica_news(self, replica_id: str, news: StepNews) -> None:
@@ -72,9 +74,11 @@ class Links:
     # --- inside ---
 
     def _retire(self, link: ReplicaLink, is_retired: bool) -> None:
+        """What runs there goes on, and ends with the link."""
         link.retire(is_retired)
         self._switchboard.replica_retiring(link.endpoint.replica_id, is_retired)
 
     async def _hang_up(self, link: ReplicaLink) -> None:
+        """For a link with nothing on it, or to a replica that has moved: who answers at the old address is not it."""
         del self._links[link.endpoint.replica_id]
         await link.stop()

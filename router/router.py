@@ -28,9 +28,7 @@ LAST_WORDS_S = 1.0
 class Router:
     """One router on the running event loop. Made by `start`."""
 
-    def __init__(
-        self, config: RouterConfig, limits: LimitsConfig, load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load
-    ) -> None:
+    def __init__(self, config: RouterConfig, limits: LimitsConfig, load_tokenizer: Callable[[str], Tokenizer]) -> None:
         self._health = HealthServicer()
         dispatch = Dispatch(config, limits, random.Random().randrange)
         self._switchboard = Switchboard(dispatch, on_models_changed=self._publish_health)
@@ -51,13 +49,14 @@ class Router:
         directory: ReplicaDirectory,
         host: str = "127.0.0.1",
         port: int = 0,
+        load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
     ) -> "Router":
         """A router that listens on `host:port` (port 0 picks a free one) and dials the replicas of `directory`.
 
         Does not wait for replicas: until one is up, requests are UNAVAILABLE and health is NOT_SERVING. Raises
         `RuntimeError` if the port is taken.
         """
-        router = cls(config, limits)
+        router = cls(config, limits, load_tokenizer)
         await router._listen(host, port)
         router._following = asyncio.create_task(router._links.follow(directory), name="replica directory")
         return router

@@ -36,7 +36,7 @@ class InferenceServicer:
         wish = generation_request(message)
         async with self._intake.open(wish, context.time_remaining()) as stream:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, stream.request_id),))
-            return unary_response(await stream.whole(), self._intake.model(wish.model).name)
+            return unary_response(await stream.whole(), stream.model)
 
     async def GenerateStream(
         self, message: inference_pb2.GenerateRequest, context: Context

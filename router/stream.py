@@ -5,20 +5,39 @@ it is bounded by what the request may produce at all.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 
 from router.events import Deliver
 from worker.errors import HoldfastError
 
 
 class OutputStream:
-    """Filled by `push` and `fail` without waiting; read by one task."""
+    """Filled by `push` and `fail` without waiting; read by one task.
 
-    def __init__(self, request_id: str) -> None:
+    Iterating gives deliveries up to the one with a finish reason, and raises what `fail` was given.
+    """
+
+    def __init__(self, request_id: str, model: str) -> None:
         self.request_id = request_id
+        self.model = model
         self._pending: list[Deliver] = []
         self._error: HoldfastError | None = None
+        self._is_read = False
         self._news = asyncio.Event()
+
+    def __aiter__(self) -> "OutputStream":
+        return self
+
+    async def __anext__(self) -> Deliver:
+        if self._is_read:
+            raise StopAsyncIteration
+        await self._wait_until(lambda: bool(self._pending))
+        return self._take()
+
+    async def whole(self) -> Deliver:
+        """All of the output in one delivery. Raises what `fail` was given."""
+        await self._wait_until(lambda: bool(self._pending) and self._pending[-1].finish_reason is not None)
+        return self._take()
 
     def push(self, delivery: Deliver) -> None:
         self._pending.append(delivery)
@@ -29,30 +48,16 @@ class OutputStream:
         self._error = error
         self._news.set()
 
-    async def __aiter__(self) -> AsyncIterator[Deliver]:
-        """Deliveries up to the one with a finish reason. Raises what `fail` was given."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            if self._pending:
-                delivery = self._take()
-                yield delivery
-                if delivery.finish_reason is not None:
-                    return
+    async def _wait_until(self, is_enough: Callable[[], bool]) -> None:
+        while not is_enough():
             if self._error is not None:
-                raise self._error
-
-    async def whole(self) -> Deliver:
-        """All of the output in one delivery. Raises what `fail` was given."""
-        while self._error is None and not (self._pending and self._pending[-1].finish_reason):
+                raise self._error.with_traceback(None)  # one error may end many streams
             await self._news.wait()
             self._news.clear()
-        if self._error is not None:
-            raise self._error
-        return self._take()
 
     def _take(self) -> Deliver:
         pending, self._pending = self._pending, []
+        self._is_read = pending[-1].finish_reason is not None
         return pending[0] if len(pending) == 1 else _merged(pending)
 
 

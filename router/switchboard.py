@@ -59,7 +59,7 @@ class Switchboard:
     def open(self, request: EngineRequest, *, model: str, text: TextState, deadline: float) -> OutputStream:
         """Opens a request. Raises what `Dispatch.submit` raises. Whoever opens a stream closes it."""
         actions = self._dispatch.submit(request, model=model, text=text, deadline=deadline, now=self.now())
-        stream = OutputStream(request.request_id)
+        stream = OutputStream(request.request_id, model)
         self._streams[request.request_id] = stream
         self._idle.clear()
         self._perform(actions)
@@ -85,7 +85,7 @@ class Switchboard:
         self._perform(self._dispatch.replica_retiring(replica_id, is_retiring, self.now()))
 
     def replica_down(self, replica_id: str, error: HoldfastError) -> None:
-        del self._ports[replica_id]
+        self._ports.pop(replica_id, None)
         self._perform(self._dispatch.replica_down(replica_id, error, self.now()))
         self._on_models_changed()
 

@@ -39,15 +39,16 @@ class ContinuousBatching:
 
     No request can starve, other than by an endless stream of requests of higher priority:
       - Victims are taken from the end of the order, so the first of the running is never preempted. It may take
-        everyone else's blocks, and `Scheduler.add` has seen to it that alone it fits. It gets a token at every step,
-        because there are never more running sequences than tokens in a step. So it ends, and so does the next one.
+        everyone else's blocks, and `Scheduler.add` has seen to it that alone it fits. It gets a token at every step:
+        one is admitted only to a step that has served all who run and has a token left, so there are never more running
+        than tokens in a step. So it ends, and then the next one is the first.
       - The first of the waiting is never overtaken. While it finds no room nobody else is admitted, so those running
         become fewer, until it does: at the latest when it is alone.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_num_tokens = config.max_num_batched_tokens
-        self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._max_num_running = config.max_num_seqs
 
     def schedule(self, queues: SequenceQueues) -> list[Share]:
         decodes, prefills = self._split_running(queues)
@@ -80,7 +81,7 @@ class ContinuousBatching:
         shares: list[Share] = []
         while queues.waiting and budget > 0 and len(queues.running) < self._max_num_running:
             num_blocks = queues.allocator.num_blocks_for(len(queues.waiting[0].token_ids))
-            # All blocks of the prompt at once, and one more for everyone who runs already: a newcomer stands at the end
+            # Blocks for all of its tokens at once, and one more for everyone who runs already: a newcomer stands at the end
             # of the order and would be the first victim, its prefill in vain, as soon as those before it grow.
             if num_blocks + len(queues.running) > queues.allocator.num_free:
                 break

@@ -16,6 +16,11 @@ LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 OTHER_ENGINE: Final = "Serve a model of another family, or this one with Hugging Face generate"
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, short enough to be part of another message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def check_config(config: Any) -> None:
     """Refuses what the config alone shows: no causal LM, other layers than attention, alibi, quantized weights.
 
@@ -70,7 +75,7 @@ def choose_max_model_len(config: Any, requested: int | None) -> int:
         limits = [length for length in (limit, original) if length is not None]
         if not limits:
             raise ConfigurationError(
-                f"model.max_model_len is not set, and model type {config.model_type!r} names no limit of its own; set it"
+                f"model.max_model_len is not set, and model type {config.model_type!r} has no limit of its own; set one"
             )
         return min(limits)
     if original is not None and requested > original:

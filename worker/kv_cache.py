@@ -1,44 +1,93 @@
-"""The paged KV cache of one rank: per layer, one pool of keys and one of values.  [signatures first]"""
+"""The paged KV cache of one rank: for each attention layer one pool of keys and one of values, cut into blocks.
+
+Which block belongs to which sequence is the scheduler's business (`block_allocator.py`); who reads and writes the
+pools is `attention/`. Here is only the memory.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
+
 import torch
 from torch import Tensor
+
+TILE_TOKENS: Final = 64
+"""Keys are read in tiles of this many positions, so a block holds a whole number of tiles or a tile of blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSpec:
-    """What one attention layer keeps and needs, on one rank (local head counts)."""
+    """What one attention layer keeps, and how it reads it. Head counts are those of one rank."""
 
     num_heads: int
-    """Query heads of this rank: a multiple of `num_kv_heads`."""
+    """Query heads: a multiple of `num_kv_heads`."""
     num_kv_heads: int
     key_dim: int
     value_dim: int
     sliding_window: int | None = None
+    """A query sees itself and this many keys less one before it. None: all."""
     softcap: float | None = None
     has_sinks: bool = False
 
     @property
     def values_per_token(self) -> int:
-        raise NotImplementedError  # num_kv_heads * (key_dim + value_dim)
+        """Numbers kept for one token in this layer."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
+    """The pools of one layer, as views of the cache's memory."""
+
     spec: KVSpec
-    keys: Tensor  # [num_blocks, block_size, num_kv_heads, key_dim]
-    values: Tensor  # [num_blocks, block_size, num_kv_heads, value_dim]
+    keys: Tensor
+    """[num_blocks, block_size, num_kv_heads, key_dim]"""
+    values: Tensor
+    """[num_blocks, block_size, num_kv_heads, value_dim]"""
 
 
 class KVCache:
-    layers: tuple[LayerCache, ...]
-    num_blocks: int
-    block_size: int
+    """All layers' pools. They hold zeros until written; a block's memory is finite numbers at any time."""
+
+    def __init__(self, layers: Sequence[LayerCache], pools: Sequence[Tensor], num_blocks: int, block_size: int) -> None:
+        """Use `allocate`. `pools` are the whole tensors, [pools, num_blocks, ...], that the layers are views of."""
+        self.layers = tuple(layers)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._pools = tuple(pools)
 
     @classmethod
     def allocate(
-        cls, specs: Sequence[KVSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device | str
+        cls,
+        specs: Sequence[KVSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> "KVCache":
-        """Zeroed pools. Raises ValueError unless block_size divides 64 or is a multiple of it."""
-        raise NotImplementedError
+        """Pools for layers of these specs, in this order.
+
+        Raises ValueError unless `block_size` divides 64 or is a multiple of it.
+        """
+        if TILE_TOKENS % block_size and block_size % TILE_TOKENS:
+            raise ValueError(f"block_size = {block_size}: must divide {TILE_TOKENS} or be a multiple of it")
+        shapes = [(spec.num_kv_heads, dim) for spec in specs for dim in (spec.key_dim, spec.value_dim)]
+        pools = {
+            shape: torch.zeros(shapes.count(shape), num_blocks, block_size, *shape, dtype=dtype, device=device)
+            for shape in dict.fromkeys(shapes)
+        }
+        unused = {shape: iter(pool) for shape, pool in pools.items()}
+        layers = [
+            LayerCache(
+                spec,
+                keys=next(unused[spec.num_kv_heads, spec.key_dim]),
+                values=next(unused[spec.num_kv_heads, spec.value_dim]),
+            )
+            for spec in specs
+        ]
+        return cls(layers, list(pools.values()), num_blocks, block_size)
+
+    def clear(self, block_ids: Tensor) -> None:
+        """Writes zeros over these blocks in all layers."""
+        for pool in self._pools:
+            pool.index_fill_(1, block_ids, 0)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker.row_tiles import Kernel, RowRule, RowTiles, largest_trial, linear_candidates, rows_agree
+from worker.row_tiles import Kernel, RowRule, RowTiles, cancelling_product, largest_trial, linear_candidates, rows_agree
 from worker.tensor_parallel import TensorParallelGroup
 
 PACKED_FOR_ROWS = 32
@@ -26,9 +26,8 @@ class Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        kernels = _Kernels(weight.detach(), None if bias is None else bias.detach())
-        self._rule = kernels.choose_rule(tiles)
-        self._kernel = kernels.of(self._rule)
+        self._rule = _choose_rule(tiles, weight, bias is not None)
+        self._kernel = linear_kernel(weight.detach(), None if bias is None else bias.detach(), packed=self._rule.packed)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._rule.allows(x.numel() // self.in_features):
@@ -95,37 +94,28 @@ class RowParallelLinear(nn.Module):
         return y if self._bias is None else y + self._bias
 
 
-class _Kernels:
-    """The ways to multiply by one weight, made on demand, while a rule is chosen."""
+def linear_kernel(weight: Tensor, bias: Tensor | None, *, packed: bool) -> Kernel:
+    """The product with `weight` [out, in], as rows to rows. It holds one form of the weight: plain, or packed once."""
+    if not packed:
+        return lambda x: F.linear(x, weight, bias)
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
+    return lambda x: linear(x, packed_weight, bias, "none", [], "")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight = weight
-        self._bias = bias
-        self._packed: Tensor | None = None
 
-    def of(self, rule: RowRule) -> Kernel:
-        """The kernel that `rule` asks for. It holds one form of the weight."""
-        if not rule.packed:
-            weight, bias = self._weight, self._bias
-            return lambda x: F.linear(x, weight, bias)
-        if self._packed is None:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight.contiguous(), PACKED_FOR_ROWS)
-        linear, packed, bias = torch.ops.mkldnn._linear_pointwise.default, self._packed, self._bias
-        return lambda x: linear(x, packed, bias, "none", [], "")
+def _choose_rule(tiles: RowTiles, weight: Tensor, has_bias: bool) -> RowRule:
+    """The rule for weights of this shape and type; their values play no part."""
+    out_features, in_features = weight.shape
+    candidates = linear_candidates(weight.device, packable=_is_packable(weight), num_weights=weight.numel())
 
-    def choose_rule(self, tiles: RowTiles) -> RowRule:
-        weight = self._weight
-        candidates = linear_candidates(weight.device, packable=_is_packable(weight), num_weights=weight.numel())
-        out_features, in_features = weight.shape
-        name = f"linear {out_features}x{in_features} {str(weight.dtype)[6:]}{'' if self._bias is None else ' + bias'}"
-        return tiles.choose(name, candidates, self._agrees)
-
-    def _agrees(self, rule: RowRule) -> bool:
-        weight = self._weight
+    def holds(rule: RowRule) -> bool:
         num_rows = largest_trial(weight.device, weight.numel())
-        generator = torch.Generator().manual_seed(weight.shape[1])
-        rows = torch.randn(num_rows, weight.shape[1], generator=generator)
-        return rows_agree(self.of(rule), rule, rows.to(weight.device, weight.dtype))
+        rows, trial_weight = cancelling_product(out_features, in_features, num_rows, weight.dtype, weight.device)
+        bias = torch.zeros_like(trial_weight[:, 0]) if has_bias else None
+        return rows_agree(linear_kernel(trial_weight, bias, packed=rule.packed), rule, rows)
+
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return tiles.choose(f"linear {out_features}x{in_features} {dtype}{' + bias' * has_bias}", candidates, holds)
 
 
 def _is_packable(weight: Tensor) -> bool:

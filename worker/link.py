@@ -7,6 +7,7 @@ loop. What may not: decisions. When a router's stream ends, for whatever reason,
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import TypeAlias
 
 import grpc
 
@@ -31,6 +32,8 @@ SERVER_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
+Context: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.LinkRequest, engine_pb2.LinkResponse]"
+
 _FINISH_REASONS = {FinishReason.STOP: 1, FinishReason.LENGTH: 2, FinishReason.ABORT: 3}
 
 
@@ -46,7 +49,7 @@ class LinkServer:
         """Listens on `host:port`; port 0 picks a free one. Raises `OSError` (RuntimeError in older grpcio) if taken."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
         servicer = EngineServicer(replica.engine, replica.info, replica_id)
-        engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)
+        engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         bound = server.add_insecure_port(f"{host}:{port}")
         await server.start()
         return cls(server, f"{host}:{bound}")
@@ -66,7 +69,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self._num_links = 0
 
     async def Link(
-        self, requests: AsyncIterator[engine_pb2.LinkRequest], context: grpc.aio.ServicerContext
+        self, requests: AsyncIterator[engine_pb2.LinkRequest], context: Context
     ) -> AsyncIterator[engine_pb2.LinkResponse]:
         self._num_links += 1
         link = RouterLink(self._engine, f"link-{self._num_links}")

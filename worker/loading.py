@@ -6,14 +6,14 @@ What may live here: the order, and the full step that a GPU is measured with. Wh
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PurePath
-from typing import Any
+from pathlib import PurePath
 
 import torch
 
 from worker.attention.paged import AttentionContext, PagedAttention
 from worker.checks import choose_max_model_len
 from worker.config import SchedulerConfig, WorkerConfig
+from worker.errors import ConfigurationError
 from worker.kv_cache import KVCache
 from worker.memory import (
     choose_num_blocks,
@@ -98,7 +98,10 @@ def _allocate_cache(config: WorkerConfig, model: RankModel, target: Target, max_
     chosen = choose_num_blocks(config.cache, default_bytes, block_bytes, useful_blocks)
     num_blocks = smallest_of_all_ranks(chosen, target.group, target.device)
     logger.info("KV cache: %d blocks of %d tokens, %d MiB", num_blocks, block_size, num_blocks * block_bytes >> 20)
-    return KVCache.allocate(model.specs, num_blocks, block_size, target.dtype, target.device)
+    try:
+        return KVCache.allocate(model.specs, num_blocks, block_size, target.dtype, target.device)
+    except ValueError as error:
+        raise ConfigurationError(f"cache.{error}") from error
 
 
 def _activation_bytes(

@@ -4,7 +4,6 @@ What may live here: arithmetic over configs and plans, and asking the machine wh
 All sizes are bytes of one rank.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +15,7 @@ from worker.config import CacheConfig, WorkerConfig
 from worker.errors import ConfigurationError
 from worker.kv_cache import KVSpec
 from worker.model import register_attention, serving_dtype
-from worker.parallel_plan import ParallelPlan, Split
+from worker.parallel_plan import ParallelPlan, is_transposed_linear
 from worker.tensor_parallel import TensorParallelGroup
 from worker.weights import build_skeleton, read_config, resolve_model
 
@@ -96,26 +95,20 @@ def smallest_of_all_ranks(value: int, group: TensorParallelGroup, device: torch.
 
 
 def _weight_bytes(model: Any, plan: ParallelPlan, dtype: torch.dtype) -> int:
-    tables = {id(head.weight) for head in (model.get_input_embeddings(), model.get_output_embeddings())}
-    stored_dtype, total = model.dtype, 0
+    tables = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    stored_dtype, total = model.dtype, 0.0
     for name, parameter in model.named_parameters():
-        itemsize = dtype.itemsize if parameter.dtype == stored_dtype else parameter.dtype.itemsize
+        owner = model.get_submodule(name.rpartition(".")[0])
+        attention = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+        shape = tuple(parameter.T.shape) if is_transposed_linear(owner) else tuple(parameter.shape)
         if id(parameter) in tables:
-            total += -(-parameter.shape[0] // plan.size) * parameter[0].numel() * itemsize
+            share = -(-shape[0] // plan.size) / shape[0]
         else:
-            total += int(parameter.numel() * _share_of(name, parameter, plan)) * itemsize
-    return total
-
-
-def _share_of(name: str, parameter: torch.Tensor, plan: ParallelPlan) -> float:
-    module_name, _, kind = name.rpartition(".")
-    style = plan.style(name)
-    if style.split is Split.WHOLE:
-        style = plan.style(module_name)
-    if style.split is Split.ROWS and kind == "bias":
-        return 1.0
-    cut = plan.cut(module_name if kind in ("weight", "bias") else name, style, tuple(parameter.shape), None)
-    return 1.0 if cut is None else cut.share
+            cut = plan.cut(name, shape, getattr(attention, "head_dim", None))
+            share = 1.0 if cut is None else cut.share
+        itemsize = dtype.itemsize if parameter.dtype == stored_dtype else parameter.dtype.itemsize
+        total += parameter.numel() * share * itemsize
+    return round(total)
 
 
 def _kv_values_per_token(config: Any, plan: ParallelPlan) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from worker.checks import OTHER_ENGINE, check_attention_calls
+from worker.checks import OTHER_ENGINE, check_attention_calls, first_line
 from worker.config import ModelConfig
 from worker.errors import UnsupportedModelError
 from worker.kv_cache import KVSpec
@@ -78,7 +78,7 @@ class RankModel:
             try:
                 self._logits(steps, steps, steps)
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-                reason = f"a dry run of it failed ({str(error).splitlines()[0]})"
+                reason = f"a dry run of it failed ({first_line(error)})"
                 raise UnsupportedModelError(self._module.config.model_type, reason, OTHER_ENGINE) from error
         return calls
 

@@ -7,6 +7,7 @@ contain (`scheduler.py`), how a model is loaded (`loading.py`), and processes (`
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from enum import IntEnum
 from typing import Final
 
 import numpy as np
@@ -33,8 +34,13 @@ _KEEP_ALIVE: Final = 0
 _STOP: Final = -1
 """A message that is no step is one such number; a step starts with its number of sequences, at least 1."""
 
-_REFUSED, _BITS_DIFFER, _BITS_EQUAL = range(3)
-"""What came of the self check, as the leader tells the others."""
+
+class _Outcome(IntEnum):
+    """What came of the self check, as the leader tells the others."""
+
+    REFUSED = 0
+    BITS_DIFFER = 1
+    BITS_EQUAL = 2
 
 
 class ModelRunner:
@@ -62,7 +68,9 @@ class ModelRunner:
         progress = progress or _silent
         parts = load_parts(config, group, device or _device_of(config), progress)
         runner = cls(parts, group.rank)
-        row_invariant = _self_check(runner, group, parts.cache, progress) and parts.tiles.report.row_invariant
+        progress("check", 0, 1)
+        row_invariant = _self_check(runner, group, parts.cache) and parts.tiles.report.row_invariant
+        progress("check", 1, 1)
         if not row_invariant:
             logger.warning("on this machine a token's last bits depend on its batch: replays may differ")
         runner.info = replace(parts.info, row_invariant=row_invariant)
@@ -114,27 +122,33 @@ def follow(runner: ModelRunner, group: TensorParallelGroup) -> None:
             runner.execute(StepBatch.unpack(message))
 
 
-def _self_check(runner: ModelRunner, group: TensorParallelGroup, cache: KVCache, progress: Progress) -> bool:
-    """Whether rows are invariant, bit for bit. The leader runs the check; the others follow. The cache ends clean."""
+def _self_check(runner: ModelRunner, group: TensorParallelGroup, cache: KVCache) -> bool:
+    """Whether rows are invariant, bit for bit. The leader runs the check, the others follow; the cache ends clean.
+
+    Raises `UnsupportedModelError` on every rank if the model mixes tokens outside attention.
+    """
     leader = LeaderRunner(runner, group)
-    check = SelfCheck(runner.info, leader.logits, lambda *done: progress("check", *done))
-    refusal: UnsupportedModelError | None = None
-    if group.rank == 0:
-        try:
-            outcome = _BITS_EQUAL if check.passes_bitwise() else _BITS_DIFFER
-        except UnsupportedModelError as error:
-            outcome, refusal = _REFUSED, error
+    check = SelfCheck(runner.info, leader.logits)
+    if group.rank > 0:
+        follow(runner, group)
+        outcome = _Outcome(group.broadcast(None)[0])
+        if outcome is _Outcome.REFUSED:
+            raise UnsupportedModelError(runner.info.model_type, "the leader's check refused it", "See its message")
+    else:
+        outcome = _lead_check(check, leader, group)
+    cache.clear(check.block_ids.to(cache.layers[0].keys.device))
+    return outcome is _Outcome.BITS_EQUAL
+
+
+def _lead_check(check: SelfCheck, leader: LeaderRunner, group: TensorParallelGroup) -> _Outcome:
+    """Runs the check, and tells the others what came of it."""
+    outcome = _Outcome.REFUSED
+    try:
+        outcome = _Outcome.BITS_EQUAL if check.passes_bitwise() else _Outcome.BITS_DIFFER
+    finally:
         leader.close()
         group.broadcast(_order(outcome))
-    else:
-        follow(runner, group)
-        outcome = int(group.broadcast(None)[0])
-    for layer in cache.layers:
-        layer.keys[check.block_ids] = 0
-        layer.values[check.block_ids] = 0
-    if outcome == _REFUSED:
-        raise refusal or UnsupportedModelError(runner.info.model_type, "the leader refused it", "See its message")
-    return outcome == _BITS_EQUAL
+    return outcome
 
 
 def _order(number: int) -> Message:

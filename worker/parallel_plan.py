@@ -37,7 +37,7 @@ class Split(Enum):
 class Style:
     """One way of splitting. `whole_activations`: outputs are gathered (columns), or inputs arrive whole (rows)."""
 
-    split: Split
+    split: Split = Split.WHOLE
     whole_activations: bool = False
     num_packed: int = 1
     """Equal matrices fused into one, each of which is cut by itself (gate and up)."""
@@ -45,7 +45,7 @@ class Style:
     """Queries, keys and values fused into one matrix, in this order."""
 
 
-_WHOLE = Style(split=Split.WHOLE)
+_WHOLE = Style()
 _SUM = Style(split=Split.SUM)
 
 STYLES: Final[Mapping[str, Style]] = {
@@ -68,6 +68,9 @@ STYLES: Final[Mapping[str, Style]] = {
     "fused_heads": Style(split=Split.COLUMNS, packed_heads=True),  # this name and the next are ours
     "first_rank": Style(split=Split.ONCE),
 }
+
+_NORMED_HEADS: Final = {"cohere": "use_qk_norm", "stablelm": "qk_layernorm"}
+"""Settings under which each head has a norm of its own, which heads that moved to another rank would miss."""
 
 _GATHERED: Final = {"colwise": "colwise_gather_output", "rowwise": "rowwise_split_input"}
 
@@ -110,8 +113,11 @@ _OVERRIDES: Final[Mapping[str, Mapping[str, str]]] = {
     "granitemoeshared": _ATTENTION,
     "hunyuan_v1_dense": _ATTENTION | _MLP,
     "hunyuan_v1_moe": _ATTENTION,
+    "nemotron": _ATTENTION | {"model.layers.*.mlp.up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"},
     "opt": _attention("model.decoder.layers.*.self_attn.", "out_proj")
     | {"model.decoder.layers.*.fc1": "colwise", "model.decoder.layers.*.fc2": "rowwise"},
+    "persimmon": _rules("model.layers.*.", "colwise", "self_attn.query_key_value", "mlp.dense_h_to_4h")
+    | _rules("model.layers.*.", "rowwise", "self_attn.dense", "mlp.dense_4h_to_h"),
     "phi3": _FUSED_MLP
     | {"model.layers.*.self_attn.qkv_proj": "fused_heads", "model.layers.*.self_attn.o_proj": "rowwise"},
     "phimoe": _ATTENTION,
@@ -121,6 +127,7 @@ _OVERRIDES: Final[Mapping[str, Mapping[str, str]]] = {
 LOCAL_COUNTS: Final[Mapping[str, tuple[str, ...]]] = {
     "gpt2": ("split_size",),
     "opt": ("num_heads",),
+    "persimmon": ("num_heads",),
     "phi3": ("config.num_attention_heads", "num_key_value_heads"),
     "stablelm": ("num_heads", "num_key_value_heads"),
 }
@@ -180,11 +187,20 @@ class ParallelPlan:
         """The style of a module, or of a bare parameter, by its full name."""
         return STYLES[self._rules.get(_generic(name), "replicate")]
 
-    def cut(self, name: str, style: Style, shape: tuple[int, ...], head_dim: int | None) -> Cut | None:
-        """How the parameter of this name, shape and style is shared; None: every rank has all of it.
+    def parameter_style(self, name: str) -> Style:
+        """The style of a parameter: its own, else its module's. The bias of a sum over ranks is whole."""
+        owner, _, kind = name.rpartition(".")
+        own, around = self.style(name), self.style(owner)
+        if own.split is not Split.WHOLE or around.split is Split.SUM:
+            return own
+        return _WHOLE if around.split is Split.ROWS and kind == "bias" else around
+
+    def cut(self, name: str, shape: tuple[int, ...], head_dim: int | None) -> Cut | None:
+        """How the parameter of this full name and shape is shared; None: no rank has less than all of it.
 
         `head_dim` is that of the attention module around it, if there is one.
         """
+        style = self.parameter_style(name)
         if self.size == 1 or style.split not in (Split.COLUMNS, Split.ROWS):
             return None
         dim = len(shape) - 1 if style.split is Split.ROWS or len(shape) == 1 else len(shape) - 2
@@ -197,15 +213,15 @@ class ParallelPlan:
 
     def _parts(self, name: str, style: Style, length: int, head_dim: int | None) -> tuple[Part, ...]:
         num_heads = self.config.num_attention_heads
-        num_kv_heads = getattr(self.config, "num_key_value_heads", None) or num_heads
         if style.packed_heads:
-            head_dim = length // (num_heads + 2 * num_kv_heads)
-            keys = Part(num_kv_heads * head_dim, min(num_kv_heads, self.size))
-            return Part(num_heads * head_dim, self.size), keys, keys
-        is_kv = name.rsplit(".", 1)[-1] in ("k_proj", "v_proj") and not style.whole_activations
+            assert head_dim is not None, "heads are fused in attention modules, and those know their size"
+            queries = num_heads * head_dim
+            keys = Part((length - queries) // 2, min((length - queries) // 2 // head_dim, self.size))
+            return Part(queries, self.size), keys, keys
+        is_kv = bool({"k_proj", "v_proj"} & set(name.split("."))) and not style.whole_activations
         if is_kv and style.split is Split.COLUMNS:
-            num_kv_heads = length // head_dim if head_dim else num_kv_heads
-            return (Part(length, min(num_kv_heads, self.size)),)
+            num_kv_heads = getattr(self.config, "num_key_value_heads", None) or num_heads
+            return (Part(length, min(length // head_dim if head_dim else num_kv_heads, self.size)),)
         return (Part(length // style.num_packed, self.size),) * style.num_packed
 
     def _check(self) -> None:
@@ -222,16 +238,20 @@ class ParallelPlan:
             check_heads(self.config, self.size)
 
 
+def is_transposed_linear(module: object) -> bool:
+    """GPT-2 keeps the weights of its linears as [input, output]."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) is Conv1D
+
+
 def _complete(config: Any, rules: Mapping[str, str]) -> dict[str, str]:
     """The model's own rules under ours. Where each head has its own norm, attention is split by weights only."""
     completed = {**rules, **_OVERRIDES.get(config.model_type, {})}
-    if getattr(config, "use_qk_norm", False) is True or getattr(config, "qk_layernorm", False) is True:
-        if config.model_type in ("cohere", "stablelm"):
-            return {
-                rule: _GATHERED.get(style, style) if ".self_attn." in rule else style
-                for rule, style in completed.items()
-            }
-    return completed
+    normed = getattr(config, _NORMED_HEADS.get(config.model_type, ""), False)
+    if not normed:
+        return completed
+    return {rule: _GATHERED.get(style, style) if ".self_attn." in rule else style for rule, style in completed.items()}
 
 
 def _generic(name: str) -> str:

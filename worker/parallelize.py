@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from worker.activation import RowActivation
 from worker.embedding import VocabParallelEmbedding, VocabParallelHead
 from worker.errors import UnsupportedModelError
-from worker.experts import Experts
+from worker.experts import Experts, Router
 from worker.linear import ColumnParallelLinear, Linear, RowParallelLinear
-from worker.parallel_plan import LOCAL_COUNTS, ParallelPlan, Split, Style
+from worker.parallel_plan import LOCAL_COUNTS, ParallelPlan, Split, Style, is_transposed_linear
 from worker.row_tiles import RowTiles
 from worker.tensor_parallel import TensorParallelGroup
 from worker.weights import WeightSource
@@ -45,7 +46,7 @@ def parallelize(
     Raises `UnsupportedModelError` where the plan does not fit the modules. `progress` gets modules done and in all.
     """
     share = _Share(model, plan, source, target)
-    modules = list(model.named_modules())
+    modules = list(model.named_modules())[::-1]  # what is inside a module is exchanged before it
     for done, (name, module) in enumerate(modules, start=1):
         replacement = share.of(name, module)
         if replacement is not module:
@@ -56,6 +57,8 @@ def parallelize(
 
 class ScaledEmbedding(nn.Module):
     """An embedding whose vectors are multiplied by a constant (Gemma 3)."""
+
+    scale: Tensor
 
     def __init__(self, embedding: nn.Module, scale: Tensor) -> None:
         super().__init__()
@@ -90,36 +93,50 @@ class _Share:
         if module is self._input:
             return self._embedding(name, module)
         style = self._plan.style(name)
-        if type(module) is nn.Linear or _is_transposed_linear(module):
+        if type(module) is nn.Linear or is_transposed_linear(module):
             return self._linear(name, module, style)
         if isinstance(module, nn.Linear) and self._plan.size > 1 and style.split is not Split.WHOLE:
             reason = f"{name} is a {type(module).__name__}, which cannot be split"
             raise UnsupportedModelError(self._model_type, reason, "Serve it with tensor_parallel_size 1")
-        self._take_tensors(name, module, style)
+        if style.split is Split.SUM and self._plan.size > 1:
+            self._check_partial_sum(name, module)
+        self._take_tensors(name, module)
         self._localize_counts(module)
-        if self._target.device.type == "cpu" and Experts.can_replace(module):
-            module = Experts(module, tiles=self._target.tiles)
+        if self._target.device.type == "cpu":
+            module = self._row_invariant(module)
         if style.split is Split.SUM and self._plan.size > 1:
             module.register_forward_hook(lambda _, inputs, output: self._target.group.all_reduce(output))
         return module
 
+    def _row_invariant(self, module: nn.Module) -> nn.Module:
+        if RowActivation.can_replace(module):
+            return RowActivation(module)
+        if Router.can_replace(module):
+            return Router(module)
+        return Experts(module, tiles=self._target.tiles) if Experts.can_replace(module) else module
+
+    def _check_partial_sum(self, name: str, module: nn.Module) -> None:
+        """A tensor that is whole on every rank inside a sum over ranks would count once for each rank."""
+        whole = [key for key, _ in module.named_parameters() if self._plan.parameter_style(f"{name}.{key}") == Style()]
+        if whole:
+            reason = f"{name}.{whole[0]} is part of a sum over ranks, and its tensor-parallel plan does not split it"
+            raise UnsupportedModelError(self._model_type, reason, "Serve it with tensor_parallel_size 1")
+
     def _linear(self, name: str, module: Any, style: Style) -> nn.Module:
         group, tiles = self._target.group, self._target.tiles
-        weight = self._take(f"{name}.weight", module.weight, style, transposed=_is_transposed_linear(module))
-        columns = style.split is Split.COLUMNS
-        bias_style = style if columns else Style(split=Split.WHOLE)
-        bias = None if module.bias is None else self._take(f"{name}.bias", module.bias, bias_style)
+        weight = self._take(f"{name}.weight", module.weight, transposed=is_transposed_linear(module))
+        bias = None if module.bias is None else self._take(f"{name}.bias", module.bias)
         if self._plan.size == 1 or style.split is Split.WHOLE:
             return Linear(weight, bias, tiles=tiles)
-        if columns:
+        if style.split is Split.COLUMNS:
             return ColumnParallelLinear(weight, bias, group, tiles=tiles, gather_output=style.whole_activations)
         return RowParallelLinear(weight, bias, group, tiles=tiles, split_input=style.whole_activations)
 
-    def _embedding(self, name: str, module: Any) -> nn.Module:
+    def _embedding(self, name: str, module: nn.Embedding) -> nn.Module:
         """The vocabulary's embedding, by rows; a kind with a forward of its own, whole, unless it only scales."""
         scale = getattr(module, "embed_scale", None)
         if type(module) is not nn.Embedding and not isinstance(scale, Tensor):
-            self._take_tensors(name, module, Style(split=Split.WHOLE))
+            self._take_tensors(name, module)
             return module
         table = self._rows_of_vocabulary(module.weight)
         first_row = self._target.group.rank * len(table)
@@ -147,24 +164,24 @@ class _Share:
             self._tables[key] = self._place(rows)
         return self._tables[key]
 
-    def _take_tensors(self, name: str, module: nn.Module, style: Style) -> None:
+    def _take_tensors(self, name: str, module: nn.Module) -> None:
         """Exchanges the parameters and buffers that are the module's own."""
         for key, parameter in module.named_parameters(recurse=False):
-            full_name = f"{name}.{key}"
-            own = self._plan.style(full_name)
-            chosen = style if own.split is Split.WHOLE and style.split is not Split.SUM else own
-            local = self._take(full_name, parameter, chosen)
+            local = self._take(f"{name}.{key}", parameter)
             module.register_parameter(key, nn.Parameter(local, requires_grad=False))
         for key, buffer in module.named_buffers(recurse=False):
             saved = f"{name}.{key}" in self._saved
             module._buffers[key] = self._place(buffer) if saved else buffer.to(self._target.device)
 
-    def _take(self, name: str, parameter: Tensor, style: Style, transposed: bool = False) -> Tensor:
+    def _take(self, name: str, parameter: Tensor, transposed: bool = False) -> Tensor:
+        """This rank's share of a parameter, where it will be used."""
+        rank, size = self._target.group.rank, self._plan.size
         whole = self._source(self._first_names[id(parameter)], parameter)
         whole = whole.T if transposed else whole
-        cut = self._plan.cut(name.removesuffix(".weight").removesuffix(".bias"), style, tuple(whole.shape), None)
-        local = whole if cut is None else cut.take(whole, self._target.group.rank, self._plan.size)
-        if style.split is Split.ONCE and self._target.group.rank > 0:
+        attention = self._model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+        cut = self._plan.cut(name, tuple(whole.shape), getattr(attention, "head_dim", None))
+        local = whole if cut is None else cut.take(whole, rank, size)
+        if rank > 0 and self._plan.parameter_style(name).split is Split.ONCE:
             local = torch.zeros_like(local)
         return self._place(local)
 
@@ -182,10 +199,3 @@ class _Share:
                 module.config = owner = copy.copy(module.config)
             attribute = path.removeprefix("config.")
             setattr(owner, attribute, max(1, getattr(owner, attribute) // self._plan.size))
-
-
-def _is_transposed_linear(module: nn.Module) -> bool:
-    """GPT-2 keeps its weights as [input, output]."""
-    from transformers.pytorch_utils import Conv1D
-
-    return type(module) is Conv1D

@@ -7,7 +7,8 @@ Ray, gRPC and everything else that decides where a replica runs and who talks to
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from worker.config import WorkerConfig
@@ -142,23 +143,27 @@ def _gather_ranks(
 
 
 def _first(joining: Callable[[], T], dying: Callable[[], str]) -> T:
-    """What `joining` returns, unless `dying` does so before: then a `ReplicaError` with what it said."""
-    joined, died = _in_thread(joining), _in_thread(dying)
-    wait([joined, died], return_when=FIRST_COMPLETED)
-    if not joined.done():
-        raise ReplicaError(f"a rank ended while the group was meeting: {died.result()}")
-    return joined.result()
+    """What `joining` returns, unless `dying` does so before: then a `ReplicaError` with what it said.
 
+    Both run on daemon threads: the one that is still blocked in the end must not keep the process alive.
+    """
+    outcome: Future[T] = Future()
 
-def _in_thread(function: Callable[[], T]) -> "Future[T]":
-    """A daemon thread: whichever of the two is still blocked must not keep the process alive."""
-    future: Future[T] = Future()
-
-    def run() -> None:
+    def join_group() -> None:
         try:
-            future.set_result(function())
+            group = joining()
         except BaseException as error:
-            future.set_exception(error)
+            with suppress(InvalidStateError):
+                outcome.set_exception(error)
+        else:
+            with suppress(InvalidStateError):
+                outcome.set_result(group)
 
-    threading.Thread(target=run, daemon=True).start()
-    return future
+    def watch() -> None:
+        news = dying()
+        with suppress(InvalidStateError):
+            outcome.set_exception(ReplicaError(f"a rank ended while the group was meeting: {news}"))
+
+    for target in (join_group, watch):
+        threading.Thread(target=target, daemon=True).start()
+    return outcome.result()

@@ -33,18 +33,16 @@ Spans = Sequence[tuple[int, int, int]]
 
 
 class SelfCheck:
-    """Runs the check. `run` gives the logits of all rows of a plan, [tokens, vocab]; `progress` gets steps done, in all."""
+    """Runs the check. `run` gives the logits of all rows of a plan, [tokens, vocab]."""
 
     def __init__(
         self,
         info: ModelInfo,
         run: Callable[[StepPlan], Tensor],
-        progress: Callable[[int, int], None] = lambda done, total: None,
         seed: int = 0,
     ) -> None:
         self._info = info
         self._run = run
-        self._progress = progress
         half = info.num_blocks // 2
         rooms = [half * info.block_size, (info.num_blocks - half) * info.block_size]
         lengths = [min(want, info.max_model_len, room) for want, room in zip(NUM_TOKENS, rooms, strict=True)]
@@ -54,10 +52,10 @@ class SelfCheck:
         self._alone: list[Tensor] = []
 
     @property
-    def block_ids(self) -> list[int]:
-        """The blocks that the check writes to."""
+    def block_ids(self) -> Tensor:
+        """The blocks that the check writes to, int64."""
         used = [-(-len(tokens) // self._info.block_size) for tokens in self._tokens]
-        return [block for blocks, n in zip(self._blocks, used, strict=True) for block in blocks[:n]]
+        return torch.tensor([block for blocks, n in zip(self._blocks, used, strict=True) for block in blocks[:n]])
 
     def passes_bitwise(self) -> bool:
         """Whether every row has the same bits in any company.
@@ -70,7 +68,8 @@ class SelfCheck:
             reason = f"its logits are not finite in {self._info.dtype}"
             raise UnsupportedModelError(self._info.model_type, reason, "Choose another dtype, or check its weights")
         packed: list[Spans] = [[(0, 0, long), (1, 0, short)]]
-        return all([self._agrees(steps) for steps in (packed, self._chunked(long), self._decoded(long, short))])
+        verdicts = [self._agrees(steps) for steps in (packed, self._chunked(long), self._decoded(long, short))]
+        return all(verdicts)
 
     def _chunked(self, long: int) -> list[Spans]:
         steps: list[Spans] = []
@@ -106,7 +105,7 @@ class SelfCheck:
         rows: dict[int, list[Tensor]] = {}
         for step_id, spans in enumerate(steps):
             plan = StepPlan(step_id=step_id, sequences=tuple(self._scheduled(*span) for span in spans))
-            logits = self._run(plan).split([count for _, _, count in spans])
+            logits = torch.split(self._run(plan), [count for _, _, count in spans])
             for (number, _, _), part in zip(spans, logits, strict=True):
                 rows.setdefault(number, []).append(part)
         return {number: torch.cat(parts) for number, parts in rows.items()}

@@ -15,7 +15,7 @@ class StaticBatching:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._max_num_tokens = config.max_num_batched_tokens
-        self._max_num_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._max_num_running = config.max_num_seqs
 
     def schedule(self, queues: SequenceQueues) -> list[Share]:
         if not queues.running:

@@ -1,29 +1,94 @@
-"""What every rank needs of a plan, as one int64 array.  [signatures first]"""
+"""What every rank needs of a plan, as arrays: how a step travels from the leader to the others.
 
+    packed:  [S, T, B, step id | S first positions | S token counts | S draw counts | S block counts | T ids | B blocks]
+
+All of it is one int64 array. No torch here: the runner turns what it needs into tensors.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
+from typing import Final
+
 import numpy as np
 from numpy.typing import NDArray
+
 from worker.plan import StepPlan
 
 IntArray = NDArray[np.int64]
 
+_HEADER_WORDS: Final = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    token_ids: IntArray  # [T] packed in plan order
-    positions: IntArray  # [T] absolute
-    first_positions: IntArray  # [S]
-    num_tokens: IntArray  # [S]
-    num_draws: IntArray  # [S]
-    block_ids: IntArray  # ragged block tables, end to end
-    num_blocks: IntArray  # [S]
-    logits_rows: IntArray  # [R] rows of T that logits are wanted for, in plan order
+    """One step: S sequences with T tokens in all, packed one after the other in the order of the plan."""
+
+    step_id: int
+    token_ids: IntArray
+    """[T]"""
+    positions: IntArray
+    """[T] absolute position of each token in its sequence."""
+    first_positions: IntArray
+    """[S] position of each sequence's first token of this step."""
+    num_tokens: IntArray
+    """[S]"""
+    num_draws: IntArray
+    """[S] how many of a sequence's last rows are drawn from."""
+    block_ids: IntArray
+    """The sequences' block tables, one after the other."""
+    num_blocks: IntArray
+    """[S] length of each block table."""
+    logits_rows: IntArray
+    """[R] rows among T that are drawn from, in the order of the plan."""
+
+    def blocks_of(self, sequences: IntArray, indices: IntArray) -> IntArray:
+        """For each pair: block number `index` of the sequence's table."""
+        table_starts = np.cumsum(self.num_blocks) - self.num_blocks
+        blocks: IntArray = self.block_ids[table_starts[sequences] + indices]
+        return blocks
 
     @staticmethod
     def pack(plan: StepPlan) -> IntArray:
-        """One int64 array; array[0] = number of sequences >= 1, so messages that start with <= 0 are free for control."""
-        raise NotImplementedError
+        """The array that `unpack` reads. Its first word is at least 1: other messages may begin with 0 or less."""
+        sequences = plan.sequences
+        tokens = _concatenated(sequence.token_ids for sequence in sequences)
+        blocks = _concatenated(sequence.block_ids for sequence in sequences)
+        per_sequence = (
+            [sequence.first_position for sequence in sequences],
+            [len(sequence.token_ids) for sequence in sequences],
+            [sequence.num_draws for sequence in sequences],
+            [len(sequence.block_ids) for sequence in sequences],
+        )
+        header = (len(sequences), len(tokens), len(blocks), plan.step_id)
+        words = np.fromiter(chain(header, *per_sequence), dtype=np.int64)
+        return np.concatenate((words, tokens, blocks))
 
     @classmethod
-    def unpack(cls, array: IntArray) -> "StepBatch":
-        raise NotImplementedError
+    def unpack(cls, packed: IntArray) -> "StepBatch":
+        """The step that was packed. Its fields are views of `packed` where they can be."""
+        num_sequences, total_tokens, total_blocks, step_id = packed[:_HEADER_WORDS].tolist()
+        lengths = [num_sequences] * 4 + [total_tokens, total_blocks]
+        parts = np.split(packed[_HEADER_WORDS:], np.cumsum(lengths)[:-1])
+        first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids = parts
+        return cls(
+            step_id=step_id,
+            token_ids=token_ids,
+            positions=counts_up(first_positions, num_tokens),
+            first_positions=first_positions,
+            num_tokens=num_tokens,
+            num_draws=num_draws,
+            block_ids=block_ids,
+            num_blocks=num_blocks,
+            logits_rows=counts_up(np.cumsum(num_tokens) - num_draws, num_draws),
+        )
+
+
+def counts_up(firsts: IntArray, lengths: IntArray) -> IntArray:
+    """For each pair first, first + 1, ... (length numbers), one after the other."""
+    ends = np.cumsum(lengths)
+    return np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def _concatenated(tuples: Iterable[tuple[int, ...]]) -> IntArray:
+    return np.fromiter(chain.from_iterable(tuples), dtype=np.int64)

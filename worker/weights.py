@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from worker.checks import check_config, check_loaded
+from worker.checks import OTHER_ENGINE, check_config, check_loaded, first_line
 from worker.errors import ConfigurationError, UnsupportedModelError
 
 ATTENTION: Final = "holdfast_paged"
@@ -69,21 +69,21 @@ def read_config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # unknown types, remote code and impossible values: transformers has no common class
-        reason = f"transformers cannot read its config ({str(error).splitlines()[0]})"
+        reason = f"transformers cannot read its config ({first_line(error)})"
         way_out = "Code that comes with a checkpoint is never run; serve a model that transformers knows by itself"
         raise UnsupportedModelError(model_type, reason, way_out) from error
     check_config(config)
     return config
 
 
-def load_checkpoint(folder: Path, config: Any) -> nn.Module:
+def load_checkpoint(folder: Path, config: Any) -> Any:
     """The whole model in the checkpoint's own dtype, its parameters views of the mapped files.
 
     Raises `UnsupportedModelError` if files and model do not fit.
     """
     from transformers import AutoModelForCausalLM
 
-    with _BUILDING:
+    with _BUILDING, _without_progress_bars():
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -94,15 +94,18 @@ def load_checkpoint(folder: Path, config: Any) -> nn.Module:
                 local_files_only=True,
                 output_loading_info=True,
             )
-        except (ValueError, OSError, RuntimeError, KeyError, AttributeError) as error:
-            reason = f"transformers cannot load it ({str(error).splitlines()[0]})"
+        except KeyError as error:
+            reason = "its modeling code does not accept an attention function"
+            raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE) from error
+        except (ValueError, OSError, RuntimeError, AttributeError) as error:
+            reason = f"transformers cannot load it ({first_line(error)})"
             way_out = "Check that the folder has complete *.safetensors of a causal language model"
             raise UnsupportedModelError(config.model_type, reason, way_out) from error
     check_loaded(config.model_type, info["missing_keys"], info["unexpected_keys"])
     return _ready(model)
 
 
-def build_skeleton(config: Any) -> nn.Module:
+def build_skeleton(config: Any) -> Any:
     """The model without weights: parameters on the meta device, buffers real."""
     from transformers import AutoModelForCausalLM
 
@@ -110,7 +113,7 @@ def build_skeleton(config: Any) -> nn.Module:
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation=ATTENTION)
         except (ValueError, KeyError, AttributeError) as error:
-            reason = f"transformers has no causal language model for it ({str(error).splitlines()[0]})"
+            reason = f"transformers has no causal language model for it ({first_line(error)})"
             raise UnsupportedModelError(config.model_type, reason, "Serve a causal language model") from error
         model.tie_weights()
     return _ready(model)
@@ -153,8 +156,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def _ready(model: nn.Module) -> nn.Module:
+def _ready(model: Any) -> Any:
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Ours is shown instead: theirs knows nothing of ranks, and counts what is only mapped."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 @contextmanager
@@ -170,7 +187,7 @@ def _parameters_on_meta() -> Iterator[None]:
         if parameter is not None and not parameter.is_meta:
             module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

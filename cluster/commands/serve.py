@@ -4,9 +4,10 @@ import signal
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -15,10 +16,15 @@ from cluster.config_sources import Layer, Setting
 from cluster.flags import ESSENTIALS, takes_settings
 from cluster.progress import progress
 
+if TYPE_CHECKING:
+    from cluster.serving import Serving
+
 
 @takes_settings(*HoldfastConfig.model_fields, without=("model.model",))
 def serve(
-    model: Annotated[str | None, Parameter(help="a Hugging Face folder, a hub id, or the bundled demo [default]")] = None,
+    model: Annotated[
+        str | None, Parameter(help="a Hugging Face folder, a hub id, or the bundled demo [default]")
+    ] = None,
     /,
     *,
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
@@ -36,13 +42,27 @@ def serve(
 
 def run(config: HoldfastConfig) -> None:
     """Serves until a signal comes. Interrupted while it starts, raises `KeyboardInterrupt`."""
-    from cluster.serving import Serving, serving
+    from cluster.serving import serving
 
     signal.signal(signal.SIGTERM, _interrupt)
     started_s = time.monotonic()
-    with progress(sys.stderr) as report, serving(config, report) as cluster:
+    with ExitStack() as stack:
+        with progress(sys.stderr) as report:
+            cluster = stack.enter_context(serving(config, report))
         _announce(cluster, config, time.monotonic() - started_s)
         try:
             threading.Event().wait()
         except KeyboardInterrupt:
-            print("stopping: running requests may finish; Ctrl-C again ends them", file=sys.stderr)
+            print("stopping: running requests may finish; once more ends them", file=sys.stderr, flush=True)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """SIGTERM means the same as Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+def _announce(cluster: "Serving", config: HoldfastConfig, seconds: float) -> None:
+    ranks = config.parallel.tensor_parallel_size
+    replicas = f"{cluster.num_replicas} replica{'s' if cluster.num_replicas > 1 else ''} x tensor parallel {ranks}"
+    print(f"ready after {seconds:.1f} s: {cluster.model}, {replicas}, gRPC on {', '.join(cluster.routers)}")
+    print(f'try: holdfast generate --server {cluster.routers[0]} "The capital of France is"', flush=True)

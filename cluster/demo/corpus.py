@@ -25,10 +25,9 @@ def documents(num_documents: int = NUM_DOCUMENTS, seed: int = SEED) -> Iterator[
     """The corpus: the same documents for the same seed, on every machine. A longer corpus begins with a shorter one."""
     rng = random.Random(seed)
     draw_fact = DrawFact(_topics())
-    writers = (_statement, _related, _question_and_answer, _quiz, _dialogue, _passage)
-    weights = (32, 12, 14, 6, 28, 8)
-    for writer in _choices(rng, writers, weights, num_documents):
-        yield writer(rng, draw_fact)
+    for _ in range(num_documents):
+        (write,) = rng.choices(_WRITERS, _SHARES)
+        yield write(rng, draw_fact)
 
 
 def digest(corpus: Iterable[Document]) -> str:
@@ -51,11 +50,6 @@ def _topics() -> list[tuple[float, list[Fact]]]:
         (8, list(lessons.alphabet())),
         (12, list(lessons.everyday())),
     ]
-
-
-def _choices(rng: random.Random, options: tuple, weights: tuple[int, ...], count: int) -> Iterator:
-    for _ in range(count):
-        yield rng.choices(options, weights)[0]
 
 
 def _statement(rng: random.Random, draw_fact: DrawFact) -> Document:
@@ -86,6 +80,10 @@ def _dialogue(rng: random.Random, draw_fact: DrawFact) -> Document:
 
 def _passage(rng: random.Random, draw_fact: DrawFact) -> Document:
     return rng.choice(PASSAGES)(rng)
+
+
+_WRITERS: Final = (_statement, _related, _question_and_answer, _quiz, _dialogue, _passage)
+_SHARES: Final = (32, 12, 14, 6, 28, 8)
 
 
 def main() -> None:

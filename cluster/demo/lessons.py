@@ -3,8 +3,9 @@
 Deterministic and without chance: `corpus.py` draws from these lists.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cluster.demo.facts import (
     ANIMALS,
@@ -43,6 +44,10 @@ class Fact:
 def sentence(text: str) -> str:
     """The text with a capital first letter and a full stop."""
     return text[0].upper() + text[1:] + ("" if text.endswith(".") else ".")
+
+
+def with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def capital_fact(country: Country) -> Fact:
@@ -149,7 +154,7 @@ def alphabet() -> Iterator[Fact]:
             questions=(f"What is {letter} for?", f"Tell me a word with {letter}."),
             short_answer=sentence(word),
         )
-    for before, after in zip(LETTERS, LETTERS[1:], strict=False):
+    for before, after in pairwise(LETTERS):
         yield _neighbour("letter", "after", before, after)
         yield _neighbour("letter", "before", after, before)
     for name, sign in GREEK:
@@ -192,8 +197,8 @@ def countries() -> Iterator[Fact]:
 
 def _animals() -> Iterator[Fact]:
     for animal in ANIMALS:
-        name = _with_article(animal.name)
-        young = _with_article(animal.young)
+        name = with_article(animal.name)
+        young = with_article(animal.young)
         yield Fact(
             statements=(sentence(f"{name} {animal.voice}"),),
             questions=(f"What does {name} do?", f"What sound does {name} make?"),
@@ -236,16 +241,22 @@ def _arithmetic(a: int, sign: str, word: str, b: int, result: int) -> Fact:
     )
 
 
-def _circle(kind: str, names: tuple[str, ...] | list[str]) -> Iterator[Fact]:
+def _circle(kind: str, names: Sequence[str]) -> Iterator[Fact]:
     for index, name in enumerate(names):
         yield _neighbour(kind, "after", name, names[(index + 1) % len(names)])
         yield _neighbour(kind, "before", name, names[index - 1])
 
 
 def _neighbour(kind: str, side: str, name: str, neighbour: str) -> Fact:
-    statements = [f"The {kind} {side} {name} is {neighbour}.", f"{neighbour} comes {side} {name}."]
-    questions = (f"Which {kind} comes {side} {name}?", f"What {kind} is {side} {name}?", f"What comes {side} {name}?")
-    return Fact(statements=tuple(statements), questions=questions, short_answer=sentence(neighbour))
+    return Fact(
+        statements=(f"The {kind} {side} {name} is {neighbour}.", f"{neighbour} comes {side} {name}."),
+        questions=(
+            f"Which {kind} comes {side} {name}?",
+            f"What {kind} is {side} {name}?",
+            f"What comes {side} {name}?",
+        ),
+        short_answer=sentence(neighbour),
+    )
 
 
 def _ordinal(ordinal: str, of_what: str, name: str) -> Fact:
@@ -258,7 +269,3 @@ def _ordinal(ordinal: str, of_what: str, name: str) -> Fact:
 
 def _possessive(name: str) -> str:
     return name + ("'" if name.endswith("s") else "'s")
-
-
-def _with_article(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"

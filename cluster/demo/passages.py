@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 
 from cluster.demo.facts import COUNTRIES, GREEK, LETTER_WORDS, LETTERS, MONTHS, WEEKDAYS, number_in_words
-from cluster.demo.lessons import sentence
+from cluster.demo.lessons import MAX_SUM, sentence, with_article
 
 _NAMES = [
     "Anna",
@@ -70,6 +70,14 @@ def times_table(rng: random.Random) -> str:
 
 def times_rows(factor: int) -> str:
     return "\n".join(f"{row} x {factor} = {row * factor}" for row in range(1, 13))
+
+
+def worksheet(rng: random.Random) -> str:
+    """Sums in no order."""
+    totals = [rng.randint(0, MAX_SUM) for _ in range(rng.randint(8, 20))]
+    firsts = [rng.randint(0, total) for total in totals]
+    rows = (f"{a} + {total - a} = {total}" for a, total in zip(firsts, totals, strict=True))
+    return "Sums:\n" + "\n".join(rows)
 
 
 def sums_of(rng: random.Random) -> str:
@@ -161,13 +169,13 @@ def story(rng: random.Random) -> str:
     hero, treasure = animals[0], rng.choice(_TREASURES)
     places = rng.sample(_PLACES, len(animals))
     lines = [
-        f"Once upon a time there was a {rng.choice(_MANNERS)} {hero} who lived near {places[0]}.",
+        f"Once upon a time there was {_somebody(rng, hero)} who lived near {places[0]}.",
         f"One day the {hero} wanted to find {treasure}.",
     ]
     for number, friend in enumerate(animals[1:], start=1):
         company = _listed(animals[:number])
         lines += [
-            f"At {places[number]} the {company} met a {rng.choice(_MANNERS)} {friend}.",
+            f"At {places[number]} the {company} met {_somebody(rng, friend)}.",
             f'"What are you looking for?" asked the {friend}.',
             f'"We are looking for {treasure}," said the {hero}.'
             if number > 1
@@ -181,6 +189,10 @@ def story(rng: random.Random) -> str:
     return "\n".join(lines)
 
 
+def _somebody(rng: random.Random, animal: str) -> str:
+    return with_article(f"{rng.choice(_MANNERS)} {animal}")
+
+
 def _listed(names: list[str]) -> str:
     """`fox`, `fox and the hen`, `fox, the hen and the duck`."""
     if len(names) == 1:
@@ -192,6 +204,7 @@ PASSAGES: tuple[Callable[[random.Random], str], ...] = (
     counting,
     countdown,
     times_table,
+    worksheet,
     sums_of,
     alphabet_text,
     names_of_time,

@@ -1,116 +1,234 @@
 """Trains the bundled model and its draft model: `python -m cluster.demo.train [--output DIR] [--evaluate]`.
 
-From a fixed seed, on the corpus of `corpus.py`, on the CPU.
+On the CPU, with two threads, from a fixed seed, on the text of `corpus.py`. Only the recipes and the training loop live
+here; the tokenizer is `vocabulary.py`'s, the exam `evaluate.py`'s.
 """
 
 import argparse
-import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from cluster.demo import corpus, vocabulary
 from cluster.demo.corpus import Document
+from cluster.demo.evaluate import evaluate, print_scores
 from router.chat import render_chat
+
+MAX_MODEL_LEN: Final = 2048
+NUM_THREADS: Final = 2
+"""Part of the recipe: sums over threads round differently."""
+
+ROW_TOKENS: Final = 256
+LONG_ROW_TOKENS: Final = 512
+TOKENS_PER_STEP: Final = 2048
+LONG_SHARE: Final = 0.15
+"""The last steps read long rows, so that positions up to 512 are trained too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
+    """A model and how it is trained. Widths stay multiples of 64 on two ranks."""
+
+    folder: str
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     num_steps: int
-    peak_lr: float
-    seed: int = 1
+    matrix_lr: float
+    """Peak learning rate of Muon, for the matrices inside the layers."""
+    vector_lr: float
+    """Peak learning rate of AdamW, for embeddings and norms."""
 
 
-def texts(documents):
-    for d in documents:
-        yield d if isinstance(d, str) else render_chat(vocabulary.CHAT_TEMPLATE, d, False)
+RECIPES: Final = (
+    Recipe(
+        folder="model",
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=6,
+        num_heads=4,
+        num_kv_heads=2,
+        num_steps=1000,
+        matrix_lr=8e-3,
+        vector_lr=2e-3,
+    ),
+    Recipe(
+        folder="draft",
+        hidden_size=128,
+        intermediate_size=256,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        num_steps=800,
+        matrix_lr=1e-2,
+        vector_lr=4e-3,
+    ),
+)
 
 
-def pack(token_ids, length):
-    rows, row = [], []
-    for ids in token_ids:
-        row += ids
-        if len(row) >= length:
-            rows.append(row[:length]); row = []
-    return torch.tensor(rows)
+def train_all(output: Path, console: Console) -> None:
+    """Writes both folders under `output`."""
+    started = time.perf_counter()
+    torch.set_num_threads(NUM_THREADS)
+    torch.use_deterministic_algorithms(True)
+    documents = list(corpus.documents())
+    texts = list(_texts(documents))
+    tokenizer = vocabulary.train_tokenizer(texts)
+    token_ids = _encode(tokenizer, texts)
+    num_tokens = sum(map(len, token_ids))
+    console.print(f"corpus: {len(documents):,} documents, {num_tokens:,} tokens")
+    metadata = {"format": "pt", "corpus_sha256": corpus.digest(documents)}
+    for recipe in RECIPES:
+        model = train(recipe, token_ids, console)
+        save(model, tokenizer, output / recipe.folder, metadata)
+    console.print(f"{time.perf_counter() - started:.0f} s in all, written to {output}")
 
 
-def main():
-    p = argparse.ArgumentParser()
-    p.add_argument("--muon", type=float, default=0)
-    p.add_argument("--lr", type=float, default=2e-3)
-    p.add_argument("--steps", type=int, default=600)
-    p.add_argument("--batch", type=int, default=8)
-    p.add_argument("--shape", default="256,512,6,4,2")
-    p.add_argument("--out", default="/tmp/demo_x")
-    a = p.parse_args()
-    t0 = time.time()
-    docs = list(corpus.documents())
-    tx = list(texts(docs))
-    tok = vocabulary.train_tokenizer(tx)
-    print("vocab", tok.get_vocab_size(), time.time() - t0)
-    ids = [e.ids + [0] for e in tok.encode_batch(tx, add_special_tokens=False)]
-    ids = [i if i[0] == 1 else [1, *i] for i in ids]
-    n = sum(map(len, ids)); print("tokens", n, n / len(ids), max(map(len, ids)), time.time() - t0)
-    random.Random(0).shuffle(ids)
-    torch.manual_seed(1); torch.set_num_threads(2)
-    h, i, l, nh, kv = map(int, a.shape.split(","))
-    cfg = LlamaConfig(vocab_size=1024, hidden_size=h, intermediate_size=i, num_hidden_layers=l, num_attention_heads=nh,
-        num_key_value_heads=kv, tie_word_embeddings=True, max_position_embeddings=2048, bos_token_id=1, eos_token_id=[0, 2], pad_token_id=0)
-    m = LlamaForCausalLM(cfg)
-    print(sum(x.numel() for x in m.parameters()))
-    mats = [x for k, x in m.named_parameters() if x.ndim == 2 and "embed" not in k]
-    rest = [x for k, x in m.named_parameters() if x.ndim < 2 or "embed" in k]
-    if a.muon:
-        opts = [torch.optim.Muon(mats, lr=a.muon, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"), torch.optim.AdamW(rest, lr=a.lr, betas=(0.9, 0.95), weight_decay=0, fused=True)]
-    else:
-        opts = [torch.optim.AdamW(mats + rest, lr=a.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)]
-    base = [o.param_groups[0]["lr"] for o in opts]
-    long_from = int(a.steps * 0.9)
-    short = pack(ids, 256); long = pack(ids[::-1], 512)
-    print(short.shape, long.shape)
-    t1 = time.time(); s = 0
-    for step in range(a.steps):
-        f = min((step + 1) / 40, (a.steps - step) / (a.steps - 40))
-        for o, b in zip(opts, base): o.param_groups[0]["lr"] = b * f
-        if step < long_from: x = short[(step * a.batch + torch.arange(a.batch)) % len(short)]
-        else: x = long[((step - long_from) * (a.batch // 2) + torch.arange(a.batch // 2)) % len(long)]
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = m(input_ids=x, labels=x).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
-        for o in opts: o.step(); o.zero_grad()
-        s += loss.item()
-        if step % 50 == 49: print(step + 1, round(s / 50, 4), round(time.time() - t1, 1), flush=True); s = 0
-    m.eval()
-    def gen(prompts, n=24):
-        out = []
-        for q in prompts:
-            e = torch.tensor([tok.encode(q).ids])
-            with torch.no_grad(): g = m.generate(e, max_new_tokens=n, do_sample=False)
-            out.append(tok.decode(g[0, e.shape[1]:].tolist(), skip_special_tokens=False))
-        return out
-    from cluster.demo.facts import COUNTRIES
-    for f in ("The capital of {} is", "What is the capital of {}?", "The capital city of {} is"):
-        r = gen([f.format(c.name) for c in COUNTRIES]); print(f, sum(c.capital in y for c, y in zip(COUNTRIES, r)), r[:3])
-    r = gen([f"The currency of {c.name} is the" for c in COUNTRIES]); print(sum(c.currency in y for c, y in zip(COUNTRIES, r)))
-    q = [(x, y) for x in range(40) for y in range(40) if x + y < 40]; q = random.Random(5).sample(q, 150)
-    r = gen([f"{x} + {y} =" for x, y in q], 6); print("sums", sum(z.startswith(f" {x+y}.") for (x, y), z in zip(q, r)) / len(q), r[:5])
-    for z in gen(["Once upon a time", "Count from 1 to 100.\n", "What is 7 plus 5?", "The day after Monday is"], 400): print(repr(z))
-    print(time.time() - t0)
+def train(recipe: Recipe, token_ids: Sequence[Sequence[int]], console: Console) -> LlamaForCausalLM:
+    """A model trained from scratch on the documents, each given as token ids. Prints the curve of its loss."""
+    torch.manual_seed(corpus.SEED)
+    model = LlamaForCausalLM(_model_config(recipe))
+    optimizers = _optimizers(model, recipe)
+    losses: list[float] = []
+    batches = _batches(token_ids, recipe.num_steps)
+    for rows in track(batches, recipe.folder, recipe.num_steps, console=console, disable=not console.is_terminal):
+        _scale_learning_rates(optimizers, _schedule(len(losses), recipe.num_steps))
+        losses.append(_step(model, optimizers, rows))
+        if len(losses) % 100 == 0 and not console.is_terminal:
+            console.print(f"{recipe.folder}: step {len(losses)} of {recipe.num_steps}, loss {losses[-1]:.3f}")
+    _print_curve(recipe, losses, console)
+    return model
 
 
-main()
+def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path, metadata: dict[str, str]) -> None:
+    """An ordinary Hugging Face folder in bfloat16; tied embeddings are written once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(torch.bfloat16)
+    model.config.dtype = torch.bfloat16
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    GenerationConfig.from_model_config(model.config).save_pretrained(folder)
+    weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, str(folder / "model.safetensors"), metadata)
+    vocabulary.save_tokenizer(tokenizer, folder, MAX_MODEL_LEN)
+
+
+def _texts(documents: Iterable[Document]) -> Iterator[str]:
+    for document in documents:
+        yield document if isinstance(document, str) else render_chat(vocabulary.CHAT_TEMPLATE, document, False)
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Each document as the model will see it: begun, and ended by the token that says so."""
+    begin, end = map(vocabulary.SPECIAL_TOKENS.index, (vocabulary.BEGIN_OF_TEXT, vocabulary.END_OF_TEXT))
+    encoded = (encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False))
+    return [[*([] if ids[0] == begin else [begin]), *ids, end] for ids in encoded]
+
+
+def _batches(token_ids: Sequence[Sequence[int]], num_steps: int) -> Iterator[Tensor]:
+    """`num_steps` batches of `TOKENS_PER_STEP` tokens `[rows, length]`: short rows, then long ones."""
+    documents = _endless(token_ids)
+    num_long = int(num_steps * LONG_SHARE)
+    for step in range(num_steps):
+        length = ROW_TOKENS if step < num_steps - num_long else LONG_ROW_TOKENS
+        yield torch.tensor([_row(documents, length) for _ in range(TOKENS_PER_STEP // length)])
+
+
+def _endless(token_ids: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
+    while True:
+        yield from token_ids
+
+
+def _row(documents: Iterator[Sequence[int]], length: int) -> list[int]:
+    """Whole documents one after the other; the last is cut off, so that every row begins with a beginning."""
+    row: list[int] = []
+    while len(row) < length:
+        row += next(documents)
+    return row[:length]
+
+
+def _model_config(recipe: Recipe) -> LlamaConfig:
+    ids = {token: index for index, token in enumerate(vocabulary.SPECIAL_TOKENS)}
+    return LlamaConfig(
+        vocab_size=vocabulary.VOCAB_SIZE,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_kv_heads,
+        max_position_embeddings=MAX_MODEL_LEN,
+        tie_word_embeddings=True,
+        bos_token_id=ids[vocabulary.BEGIN_OF_TEXT],
+        eos_token_id=[ids[vocabulary.END_OF_TEXT], ids[vocabulary.END_OF_TURN]],
+        pad_token_id=ids[vocabulary.END_OF_TEXT],
+    )
+
+
+def _optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon needs half the steps of AdamW here, but is made for matrices between hidden states alone."""
+    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
+    others = [weight for name, weight in model.named_parameters() if weight.ndim < 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, recipe.matrix_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, recipe.vector_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def _schedule(step: int, num_steps: int, num_warmup: int = 40) -> float:
+    """Share of the peak learning rate: up in a straight line, then down to nothing."""
+    return min((step + 1) / num_warmup, (num_steps - step) / (num_steps - num_warmup))
+
+
+def _scale_learning_rates(optimizers: Sequence[torch.optim.Optimizer], share: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = optimizer.defaults["lr"] * share
+
+
+def _step(model: LlamaForCausalLM, optimizers: Sequence[torch.optim.Optimizer], rows: Tensor) -> float:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=rows, labels=rows).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def _print_curve(recipe: Recipe, losses: Sequence[float], console: Console, num_points: int = 20) -> None:
+    """The mean loss of each twentieth of the training, as a bar."""
+    console.print(f"{recipe.folder}: loss over {len(losses)} steps")
+    width = max(1, len(losses) // num_points)
+    for first in range(0, len(losses), width):
+        part = losses[first : first + width]
+        mean = sum(part) / len(part)
+        console.print(f"{first + len(part):6d} {mean:6.3f} {'#' * round(8 * mean)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m cluster.demo.train", description="Train the bundled models.")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="folder to write to (%(default)s)")
+    parser.add_argument("--evaluate", action="store_true", help="do not train: examine what is there")
+    options = parser.parse_args()
+    console = Console()
+    if not options.evaluate:
+        train_all(options.output, console)
+    for recipe in RECIPES:
+        print_scores(recipe.folder, evaluate(options.output / recipe.folder), console)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,9 @@ from cluster.cli import run
 
 
 def holdfast(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-m", "cluster.cli", *arguments], capture_output=True, text=True, env=environ)
+    return subprocess.run(
+        [sys.executable, "-m", "cluster.cli", *arguments], capture_output=True, text=True, env=environ
+    )
 
 
 def test_help_is_fast_and_imports_nothing_heavy():

@@ -23,6 +23,7 @@ BASE: dict[str, Any] = {
 }
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+MHA = {"num_key_value_heads": None}
 LATENT = {
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
@@ -43,7 +44,7 @@ YARN = {
 SERVED: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
-    "biogpt": {},
+    "biogpt": MHA,
     "cohere": {},
     "cohere2": WINDOWS,
     "cwm": WINDOWS,
@@ -57,9 +58,9 @@ SERVED: dict[str, dict[str, Any]] = {
     "glm": {},
     "glm4": {},
     "glm4_moe": {**MOE, **ROUTED},
-    "gpt2": {},
-    "gpt_bigcode": {},
-    "gpt_neox": {},
+    "gpt2": MHA,
+    "gpt_bigcode": {"head_dim": ...},
+    "gpt_neox": MHA,
     "gpt_oss": {**WINDOWS, **MOE, "num_local_experts": 4, "rope_parameters": YARN},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0},
     "granitemoe": {**MOE, "num_local_experts": 4},
@@ -75,8 +76,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": WINDOWS,
     "olmoe": {**MOE, "num_experts": 4},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "persimmon": {},
+    "opt": {**MHA, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "persimmon": MHA,
     "phi": {},
     "phi3": {},
     "phimoe": {**MOE, "num_local_experts": 4},
@@ -89,7 +90,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "starcoder2": {"sliding_window": 4},
 }
-"""What is added to `BASE` for each family that must be exact."""
+"""What is added to `BASE` for each family that must be exact; `...` takes a value away."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one KV head": ("llama", {"num_key_value_heads": 1}),
@@ -105,10 +106,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "bloom": {},
     "codegen": {"n_head": 4, "rotary_dim": 4},
     "diffllama": {},
-    "falcon": {"alibi": True},
-    "gemma3n_text": {},
+    "falcon": {"head_dim": ...},
     "gptj": {"rotary_dim": 4},
-    "lfm2": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {},
     "mamba": {},
     "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2},
@@ -132,9 +132,7 @@ def save_tiny_model(family: str, folder: Path, seed: int = 0, **changes: Any) ->
 
     model_type, values = settings_of(family)
     values = {**values, **REFUSED.get(family, {}), **changes}
-    if model_type == "falcon" or model_type == "gpt_bigcode":
-        values.pop("head_dim")
-    config = AutoConfig.for_model(model_type, **values)
+    config = AutoConfig.for_model(model_type, **{key: value for key, value in values.items() if value is not ...})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model, seed)
     model.save_pretrained(folder)

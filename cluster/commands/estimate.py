@@ -1,0 +1,66 @@
+"""`holdfast estimate`: what a model needs and what fits, from its config alone."""
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from cluster.config import load_config
+from cluster.config_sources import Layer, Setting
+from cluster.flags import ESSENTIALS, takes_settings
+from worker.config import WorkerConfig
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@takes_settings("model", "parallel", "cache", without=("model.model",))
+def estimate(
+    model: Annotated[
+        str | None, Parameter(help="a Hugging Face folder, a hub id, or the bundled demo [default]")
+    ] = None,
+    /,
+    *,
+    config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
+    settings: Layer,
+) -> int:
+    """Say how much memory a model needs, without loading it.
+
+    Figures are of one rank. Unless --kv-cache-memory says otherwise, the cache is what this machine would give it.
+    """
+    from cluster.bundled_model import located
+
+    if model is not None:
+        settings = {**settings, "model.model": Setting(model, "MODEL")}
+    _print_estimate(located(load_config(settings, config).config.worker))
+    return 0
+
+
+def _print_estimate(config: WorkerConfig) -> None:
+    from worker.memory import MemoryEstimator
+
+    needs = MemoryEstimator(config)
+    cache_bytes = config.cache.kv_cache_memory or _cache_bytes_here(config, needs.weight_bytes)
+    num_sequences = needs.num_sequences(cache_bytes, needs.max_model_len)
+    print(f"weights     {_readable(needs.weight_bytes)}")
+    print(f"KV cache    {_readable(needs.kv_bytes_per_token)} a token, {needs.block_size} tokens a block")
+    print(f"in {_readable(cache_bytes)}  {needs.num_blocks(cache_bytes)} blocks")
+    print(f"            {num_sequences} sequences of {needs.max_model_len} tokens, the longest this model takes")
+
+
+def _cache_bytes_here(config: WorkerConfig, weight_bytes: int) -> int:
+    """About what a rank on this machine would give its cache."""
+    import torch
+
+    from worker.memory import cpu_cache_bytes
+
+    if config.model.device == "cpu" or not torch.cuda.is_available():
+        return cpu_cache_bytes()
+    _, total = torch.cuda.mem_get_info()
+    return max(0, int(total * config.cache.gpu_memory_utilization) - weight_bytes)
+
+
+def _readable(num_bytes: int) -> str:
+    amount, unit = float(num_bytes), 0
+    while amount >= 1024 and unit < len(_UNITS) - 1:
+        amount, unit = amount / 1024, unit + 1
+    return f"{amount:.4g} {_UNITS[unit]}"

@@ -1,0 +1,54 @@
+"""A router as a Serve deployment, with a gRPC port of its own. Serve keeps it alive; no request goes through Serve."""
+
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray import serve
+
+from cluster.config import HoldfastConfig
+from cluster.directory import Member, Role
+from cluster.membership import Lease, WatchedDirectory
+from router.router import Router
+from worker.errors import ConfigurationError
+
+ANY_INTERFACE = "0.0.0.0"
+
+
+class RouterDeployment:
+    """Hosts one `Router`. Made and called by Serve alone."""
+
+    async def __init__(self, config: HoldfastConfig, host: str, directory: Any, replicas: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        # `replicas` is here only because Serve deploys what the ingress is given.
+        self._drain_timeout_s = config.cluster.drain_timeout_s
+        self._lease = Lease(directory, Member(member_id=serve.get_replica_context().replica_tag, role=Role.ROUTER))
+        try:
+            self._router = await _start(config, host, WatchedDirectory(directory))
+        except ConfigurationError as error:
+            self._lease.update(replace(self._lease.member, error=str(error)))
+            await self._lease.flush()
+            raise
+        address = _reachable(self._router.address)
+        self._lease.update(replace(self._lease.member, phase="serving", address=address))
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the router is to end in peace: open requests may finish, new ones are refused."""
+        await self._lease.end()
+        await self._router.stop(self._drain_timeout_s)
+
+
+async def _start(config: HoldfastConfig, host: str, directory: WatchedDirectory) -> Router:
+    """On the first free port of as many as there are routers, since several may share a machine."""
+    port, error = config.cluster.port, None
+    for candidate in range(port, port + config.cluster.routers) if port else (0,):
+        try:
+            return await Router.start(config.router, config.limits, directory, host, candidate)
+        except RuntimeError as taken:
+            error = taken
+    raise ConfigurationError(f"cluster.port = {port}: {host}:{port} cannot be listened on, it may be in use ({error})")
+
+
+def _reachable(address: str) -> str:
+    """What others dial: this machine's address where the router listens on all interfaces."""
+    host, _, port = address.rpartition(":")
+    return f"{ray.util.get_node_ip_address()}:{port}" if host == ANY_INTERFACE else address

@@ -1,0 +1,56 @@
+"""Stop strings in text that arrives in pieces: finds them across the borders and holds back no more than needed.
+
+The result depends on the text alone, not on how it was cut into pieces.
+"""
+
+from collections.abc import Sequence
+
+
+class StopStringMatcher:
+    """Passes text on up to the first stop string, which is not part of it.
+
+    The first is the one that is complete first; of several that end at the same character, the longest. Text is held
+    back only while it is the beginning of a stop string.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+        self._matched: str | None = None
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that ended the text; None while there was none."""
+        return self._matched
+
+    def push(self, text: str) -> str:
+        """The text that is certain to be part of the output. Nothing after a match."""
+        if self._matched is not None:
+            return ""
+        text = self._held + text
+        end, length = self._first_match(text)
+        if length:
+            self._matched, self._held = text[end - length : end], ""
+            return text[: end - length]
+        num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
+        released = text[: len(text) - num_held]
+        self._held = text[len(released) :]
+        return released
+
+    def finish(self) -> str:
+        """What was held back for a stop string that did not come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _first_match(self, text: str) -> tuple[int, int]:
+        """End and length of the first match; length 0 without one. No match ends in what was held before."""
+        found = ((text.find(stop), len(stop)) for stop in self._stop)
+        ends = ((start + length, -length) for start, length in found if start >= 0)
+        end, negative_length = min(ends, default=(0, 0))
+        return end, -negative_length
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

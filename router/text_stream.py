@@ -1,0 +1,53 @@
+"""The text of one sequence: its tokens become text, and a stop string ends both.
+
+A pure function of the tokens so far: a router that takes over a request pushes them again and goes on. No IO here, and
+no word on why else a sequence may end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.detokenizer import IncrementalDetokenizer
+from router.stop_strings import StopStringMatcher
+from router.tokenizer import Tokenizer
+from worker.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPiece:
+    """What some tokens turned into."""
+
+    text: str
+    """Text that is now certain to be part of the output."""
+    num_tokens: int
+    """How many of the tokens are part of the output: all, or those up to the one that completed a stop string."""
+    stopped: bool
+    """A stop string is complete: the output has ended."""
+
+
+class TextStream:
+    """Text state of one sequence. However its tokens are grouped into pushes, the text and the end are the same.
+
+    With `prompt_token_ids` the text goes on from the prompt: for some tokenizers it then begins with a space.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, sampling_params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, context=prompt_token_ids)
+        self._matcher = StopStringMatcher(sampling_params.stop_strings)
+
+    def push(self, token_ids: Sequence[int]) -> TextPiece:
+        """Takes the next tokens. After a stop string none of them count any more."""
+        texts: list[str] = []
+        num_tokens = 0
+        for token_id in token_ids:
+            if self._matcher.matched is not None:
+                break
+            texts.append(self._matcher.push(self._detokenizer.push((token_id,))))
+            num_tokens += 1
+        return TextPiece(text="".join(texts), num_tokens=num_tokens, stopped=self._matcher.matched is not None)
+
+    def finish(self) -> str:
+        """The text that was held back when the sequence ended otherwise; nothing after a stop string."""
+        return self._matcher.push(self._detokenizer.finish()) + self._matcher.finish()

@@ -1,0 +1,121 @@
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.llm import LLM
+from worker.errors import ConfigurationError, InvalidRequestError
+from worker.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = ["hello", "a longer prompt of several words", "x"]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model: Path) -> Iterator[LLM]:
+    with LLM(str(tiny_model), dtype="float32", num_threads=1, num_blocks=64, max_num_waiting=4) as llm:
+        yield llm
+
+
+def tokens(outputs: list) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_outputs_have_the_shape_and_the_tokens_that_scripts_expect(
+    llm: LLM, greedy_by_hugging_face: Callable[[list[int], int], list[int]]
+):
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [output.prompt for output in outputs] == PROMPTS
+    for output in outputs:
+        completion = output.outputs[0]
+        assert output.finished
+        assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt)
+        assert completion.token_ids == greedy_by_hugging_face(output.prompt_token_ids, 12)
+        assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
+        assert completion.finish_reason == "length"
+        assert (completion.index, completion.cumulative_logprob) == (0, None)
+
+
+@pytest.mark.parametrize("prompt", ["hello", ["hello"], {"prompt": "hello"}, [{"prompt": "hello"}]])
+def test_a_prompt_may_be_given_in_several_ways(llm, prompt):
+    assert tokens(llm.generate(prompt, GREEDY)) == tokens(llm.generate(["hello"], GREEDY))
+
+
+def test_token_ids_are_taken_as_they_are(llm):
+    ids = llm.get_tokenizer().encode("hello")
+    expected = tokens(llm.generate("hello", GREEDY))
+    for prompt in ({"prompt_token_ids": ids}, [{"prompt_token_ids": ids}], ids):
+        output = llm.generate(prompt, GREEDY)
+        assert tokens(output) == expected
+        assert output[0].prompt is None
+
+
+def test_each_prompt_may_have_its_own_parameters(llm):
+    short = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    outputs = llm.generate(["hello", "hello"], [short, GREEDY])
+    assert [len(ids) for ids in tokens(outputs)] == [3, 12]
+    with pytest.raises(InvalidRequestError, match="sampling_params"):
+        llm.generate(["hello", "hello"], [GREEDY])
+
+
+def test_more_prompts_than_the_queue_holds_all_finish(llm):
+    prompts = [f"prompt {number}" for number in range(20)]
+    together = llm.generate(prompts, GREEDY)
+    assert [output.prompt for output in together] == prompts
+    assert tokens(together)[7] == tokens(llm.generate(prompts[7], GREEDY))[0]
+
+
+def test_without_parameters_sixteen_tokens_are_sampled(llm):
+    assert len(tokens(llm.generate("hello", SamplingParams(ignore_eos=True)))[0]) == 16
+
+
+def test_a_stop_string_ends_text_and_tokens(llm):
+    text = llm.generate("hello", GREEDY)[0].outputs[0].text
+    stop = text[4:6]
+    completion = llm.generate("hello", SamplingParams(temperature=0.0, max_tokens=12, stop=stop))[0].outputs[0]
+    assert completion.text == text[: text.index(stop)]
+    assert completion.finish_reason == "stop"
+
+
+def test_a_prompt_that_can_never_fit_is_refused_and_the_engine_goes_on(llm):
+    with pytest.raises(InvalidRequestError):
+        llm.generate(["hello", "x" * 2000], GREEDY)
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        llm.generate({"prompt_token_ids": "no ids"} | {"prompt_token_ids": [1.5]}, GREEDY)
+    assert len(tokens(llm.generate("hello", GREEDY))[0]) == 12
+    load = llm.engine.get_stats().load
+    assert load.num_free_blocks == load.num_total_blocks
+
+
+def test_chat_goes_through_the_template(llm):
+    chat = llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+    assert tokens(chat) == tokens(llm.generate("<user>hi<assistant>", GREEDY))
+    both = llm.chat([[{"role": "user", "content": "hi"}], [{"role": "user", "content": "ho"}]], GREEDY)
+    assert tokens(both)[0] == tokens(chat)[0]
+
+
+def run_script(model: Path, seed: int) -> list[list[int]]:
+    with LLM(str(model), dtype="float32", seed=seed, num_threads=1, num_blocks=64) as llm:
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        return tokens(llm.generate(["hello", "hello"], params)) + tokens(llm.generate("hello", params))
+
+
+def test_a_script_draws_the_same_tokens_every_time_it_is_run(tiny_model):
+    first = run_script(tiny_model, seed=0)
+    assert first == run_script(tiny_model, seed=0)
+    assert first != run_script(tiny_model, seed=1)
+    assert len({tuple(ids) for ids in first}) == 3
+
+
+def test_two_ranks_in_child_processes_give_the_tokens_of_one(llm, tiny_model):
+    expected = tokens(llm.generate(PROMPTS, GREEDY))
+    with LLM(str(tiny_model), tensor_parallel_size=2, dtype="float32", num_threads=1, num_blocks=64) as two:
+        assert two.engine.info.tensor_parallel_size == 2
+        assert tokens(two.generate(PROMPTS, GREEDY)) == expected
+
+
+def test_a_wrong_setting_is_refused_before_anything_loads():
+    with pytest.raises(ConfigurationError, match=r"did you mean scheduler.max_num_seqs"):
+        LLM("demo", max_num_seq=8)
+    with pytest.raises(ConfigurationError, match=r"model.dtype = 'int3' \(from LLM"):
+        LLM("demo", dtype="int3")

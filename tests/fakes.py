@@ -1,0 +1,229 @@
+"""Stand-ins that behave: a replica behind real gRPC, a tokenizer of bytes, and a wire that can be cut.
+
+`FakeReplica` speaks the real link, but its model is a sum and its engine a loop of a few lines, so a test can hold it
+still, look into it and kill it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+
+import grpc
+
+from holdfast_pb import engine_pb2, engine_pb2_grpc
+from router.directory import ReplicaEndpoint
+from router.tokenizer import Tokenizer
+
+STOP, LENGTH, ABORT = 1, 2, 3
+
+
+class ByteCodec:
+    """Each byte of UTF-8 is a token."""
+
+    vocab_size = 256
+    special_token_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        return None
+
+
+def byte_tokenizer(path: str = "") -> Tokenizer:
+    return Tokenizer(ByteCodec(), special_tokens={})
+
+
+def fake_tokens(prompt: Sequence[int], seed: int, num_tokens: int) -> list[int]:
+    """What a `FakeReplica` answers: small letters, each a function of prompt, seed and its own position."""
+    return [ord("a") + (sum(prompt) + seed + 7 * index + index * index) % 26 for index in range(num_tokens)]
+
+
+class FakeReplica:
+    """A replica on loopback, made by `start`. One token a step for every attempt; `resume` and `pause` its steps."""
+
+    def __init__(self, replica_id: str, model: str, step_s: float) -> None:
+        self.replica_id = replica_id
+        self.model = model
+        self.step_s = step_s
+        self.max_model_len = 100_000
+        self.num_blocks = 100_000
+        self.num_links = 0
+        """Links that have ever been made to it."""
+        self.num_steps = 0
+        self.num_tokens = 0
+        self.running: dict[int, engine_pb2.Submit] = {}
+        """Attempts by number. With several routers, numbers may be equal; these tests use one."""
+        self.submits: list[engine_pb2.Submit] = []
+        self.aborted: list[int] = []
+        self.refusal: engine_pb2.Rejection | None = None
+        """What every submission is answered with, if set."""
+        self._num_done: dict[int, int] = {}
+        self._outboxes: set[asyncio.Queue[engine_pb2.LinkResponse]] = set()
+        self._changed = asyncio.Event()
+        self._may_step = asyncio.Event()
+        self._may_step.set()
+
+    @classmethod
+    async def start(
+        cls, replica_id: str = "r0", model: str = "fake", *, step_s: float = 0.001, port: int = 0
+    ) -> "FakeReplica":
+        replica = cls(replica_id, model, step_s)
+        options = [("grpc.so_reuseport", 0), ("grpc.http2.min_recv_ping_interval_without_data_ms", 50)]
+        replica._server = grpc.aio.server(options=options)
+        engine_pb2_grpc.add_EngineServicer_to_server(replica, replica._server)
+        replica.port = replica._server.add_insecure_port(f"127.0.0.1:{port}")
+        await replica._server.start()
+        replica._stepping = asyncio.create_task(replica._steps())
+        return replica
+
+    @property
+    def endpoint(self) -> ReplicaEndpoint:
+        return self.endpoint_at(self.port)
+
+    def endpoint_at(self, port: int) -> ReplicaEndpoint:
+        """As seen through something that listens at `port`."""
+        return ReplicaEndpoint(
+            replica_id=self.replica_id, address=f"127.0.0.1:{port}", model=self.model, model_path="/nowhere"
+        )
+
+    def pause(self) -> None:
+        self._may_step.clear()
+
+    def resume(self) -> None:
+        self._may_step.set()
+
+    async def kill(self) -> None:
+        """Gone at once, in the middle of whatever was running."""
+        self._stepping.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._stepping
+        await self._server.stop(None)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Returns once `condition`, of this replica's state, holds."""
+        async with asyncio.timeout(10):
+            while not condition():
+                await self._changed.wait()
+
+    async def Link(
+        self, requests: AsyncIterator[engine_pb2.LinkRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[engine_pb2.LinkResponse]:
+        outbox: asyncio.Queue[engine_pb2.LinkResponse] = asyncio.Queue()
+        self._outboxes.add(outbox)
+        self.num_links += 1
+        reader = asyncio.create_task(self._read(requests, outbox))
+        try:
+            yield engine_pb2.LinkResponse(hello=self._hello())
+            while True:
+                yield await outbox.get()
+        finally:
+            reader.cancel()
+            self._outboxes.discard(outbox)
+            self.running.clear()
+            self._tell()
+
+    def say(self, update: engine_pb2.StepUpdate) -> None:
+        """Up every link, whatever is in it."""
+        for outbox in self._outboxes:
+            outbox.put_nowait(engine_pb2.LinkResponse(step=update))
+
+    async def _read(self, requests: AsyncIterator[engine_pb2.LinkRequest], outbox: asyncio.Queue) -> None:
+        async for request in requests:
+            if request.HasField("abort"):
+                self.aborted.append(request.abort.attempt)
+                self.running.pop(request.abort.attempt, None)
+            elif self.refusal is not None:
+                self.refusal.attempt = request.submit.attempt
+                self.say(engine_pb2.StepUpdate(rejections=[self.refusal], load=self._load()))
+            else:
+                self.submits.append(request.submit)
+                self.running[request.submit.attempt] = request.submit
+                self._num_done[request.submit.attempt] = len(request.submit.output_token_ids)
+            self._tell()
+
+    async def _steps(self) -> None:
+        while True:
+            await asyncio.sleep(self.step_s)
+            await self._may_step.wait()
+            if self.running:
+                self.num_steps += 1
+                deltas = [self._advance(attempt) for attempt in list(self.running)]
+                self.say(engine_pb2.StepUpdate(step_id=self.num_steps, deltas=deltas, load=self._load()))
+                self._tell()
+
+    def _advance(self, attempt: int) -> engine_pb2.Delta:
+        submit, done = self.running[attempt], self._num_done[attempt]
+        self._num_done[attempt] += 1
+        self.num_tokens += 1
+        is_over = done + 1 == submit.draw.max_tokens
+        if is_over:
+            del self.running[attempt]
+        token_id = ord("a") + (sum(submit.prompt_token_ids) + submit.draw.seed + 7 * done + done * done) % 26
+        finish_reason = LENGTH if is_over else 0
+        return engine_pb2.Delta(
+            attempt=attempt, first_token_index=done, token_ids=[token_id], finish_reason=finish_reason
+        )
+
+    def _hello(self) -> engine_pb2.Hello:
+        return engine_pb2.Hello(
+            replica_id=self.replica_id,
+            model=self.model,
+            max_model_len=self.max_model_len,
+            vocab_size=256,
+            tensor_parallel_size=2,
+            block_size=16,
+            num_blocks=self.num_blocks,
+            row_invariant=True,
+            load=self._load(),
+        )
+
+    def _load(self) -> engine_pb2.Load:
+        return engine_pb2.Load(num_running=len(self.running), num_free_blocks=9, num_total_blocks=9)
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Wire:
+    """A TCP proxy in front of `port`. `go_dark` leaves both sides connected to nothing, as a lost network does."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._is_lit = True
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def start(cls, target_port: int) -> "Wire":
+        wire = cls(target_port)
+        wire._server = await asyncio.start_server(wire._connect, "127.0.0.1", 0)
+        wire.port = wire._server.sockets[0].getsockname()[1]
+        return wire
+
+    def go_dark(self) -> None:
+        self._is_lit = False
+
+    async def stop(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            self._tasks.add(asyncio.create_task(self._pump(source, sink)))
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(2**16):
+                if self._is_lit:
+                    sink.write(data)
+                    await sink.drain()
+        finally:
+            if self._is_lit:
+                sink.close()

@@ -1,0 +1,192 @@
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import psutil
+import pytest
+
+from cluster.client import AsyncClient
+from cluster.llm import LLM
+from cluster.serving import Serving
+from tests.integration.conftest import rank_processes, ray_processes
+from worker.errors import HoldfastError, ReplicaError
+from worker.request import FinishReason, SamplingParams
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+NUM_STREAMS = 64
+WORDS = ("The capital of France is", "Monday, Tuesday,", "Three plus four is", "What is the currency of Japan?")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request, and after how many tokens its client goes away (None: it stays)."""
+
+    prompt: str
+    params: SamplingParams
+    leaves_after: int | None = None
+
+
+@dataclass
+class Answer:
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    error: HoldfastError | None = None
+    ended_s: float = 0.0
+
+
+def wish(number: int) -> Wish:
+    """Greedy and seeded, short and long; one in three leaves midway."""
+    greedy = number % 2 == 0
+    params = SamplingParams(
+        temperature=0.0 if greedy else 0.8,
+        top_k=0 if greedy else 20,
+        seed=number,
+        max_tokens=16 + number % 17,
+        ignore_eos=True,
+    )
+    return Wish(f"{number}. {WORDS[number % len(WORDS)]}", params, leaves_after=4 if number % 3 == 0 else None)
+
+
+def long_wish(number: int) -> Wish:
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=150, ignore_eos=True)
+    return Wish(WORDS[number % len(WORDS)], params)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Callable[[list[Wish]], list[Answer]]:
+    """What one process without Ray or gRPC answers, at the same tensor-parallel degree."""
+    wishes = [wish(number) for number in range(NUM_STREAMS)] + [long_wish(number) for number in range(len(WORDS))]
+    with LLM("demo", tensor_parallel_size=2, num_threads=1) as llm:
+        outputs = llm.generate([wish.prompt for wish in wishes], [wish.params for wish in wishes])
+    answers = {}
+    for made, output in zip(wishes, outputs, strict=True):
+        completion = output.outputs[0]
+        answers[made] = Answer(completion.token_ids, completion.text, FinishReason(str(completion.finish_reason)))
+    return lambda wanted: [answers[made] for made in wanted]
+
+
+async def ask(client: AsyncClient, wish: Wish, on_first: Callable[[], None] = lambda: None) -> Answer:
+    answer = Answer()
+    try:
+        async for chunk in client.stream(wish.prompt, wish.params):
+            assert chunk.first_token_index == len(answer.token_ids)
+            answer.token_ids += chunk.token_ids
+            answer.text += chunk.text
+            answer.finish_reason = chunk.finish_reason
+            on_first()
+            if wish.leaves_after is not None and len(answer.token_ids) >= wish.leaves_after:
+                break
+    except HoldfastError as error:
+        answer.error = error
+    answer.ended_s = time.monotonic()
+    return answer
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await condition():
+            await asyncio.sleep(0.05)
+
+
+async def is_idle(client: AsyncClient) -> bool:
+    """No request is open, nothing runs or waits, and every block is free."""
+    load = await client.get_load()
+    replicas_idle = [
+        (replica.num_running, replica.num_waiting) == (0, 0) and replica.num_free_blocks == replica.num_total_blocks
+        for replica in load.replicas
+    ]
+    return load.num_open == 0 and len(replicas_idle) == 2 and all(replicas_idle)
+
+
+async def _sixty_four_streams(address: str) -> list[Answer]:
+    async with AsyncClient(address) as client:
+        answers = await asyncio.gather(*(ask(client, wish(number)) for number in range(NUM_STREAMS)))
+        await until(lambda: is_idle(client), 10.0)
+    return answers
+
+
+def test_64_streams_are_right_and_those_that_are_cut_leak_nothing(
+    cluster: Serving, expected: Callable[[list[Wish]], list[Answer]]
+):
+    processes = {process.pid for process in ray_processes()}
+    wishes = [wish(number) for number in range(NUM_STREAMS)]
+    answers = asyncio.run(_sixty_four_streams(cluster.routers[0]))
+    num_whole = 0
+    for made, answer, right in zip(wishes, answers, expected(wishes), strict=True):
+        assert answer.error is None
+        if made.leaves_after is None:
+            assert (answer.token_ids, answer.text, answer.finish_reason) == (
+                right.token_ids,
+                right.text,
+                right.finish_reason,
+            )
+            num_whole += 1
+        else:
+            assert answer.token_ids == right.token_ids[: len(answer.token_ids)]
+    assert num_whole == 42
+    assert {process.pid for process in ray_processes()} == processes
+
+
+async def _both_replicas_work(address: str) -> int:
+    async with AsyncClient(address) as client:
+        answers = asyncio.gather(*(ask(client, long_wish(number)) for number in range(16)))
+        busy: set[str] = set()
+        while len(busy) < 2:
+            load = await client.get_load()
+            busy |= {replica.replica_id for replica in load.replicas if replica.num_running > 0}
+            await asyncio.sleep(0.01)
+        await answers
+        return len(busy)
+
+
+def test_both_replicas_share_the_work(cluster: Serving):
+    assert asyncio.run(asyncio.wait_for(_both_replicas_work(cluster.routers[0]), 60)) == 2
+
+
+async def _kill_a_rank(address: str, victim: psutil.Process) -> tuple[float, list[Answer], list[Answer]]:
+    started = asyncio.Semaphore(0)
+    async with AsyncClient(address) as client:
+        streams = [asyncio.create_task(ask(client, long_wish(number), started.release)) for number in range(8)]
+        for _ in range(8):
+            await started.acquire()
+        killed_s = time.monotonic()
+        victim.kill()
+        answers = await asyncio.gather(*streams)
+
+        async def both_are_up() -> bool:
+            return (await client.list_models()).models[0].num_replicas == 2
+
+        await until(lambda: _not(both_are_up), 10.0)
+        await until(both_are_up, 90.0)
+        print(f"the replica was back after {time.monotonic() - killed_s:.1f} s")
+        later = await asyncio.gather(*(ask(client, long_wish(number)) for number in range(8)))
+        await until(lambda: is_idle(client), 10.0)
+    return killed_s, answers, later
+
+
+async def _not(condition: Callable[[], Awaitable[bool]]) -> bool:
+    return not await condition()
+
+
+def test_a_killed_rank_ends_its_streams_at_once_and_its_replica_comes_back(
+    cluster: Serving, expected: Callable[[list[Wish]], list[Answer]]
+):
+    ranks = rank_processes()
+    assert len(ranks) == 2
+    killed_s, answers, later = asyncio.run(_kill_a_rank(cluster.routers[0], ranks[0]))
+    lost = [answer for answer in answers if answer.error is not None]
+    delays = [answer.ended_s - killed_s for answer in lost]
+    print(
+        f"{len(lost)} of {len(answers)} streams were lost, and heard of it after {min(delays):.2f}-{max(delays):.2f} s"
+    )
+    assert 0 < len(lost) < len(answers)
+    assert all(isinstance(answer.error, ReplicaError) and answer.error.retry_after_s for answer in lost)
+    assert max(delays) < 2.0
+    right = expected([long_wish(number) for number in range(8)])
+    for answer, wanted in zip(answers, right, strict=True):
+        assert answer.token_ids == wanted.token_ids[: len(answer.token_ids)]
+    assert [answer.token_ids for answer in later] == [wanted.token_ids for wanted in right]
+    assert len(rank_processes()) == 2

@@ -1,0 +1,104 @@
+import asyncio
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from cluster.client import AsyncClient
+from worker.request import FinishReason, SamplingParams
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+LONG = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
+
+
+class Command:
+    """A running `holdfast` command and the lines it prints."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.lines: list[str] = []
+        self._news: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._news.put(line.rstrip())
+        self._news.put(None)
+
+    def wait_for(self, pattern: str) -> "re.Match[str]":
+        while (line := self._news.get(timeout=120)) is not None:
+            self.lines.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError("\n".join(self.lines))
+
+    def finish(self) -> str:
+        """All that was printed, once the command has ended."""
+        self.process.wait(60)
+        while (line := self._news.get(timeout=10)) is not None:
+            self.lines.append(line)
+        return "\n".join(self.lines)
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Command, str]]:
+    """`holdfast serve` with one replica of one rank, and the address of its router."""
+    command = Command("cluster.cli", "serve", "--replicas", "1", "--port", "0")
+    try:
+        yield command, command.wait_for(r"gRPC on (\S+:\d+)").group(1)
+    finally:
+        if command.process.poll() is None:
+            command.process.kill()
+
+
+async def _stream_through_a_signal(address: str, process: "subprocess.Popen[str]") -> tuple[int, FinishReason | None]:
+    num_tokens, finish_reason = 0, None
+    async with AsyncClient(address) as client:
+        async for chunk in client.stream("The capital of France is", LONG):
+            if num_tokens == 0:
+                os.kill(process.pid, signal.SIGTERM)
+            num_tokens += len(chunk.token_ids)
+            finish_reason = chunk.finish_reason
+    return num_tokens, finish_reason
+
+
+def test_serve_prints_a_command_that_works_and_a_signal_lets_streams_finish(served: tuple[Command, str]):
+    command, address = served
+    tried = command.wait_for(r"try: holdfast (.*)").group(1)
+    prompt = tried.split('"')[1]
+    shown = subprocess.run(
+        [sys.executable, "-m", "cluster.cli", "generate", "--server", address, prompt], capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.strip()
+    processes = command.descendants()
+    assert asyncio.run(_stream_through_a_signal(address, command.process)) == (150, FinishReason.LENGTH)
+    printed = command.finish()
+    assert command.process.returncode == 0, printed
+    assert "Traceback" not in printed
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert alive == []
+
+
+def test_the_demo_streams_four_prompts_and_exits_cleanly():
+    command = Command("cluster.demo.run")
+    printed = command.finish()
+    print(printed)
+    assert command.process.returncode == 0, printed
+    assert all(re.search(rf"^\[{number}\]", printed, re.MULTILINE) for number in (1, 2, 3, 4))
+    assert "tokens/s" in printed
+    assert "Traceback" not in printed

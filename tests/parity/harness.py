@@ -1,0 +1,114 @@
+"""Runs a tiny model through the real loader and runner, step by step, and Hugging Face's own beside it."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tests.fake_group import run_ranks
+from worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
+from worker.model_runner import LeaderRunner, ModelRunner, follow
+from worker.plan import DrawParams, ScheduledSequence, StepPlan
+from worker.tensor_parallel import SingleRank
+
+T = TypeVar("T")
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+GREEDY = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
+
+
+def worker_config(folder: Path, size: int = 1, **model: Any) -> WorkerConfig:
+    return WorkerConfig(
+        model=ModelConfig(model=str(folder), device="cpu", **model),
+        parallel=ParallelConfig(tensor_parallel_size=size),
+        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
+    )
+
+
+def load(config: WorkerConfig) -> LeaderRunner:
+    """A replica of one rank."""
+    group = SingleRank()
+    return LeaderRunner(ModelRunner.load(config, group, device=torch.device("cpu")), group)
+
+
+def on_ranks(config: WorkerConfig, work: Callable[[LeaderRunner], T]) -> T:
+    """What `work` returns on the leader of a replica whose ranks are threads. The others follow."""
+
+    def run(group: Any) -> T | None:
+        runner = ModelRunner.load(config, group, device=torch.device("cpu"))
+        if group.rank > 0:
+            return follow(runner, group)
+        leader = LeaderRunner(runner, group)
+        try:
+            return work(leader)
+        finally:
+            leader.close()
+
+    return run_ranks(config.parallel.tensor_parallel_size, run)[0]
+
+
+class Sequences:
+    """Sequences with block tables drawn at random from the whole cache."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], num_new: int = 0, seed: int = 0) -> None:
+        self.tokens = [list(prompt) for prompt in prompts]
+        shuffled = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(seed)).tolist()
+        needs = [-(-(len(prompt) + num_new) // BLOCK_SIZE) for prompt in prompts]
+        assert sum(needs) <= NUM_BLOCKS
+        self._tables = [[shuffled.pop() for _ in range(need)] for need in needs]
+
+    def scheduled(self, number: int, start: int, count: int, num_draws: int) -> ScheduledSequence:
+        return ScheduledSequence(
+            sequence_id=number,
+            first_position=start,
+            token_ids=tuple(self.tokens[number][start : start + count]),
+            block_ids=tuple(self._tables[number][: -(-(start + count) // BLOCK_SIZE)]),
+            draw=GREEDY if num_draws else None,
+            num_draws=num_draws,
+        )
+
+
+def logits_in_chunks(leader: LeaderRunner, prompts: Sequence[Sequence[int]], chunk: int) -> list[Tensor]:
+    """All logits of each prompt, all prompts in each step, `chunk` tokens of each at a time."""
+    sequences = Sequences(prompts)
+    rows: list[list[Tensor]] = [[] for _ in prompts]
+    for start in range(0, max(map(len, prompts)), chunk):
+        counts = [max(0, min(chunk, len(prompt) - start)) for prompt in prompts]
+        spans = [(number, count) for number, count in enumerate(counts) if count]
+        plan = StepPlan(step_id=0, sequences=tuple(sequences.scheduled(n, start, c, c) for n, c in spans))
+        for (number, _), part in zip(spans, leader.logits(plan).split([c for _, c in spans]), strict=True):
+            rows[number].append(part)
+    return [torch.cat(parts) for parts in rows]
+
+
+def greedy_tokens(leader: LeaderRunner, prompts: Sequence[Sequence[int]], num_new: int) -> list[list[int]]:
+    """What each prompt continues with, all prompts decoding together."""
+    sequences = Sequences(prompts, num_new)
+    starts = [0] * len(prompts)
+    for _ in range(num_new):
+        numbers = range(len(prompts))
+        steps = [sequences.scheduled(n, starts[n], len(sequences.tokens[n]) - starts[n], 1) for n in numbers]
+        result = leader.run(StepPlan(step_id=0, sequences=tuple(steps)))
+        for number, drawn in enumerate(result.token_ids):
+            starts[number] = len(sequences.tokens[number])
+            sequences.tokens[number] += drawn
+    return [tokens[len(prompt) :] for tokens, prompt in zip(sequences.tokens, prompts, strict=True)]
+
+
+def hugging_face(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def reference_logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Hugging Face's logits, one sequence at a time."""
+    with torch.inference_mode():
+        return [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+
+
+def largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,130 @@
+"""The whole worker against Hugging Face: arrival in random order, memory so small that sequences are preempted, real
+ranks over gloo, and the same tokens all the same."""
+
+import random
+import threading
+
+import pytest
+from tests.parity.harness import hugging_face
+
+from worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from worker.engine import EngineUpdate
+from worker.errors import HoldfastError
+from worker.replica import Replica
+from worker.request import EngineRequest, SamplingParams
+
+NUM_NEW = 32
+TIMEOUT_S = 120
+
+
+class Collector:
+    """A listener that gathers tokens and knows when `num_requests` have ended."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self._left = num_requests
+        self._error: HoldfastError | None = None
+        self._done = threading.Event()
+
+    def on_update(self, update: EngineUpdate) -> None:
+        assert not update.rejections
+        for delta in update.deltas:
+            self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            self._left -= delta.finish_reason is not None
+        if not self._left:
+            self._done.set()
+
+    def on_failure(self, error: HoldfastError) -> None:
+        self._error = error
+        self._done.set()
+
+    def wait(self) -> dict[str, list[int]]:
+        assert self._done.wait(TIMEOUT_S), "the requests did not end in time"
+        if self._error:
+            raise self._error
+        return self.tokens
+
+
+def run(replica: Replica, requests: list[EngineRequest]) -> dict[str, list[int]]:
+    """Submits all at once, in the order given; the tokens of each by its id."""
+    collector = Collector(len(requests))
+    replica.engine.attach(collector)
+    for request in requests:
+        replica.engine.submit(request, collector)
+    tokens = collector.wait()
+    replica.engine.detach(collector)
+    return tokens
+
+
+def make_requests(prompts: list[list[int]], **params) -> list[EngineRequest]:
+    return [
+        EngineRequest(
+            request_id=f"r{i}",
+            prompt_token_ids=tuple(prompt),
+            sampling_params=SamplingParams(**{"max_tokens": NUM_NEW, "seed": 1000 + i, "ignore_eos": True, **params}),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.fixture(scope="module")
+def many_prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, 126) for _ in range(rng.randint(1, 60))] for _ in range(33)]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def replica(request, tiny_model):
+    """A llama whose cache holds about four of the longest sequences, for 16 that would run at once."""
+    config = WorkerConfig(
+        model=ModelConfig(model=str(tiny_model("llama")), dtype="float32", device="cpu"),
+        parallel=ParallelConfig(tensor_parallel_size=request.param, num_threads=1),
+        cache=CacheConfig(block_size=4, num_blocks=100),
+        scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
+    )
+    replica = Replica.start(config)
+    yield replica
+    replica.stop()
+
+
+def test_greedy_tokens_are_those_of_generate(replica, tiny_model, many_prompts):
+    import torch
+
+    requests = make_requests(many_prompts, temperature=0.0)
+    random.Random(1).shuffle(requests)
+    before = replica.engine.stats().scheduler.num_preemptions
+    tokens = run(replica, requests)
+    assert replica.engine.stats().scheduler.num_preemptions > before, "the memory was meant to be too small"
+    model = hugging_face(tiny_model("llama"))
+    model.generation_config.eos_token_id = None
+    for i, prompt in enumerate(many_prompts):
+        whole = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
+        assert tokens[f"r{i}"] == whole[0, len(prompt) :].tolist()
+
+
+def test_seeded_tokens_are_the_same_alone_and_in_a_batch_of_33(replica, many_prompts):
+    requests = make_requests(many_prompts, temperature=0.8, top_k=50, top_p=0.95)
+    together = run(replica, requests)
+    for request in requests[::4]:
+        assert run(replica, [request]) == {request.request_id: together[request.request_id]}
+
+
+def test_a_continued_request_goes_on_with_the_tokens_it_would_have_had(replica, many_prompts):
+    requests = make_requests(many_prompts[:8], temperature=0.8)
+    whole = run(replica, requests)
+    for number, request in enumerate(requests):
+        cut = 1 + 4 * number
+        output = tuple(whole[request.request_id][:cut])
+        rest = EngineRequest(
+            request_id="rest",
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=request.sampling_params,
+            output_token_ids=output,
+        )
+        assert run(replica, [rest])["rest"] == whole[request.request_id][cut:]
+
+
+def test_nothing_is_left_behind(replica):
+    load = replica.engine.stats().load
+    assert load.num_free_blocks == load.num_total_blocks
+    assert load.num_running == load.num_waiting == 0

@@ -1,0 +1,152 @@
+"""What the tests of the dispatch core share: a text state without a tokenizer, and a core with its time and actions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.config import LimitsConfig, RouterConfig
+from router.dispatch import Dispatch
+from router.events import (
+    Action,
+    AttemptDelta,
+    AttemptRejection,
+    Deliver,
+    Fail,
+    ReplicaFacts,
+    SendAbort,
+    SendSubmit,
+    StepNews,
+)
+from worker.errors import HoldfastError, ReplicaError
+from worker.request import EngineLoad, EngineRequest, FinishReason, Priority, SamplingParams
+
+NO_LOAD = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=9, num_total_blocks=9)
+
+
+def load(num_running: int = 0, num_waiting: int = 0) -> EngineLoad:
+    return EngineLoad(
+        num_running=num_running, num_waiting=num_waiting, num_waiting_tokens=0, num_free_blocks=9, num_total_blocks=9
+    )
+
+
+@dataclass(frozen=True)
+class Piece:
+    text: str
+    num_tokens: int
+    stopped: bool = False
+
+
+@dataclass
+class LetterText:
+    """Token 0 is "a", 25 is "z"; output stops after the token `stop_at`. The last letter is always held back."""
+
+    stop_at: int | None = None
+    held_back: str = ""
+
+    def push(self, token_ids: Sequence[int]) -> Piece:
+        kept = list(token_ids)
+        stopped = self.stop_at in kept
+        if stopped:
+            kept = kept[: kept.index(self.stop_at) + 1]
+        text = self.held_back + "".join(chr(ord("a") + token_id % 26) for token_id in kept)
+        self.held_back = "" if stopped else text[-1:]
+        return Piece(text if stopped else text[:-1], len(kept), stopped)
+
+    def finish(self) -> str:
+        return self.held_back
+
+
+@dataclass
+class Core:
+    """A `Dispatch` with a clock that is moved by hand. Replicas are drawn in order: 0, 0, 0, ..."""
+
+    config: RouterConfig = field(default_factory=RouterConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    now: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.dispatch = Dispatch(self.config, self.limits, lambda n: 0)
+
+    def up(self, replica_id: str = "r", model: str = "m", load: EngineLoad = NO_LOAD) -> list[Action]:
+        return self._checked(self.dispatch.replica_up(facts(replica_id, model), load, self.now))
+
+    def down(self, replica_id: str = "r", error: HoldfastError | None = None) -> list[Action]:
+        error = error or ReplicaError(f"replica {replica_id} was lost")
+        return self._checked(self.dispatch.replica_down(replica_id, error, self.now))
+
+    def submit(
+        self,
+        request_id: str,
+        *,
+        model: str = "m",
+        priority: Priority = Priority.NORMAL,
+        timeout_s: float = 60.0,
+        stop_at: int | None = None,
+        num_prompt_tokens: int = 3,
+    ) -> list[Action]:
+        params = SamplingParams(seed=1, max_tokens=100)
+        request = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=(7,) * num_prompt_tokens,
+            sampling_params=params,
+            priority=priority,
+        )
+        deadline = self.now + timeout_s
+        text = LetterText(stop_at)
+        return self._checked(self.dispatch.submit(request, model=model, text=text, deadline=deadline, now=self.now))
+
+    def cancel(self, request_id: str) -> list[Action]:
+        return self._checked(self.dispatch.cancel(request_id, self.now))
+
+    def step(
+        self,
+        *deltas: AttemptDelta,
+        replica_id: str = "r",
+        rejections: Sequence[AttemptRejection] = (),
+        load: EngineLoad = NO_LOAD,
+    ) -> list[Action]:
+        news = StepNews(load=load, deltas=deltas, rejections=rejections)
+        return self._checked(self.dispatch.step(replica_id, news, self.now))
+
+    def tick(self, after_s: float = 0.0) -> list[Action]:
+        self.now += after_s
+        return self._checked(self.dispatch.tick(self.now))
+
+    def _checked(self, actions: list[Action]) -> list[Action]:
+        self.dispatch.check_integrity()
+        return actions
+
+
+def facts(replica_id: str = "r", model: str = "m", **changes: object) -> ReplicaFacts:
+    known = {
+        "max_model_len": 1000,
+        "vocab_size": 100,
+        "tensor_parallel_size": 2,
+        "block_size": 16,
+        "num_blocks": 9,
+        "row_invariant": True,
+    }
+    return ReplicaFacts(replica_id=replica_id, model=model, **(known | changes))
+
+
+def delta(attempt: int, first: int, *token_ids: int, finish: FinishReason | None = None) -> AttemptDelta:
+    return AttemptDelta(attempt=attempt, first_token_index=first, token_ids=token_ids, finish_reason=finish)
+
+
+def sent(actions: Sequence[Action]) -> SendSubmit:
+    """The one submission among `actions`."""
+    (submission,) = [action for action in actions if isinstance(action, SendSubmit)]
+    return submission
+
+
+def delivered(actions: Sequence[Action]) -> Deliver:
+    (delivery,) = [action for action in actions if isinstance(action, Deliver)]
+    return delivery
+
+
+def failure(actions: Sequence[Action]) -> Fail:
+    (fail,) = [action for action in actions if isinstance(action, Fail)]
+    return fail
+
+
+def aborts(actions: Sequence[Action]) -> list[tuple[str, int]]:
+    return [(action.replica_id, action.attempt) for action in actions if isinstance(action, SendAbort)]

@@ -1,0 +1,133 @@
+"""A router on loopback with fake replicas behind it, and clients in front: what the tests of the whole router share."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from holdfast_pb import inference_pb2, inference_pb2_grpc
+from router.config import LimitsConfig, RouterConfig
+from router.directory import StaticDirectory
+from router.router import Router
+from tests.fakes import FakeReplica, byte_tokenizer
+
+
+@dataclass
+class Site:
+    """One router and what is around it."""
+
+    router: Router
+    directory: StaticDirectory
+    replicas: list[FakeReplica]
+    channel: grpc.aio.Channel
+
+    @property
+    def stub(self) -> inference_pb2_grpc.InferenceStub:
+        return inference_pb2_grpc.InferenceStub(self.channel)
+
+    async def until_up(self, num_replicas: int) -> None:
+        """Returns once the router has that many replicas."""
+
+        async def is_so() -> bool:
+            load = await self.stub.GetLoad(inference_pb2.GetLoadRequest())
+            return len(load.replicas) == num_replicas
+
+        await eventually(is_so)
+
+    async def until_idle(self) -> None:
+        """Returns once the router and its replicas have nothing open."""
+
+        async def is_so() -> bool:
+            return self.router.num_open == 0 and not any(replica.running for replica in self.replicas)
+
+        await eventually(is_so)
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not await condition():
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def site(
+    *replicas: FakeReplica, config: RouterConfig | None = None, limits: LimitsConfig | None = None
+) -> AsyncIterator[Site]:
+    """Up when all replicas are. Leaving it checks that nothing is left over: requests, links, tasks."""
+    directory = StaticDirectory(replica.endpoint for replica in replicas)
+    router = await Router.start(
+        config or RouterConfig(max_reconnect_s=0.1),
+        limits or LimitsConfig(),
+        directory,
+        load_tokenizer=byte_tokenizer,
+    )
+    channel = grpc.aio.insecure_channel(router.address, options=[("grpc.use_local_subchannel_pool", 1)])
+    place = Site(router, directory, list(replicas), channel)
+    try:
+        await place.until_up(len(replicas))
+        yield place
+        await place.until_idle()
+        router.check_integrity()
+    finally:
+        await channel.close()
+        await router.stop()
+        for replica in replicas:
+            await replica.kill()
+    assert router.num_open == 0
+    await eventually(nothing_else_runs)
+
+
+async def nothing_else_runs() -> bool:
+    return len(asyncio.all_tasks()) == 1
+
+
+def request(
+    prompt: str | list[int] = "hello", *, max_tokens: int = 8, seed: int = 1, **fields: object
+) -> inference_pb2.GenerateRequest:
+    given = {"text": prompt} if isinstance(prompt, str) else {"token_ids": inference_pb2.TokenIds(ids=prompt)}
+    params = inference_pb2.SamplingParams(max_tokens=max_tokens, seed=seed)
+    return inference_pb2.GenerateRequest(**({"sampling_params": params} | given | fields))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A failed call, with its details taken apart."""
+
+    code: str
+    message: str
+    reason: str
+    field: str | None
+    retry_after_s: float | None
+
+
+async def refusal(call: Awaitable[object]) -> Refusal:
+    """What a call that must fail says."""
+    try:
+        answer = await call
+    except grpc.aio.AioRpcError as error:
+        return taken_apart(error)
+    raise AssertionError(f"answered {answer}")
+
+
+def taken_apart(error: grpc.aio.AioRpcError) -> Refusal:
+    trailers = dict(error.trailing_metadata())
+    status = Status.FromString(trailers.get("grpc-status-details-bin", b""))
+    info, bad, retry = ErrorInfo(), BadRequest(), RetryInfo()
+    for detail in status.details:
+        for message in (info, bad, retry):
+            detail.Unpack(message)
+    return Refusal(
+        code=error.code().name,
+        message=error.details(),
+        reason=info.reason,
+        field=bad.field_violations[0].field if bad.field_violations else None,
+        retry_after_s=retry.retry_delay.ToTimedelta().total_seconds() if retry.HasField("retry_delay") else None,
+    )
+
+
+async def collected(call: AsyncIterator[inference_pb2.GenerateStreamResponse]) -> list:
+    return [chunk async for chunk in call]

@@ -1,0 +1,107 @@
+import pytest
+import torch
+
+from tests.fake_group import run_ranks
+from tests.parity.families import save_tiny_model
+from tests.parity.harness import worker_config
+from worker.config import CacheConfig, SchedulerConfig
+from worker.errors import ConfigurationError
+from worker.loading import full_step, load_parts
+from worker.memory import (
+    CPU_CACHE_LIMIT,
+    MemoryEstimator,
+    choose_num_blocks,
+    cpu_cache_bytes,
+    gpu_cache_bytes,
+    smallest_of_all_ranks,
+)
+from worker.parallelize import _Share
+from worker.weights import load_checkpoint, read_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    folders = {}
+
+    def folder(family):
+        if family not in folders:
+            folders[family] = save_tiny_model(family, tmp_path_factory.mktemp("model"))
+        return folders[family]
+
+    return folder
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_bigcode", "gpt_neox", "gpt_oss", "llama", "olmo2", "phi3"])
+def test_estimates_are_what_loading_finds(family, size, folder_of, monkeypatch):
+    placed = [0] * size
+
+    def place(share, tensor, plain=_Share._place):
+        local = plain(share, tensor)
+        placed[share._target.group.rank] += local.nbytes
+        return local
+
+    monkeypatch.setattr(_Share, "_place", place)
+    config = worker_config(folder_of(family), size)
+    parts = run_ranks(size, lambda group: load_parts(config, group, CPU, lambda *progress: None))
+    estimator = MemoryEstimator(config)
+    assert {estimator.kv_bytes_per_token} == {part.info.kv_bytes_per_token for part in parts}
+    assert [estimator.weight_bytes] * size == placed
+
+
+def test_an_estimate_reads_no_weights(folder_of, tmp_path):
+    (tmp_path / "config.json").write_text((folder_of("llama") / "config.json").read_text())
+    config = worker_config(tmp_path)
+    estimator = MemoryEstimator(config)
+    # 2 layers x 2 KV heads x (8 + 8) numbers of 4 bytes
+    assert estimator.kv_bytes_per_token == 256
+    parameters = load_checkpoint(folder_of("llama"), read_config(folder_of("llama"))).parameters()
+    assert estimator.weight_bytes == sum(parameter.nbytes for parameter in parameters)
+    assert estimator.max_model_len == 128
+
+
+def test_blocks_and_sequences_that_fit_are_counted_whole(folder_of):
+    estimator = MemoryEstimator(worker_config(folder_of("llama")))
+    block_bytes = 256 * 4
+    assert estimator.num_blocks(10 * block_bytes + 1) == 10
+    assert estimator.num_sequences(10 * block_bytes, num_tokens=9) == 3
+    assert estimator.num_sequences(10 * block_bytes, num_tokens=8) == 5
+
+
+def test_memory_settings_go_from_the_most_to_the_least_exact():
+    assert choose_num_blocks(CacheConfig(num_blocks=7, kv_cache_memory=1000), 500, 10, useful_blocks=3) == 7
+    assert choose_num_blocks(CacheConfig(kv_cache_memory=1000), 500, 10, useful_blocks=3) == 100
+    assert choose_num_blocks(CacheConfig(), 500, 10, useful_blocks=None) == 50
+    assert choose_num_blocks(CacheConfig(), 500, 10, useful_blocks=3) == 3
+
+
+def test_a_cache_without_room_for_a_block_is_a_wrong_setting():
+    with pytest.raises(ConfigurationError, match="has 9 bytes, and one block takes 10"):
+        choose_num_blocks(CacheConfig(kv_cache_memory=9), 500, 10, useful_blocks=None)
+
+
+def test_the_default_on_a_cpu_is_modest(monkeypatch):
+    monkeypatch.setattr("worker.memory._available_memory", lambda: 2**30)
+    assert cpu_cache_bytes() == 2**30 // 10
+    monkeypatch.setattr("worker.memory._available_memory", lambda: 2**40)
+    assert cpu_cache_bytes() == CPU_CACHE_LIMIT
+
+
+def test_a_gpu_gives_what_others_and_a_full_step_leave(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    assert gpu_cache_bytes(torch.device("cuda"), activation_bytes=100, utilization=0.9) == 400
+
+
+def test_ranks_agree_on_the_smallest_number():
+    assert run_ranks(3, lambda group: smallest_of_all_ranks(10 - group.rank, group, CPU)) == [8, 8, 8]
+
+
+def test_the_full_step_uses_up_both_budgets():
+    plan = full_step(SchedulerConfig(max_num_batched_tokens=70, max_num_seqs=40), block_size=4, max_model_len=32)
+    assert plan.num_tokens == 70
+    assert [len(sequence.token_ids) for sequence in plan.sequences] == [32, 32, 6]
+    assert sum(sequence.num_draws for sequence in plan.sequences) == 40
+    blocks = [block for sequence in plan.sequences for block in sequence.block_ids]
+    assert blocks == list(range(8 + 8 + 2))
