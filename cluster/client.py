@@ -38,6 +38,12 @@ _FINISH_REASONS: Final = {
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     inference_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
+_PRIORITIES: Final = {
+    Priority.CRITICAL: inference_pb2.PRIORITY_CRITICAL,
+    Priority.HIGH: inference_pb2.PRIORITY_HIGH,
+    Priority.NORMAL: inference_pb2.PRIORITY_NORMAL,
+    Priority.LOW: inference_pb2.PRIORITY_LOW,
+}
 _DEFAULT_RETRY_S: Final = 1.0
 
 
@@ -58,7 +64,7 @@ class AsyncClient:
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -96,12 +102,14 @@ class AsyncClient:
     async def get_load(self) -> inference_pb2.GetLoadResponse:
         """How busy the router and its replicas are. Raises as `stream` does."""
         with _translated():
-            return await self._stub.GetLoad(inference_pb2.GetLoadRequest())
+            load: inference_pb2.GetLoadResponse = await self._stub.GetLoad(inference_pb2.GetLoadRequest())
+            return load
 
     async def list_models(self) -> inference_pb2.ListModelsResponse:
         """The models that are served, and by how many replicas. Raises as `stream` does."""
         with _translated():
-            return await self._stub.ListModels(inference_pb2.ListModelsRequest())
+            models: inference_pb2.ListModelsResponse = await self._stub.ListModels(inference_pb2.ListModelsRequest())
+            return models
 
 
 def _request(
@@ -116,7 +124,7 @@ def _request(
         model=model,
         request_id=request_id,
         sampling_params=_sampling_params(params),
-        priority=inference_pb2.Priority.Value(f"PRIORITY_{priority.name}"),
+        priority=_PRIORITIES[priority],
     )
     if isinstance(prompt, str):
         request.text = prompt
@@ -178,7 +186,7 @@ def _error(error: grpc.aio.AioRpcError) -> HoldfastError:
 
 
 def _retry_after_s(error: grpc.aio.AioRpcError) -> float:
-    status = rpc_status.from_call(error)
+    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # it asks for less than a Call
     info = RetryInfo()
     for detail in status.details if status is not None else ():
         if detail.Unpack(info):

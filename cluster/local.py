@@ -71,7 +71,7 @@ def _close_our_own() -> None:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux as well: one machine, on loopback
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=_token(), RAY_USAGE_STATS_ENABLED="0")
     if was_imported:
-        from ray._raylet import Config
+        from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 
         Config.initialize("")  # reads the environment again
 

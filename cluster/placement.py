@@ -53,7 +53,10 @@ class RankActor:
     """A rank that is not the leader, in a process of its own. `run` lasts as long as the rank lives."""
 
     def __init__(self) -> None:
-        import worker.model_runner  # noqa: F401  # takes seconds, which the leader needs for the same import
+        # Takes seconds, which the leader spends on the same imports.
+        import transformers.modeling_utils
+
+        import worker.model_runner  # noqa: F401
 
     def run(self, config: WorkerConfig, rank: int, rendezvous: str, has_gpu: bool) -> None:
         import torch

@@ -43,7 +43,7 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that has become certain."""
-        return "".join(self._push_one(token_id) for token_id in token_ids if self._has_text(token_id))
+        return "".join(self._push_one(token_id) for token_id in token_ids if token_id not in self._skipped)
 
     def finish(self) -> str:
         """What was held back. Bytes that still wait for the rest of their character become U+FFFD."""
@@ -82,14 +82,11 @@ class IncrementalDetokenizer:
 
     def _start_after(self, prompt: Sequence[int]) -> None:
         """Takes the end of the prompt as context, from the beginning of a character on."""
-        context = [token_id for token_id in prompt[-_MAX_CONTEXT:] if self._has_text(token_id)]
+        context = [token_id for token_id in prompt[-_MAX_CONTEXT:] if token_id not in self._skipped]
         while self._decode(context).startswith(_REPLACEMENT):
             context = context[1:]
         self._make_context(context)
         self._num_out = len(self._decode(context).rstrip(_REPLACEMENT))
-
-    def _has_text(self, token_id: int) -> bool:
-        return token_id not in self._skipped and token_id < self._tokenizer.vocab_size
 
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)

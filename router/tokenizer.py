@@ -91,7 +91,7 @@ class _FastCodec:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self.vocab_size = max([tokenizer.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
 
     @classmethod
@@ -120,7 +120,7 @@ class _SlowCodec:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self.vocab_size = max(tokenizer.get_vocab().values()) + 1
+        self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
         self.special_token_ids = frozenset(tokenizer.all_special_ids)
 
     @classmethod

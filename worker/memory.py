@@ -108,7 +108,9 @@ def _weight_bytes(model: Any, plan: ParallelPlan, dtype: torch.dtype) -> int:
             share = 1.0 if cut is None else cut.share
         itemsize = dtype.itemsize if parameter.dtype == stored_dtype else parameter.dtype.itemsize
         total += parameter.numel() * share * itemsize
-    return round(total)
+    saved = model.state_dict()
+    total += sum(buffer.nbytes for name, buffer in model.named_buffers() if name in saved)
+    return int(total)
 
 
 def _kv_values_per_token(config: Any, plan: ParallelPlan) -> int:

@@ -101,9 +101,7 @@ class LocalLauncher:
         context = multiprocessing.get_context("spawn")
         ranks = range(1, config.parallel.tensor_parallel_size)
         processes = [
-            context.Process(
-                target=_child, args=(config, rank, rendezvous, os.getpid()), name=f"rank-{rank}", daemon=True
-            )
+            context.Process(target=_child, args=(config, rank, rendezvous), name=f"rank-{rank}", daemon=True)
             for rank in ranks
         ]
         for process in processes:

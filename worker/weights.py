@@ -178,13 +178,14 @@ def _without_progress_bars() -> Iterator[None]:
 def _parameters_on_meta() -> Iterator[None]:
     """Parameters lose their storage as soon as a module takes them; buffers (rotary frequencies) stay computed.
 
-    Building on the meta device as a whole would lose the buffers that no checkpoint has.
+    Building on the meta device as a whole would lose the buffers that no checkpoint has. Modules that other threads
+    make meanwhile are left alone.
     """
-    register = nn.Module.register_parameter
+    register, builder = nn.Module.register_parameter, threading.get_ident()
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:
+        if parameter is not None and not parameter.is_meta and threading.get_ident() == builder:
             module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
 
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]

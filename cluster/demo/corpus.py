@@ -44,6 +44,7 @@ def _topics() -> list[tuple[float, list[Fact]]]:
         (22, [lessons.capital_fact(country) for country in COUNTRIES]),
         (16, list(lessons.countries())),
         (30, list(lessons.sums())),
+        (6, list(lessons.sums_in_words())),
         (5, list(lessons.differences())),
         (5, list(lessons.products())),
         (10, list(lessons.calendar())),

@@ -6,6 +6,10 @@ No sentences here: `lessons.py` says these things in several phrasings.
 from typing import Final, NamedTuple
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 class Country(NamedTuple):
     """A country as it stands inside a sentence, with its capital, currency and continent."""
 
@@ -178,114 +182,33 @@ SPANS: Final = (
 
 LETTERS: Final = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
-LETTER_WORDS: Final = [
-    "apple",
-    "bear",
-    "cat",
-    "dog",
-    "egg",
-    "fish",
-    "goat",
-    "house",
-    "ink",
-    "jam",
-    "kite",
-    "lion",
-    "moon",
-    "nest",
-    "owl",
-    "pig",
-    "queen",
-    "rain",
-    "sun",
-    "tree",
-    "umbrella",
-    "violin",
-    "water",
-    "xylophone",
-    "year",
-    "zebra",
-]
-
-GREEK: Final = (
-    ("alpha", "α"),
-    ("beta", "β"),
-    ("gamma", "γ"),
-    ("delta", "δ"),
-    ("epsilon", "ε"),
-    ("zeta", "ζ"),
-    ("eta", "η"),
-    ("theta", "θ"),
-    ("iota", "ι"),
-    ("kappa", "κ"),
-    ("lambda", "λ"),
-    ("mu", "μ"),
-    ("nu", "ν"),
-    ("xi", "ξ"),
-    ("omicron", "ο"),
-    ("pi", "π"),
-    ("rho", "ρ"),
-    ("sigma", "σ"),
-    ("tau", "τ"),
-    ("upsilon", "υ"),
-    ("phi", "φ"),
-    ("chi", "χ"),
-    ("psi", "ψ"),
-    ("omega", "ω"),
+LETTER_WORDS: Final = _words(
+    "apple bear cat dog egg fish goat house ink jam kite lion moon "
+    "nest owl pig queen rain sun tree umbrella violin water xylophone year zebra"
 )
 
-ORDINALS: Final = [
-    "first",
-    "second",
-    "third",
-    "fourth",
-    "fifth",
-    "sixth",
-    "seventh",
-    "eighth",
-    "ninth",
-    "tenth",
-    "eleventh",
-    "twelfth",
-    "thirteenth",
-    "fourteenth",
-    "fifteenth",
-    "sixteenth",
-    "seventeenth",
-    "eighteenth",
-    "nineteenth",
-    "twentieth",
-    "twenty-first",
-    "twenty-second",
-    "twenty-third",
-    "twenty-fourth",
-    "twenty-fifth",
-    "twenty-sixth",
-]
+GREEK: Final = tuple(
+    zip(
+        _words(
+            "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu "
+            "nu xi omicron pi rho sigma tau upsilon phi chi psi omega"
+        ),
+        "αβγδεζηθικλμνξοπρστυφχψω",
+        strict=True,
+    )
+)
 
-_UNITS: Final = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
-_TENS: Final = ["zero", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+ORDINALS: Final = _words(
+    "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth "
+    "sixteenth seventeenth eighteenth nineteenth twentieth twenty-first twenty-second twenty-third twenty-fourth "
+    "twenty-fifth twenty-sixth"
+)
+
+_UNITS: Final = _words(
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+)
+_TENS: Final = _words("zero ten twenty thirty forty fifty sixty seventy eighty ninety")
 
 
 def number_in_words(number: int) -> str:

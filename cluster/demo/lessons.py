@@ -115,6 +115,17 @@ def sums() -> Iterator[Fact]:
             yield _arithmetic(a, "+", "plus", total - a, total)
 
 
+def sums_in_words() -> Iterator[Fact]:
+    for a in range(11):
+        for b in range(11):
+            one, other, total = map(number_in_words, (a, b, a + b))
+            yield Fact(
+                statements=(sentence(f"{one} plus {other} is {total}"), sentence(f"{one} plus {other} equals {total}")),
+                questions=(f"What is {one} plus {other}?", f"How much is {one} plus {other}?"),
+                short_answer=sentence(total),
+            )
+
+
 def differences() -> Iterator[Fact]:
     for a in range(MAX_SUM // 2 + 1):
         for b in range(a + 1):

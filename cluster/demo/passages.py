@@ -6,47 +6,53 @@ Each function draws from `rng` alone, so that a seed gives the same text everywh
 
 import random
 from collections.abc import Callable
+from typing import Final
 
 from cluster.demo.facts import COUNTRIES, GREEK, LETTER_WORDS, LETTERS, MONTHS, WEEKDAYS, number_in_words
 from cluster.demo.lessons import MAX_SUM, sentence, with_article
 
-_NAMES = [
-    "Anna",
-    "Ben",
-    "Clara",
-    "David",
-    "Emma",
-    "Felix",
-    "Greta",
-    "Henry",
-    "Ida",
-    "Jonas",
-    "Lena",
-    "Max",
-    "Nora",
-    "Oscar",
-    "Paula",
-    "Tom",
-]
-_ANIMALS = ["fox", "hen", "duck", "goat", "bear", "owl", "frog", "mouse", "rabbit", "cat", "dog", "horse"]
-_MANNERS = ["little", "old", "brave", "clever", "quiet", "merry"]
-_PLACES = (
-    "the old mill", "the green hill", "the dark wood", "the long river", "the red house", "the stone bridge"
-)  # fmt: skip
-_TREASURES = ["a golden key", "a silver bell", "a red apple", "a warm coat", "a lost letter", "a blue stone"]
-_GOODS = ["apples", "bread", "cheese", "flowers", "honey", "milk", "pears", "salt", "tea", "wool"]
-_DEEDS = (
-    "planted a tree", "baked a cake", "wrote a letter", "painted a door", "read a book", "mended a chair",
-    "walked to the river", "visited a friend", "sang a song", "washed the windows",
-)  # fmt: skip
-_FLYERS = ["birds", "bees", "owls", "ducks", "swans"]
+_NAMES: Final = "Anna Ben Clara David Emma Felix Greta Henry Ida Jonas Lena Max Nora Oscar Paula Tom"
+_ANIMALS: Final = "fox hen duck goat bear owl frog mouse rabbit cat dog horse"
+_MANNERS: Final = "little old brave clever quiet merry"
+_GOODS: Final = "apples bread cheese flowers honey milk pears salt tea wool"
+_FLYERS: Final = "birds bees owls ducks swans"
+_PERCHES: Final = ("on the wall", "in the tree", "on the roof")
+_PLACES: Final = (
+    "the old mill",
+    "the green hill",
+    "the dark wood",
+    "the long river",
+    "the red house",
+    "the stone bridge",
+)
+_TREASURES: Final = (
+    "a golden key",
+    "a silver bell",
+    "a red apple",
+    "a warm coat",
+    "a lost letter",
+    "a blue stone",
+)
+_DEEDS: Final = (
+    "planted a tree",
+    "baked a cake",
+    "wrote a letter",
+    "painted a door",
+    "read a book",
+    "mended a chair",
+    "walked to the river",
+    "visited a friend",
+    "sang a song",
+    "washed the windows",
+)
 
 
 def counting(rng: random.Random) -> str:
-    """Numbers upwards, with the request that fits them on the first line."""
+    """Numbers upwards, sometimes with the request that fits them on the first line."""
     first, step = rng.choice(((1, 1), (1, 1), (0, 2), (0, 5), (0, 10), (rng.randint(2, 30), 1)))
     last = first + step * rng.choice((9, 19, 19, 29, 49, 99 if step == 1 and first == 1 else 9))
-    return f"{count_request(first, last, step)}\n{count_up(first, last, step)}"
+    numbers = count_up(first, last, step)
+    return rng.choice((numbers, f"{count_request(first, last, step)}\n{numbers}"))
 
 
 def count_request(first: int, last: int, step: int = 1) -> str:
@@ -87,15 +93,17 @@ def sums_of(rng: random.Random) -> str:
 
 
 def alphabet_text(rng: random.Random) -> str:
-    form = rng.randrange(4)
+    form = rng.randrange(5)
     if form == 0:
-        return f"The alphabet: {alphabet_line()}"
+        return alphabet_line()
     if form == 1:
         pairs = zip(LETTERS, LETTER_WORDS, strict=True)
         return "The alphabet in words:\n" + "\n".join(f"{letter} is for {word}." for letter, word in pairs)
     if form == 2:
         return "The Greek alphabet: " + ", ".join(f"{name} {sign}" for name, sign in GREEK) + "."
-    return "The alphabet in small letters: " + " ".join(LETTERS.lower()) + "."
+    if form == 3:
+        return "The alphabet in small letters: " + " ".join(LETTERS.lower()) + "."
+    return f"The alphabet: {alphabet_line()}"
 
 
 def alphabet_line() -> str:
@@ -103,7 +111,8 @@ def alphabet_line() -> str:
 
 
 def names_of_time(rng: random.Random) -> str:
-    return rng.choice((f"The days of the week are {weekdays_line()}", f"The months of the year are {months_line()}"))
+    kind, line = rng.choice((("days of the week", weekdays_line()), ("months of the year", months_line())))
+    return rng.choice((line, f"The {kind} are {line}"))
 
 
 def weekdays_line() -> str:
@@ -117,19 +126,19 @@ def months_line() -> str:
 
 def diary(rng: random.Random) -> str:
     """A week in the life of somebody, day by day."""
-    name = rng.choice(_NAMES)
+    name = rng.choice(_NAMES.split())
     lines = [f"A week with {name}."]
     for day in WEEKDAYS:
         if rng.random() < 0.5:
             lines.append(f"On {day}, {name} {rng.choice(_DEEDS)} and {rng.choice(_DEEDS)}.")
         else:
-            lines.append(f"On {day}, {name} went to the market and bought {rng.choice(_GOODS)}.")
+            lines.append(f"On {day}, {name} went to the market and bought {rng.choice(_GOODS.split())}.")
     return "\n".join([*lines, f"Then the week was over and {name} rested."])
 
 
 def journey(rng: random.Random) -> str:
     """From country to country, with what there is to know of each."""
-    name = rng.choice(_NAMES)
+    name = rng.choice(_NAMES.split())
     stops = rng.sample(COUNTRIES, rng.randint(3, 10))
     lines = [f"{name} goes on a journey."]
     for number, stop in enumerate(stops):
@@ -151,7 +160,7 @@ def country_text(country: tuple[str, str, str, str]) -> str:
 
 def song(rng: random.Random) -> str:
     """A counting song, verse by verse down to none."""
-    flyer, place = rng.choice(_FLYERS), rng.choice(("on the wall", "in the tree", "on the roof"))
+    flyer, place = rng.choice(_FLYERS.split()), rng.choice(_PERCHES)
     lines = []
     for number in range(rng.choice((5, 6, 8, 10)), 0, -1):
         noun = flyer if number > 1 else flyer[:-1]
@@ -165,7 +174,7 @@ def song(rng: random.Random) -> str:
 
 def story(rng: random.Random) -> str:
     """A tale of somebody who looks for something and meets others on the way; the company grows verse by verse."""
-    animals = rng.sample(_ANIMALS, rng.randint(3, 5))
+    animals = rng.sample(_ANIMALS.split(), rng.randint(3, 5))
     hero, treasure = animals[0], rng.choice(_TREASURES)
     places = rng.sample(_PLACES, len(animals))
     lines = [
@@ -190,7 +199,7 @@ def story(rng: random.Random) -> str:
 
 
 def _somebody(rng: random.Random, animal: str) -> str:
-    return with_article(f"{rng.choice(_MANNERS)} {animal}")
+    return with_article(f"{rng.choice(_MANNERS.split())} {animal}")
 
 
 def _listed(names: list[str]) -> str:

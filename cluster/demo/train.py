@@ -126,15 +126,18 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path, metadata: 
 
 
 def _texts(documents: Iterable[Document]) -> Iterator[str]:
+    """Each document without its first token, which `_encode` adds."""
     for document in documents:
-        yield document if isinstance(document, str) else render_chat(vocabulary.CHAT_TEMPLATE, document, False)
+        if isinstance(document, str):
+            yield document
+        else:
+            yield render_chat(vocabulary.CHAT_TEMPLATE, document, False, special_tokens={"bos_token": ""})
 
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Each document as the model will see it: begun, and ended by the token that says so."""
+    """Each document between the tokens of its beginning and its end."""
     begin, end = map(vocabulary.SPECIAL_TOKENS.index, (vocabulary.BEGIN_OF_TEXT, vocabulary.END_OF_TEXT))
-    encoded = (encoding.ids for encoding in tokenizer.encode_batch(texts, add_special_tokens=False))
-    return [[*([] if ids[0] == begin else [begin]), *ids, end] for ids in encoded]
+    return [[begin, *encoding.ids, end] for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
 def _batches(token_ids: Sequence[Sequence[int]], num_steps: int) -> Iterator[Tensor]:
@@ -188,7 +191,7 @@ def _optimizers(model: LlamaForCausalLM, recipe: Recipe) -> list[torch.optim.Opt
 
 def _schedule(step: int, num_steps: int, num_warmup: int = 40) -> float:
     """Share of the peak learning rate: up in a straight line, then down to nothing."""
-    return min((step + 1) / num_warmup, (num_steps - step) / (num_steps - num_warmup))
+    return min((step + 1) / num_warmup, 1 - step / num_steps)
 
 
 def _scale_learning_rates(optimizers: Sequence[torch.optim.Optimizer], share: float) -> None:

@@ -2,11 +2,12 @@ import asyncio
 import os
 import queue
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -14,13 +15,14 @@ import pytest
 from cluster.client import AsyncClient
 from worker.request import FinishReason, SamplingParams
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
+LIMIT_S = 150
 LONG = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True)
 
 
 class Command:
-    """A running `holdfast` command and the lines it prints."""
+    """A running command of ours and the lines it prints."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -30,14 +32,9 @@ class Command:
         self._news: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._news.put(line.rstrip())
-        self._news.put(None)
-
     def wait_for(self, pattern: str) -> "re.Match[str]":
-        while (line := self._news.get(timeout=120)) is not None:
+        """The first match in a line that is still to come."""
+        while (line := self._news.get(timeout=LIMIT_S)) is not None:
             self.lines.append(line)
             if found := re.search(pattern, line):
                 return found
@@ -45,24 +42,35 @@ class Command:
 
     def finish(self) -> str:
         """All that was printed, once the command has ended."""
-        self.process.wait(60)
-        while (line := self._news.get(timeout=10)) is not None:
+        self.process.wait(LIMIT_S)
+        while (line := self._news.get(timeout=LIMIT_S)) is not None:
             self.lines.append(line)
         return "\n".join(self.lines)
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._news.put(line.rstrip())
+        self._news.put(None)
+
 
 @pytest.fixture
-def served() -> Iterator[tuple[Command, str]]:
-    """`holdfast serve` with one replica of one rank, and the address of its router."""
-    command = Command("cluster.cli", "serve", "--replicas", "1", "--port", "0")
-    try:
-        yield command, command.wait_for(r"gRPC on (\S+:\d+)").group(1)
-    finally:
+def start() -> Iterator[Callable[..., Command]]:
+    """Starts a command, and kills it in the end if it is still there."""
+    commands: list[Command] = []
+
+    def start_one(*arguments: str) -> Command:
+        commands.append(Command(*arguments))
+        return commands[-1]
+
+    yield start_one
+    for command in commands:
         if command.process.poll() is None:
-            command.process.kill()
+            for process in [*command.descendants(), command.process]:
+                process.kill()
 
 
 async def _stream_through_a_signal(address: str, process: "subprocess.Popen[str]") -> tuple[int, FinishReason | None]:
@@ -76,29 +84,46 @@ async def _stream_through_a_signal(address: str, process: "subprocess.Popen[str]
     return num_tokens, finish_reason
 
 
-def test_serve_prints_a_command_that_works_and_a_signal_lets_streams_finish(served: tuple[Command, str]):
-    command, address = served
-    tried = command.wait_for(r"try: holdfast (.*)").group(1)
-    prompt = tried.split('"')[1]
-    shown = subprocess.run(
-        [sys.executable, "-m", "cluster.cli", "generate", "--server", address, prompt], capture_output=True, text=True
-    )
+def assert_all_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert alive == []
+
+
+def test_serve_prints_a_command_that_works_and_a_signal_lets_streams_finish(start: Callable[..., Command]):
+    command = start("cluster.cli", "serve", "--replicas", "1", "--port", "0")
+    tried = shlex.split(command.wait_for(r"try: holdfast (.*)").group(1))
+    shown = subprocess.run([sys.executable, "-m", "cluster.cli", *tried], capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.strip()
+    address = tried[tried.index("--server") + 1]
     processes = command.descendants()
     assert asyncio.run(_stream_through_a_signal(address, command.process)) == (150, FinishReason.LENGTH)
     printed = command.finish()
     assert command.process.returncode == 0, printed
     assert "Traceback" not in printed
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert alive == []
+    assert_all_gone(processes)
 
 
-def test_the_demo_streams_four_prompts_and_exits_cleanly():
-    command = Command("cluster.demo.run")
+def test_an_interrupt_while_starting_leaves_nothing_behind(start: Callable[..., Command]):
+    command = start("cluster.cli", "serve", "--port", "0")
+    command.wait_for(r"starting processes")
+    processes = command.descendants()
+    assert processes
+    command.process.send_signal(signal.SIGINT)
+    printed = command.finish()
+    assert command.process.returncode == 130, printed
+    assert "Traceback" not in printed
+    assert_all_gone(processes)
+
+
+def test_the_demo_streams_four_prompts_and_exits_cleanly(start: Callable[..., Command]):
+    command = start("cluster.demo.run")
+    command.wait_for(r"up after")
+    processes = command.descendants()
     printed = command.finish()
     print(printed)
     assert command.process.returncode == 0, printed
     assert all(re.search(rf"^\[{number}\]", printed, re.MULTILINE) for number in (1, 2, 3, 4))
     assert "tokens/s" in printed
     assert "Traceback" not in printed
+    assert_all_gone(processes)

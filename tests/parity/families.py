@@ -59,7 +59,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "glm4": {},
     "glm4_moe": {**MOE, **ROUTED},
     "gpt2": MHA,
-    "gpt_bigcode": {"head_dim": ...},
+    "gpt_bigcode": {"head_dim": ..., "num_key_value_heads": ...},
     "gpt_neox": MHA,
     "gpt_oss": {**WINDOWS, **MOE, "num_local_experts": 4, "rope_parameters": YARN},
     "granite": {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0},

@@ -5,8 +5,8 @@ import random
 import threading
 
 import pytest
-from tests.parity.harness import hugging_face
 
+from tests.parity.harness import hugging_face
 from worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from worker.engine import EngineUpdate
 from worker.errors import HoldfastError

@@ -58,6 +58,7 @@ async def site(
     *replicas: FakeReplica, config: RouterConfig | None = None, limits: LimitsConfig | None = None
 ) -> AsyncIterator[Site]:
     """Up when all replicas are. Leaving it checks that nothing is left over: requests, links, tasks."""
+    tasks_before = asyncio.all_tasks()
     directory = StaticDirectory(replica.endpoint for replica in replicas)
     router = await Router.start(
         config or RouterConfig(max_reconnect_s=0.1),
@@ -78,11 +79,11 @@ async def site(
         for replica in replicas:
             await replica.kill()
     assert router.num_open == 0
-    await eventually(nothing_else_runs)
 
+    async def nothing_is_left() -> bool:
+        return asyncio.all_tasks() <= tasks_before
 
-async def nothing_else_runs() -> bool:
-    return len(asyncio.all_tasks()) == 1
+    await eventually(nothing_is_left)
 
 
 def request(

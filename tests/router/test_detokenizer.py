@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models
 
 from router.detokenizer import IncrementalDetokenizer
 from router.tokenizer import Tokenizer
@@ -81,14 +83,19 @@ def test_never_half_a_character(root: Path, kind: str) -> None:
     assert len(deltas) > 6, "the emoji was spread over several tokens"
 
 
-def test_text_before_half_a_character_is_not_held_back(tmp_path: Path) -> None:
+@pytest.fixture(scope="session")
+def fox_and_a_half(root: Path) -> tuple[Tokenizer, int]:
+    """A tokenizer and its token of `fox` and the first byte of an emoji."""
     fast = sample.byte_level()
-    half = "fox" + "ð"  # how byte-level BPE writes the first byte of an emoji
-    fast.add_tokens([half])
-    sample.write(tmp_path, fast)
-    tokenizer = Tokenizer.load(str(tmp_path))
-    rest = tokenizer.encode("👍", add_special_tokens=False)[1:]
-    deltas = stream(tokenizer, [fast.token_to_id(half), *rest])
+    token = "fox" + "ð"  # how byte-level BPE writes that byte
+    fast.add_tokens([token])
+    sample.write(root / "fox_and_a_half", fast)
+    return Tokenizer.load(str(root / "fox_and_a_half")), fast.token_to_id(token)
+
+
+def test_text_before_half_a_character_is_not_held_back(fox_and_a_half: tuple[Tokenizer, int]) -> None:
+    tokenizer, half = fox_and_a_half
+    deltas = stream(tokenizer, [half, *tokenizer.encode("👍", add_special_tokens=False)[1:]])
     assert deltas[0] == "fox"
     assert "".join(deltas) == "fox👍"
 
@@ -142,11 +149,18 @@ def test_a_prompt_that_ends_within_a_character_is_not_repeated(root: Path) -> No
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_a_long_prompt_of_such_characters_makes_no_difference(root: Path, kind: str) -> None:
+def test_only_whole_characters_of_the_prompt_are_context(root: Path, kind: str) -> None:
     tokenizer = sample.loaded(kind, root)
-    prompt = tokenizer.encode("日本" * 5, add_special_tokens=False)
-    output = tokenizer.encode("the 日本 fox", add_special_tokens=False)
-    assert "".join(stream(tokenizer, output, context=prompt)).strip() == "the 日本 fox"
+    token_ids = tokenizer.encode("👍" * 8, add_special_tokens=False)
+    cut = len(token_ids) - 4
+    assert "".join(stream(tokenizer, token_ids[cut:], context=token_ids[:cut])) == "👍"
+
+
+def test_ids_without_a_token_leave_no_trace(tmp_path: Path) -> None:
+    fast = Fast(models.BPE(vocab={"▁the": 0, "▁fox": 2}, merges=[]))
+    fast.decoder = decoders.Metaspace()
+    sample.write(tmp_path, fast)
+    assert "".join(stream(Tokenizer.load(str(tmp_path)), [0, 1, 2, 3, 2])) == "the fox fox"
 
 
 @pytest.mark.parametrize("text", ["the quick fox " * 200, "日本👍" * 200], ids=["words", "bytes"])
@@ -167,3 +181,12 @@ def test_bytes_that_never_become_a_character_are_not_hoarded(root: Path, kind: s
     assert "".join(deltas) == "\ufffd" * 1000
     assert len(deltas[-1]) < 30
     assert counting.num_decoded < 100 * 1000
+
+
+@pytest.mark.parametrize("num_lone", range(18, 30))
+def test_characters_after_such_bytes_come_whole(fox_and_a_half: tuple[Tokenizer, int], num_lone: int) -> None:
+    tokenizer, half = fox_and_a_half
+    thumb = tokenizer.encode("👍", add_special_tokens=False)
+    lone = [thumb[1]] * num_lone
+    for token_ids in ([*lone, *thumb], [*lone, half, *thumb[1:]]):
+        assert "".join(stream(tokenizer, token_ids)) == tokenizer.decode(token_ids)

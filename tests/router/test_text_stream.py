@@ -82,6 +82,12 @@ def test_what_was_held_back_comes_with_finish(tokenizer: Tokenizer) -> None:
     assert stream.finish() == "fox"
 
 
+def test_half_a_character_comes_after_what_was_held_back(tokenizer: Tokenizer) -> None:
+    half = tokenizer.encode("👍", add_special_tokens=False)[:2]
+    text, _, stopped = run(tokenizer, ["fox!"], [[*tokenizer.encode("the fox"), *half]])
+    assert (text, stopped) == ("the fox\ufffd", False)
+
+
 def test_an_emoji_can_be_a_stop_string(tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode("fox 👍 hen", add_special_tokens=False)
     text, num_tokens, stopped = run(tokenizer, ["👍"], [token_ids])

@@ -88,7 +88,7 @@ def test_a_pure_model_passes_bit_for_bit():
 
 @pytest.mark.parametrize("model", [MixesPackedRows, ForgetsBetweenSteps])
 def test_state_outside_the_cache_is_found(model):
-    with pytest.raises(UnsupportedModelError, match="'tiny'.*mixes tokens outside attention"):
+    with pytest.raises(UnsupportedModelError, match=r"'tiny'.*mixes tokens outside attention"):
         SelfCheck(INFO, model().run).passes_bitwise()
 
 

@@ -20,8 +20,22 @@ from worker.step_batch import StepBatch
 _TRIED_KEYS = (64, 320, 576, 1088)
 """Numbers of keys a trial attends to: torch walks keys in steps of 512, so both sides of one and two of them."""
 
-_TRIED_TOKENS = (1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63)
-"""Numbers of tokens of a chunk in a trial; the whole tile has 64."""
+_TRIED_CHUNKS = (
+    (1, 1),
+    (1, 3),
+    (2, 1),
+    (2, 3),
+    (3, 1),
+    (4, 3),
+    (5, 1),
+    (7, 1),
+    (8, 3),
+    (16, 1),
+    (17, 1),
+    (33, 1),
+    (48, 1),
+)
+"""Chunks in a trial: tokens of a sequence, and sequences in the batch. The whole tile has 64 tokens."""
 
 _CANDIDATES = (
     *(RowRule(multiple_of=rows) for rows in (4, 8, 16, 32)),
@@ -228,13 +242,12 @@ def _rows_agree(spec: KVSpec, rule: RowRule, dtype: torch.dtype, device: torch.d
     for num_keys in _TRIED_KEYS:
         tile_start = num_keys - TILE_TOKENS
         whole = attend(query, [tile_start])
-        for count in _TRIED_TOKENS:
+        for count, company in _TRIED_CHUNKS:
             first = (TILE_TOKENS - count) // 2
-            part = query[first : first + count]
-            for company in (1, 3):
-                output = attend(part.repeat(company, 1, 1), [tile_start + first] * company)
-                if not torch.equal(output, whole[first : first + count].repeat(company, 1, 1)):
-                    return False
+            part = slice(first, first + count)
+            output = attend(query[part].repeat(company, 1, 1), [tile_start + first] * company)
+            if not torch.equal(output, whole[part].repeat(company, 1, 1)):
+                return False
     return True
 
 

@@ -1,0 +1,38 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster.cli import run
+from router.tokenizer import Tokenizer
+
+
+def test_generate_prints_the_completion_and_what_it_took(
+    tiny_model: Path,
+    greedy_by_hugging_face: Callable[[list[int], int], list[int]],
+    capsys: pytest.CaptureFixture[str],
+):
+    tokenizer = Tokenizer.load(str(tiny_model))
+    expected = tokenizer.decode(greedy_by_hugging_face(tokenizer.encode("hello"), 6))
+    capsys.readouterr()
+    settings = ["--model", str(tiny_model), "--dtype", "float32", "--num-threads", "1", "--num-blocks", "16"]
+    assert run(["generate", "hello", "--max-tokens", "6", *settings]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == expected + "\n"
+    assert "6 tokens in" in shown.err
+    assert "ended by length" in shown.err
+
+
+def test_estimate_says_what_a_model_needs(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(["estimate", str(tiny_model), "--dtype", "float32", "--kv-cache-memory", "1MiB"]) == 0
+    shown = capsys.readouterr().out
+    assert "512 B a token" in shown  # 2 layers x 2 KV heads x 16 values x key and value x 4 bytes
+    assert "1 MiB" in shown
+    assert "128 blocks" in shown
+    assert "8 sequences of 256 tokens" in shown
+
+
+def test_a_model_that_is_not_there_is_a_mistake_of_the_caller(capsys: pytest.CaptureFixture[str]):
+    for command in (["generate", "hello", "--model"], ["estimate"], ["serve"]):
+        assert run([*command, "/nowhere/model"]) == 2
+        assert "/nowhere/model" in capsys.readouterr().err

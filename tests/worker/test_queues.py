@@ -1,0 +1,104 @@
+"""Sequences keep their order of service, and blocks change hands whole."""
+
+import pytest
+
+from worker.block_allocator import BlockAllocator
+from worker.queues import SequenceQueues
+from worker.request import EngineRequest, Priority, SamplingParams
+from worker.sequence import Sequence, SequenceStatus
+
+
+def make_queues(*priorities: Priority) -> SequenceQueues:
+    """Queues in which sequences 0, 1, ... wait, each with a prompt of 6 tokens in a cache of 4-token blocks."""
+    queues = SequenceQueues(BlockAllocator(16, 4))
+    for sequence_id, priority in enumerate(priorities):
+        request = EngineRequest(
+            request_id=str(sequence_id),
+            prompt_token_ids=(1, 2, 3, 4, 5, 6),
+            sampling_params=SamplingParams(seed=1),
+            priority=priority,
+        )
+        queues.add(Sequence(sequence_id, request, max_model_len=50, eos_token_ids=frozenset()))
+    return queues
+
+
+def ids(sequences: list[Sequence]) -> list[int]:
+    return [sequence.sequence_id for sequence in sequences]
+
+
+def test_both_queues_stand_by_priority_then_arrival():
+    queues = make_queues(Priority.LOW, Priority.NORMAL, Priority.HIGH, Priority.NORMAL)
+    assert ids(queues.waiting) == [2, 1, 3, 0]
+    queues.admit_first(2)
+    queues.admit_first(2)
+    assert (ids(queues.running), ids(queues.waiting)) == ([2, 1], [3, 0])
+    queues.check_integrity()
+
+
+def test_a_preempted_sequence_stands_in_its_old_place_without_blocks():
+    queues = make_queues(Priority.NORMAL, Priority.NORMAL, Priority.NORMAL)
+    queues.admit_first(2)
+    queues.admit_first(2)
+    sequence = queues.preempt_last()
+    assert (sequence.status, sequence.block_ids) == (SequenceStatus.WAITING, ())
+    assert (ids(queues.running), ids(queues.waiting)) == ([0], [1, 2])
+    assert (queues.allocator.num_used, queues.num_preemptions) == (2, 1)
+    queues.check_integrity()
+
+
+def test_tokens_lost_twice_are_known_as_far_as_they_ever_went():
+    queues = make_queues(Priority.NORMAL)
+    for num_computed in (5, 2):
+        queues.admit_first(2).num_computed_tokens = num_computed
+        sequence = queues.preempt_last()
+    assert (sequence.num_discarded_tokens, sequence.num_computed_tokens) == (5, 0)
+
+
+def test_growing_adds_a_block_at_the_end():
+    queues = make_queues(Priority.NORMAL)
+    sequence = queues.admit_first(2)
+    queues.grow(sequence)
+    assert sequence.block_ids == (0, 1, 2)
+
+
+@pytest.mark.parametrize("num_admitted", [0, 1])
+def test_a_removed_sequence_is_gone_with_its_blocks(num_admitted):
+    queues = make_queues(Priority.NORMAL, Priority.NORMAL)
+    sequence = queues.waiting[0]
+    for _ in range(num_admitted):
+        queues.admit_first(2)
+    queues.remove(sequence)
+    assert (ids(queues.waiting + queues.running), sequence.status) == ([1], SequenceStatus.FINISHED)
+    assert queues.allocator.num_used == 0
+
+
+def test_a_finished_sequence_wastes_all_its_slots_until_it_is_released():
+    queues = make_queues(Priority.NORMAL, Priority.NORMAL)
+    finished, _ = queues.admit_first(2), queues.admit_first(2)
+    assert queues.num_wasted_slots() == 2 + 2
+    finished.status = SequenceStatus.FINISHED
+    assert queues.num_wasted_slots() == 8 + 2
+    queues.release_finished()
+    assert (ids(queues.running), queues.allocator.num_used) == ([1], 2)
+
+
+def test_check_integrity_finds_a_block_with_two_owners():
+    queues = make_queues(Priority.NORMAL, Priority.NORMAL)
+    first, second = queues.admit_first(2), queues.admit_first(2)
+    second.block_ids = first.block_ids
+    with pytest.raises(AssertionError, match="block 0 has 2 owners and a reference count of 1"):
+        queues.check_integrity()
+
+
+def test_check_integrity_finds_a_block_without_its_owner():
+    queues = make_queues(Priority.NORMAL)
+    queues.admit_first(2).block_ids = (0,)
+    with pytest.raises(AssertionError, match="block 1 has 0 owners and a reference count of 1"):
+        queues.check_integrity()
+
+
+def test_check_integrity_finds_one_who_jumped_the_line():
+    queues = make_queues(Priority.NORMAL, Priority.NORMAL)
+    queues.waiting.reverse()
+    with pytest.raises(AssertionError, match="0 stands behind its turn"):
+        queues.check_integrity()
