@@ -9,11 +9,13 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cluster.bundled_model import located
 from cluster.completion import Callback, Completion
+from cluster.config import HoldfastConfig, load_config
+from cluster.config_sources import mapping_layer
 from cluster.outputs import RequestOutput
 from router.request import derived_seed
 from router.text_stream import TextStream
@@ -52,6 +54,9 @@ class RequestHandle:
 class InferenceEngine:
     """One replica and the text around it. Thread-safe. Usable as a context manager.
 
+    `config` is a tree of settings as in a configuration file (`{"parallel": {"tensor_parallel_size": 2}}`), or one that
+    has been checked. Raises `ConfigurationError` for what is wrong in it. `model` comes before what it says.
+
     Same model, settings and `seed`, and the same requests in the same order, give the same outputs: a request without a
     seed of its own gets one derived from `seed` and its number.
     """
@@ -59,16 +64,13 @@ class InferenceEngine:
     def __init__(
         self,
         model: str | None = None,
-        config: WorkerConfig | None = None,
+        config: WorkerConfig | Mapping[str, object] | None = None,
         *,
         seed: int = 0,
         launcher: RankLauncher | None = None,
         progress: Progress | None = None,
     ) -> None:
-        config = config or WorkerConfig()
-        if model is not None:
-            config = config.model_copy(update={"model": config.model.model_copy(update={"model": model})})
-        self._config = located(config)
+        self._config = located(_worker_config(model, config))
         self._seed = seed
         self._launcher = launcher
         self._progress = progress
@@ -166,6 +168,14 @@ class InferenceEngine:
         if self._replica is None or self._delivery is None:
             raise RequestAbortedError("the engine is not running: call start(), or use it in a `with` block")
         return self._replica, self._delivery
+
+
+def _worker_config(model: str | None, config: WorkerConfig | Mapping[str, object] | None) -> WorkerConfig:
+    if not isinstance(config, WorkerConfig):
+        config = load_config(mapping_layer(HoldfastConfig, config or {}, "InferenceEngine(...)")).config.worker
+    if model is None:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"model": model})})
 
 
 class _Delivery:

@@ -4,6 +4,7 @@ The replica's actor is the leader and sits in bundle 0; rank i is a child actor 
 anything of Serve, and what a rank does (`worker/rank.py`).
 """
 
+import importlib
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
@@ -21,6 +22,7 @@ Resources = Mapping[str, float]
 
 Strategy = Literal["STRICT_PACK", "PACK"]
 
+SLOW_IMPORTS: Final = ("torch", "transformers.modeling_utils", "worker.model_runner")
 KILL_WAIT_S: Final = 5.0
 
 
@@ -53,10 +55,8 @@ class RankActor:
     """A rank that is not the leader, in a process of its own. `run` lasts as long as the rank lives."""
 
     def __init__(self) -> None:
-        # Takes seconds, which the leader spends on the same imports.
-        import transformers.modeling_utils
-
-        import worker.model_runner  # noqa: F401
+        for module in SLOW_IMPORTS:  # while the leader imports them too
+            importlib.import_module(module)
 
     def run(self, config: WorkerConfig, rank: int, rendezvous: str, has_gpu: bool) -> None:
         import torch

@@ -5,6 +5,7 @@ What may live here: driving Ray and Serve from outside. What may not: what runs 
 
 import asyncio
 import logging
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ def serving(config: HoldfastConfig, report: Report) -> Iterator[Serving]:
     stops routers and replicas; then our own Ray, and with it every process. Must run on the main thread. Raises
     `ConfigurationError` for what cannot work, `ReplicaError` where Serve gives up.
     """
-    _check_folder(config)
+    _check_here(config)
     config = share_cores(config)
     report("starting Ray", 0, 1)
     with ray_connection(config.cluster, num_cpus_of_our_own(config)):
@@ -55,11 +56,18 @@ def serving(config: HoldfastConfig, report: Report) -> Iterator[Serving]:
             _delete(config.cluster.namespace)
 
 
-def _check_folder(config: HoldfastConfig) -> None:
-    """A mistyped folder is better told now than by a process that takes half a minute to start."""
-    model = config.model.model
-    if config.cluster.address is None and model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+def _check_here(config: HoldfastConfig) -> None:
+    """Mistakes that are better told now than by a process that takes half a minute to start."""
+    model, cluster = config.model.model, config.cluster
+    if cluster.address is not None:
+        return
+    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
         raise ConfigurationError(f"model.model = {model!r}: there is no such folder")
+    for port in range(cluster.port, cluster.port + cluster.routers) if cluster.port else ():
+        try:
+            socket.create_server((cluster.host or LOOPBACK, port)).close()
+        except OSError as error:
+            raise ConfigurationError(f"cluster.port = {cluster.port}: port {port} is not free ({error})") from error
 
 
 def _deploy(config: HoldfastConfig, report: Report) -> Any:

@@ -111,7 +111,8 @@ def _race(logits: Tensor, keys: Tensor) -> Tensor:
     if num_left * 8 > logits.shape[1]:
         token_ids = torch.arange(logits.shape[1], device=logits.device)
         return _log_speeds(logits, keys, token_ids).argmax(1)
-    left, token_ids = logits.topk(num_left)
+    token_ids = logits.topk(num_left).indices.sort(dim=1).values
+    left = logits.gather(1, token_ids)
     return token_ids.gather(1, _log_speeds(left, keys, token_ids).argmax(1, keepdim=True)).squeeze(1)
 
 
@@ -123,8 +124,8 @@ def _log_speeds(logits: Tensor, keys: Tensor, token_ids: Tensor) -> Tensor:
 
 def noise_key(seed: int, position: int, stream: int) -> int:
     """The 32-bit key of one draw's noise. `seed` has up to 63 bits."""
-    key = _mix(seed & _MASK ^ position * _POSITION_PRIME & _MASK)
-    return _mix(key ^ seed >> 32 ^ stream * _STREAM_PRIME & _MASK)
+    key = _mix((seed & _MASK) ^ (position * _POSITION_PRIME & _MASK))
+    return _mix(key ^ (seed >> 32) ^ (stream * _STREAM_PRIME & _MASK))
 
 
 def noise(keys: Tensor, token_ids: Tensor) -> Tensor:
@@ -140,9 +141,9 @@ def noise(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 def _mix(bits: int) -> int:
     """`noise`'s finalizer for one number."""
-    bits = (bits ^ bits >> 16) * 0x85EBCA6B & _MASK
-    bits = (bits ^ bits >> 13) * 0xC2B2AE35 & _MASK
-    return bits ^ bits >> 16
+    bits = ((bits ^ (bits >> 16)) * 0x85EBCA6B) & _MASK
+    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & _MASK
+    return bits ^ (bits >> 16)
 
 
 def _tokens(token_ids: Tensor) -> list[int]:

@@ -44,9 +44,9 @@ def run(config: HoldfastConfig) -> None:
     """Serves until a signal comes. Interrupted while it starts, raises `KeyboardInterrupt`."""
     from cluster.serving import serving
 
-    signal.signal(signal.SIGTERM, _interrupt)
     started_s = time.monotonic()
     with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
         with progress(sys.stderr) as report:
             cluster = stack.enter_context(serving(config, report))
         _announce(cluster, config, time.monotonic() - started_s)

@@ -4,11 +4,11 @@ A dialogue is a list of messages, as a chat client would send them with the answ
 """
 
 import random
-from collections.abc import Sequence
 
 from cluster.demo import passages
+from cluster.demo.curriculum import Curriculum
 from cluster.demo.facts import COUNTRIES, LETTER_WORDS, LETTERS
-from cluster.demo.lessons import Fact, capital_fact, currency_fact
+from cluster.demo.lessons import capital_fact, currency_fact
 
 Messages = list[dict[str, str]]
 
@@ -42,7 +42,7 @@ SMALL_TALK = (
 )
 
 
-def dialogue(rng: random.Random, draw_fact: "DrawFact") -> Messages:
+def dialogue(rng: random.Random, curriculum: Curriculum) -> Messages:
     """One to three turns, one time in six under a system message."""
     messages: Messages = []
     if rng.random() < 1 / 6:
@@ -51,19 +51,24 @@ def dialogue(rng: random.Random, draw_fact: "DrawFact") -> Messages:
     if num_turns > 1 and rng.random() < 0.35:
         return messages + _follow_up(rng, num_turns)
     for _ in range(num_turns):
-        messages += _turn(rng, draw_fact)
+        messages += _turn(rng, curriculum)
     return messages
 
 
-def _turn(rng: random.Random, draw_fact: "DrawFact") -> Messages:
+def _turn(rng: random.Random, curriculum: Curriculum) -> Messages:
     kind = rng.random()
     if kind < 0.8:
-        fact = draw_fact(rng)
-        return _exchange(rng.choice(fact.questions), fact.answer)
+        fact = curriculum.draw(rng)
+        return _exchange(_as_typed(rng, rng.choice(fact.questions)), fact.answer)
     if kind < 0.9:
         questions, answer = rng.choice(SMALL_TALK)
         return _exchange(rng.choice(questions), answer)
     return _instruction(rng)
+
+
+def _as_typed(rng: random.Random, question: str) -> str:
+    """People do not always write capital letters and question marks."""
+    return question.lower().rstrip("?.") if rng.random() < 0.1 else question
 
 
 def _follow_up(rng: random.Random, num_turns: int) -> Messages:
@@ -83,14 +88,13 @@ def _follow_up(rng: random.Random, num_turns: int) -> Messages:
 
 def _instruction(rng: random.Random) -> Messages:
     """Something longer to write."""
-    first, last = rng.choice(((1, 5), (1, 10), (1, 10), (1, 20), (1, 50), (1, 100), (5, 15), (10, 30)))
     factor = rng.randint(2, 12)
     country = rng.choice(COUNTRIES)
     words = " ".join(f"{letter} is for {word}." for letter, word in zip(LETTERS, LETTER_WORDS, strict=True))
     request, answer = rng.choice(
         (
-            (passages.count_request(first, last), passages.count_up(first, last)),
-            (f"Count to {last}.", passages.count_up(1, last)),
+            passages.counting_on_request(rng),
+            passages.counting_on_request(rng),
             (rng.choice(("Say the alphabet.", "What is the alphabet?")), passages.alphabet_line()),
             ("Say the alphabet with words.", words),
             (rng.choice(("Name the days of the week.", "What are the days of the week?")), passages.weekdays_line()),
@@ -106,15 +110,3 @@ def _instruction(rng: random.Random) -> Messages:
 
 def _exchange(question: str, answer: str) -> Messages:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-class DrawFact:
-    """Draws a fact: first a topic by its weight, then one of the topic's facts."""
-
-    def __init__(self, topics: Sequence[tuple[float, Sequence[Fact]]]) -> None:
-        self._weights = [weight for weight, _ in topics]
-        self._topics = [tuple(facts) for _, facts in topics]
-
-    def __call__(self, rng: random.Random) -> Fact:
-        (topic,) = rng.choices(self._topics, self._weights)
-        return rng.choice(topic)

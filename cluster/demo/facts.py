@@ -156,18 +156,18 @@ MIXTURES: Final = (
 WEEKDAYS: Final = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 
 MONTHS: Final = (
-    ("January", 31),
-    ("February", 28),
-    ("March", 31),
-    ("April", 30),
-    ("May", 31),
-    ("June", 30),
-    ("July", 31),
-    ("August", 31),
-    ("September", 30),
-    ("October", 31),
-    ("November", 30),
-    ("December", 31),
+    ("January", "31"),
+    ("February", "28 or 29"),
+    ("March", "31"),
+    ("April", "30"),
+    ("May", "31"),
+    ("June", "30"),
+    ("July", "31"),
+    ("August", "31"),
+    ("September", "30"),
+    ("October", "31"),
+    ("November", "30"),
+    ("December", "31"),
 )
 
 SPANS: Final = (

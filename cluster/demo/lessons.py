@@ -66,7 +66,6 @@ def capital_fact(country: Country) -> Fact:
             f"Which city is the capital of {name}?",
             f"Tell me the capital of {name}.",
             f"Name the capital of {name}.",
-            f"what is the capital of {name}",
         ),
         short_answer=sentence(capital),
     )
@@ -177,7 +176,7 @@ def alphabet() -> Iterator[Fact]:
 
 
 def everyday() -> Iterator[Fact]:
-    """Opposites, colours, animals and number words."""
+    """Opposites, colours and animals."""
     for one, other in OPPOSITES:
         yield _opposite(one, other)
         yield _opposite(other, one)
@@ -189,6 +188,9 @@ def everyday() -> Iterator[Fact]:
             short_answer=sentence(mixed),
         )
     yield from _animals()
+
+
+def number_words() -> Iterator[Fact]:
     for number in range(101):
         word = number_in_words(number)
         yield Fact(

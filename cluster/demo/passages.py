@@ -5,7 +5,8 @@ Each function draws from `rng` alone, so that a seed gives the same text everywh
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from cluster.demo.facts import COUNTRIES, GREEK, LETTER_WORDS, LETTERS, MONTHS, WEEKDAYS, number_in_words
@@ -49,10 +50,22 @@ _DEEDS: Final = (
 
 def counting(rng: random.Random) -> str:
     """Numbers upwards, sometimes with the request that fits them on the first line."""
-    first, step = rng.choice(((1, 1), (1, 1), (0, 2), (0, 5), (0, 10), (rng.randint(2, 30), 1)))
-    last = first + step * rng.choice((9, 19, 19, 29, 49, 99 if step == 1 and first == 1 else 9))
+    first, step = rng.choice(((1, 1), (1, 1), (rng.randint(2, 50), 1), (0, 2), (0, 5), (0, 10)))
+    last = first + step * _num_steps(rng)
     numbers = count_up(first, last, step)
     return rng.choice((numbers, f"{count_request(first, last, step)}\n{numbers}"))
+
+
+def counting_on_request(rng: random.Random) -> tuple[str, str]:
+    """A request to count, and the numbers."""
+    first = rng.choice((1, 1, 1, rng.randint(2, 50)))
+    last = first + _num_steps(rng)
+    request = count_request(first, last)
+    return rng.choice((request, f"Count to {last}.") if first == 1 else (request,)), count_up(first, last)
+
+
+def _num_steps(rng: random.Random) -> int:
+    return rng.choice((9, 19, 99, rng.randint(3, 12), rng.randint(8, 50)))
 
 
 def count_request(first: int, last: int, step: int = 1) -> str:
@@ -139,7 +152,7 @@ def diary(rng: random.Random) -> str:
 def journey(rng: random.Random) -> str:
     """From country to country, with what there is to know of each."""
     name = rng.choice(_NAMES.split())
-    stops = rng.sample(COUNTRIES, rng.randint(3, 10))
+    stops = rng.sample(COUNTRIES, rng.randint(2, 6))
     lines = [f"{name} goes on a journey."]
     for number, stop in enumerate(stops):
         opening = "The journey begins in" if number == 0 else rng.choice(("Next comes", "Then follows"))
@@ -174,7 +187,7 @@ def song(rng: random.Random) -> str:
 
 def story(rng: random.Random) -> str:
     """A tale of somebody who looks for something and meets others on the way; the company grows verse by verse."""
-    animals = rng.sample(_ANIMALS.split(), rng.randint(3, 5))
+    animals = rng.sample(_ANIMALS.split(), rng.randint(2, 5))
     hero, treasure = animals[0], rng.choice(_TREASURES)
     places = rng.sample(_PLACES, len(animals))
     lines = [
@@ -209,16 +222,19 @@ def _listed(names: list[str]) -> str:
     return ", the ".join(names[:-1]) + f" and the {names[-1]}"
 
 
-PASSAGES: tuple[Callable[[random.Random], str], ...] = (
-    counting,
-    countdown,
-    times_table,
-    worksheet,
-    sums_of,
-    alphabet_text,
-    names_of_time,
-    diary,
-    journey,
-    song,
-    story,
+PASSAGES: Final[Mapping[Callable[[random.Random], str], int]] = MappingProxyType(
+    {
+        counting: 3,
+        countdown: 1,
+        times_table: 2,
+        worksheet: 1,
+        sums_of: 1,
+        alphabet_text: 2,
+        names_of_time: 1,
+        diary: 1,
+        journey: 2,
+        song: 1,
+        story: 5,
+    }
 )
+"""The kinds of passages, and how often each comes up."""

@@ -1,3 +1,4 @@
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,3 +37,10 @@ def test_a_model_that_is_not_there_is_a_mistake_of_the_caller(capsys: pytest.Cap
     for command in (["generate", "hello", "--model"], ["estimate"], ["serve"]):
         assert run([*command, "/nowhere/model"]) == 2
         assert "/nowhere/model" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run(["serve", "--port", str(port)]) == 2
+    assert f"cluster.port = {port}" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from cluster.inference_engine import InferenceEngine
 from cluster.outputs import RequestOutput
 from worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from worker.errors import HoldfastError, InvalidRequestError, RequestAbortedError
+from worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, RequestAbortedError
 from worker.request import Priority, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -149,3 +149,11 @@ def test_stats_count_what_was_done(engine):
     engine.submit_request("hello", GREEDY).result(30)
     stats = engine.get_stats()
     assert (stats.num_requests, stats.num_tokens_generated) == (1, 10)
+
+
+def test_settings_may_be_given_as_in_a_file(tiny_model):
+    tree = {"model": {"dtype": "float32"}, "parallel": {"num_threads": 1}, "cache": {"num_blocks": 20, "block_size": 8}}
+    with InferenceEngine(str(tiny_model), tree) as engine:
+        assert (engine.info.num_blocks, engine.info.block_size) == (20, 8)
+    with pytest.raises(ConfigurationError, match=r"cache.blocks \(from InferenceEngine"):
+        InferenceEngine(str(tiny_model), {"cache": {"blocks": 20}})
