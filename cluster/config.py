@@ -29,7 +29,7 @@ class ClusterConfig(Settings):
     port: int = Field(50051, ge=0, le=65535, description="gRPC port of the first router; 0: any free port")
     address: str | None = Field(None, description="an existing Ray cluster to join (`auto`, host:port); unset: our own")
     namespace: str = Field("holdfast", min_length=1, description="Ray namespace and name of the Serve application")
-    cpus_per_rank: float = Field(1.0, ge=0, description="CPUs that Ray sets aside for each rank")
+    cpus_per_rank: float = Field(1.0, gt=0, description="CPUs that Ray sets aside for each rank")
     object_store_memory: Bytes = Field(100 * 2**20, ge=80 * 2**20, description="of our own Ray; no token goes there")
     drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running requests get when the cluster stops")
 

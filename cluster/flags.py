@@ -40,7 +40,7 @@ def takes_settings(*sections: str, without: tuple[str, ...] = ()) -> Callable[[C
         own = [item for item in inspect.signature(command).parameters.values() if item.name != "settings"]
         added = [_parameter(argument, path, field) for argument, (path, field) in flags.items()]
         parameters = [*own, *sorted(added, key=lambda item: item.annotation.__metadata__[0].group[0].sort_key)]
-        setattr(run, "__signature__", inspect.Signature(parameters, return_annotation=int))  # noqa: B010
+        run.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
         run.__annotations__ = {item.name: item.annotation for item in parameters}
         return run
 

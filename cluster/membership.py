@@ -14,7 +14,7 @@ from router.directory import ReplicaEndpoint
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 2.0
+_TIMEOUT_S = 1.0
 
 
 class Lease:
@@ -33,24 +33,25 @@ class Lease:
 
     async def flush(self) -> None:
         """Waits until the directory has been told, if there is one."""
-        with contextlib.suppress(Exception):  # as in `_keep`, which tries again
-            await asyncio.wait_for(_call(self._handle.renew, self.member), _TIMEOUT_S)
+        await self._tell(self._handle.renew, self.member)
 
     async def end(self) -> None:
-        """Takes the member out of the directory. Gives up soon if there is no directory any more."""
+        """Takes the member out of the directory. Gives up soon: the directory may be ending at the same time."""
         self._task.cancel()
-        with contextlib.suppress(Exception):  # the directory ends with us when the whole application is deleted
-            await asyncio.wait_for(_call(self._handle.remove, self.member.member_id), _TIMEOUT_S)
+        await self._tell(self._handle.remove, self.member.member_id)
 
     async def _keep(self) -> None:
         while True:
             self._changed.clear()
-            try:
-                await asyncio.wait_for(_call(self._handle.renew, self.member), _TIMEOUT_S)
-            except Exception as error:  # Ray raises many kinds while a directory is replaced; the next turn tries again
-                logger.warning("the directory did not answer: %s", error)
+            await self._tell(self._handle.renew, self.member)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), RENEW_S)
+
+    async def _tell(self, method: Any, argument: object) -> None:
+        try:
+            await asyncio.wait_for(_call(method, argument), _TIMEOUT_S)
+        except Exception as error:  # Ray raises many kinds while a directory is replaced; a later turn tries again
+            logger.info("the directory did not answer: %s", error)
 
 
 class WatchedDirectory:
@@ -78,7 +79,7 @@ class WatchedDirectory:
             try:
                 snapshot = await _call(self._handle.watch, seen_version)
             except Exception as error:  # as in `Lease`
-                logger.warning("the directory did not answer: %s", error)
+                logger.info("the directory did not answer: %s", error)
                 await asyncio.sleep(RENEW_S)
             else:
                 assert isinstance(snapshot, Snapshot)

@@ -43,7 +43,7 @@ def choose_strategy(bundle: Resources, num_ranks: int, num_replicas: int, nodes:
 
 
 def _ranks_that_fit(node: Resources, bundle: Resources) -> int:
-    return int(min((node.get(kind, 0) // amount for kind, amount in bundle.items() if amount > 0), default=1_000_000))
+    return int(min(node.get(kind, 0) // amount for kind, amount in bundle.items()))
 
 
 def node_resources() -> list[dict[str, float]]:

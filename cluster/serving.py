@@ -6,6 +6,7 @@ What may live here: driving Ray and Serve from outside. What may not: what runs 
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def serving(config: HoldfastConfig, report: Report) -> Iterator[Serving]:
         try:
             yield _wait_until_up(config, directory, report)
         finally:
-            _delete(config.cluster.namespace)
+            _delete(config)
 
 
 def _check_here(config: HoldfastConfig) -> None:
@@ -90,11 +91,18 @@ def _deploy(config: HoldfastConfig, report: Report) -> Any:
     return serve.get_deployment_handle(DIRECTORY, name)
 
 
-def _delete(name: str) -> None:
+def _delete(config: HoldfastConfig) -> None:
     """Ends the application, and waits for that. Serve itself stays: others may use it, or it ends with our own Ray."""
     from ray import serve
 
-    serve.delete(name)
+    deadline_s = time.monotonic() + config.cluster.drain_timeout_s
+    while True:
+        try:
+            serve.delete(config.cluster.namespace)
+            return
+        except TimeoutError:  # after a minute, which a long drain may take
+            if time.monotonic() > deadline_s:
+                raise
 
 
 def _wait_until_up(config: HoldfastConfig, directory: Any, report: Report) -> Serving:
@@ -177,7 +185,7 @@ class StartUp:
     def _show_replica(self, member: Member, before: Member | None) -> None:
         replicas = [known for known in self._seen.values() if known.role is Role.REPLICA]
         number = next(index for index, known in enumerate(replicas, 1) if known.member_id == member.member_id)
-        name = f"replica {number}/{self._num_replicas}"
+        name = f"replica {number}/{max(number, self._num_replicas)}"
         if before is not None and before.phase != member.phase:
             self._report(f"{name}: {before.phase}", 1, 1)
         if member.address is None:

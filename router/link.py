@@ -170,12 +170,16 @@ def _is_cancelled() -> bool:
 
 
 def _channel_options(config: RouterConfig) -> list[tuple[str, int]]:
-    """A ping after a short silence finds a peer that has gone without a word, as when a node loses its network."""
+    """A ping after a short silence finds a peer that has gone without a word, as when a node loses its network.
+
+    Newer gRPC waits `ping_timeout_ms` for the answer (a minute, if unset), older gRPC `keepalive_timeout_ms`.
+    """
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", round(config.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(config.keepalive_timeout_s * 1000)),
+        ("grpc.http2.ping_timeout_ms", round(config.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # Each session dials for itself; a pool shared by the process would impose its own, longer pauses.

@@ -72,7 +72,7 @@ class FakeReplica:
         cls, replica_id: str = "r0", model: str = "fake", *, step_s: float = 0.001, port: int = 0
     ) -> "FakeReplica":
         replica = cls(replica_id, model, step_s)
-        options = [("grpc.so_reuseport", 0), ("grpc.http2.min_recv_ping_interval_without_data_ms", 50)]
+        options = [("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 50)]
         replica._server = grpc.aio.server(options=options)
         engine_pb2_grpc.add_EngineServicer_to_server(replica, replica._server)
         replica.port = replica._server.add_insecure_port(f"127.0.0.1:{port}")

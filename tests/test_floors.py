@@ -31,7 +31,8 @@ def imports(path: Path, *, lazy: bool = True) -> frozenset[str]:
     inside = {id(node) for function in functions for node in ast.walk(function)}
     counted = [node for node in nodes if lazy or id(node) not in inside]
     plain = [alias.name for node in counted if isinstance(node, ast.Import) for alias in node.names]
-    return frozenset(plain + [node.module or RELATIVE for node in counted if isinstance(node, ast.ImportFrom)])
+    origins = [node for node in counted if isinstance(node, ast.ImportFrom)]
+    return frozenset(plain + [RELATIVE if node.level else node.module for node in origins])
 
 
 def tops(path: Path, *, lazy: bool = True) -> set[str]:

@@ -81,8 +81,8 @@ class ContinuousBatching:
         shares: list[Share] = []
         while queues.waiting and budget > 0 and len(queues.running) < self._max_num_running:
             num_blocks = queues.allocator.num_blocks_for(len(queues.waiting[0].token_ids))
-            # Blocks for all of its tokens at once, and one more for everyone who runs already: a newcomer often stands at
-            # the end of the order and would be the next victim, its prefill in vain, as soon as the others grow.
+            # Blocks for all of its tokens at once, and one more for everyone who runs already: a newcomer mostly stands
+            # at the end of the order and would be the next victim, its prefill in vain, as soon as the others grow.
             if num_blocks + len(queues.running) > queues.allocator.num_free:
                 break
             sequence = queues.admit_first(num_blocks)

@@ -111,7 +111,7 @@ class Engine:
 
     def attach(self, listener: StepListener) -> None:
         """From now on `listener` hears of every step. Raises `ReplicaError` if the engine has ended."""
-        self._post(lambda: self._listeners.setdefault(listener, _Mailbox()))
+        self._post(lambda: self._attach(listener))
 
     def detach(self, listener: StepListener) -> None:
         """`listener` hears nothing more, and its requests are aborted."""
@@ -212,6 +212,9 @@ class Engine:
         self._owner[request.request_id] = listener
         if finished is not None:
             self._keep(finished)
+
+    def _attach(self, listener: StepListener) -> None:
+        self._listeners.setdefault(listener, _Mailbox())
 
     def _abort(self, request_id: str) -> None:
         delta = self._scheduler.abort(request_id)

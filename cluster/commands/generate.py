@@ -18,7 +18,7 @@ from worker.request import SamplingParams
 _SAMPLING = Group.create_ordered("Sampling")
 
 
-@takes_settings("model", "parallel", "cache", "scheduler")
+@takes_settings("model", "parallel", "cache", "scheduler", without=("model.seed",))
 def generate(
     prompt: Annotated[str, Parameter(help="the text to go on from; - reads it from stdin")],
     /,
@@ -31,7 +31,7 @@ def generate(
     temperature: Annotated[float, Parameter(group=_SAMPLING, help="0 takes the likeliest token every time")] = 0.0,
     top_k: Annotated[int, Parameter(group=_SAMPLING, help="draw among the k best; 0 for all")] = 0,
     top_p: Annotated[float, Parameter(group=_SAMPLING, help="draw among the best with this mass")] = 1.0,
-    sampling_seed: Annotated[int, Parameter(group=_SAMPLING, help="key of the draws")] = 0,
+    seed: Annotated[int, Parameter(group=_SAMPLING, help="key of the draws")] = 0,
     stop: Annotated[list[str] | None, Parameter(group=_SAMPLING, negative=(), help="text that ends the output")] = None,
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
     settings: Layer,
@@ -45,7 +45,7 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        seed=sampling_seed,
+        seed=seed,
         max_tokens=max_tokens,
         stop=stop or (),
     )

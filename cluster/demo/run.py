@@ -24,13 +24,8 @@ from cluster.serving import serving
 from worker.config import ParallelConfig
 from worker.request import SamplingParams
 
-PROMPTS: Final = (
-    "The capital of France is",
-    "The currency of Japan is",
-    "Monday, Tuesday,",
-    "Three plus four is",
-)
-PARAMS: Final = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+PROMPTS: Final = ("The capital of France is", "The months of the year are", "The alphabet:", "Once upon a time")
+PARAMS: Final = SamplingParams(temperature=0.0, max_tokens=96)
 
 _LINE_TOKENS: Final = 12
 """Without a terminal, so many tokens make a line."""
@@ -126,7 +121,8 @@ class LinePrinter:
         num_new = grown.num_tokens - self._num_shown.get(grown.number, 0)
         if num_new >= _LINE_TOKENS or grown.is_finished:
             self._num_shown[grown.number] = grown.num_tokens
-            line = f"[{grown.number}] {grown.num_tokens:3d} tokens: {grown.prompt}{grown.text}"
+            text = " ".join(f"{grown.prompt}{grown.text}".split())
+            line = f"[{grown.number}] {grown.num_tokens:3d} tokens: {text}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -27,10 +27,6 @@ def test_the_scarcest_resource_decides():
     assert choose_strategy(GPU_RANK, 4, 2, [node]) == "PACK"
 
 
-def test_ranks_that_need_nothing_fit_anywhere():
-    assert choose_strategy({"CPU": 0.0}, 8, 8, [{"CPU": 1.0}]) == "STRICT_PACK"
-
-
 @pytest.mark.parametrize(
     ("device", "nodes", "expected"),
     [

@@ -43,9 +43,9 @@ def test_each_rank_holds_its_own_heads_and_all_know_the_same_facts(tiny_model):
 def test_ranks_in_processes_of_their_own_draw_the_same_tokens(tiny_model, prompts):
     config = worker_config(tiny_model("llama"), 2)
     rendezvous = f"tcp://127.0.0.1:{pick_port()}"
-    other = multiprocessing.get_context("spawn").Process(target=run_rank, args=(config, 1, rendezvous, "cpu"))
+    other = multiprocessing.get_context("spawn").Process(target=run_rank, args=(config, 1, rendezvous))
     other.start()
-    group = DistributedGroup(0, 2, rendezvous)
+    group = DistributedGroup(0, 2, rendezvous, start_timeout_s=60)
     try:
         leader = LeaderRunner(ModelRunner.load(config, group, device=torch.device("cpu")), group)
         leader.keep_alive()

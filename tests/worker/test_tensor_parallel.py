@@ -1,9 +1,11 @@
-"""Sums in rank order, orders of any length, and a lost rank heard of at once: among threads and among real processes."""
+"""Sums in rank order, orders of any length, a lost rank heard of at once: among threads and among real processes."""
 
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import numpy as np
@@ -66,116 +68,112 @@ def test_a_failing_thread_ends_the_others():
         run_ranks(3, on_rank)
 
 
-# Real processes. Each function below runs on every rank, and what it returns comes back to the test.
+# Real processes: the same three live through one group after another. What each returns comes back to the test.
 
 
-def _exchange(rank: int, size: int, rendezvous: str) -> dict[str, Any]:
-    group = DistributedGroup(rank, size, rendezvous)
+def _exchange(rank: int, rendezvous: str) -> dict[str, Any]:
+    group = DistributedGroup(rank, 3, rendezvous)
     x = torch.tensor([[1e8, -1e8, 1.0][rank], float(rank)])
     big = np.arange(3 * FIRST_PART) ** 2
-    lengths = []
-    for message in (np.arange(3), big, big[: FIRST_PART - 1], big[:FIRST_PART], big[:0]):
-        received = group.broadcast(message if rank == 0 else None)
-        assert np.array_equal(received, message)
-        lengths.append(len(received))
+    messages = (np.arange(3), big, big[: FIRST_PART - 1], big[:FIRST_PART], big[:0])
     result = {
+        "obeyed": [np.array_equal(group.broadcast(message if rank == 0 else None), message) for message in messages],
         "sum": group.all_reduce(x.clone()).tolist(),
         "half_sum": group.all_reduce(x.bfloat16()).dtype,
         "gathered": group.all_gather(x[1:]).tolist(),
         "strided": group.all_gather(x.repeat(4).view(4, 2)[:, 1:], dim=0).shape,
-        "lengths": lengths,
     }
     group.close()
     return result
 
 
-def _lose_rank_two(rank: int, size: int, rendezvous: str) -> str:
-    """Rank 2 dies; the leader waits for it in a sum, rank 1 for the next order."""
-    group = DistributedGroup(rank, size, rendezvous)
-    group.all_reduce(torch.zeros(4))
+def _be_late(rank: int, rendezvous: str) -> str | list[int]:
+    """Ranks 1 and 2 never join the leader's sum, but await orders, which may take long."""
+    group = DistributedGroup(rank, 3, rendezvous, data_timeout_s=0.5)
+    if rank == 0:
+        heard = _what_is_heard(lambda: group.all_reduce(torch.zeros(4)))
+        group.broadcast(np.array([7]))
+        group.close()
+        return heard
+    order: list[int] = group.broadcast(None).tolist()
+    group.close()
+    return order
+
+
+def _lose_rank_two(rank: int, rendezvous: str) -> list[str]:
+    """Rank 2 dies while the others wait for it in a sum; then rank 1 awaits orders from a leader that has left."""
+    group = DistributedGroup(rank, 3, rendezvous)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        group.broadcast(None) if rank == 1 else group.all_reduce(torch.zeros(4))
-    except ReplicaError as error:
-        return f"ReplicaError: {error}"
-    return "nothing was noticed"
-
-
-def _wait_for_a_rank_that_is_busy(rank: int, size: int, rendezvous: str) -> str:
-    """Rank 1 never joins the sum, but awaits orders, which may take long."""
-    group = DistributedGroup(rank, size, rendezvous, data_timeout_s=0.5)
+    heard = [_what_is_heard(lambda: group.all_reduce(torch.zeros(4)))]
     if rank == 1:
-        return str(group.broadcast(None).tolist())
-    with pytest.raises(ReplicaError):
-        group.all_reduce(torch.zeros(4))
-    group.broadcast(np.array([7]))
-    group.close()
-    return "gave up"
+        heard.append(_what_is_heard(lambda: group.broadcast(None)))
+    return heard
 
 
-def _join_alone(rank: int, size: int, rendezvous: str) -> str:
-    with pytest.raises(ReplicaError, match="could not join"):
-        DistributedGroup(0, 2, rendezvous, start_timeout_s=0.5)
-    return "gave up"
+def _what_is_heard(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ReplicaError as error:
+        return str(error).partition(":")[0]
+    return "nothing"
+
+
+SCENARIOS = (_exchange, _be_late, _lose_rank_two)
+
+
+@pytest.fixture(scope="module")
+def lives() -> list[list[Any]]:
+    """For each rank what it returned from each scenario, and how it ended."""
+    context = multiprocessing.get_context("spawn")
+    rendezvous = [f"tcp://127.0.0.1:{pick_port()}" for _ in SCENARIOS]
+    pipes = [context.Pipe(duplex=False) for _ in range(3)]
+    processes = [context.Process(target=_live, args=(rank, rendezvous, pipes[rank][1])) for rank in range(3)]
+    for process, (_, writer) in zip(processes, pipes, strict=True):
+        process.start()
+        writer.close()
+    return [_life_of(process, reader) for process, (reader, _) in zip(processes, pipes, strict=True)]
+
+
+def _live(rank: int, rendezvous: list[str], writer: Connection) -> None:
+    torch.set_num_threads(1)
+    for scenario, place in zip(SCENARIOS, rendezvous, strict=True):
+        writer.send(scenario(rank, place))
+
+
+def _life_of(process: SpawnProcess, reader: Connection) -> list[Any]:
+    life: list[Any] = []
+    try:
+        while reader.poll(100):
+            life.append(reader.recv())
+        process.kill()
+    except EOFError:
+        pass
+    process.join()
+    return [*life, process.exitcode]
 
 
 @pytest.mark.slow
-def test_processes_sum_gather_and_obey():
-    for result in run_processes(3, _exchange):
+def test_processes_sum_gather_and_obey(lives):
+    for result in (life[0] for life in lives):
+        assert result["obeyed"] == [True] * 5
         assert result["sum"] == [1.0, 3.0]
         assert result["half_sum"] == torch.bfloat16
         assert result["gathered"] == [0.0, 1.0, 2.0]
         assert result["strided"] == (12, 1)
-        assert result["lengths"] == [3, 3 * FIRST_PART, FIRST_PART - 1, FIRST_PART, 0]
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_heard_of_by_all_others():
-    leader, follower, killed = run_processes(3, _lose_rank_two, timeout_s=30)
-    assert leader.startswith("ReplicaError: a rank of the replica was lost")
-    assert follower.startswith("ReplicaError: a rank of the replica was lost")
-    assert killed == f"exit code {-signal.SIGKILL}"
+def test_sums_have_a_deadline_and_orders_have_none(lives):
+    assert [life[1] for life in lives] == ["a rank of the replica was lost", [7], [7]]
 
 
 @pytest.mark.slow
-def test_sums_have_a_deadline_and_orders_have_none():
-    assert run_processes(2, _wait_for_a_rank_that_is_busy, timeout_s=30) == ["gave up", "[7]"]
+def test_a_killed_process_is_heard_of_by_all_others(lives):
+    lost = "a rank of the replica was lost"
+    assert [life[2:] for life in lives] == [[[lost], 0], [[lost, lost], 0], [-signal.SIGKILL]]
 
 
-@pytest.mark.slow
 def test_a_rank_whose_peers_never_come_gives_up():
-    assert run_processes(1, _join_alone, timeout_s=30) == ["gave up"]
-
-
-def run_processes(size: int, fn: Callable[[int, int, str], Any], timeout_s: float = 60.0) -> list[Any]:
-    """`fn(rank, size, rendezvous)` in a process per rank; what each returned, or how it ended, in rank order."""
-    context = multiprocessing.get_context("spawn")
-    rendezvous = f"tcp://127.0.0.1:{pick_port()}"
-    pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    processes = [
-        context.Process(target=_run, args=(fn, rank, size, rendezvous, pipes[rank][1])) for rank in range(size)
-    ]
-    for process, (_, writer) in zip(processes, pipes, strict=True):
-        process.start()
-        writer.close()
-    results = [_result(reader, process, timeout_s) for process, (reader, _) in zip(processes, pipes, strict=True)]
-    for process in processes:
-        process.join()
-    return results
-
-
-def _result(reader: Any, process: Any, timeout_s: float) -> Any:
-    if not reader.poll(timeout_s):
-        process.kill()
-        return "hung"
-    try:
-        return reader.recv()
-    except EOFError:
-        process.join()
-        return f"exit code {process.exitcode}"
-
-
-def _run(fn: Callable[[int, int, str], Any], rank: int, size: int, rendezvous: str, writer: Any) -> None:
-    torch.set_num_threads(1)
-    writer.send(fn(rank, size, rendezvous))
+    with pytest.raises(ReplicaError, match="could not join"):
+        DistributedGroup(0, 2, f"tcp://127.0.0.1:{pick_port()}", start_timeout_s=0.1)

@@ -1,0 +1,57 @@
+"""Requests and steps for the tests of the scheduler and its policies: every draw is a token of the test's choice."""
+
+from worker.config import SchedulerConfig
+from worker.plan import StepPlan, StepResult
+from worker.request import EngineRequest, Priority, SamplingParams, TokenDelta
+from worker.scheduler import Scheduler
+
+EOS, BLOCK_SIZE = 0, 4
+
+
+def make_scheduler(num_blocks=64, max_model_len=100, **config):
+    return Scheduler(
+        SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8, **config}),
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset({EOS}),
+    )
+
+
+def make_request(request_id, prompt_len=4, outputs=(), priority=Priority.NORMAL, **params):
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(range(100, 100 + prompt_len)),
+        output_token_ids=outputs,
+        priority=priority,
+        sampling_params=SamplingParams(**{"seed": 1, "max_tokens": 8, **params}),
+    )
+
+
+def make_result(plan: StepPlan, token_id=7) -> StepResult:
+    drawn = tuple((token_id,) * sequence.num_draws for sequence in plan.sequences)
+    return StepResult(step_id=plan.step_id, token_ids=drawn)
+
+
+def step(scheduler: Scheduler, token_id=7) -> tuple[StepPlan, list[TokenDelta]]:
+    """One step in which every draw is `token_id`."""
+    plan = scheduler.plan()
+    deltas = scheduler.commit(plan, make_result(plan, token_id))
+    scheduler.check_integrity()
+    return plan, deltas
+
+
+def run_to_end(scheduler: Scheduler) -> list[TokenDelta]:
+    deltas = []
+    while scheduler.has_work:
+        deltas += step(scheduler)[1]
+    return deltas
+
+
+def shares(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """Sequence id, first position and number of tokens of each sequence in a plan."""
+    return [(s.sequence_id, s.first_position, len(s.token_ids)) for s in plan.sequences]
+
+
+def members(plan: StepPlan) -> list[int]:
+    return [sequence.sequence_id for sequence in plan.sequences]

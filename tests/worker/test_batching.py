@@ -1,0 +1,123 @@
+"""Continuous batching: who gets a share of each step, and whose blocks go when they run out."""
+
+from tests.worker.scheduling import make_request, make_scheduler, members, run_to_end, shares, step
+from worker.request import Priority
+
+
+def test_a_prompt_is_computed_in_chunks_and_only_the_last_one_draws():
+    scheduler = make_scheduler(max_num_batched_tokens=3)
+    scheduler.add(make_request("a", prompt_len=7))
+    plans = [step(scheduler)[0] for _ in range(3)]
+    assert [shares(plan) for plan in plans] == [[(0, 0, 3)], [(0, 3, 3)], [(0, 6, 1)]]
+    assert [plan.sequences[0].num_draws for plan in plans] == [0, 0, 1]
+    assert [len(plan.sequences[0].block_ids) for plan in plans] == [1, 2, 2], "blocks of the positions so far"
+    assert plans[2].sequences[0].draw.first_output_index == 0
+
+
+def test_decodes_go_first_and_chunks_of_prompts_fill_the_rest_of_the_budget():
+    scheduler = make_scheduler(max_num_batched_tokens=6)
+    scheduler.add(make_request("a"))
+    step(scheduler)
+    scheduler.add(make_request("b", prompt_len=7))
+    scheduler.add(make_request("c", prompt_len=7))
+    assert shares(step(scheduler)[0]) == [(0, 4, 1), (1, 0, 5)]
+    assert shares(step(scheduler)[0]) == [(0, 5, 1), (1, 5, 2), (2, 0, 3)]
+
+
+def test_finished_sequences_leave_and_new_ones_join_at_every_step():
+    scheduler = make_scheduler(max_num_seqs=2)
+    for request_id, max_tokens in (("a", 1), ("b", 3), ("c", 2)):
+        scheduler.add(make_request(request_id, max_tokens=max_tokens))
+    assert [members(step(scheduler)[0]) for _ in range(3)] == [[0, 1], [1, 2], [1, 2]]
+    assert not scheduler.has_work
+
+
+def test_newcomers_are_admitted_by_priority_then_arrival():
+    scheduler = make_scheduler(max_num_seqs=1)
+    for request_id, priority in (
+        ("a", Priority.LOW),
+        ("b", Priority.NORMAL),
+        ("c", Priority.HIGH),
+        ("d", Priority.LOW),
+    ):
+        scheduler.add(make_request(request_id, priority=priority, max_tokens=1))
+    assert [delta.request_id for delta in run_to_end(scheduler)] == ["c", "b", "a", "d"]
+
+
+def test_blocks_are_allocated_for_the_tokens_there_are_not_for_those_to_come():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", prompt_len=5, max_tokens=40))
+    step(scheduler)
+    assert (scheduler.stats().num_used_blocks, scheduler.stats().num_wasted_slots) == (2, 2)
+    used = [(step(scheduler), scheduler.stats().num_used_blocks)[1] for _ in range(5)]
+    assert used == [2, 2, 2, 3, 3]
+
+
+def test_when_blocks_run_out_the_newest_of_the_lowest_priority_is_preempted():
+    scheduler = make_scheduler(num_blocks=10)
+    for request_id, priority in (
+        ("a", Priority.NORMAL),
+        ("b", Priority.LOW),
+        ("c", Priority.LOW),
+        ("d", Priority.HIGH),
+    ):
+        scheduler.add(make_request(request_id, priority=priority, max_tokens=12))
+    steps = [step(scheduler)[0] for _ in range(6)]
+    assert [len(plan.sequences) for plan in steps] == [4, 4, 4, 4, 4, 3]
+    assert members(steps[-1]) == [3, 0, 1], "c, the newest of LOW, had to go"
+    assert scheduler.stats().num_preemptions == 1
+
+
+def test_a_preempted_sequence_keeps_its_outputs_and_is_replayed_before_later_arrivals():
+    scheduler = make_scheduler(num_blocks=8)
+    for request_id in "abc":
+        scheduler.add(make_request(request_id, max_tokens=12))
+    while scheduler.stats().num_preemptions == 0:
+        step(scheduler)
+    scheduler.add(make_request("d"))
+    plan, _ = step(scheduler)
+    while 2 not in members(plan):
+        assert 3 not in members(plan)
+        plan, _ = step(scheduler)
+    replay = plan.sequences[0]
+    assert (replay.first_position, replay.token_ids) == (0, (100, 101, 102, 103, 7, 7, 7, 7, 7))
+    assert replay.draw.first_output_index == 5
+    assert scheduler.stats().num_tokens_recomputed == 8, "the last of its nine tokens had not been computed before"
+
+
+def test_a_newcomer_that_would_soon_be_preempted_again_is_not_admitted():
+    scheduler = make_scheduler(num_blocks=4)
+    scheduler.add(make_request("a", prompt_len=7, max_tokens=6))
+    step(scheduler)
+    scheduler.add(make_request("b", prompt_len=8, max_tokens=2))
+    assert scheduler.load().num_free_blocks == 2
+    assert members(step(scheduler)[0]) == [0], "b would fit now, but no longer once a needs its third block"
+    run_to_end(scheduler)
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_the_first_of_the_waiting_is_not_overtaken_by_one_that_fits():
+    scheduler = make_scheduler(num_blocks=6)
+    scheduler.add(make_request("a", prompt_len=8, max_tokens=5))
+    step(scheduler)
+    scheduler.add(make_request("big", prompt_len=16))
+    scheduler.add(make_request("small", prompt_len=1))
+    assert members(step(scheduler)[0]) == [0]
+
+
+def test_nobody_starves_under_a_flood_of_newcomers():
+    scheduler = make_scheduler(num_blocks=8, max_num_seqs=4)
+    scheduler.add(make_request("early", prompt_len=12, max_tokens=18))
+    for number in range(30):
+        scheduler.add(make_request(f"flood-{number}", max_tokens=20))
+        ended = {delta.request_id for delta in step(scheduler)[1] if delta.finish_reason}
+        if "early" in ended:
+            break
+    assert number == 17, "one token at every step from the first on"
+
+
+def test_all_prefills_and_decodes_go_on_with_fewer_tokens_in_a_step_than_sequences():
+    scheduler = make_scheduler(max_num_batched_tokens=2, max_num_seqs=8)
+    for request_id in "abc":
+        scheduler.add(make_request(request_id, prompt_len=6, max_tokens=6))
+    assert {delta.request_id for delta in run_to_end(scheduler) if delta.finish_reason} == set("abc")
