@@ -4,10 +4,11 @@ What the stock glue does not do: bytes that are no message (a string that is not
 rather than UNKNOWN, errors become statuses in one place, and a stream's generator is closed the moment its client goes.
 """
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
-from typing import Any, TypeAlias
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -55,22 +56,17 @@ def _tolerant_parser(method: MethodDescriptor) -> Callable[[bytes], Message | In
 
 def _unary(method: UnaryMethod) -> Callable[[Message | InvalidRequestError, Context], Awaitable[Message]]:
     async def call(request: Message | InvalidRequestError, context: Context) -> Message:
-        try:
+        async with _answering(context):
             return await method(_checked(request), context)
-        except Exception as error:
-            return await _abort(context, error)
 
     return call
 
 
 def _stream(method: StreamMethod) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
     async def call(request: Message | InvalidRequestError, context: Context) -> None:
-        try:
-            async with aclosing(method(_checked(request), context)) as messages:
-                async for message in messages:
-                    await context.write(message)
-        except Exception as error:
-            await _abort(context, error)
+        async with _answering(context), aclosing(method(_checked(request), context)) as messages:
+            async for message in messages:
+                await context.write(message)
 
     return call
 
@@ -81,10 +77,18 @@ def _checked(request: Message | InvalidRequestError) -> Message:
     return request
 
 
-async def _abort(context: Context, error: Exception) -> Any:
-    """Ends the call with the status of `error`. Raises, always; a client that has gone needs no status."""
-    if context.done():
-        raise error
+@asynccontextmanager
+async def _answering(context: Context) -> AsyncIterator[None]:
+    """Whatever is raised within becomes the call's status."""
+    try:
+        yield
+    except grpc.aio.BaseError as gone:
+        raise asyncio.CancelledError from gone  # there is nobody to write to any more
+    except Exception as error:
+        await _abort(context, error)
+
+
+async def _abort(context: Context, error: Exception) -> NoReturn:
     if not isinstance(error, HoldfastError):
         logger.error("a call failed by a fault of ours", exc_info=error)
         error = InternalError(f"the call failed by a fault of ours ({type(error).__name__})")

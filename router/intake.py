@@ -96,11 +96,11 @@ class Intake:
     async def _engine_request(self, wish: GenerationRequest, model: ModelStatus) -> EngineRequest:
         request_id = wish.request_id or uuid.uuid4().hex
         if isinstance(wish.prompt, str):
-            field, token_ids = "text", await self._tokenizers.encode(model.name, wish.prompt)
+            token_ids = await self._tokenizers.encode(model.name, wish.prompt)
         else:
-            field, token_ids = "token_ids", wish.prompt
-        _check_length(field, token_ids, model.facts)
-        _check_vocabulary(field, token_ids, model.facts)
+            token_ids = wish.prompt
+            _check_vocabulary("token_ids", token_ids, model.facts)
+        _check_length(wish.prompt, len(token_ids), model.facts)
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -117,18 +117,19 @@ def _resolved(params: SamplingParams, request_id: str, facts: ReplicaFacts) -> S
     return replace(params, seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, facts.vocab_size))
 
 
-def _check_length(field: str, token_ids: Sequence[int], facts: ReplicaFacts) -> None:
-    """A prompt must leave room for one token, and no tokenizer may have made nothing of it."""
-    if not token_ids:
-        raise InvalidRequestError(field, token_ids, "the prompt has no tokens")
-    if len(token_ids) < facts.max_sequence_len:
+def _check_length(prompt: str | tuple[int, ...], num_tokens: int, facts: ReplicaFacts) -> None:
+    """A prompt must leave room for one token, and the tokenizer must have made something of it."""
+    field = "text" if isinstance(prompt, str) else "token_ids"
+    if num_tokens == 0:
+        raise InvalidRequestError(field, prompt, "the prompt has no tokens")
+    if num_tokens < facts.max_sequence_len:
         return
-    length = f"the prompt has {len(token_ids)} tokens, and at least one more must fit"
+    length = f"the prompt has {num_tokens} tokens, and at least one more must fit"
     if facts.max_sequence_len == facts.max_model_len:
         limit = f"this model's maximum context length is {facts.max_model_len} tokens; {length}"
     else:
         limit = f"a replica's KV cache holds {facts.max_sequence_len} tokens; {length}"
-    raise InvalidRequestError(field, token_ids, limit)
+    raise InvalidRequestError(field, prompt, limit)
 
 
 def _check_vocabulary(field: str, token_ids: Sequence[int], facts: ReplicaFacts) -> None:

@@ -11,8 +11,8 @@ from typing import Final
 import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
-from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo  # type: ignore[import-untyped]
-from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
 
 from worker.errors import (
     CallerError,
@@ -20,6 +20,7 @@ from worker.errors import (
     ConfigurationError,
     DeadlineExceededError,
     HoldfastError,
+    InternalError,
     InvalidRequestError,
     QueueFullError,
     ReplicaError,
@@ -30,7 +31,7 @@ from worker.errors import (
 
 DOMAIN: Final = "holdfast"
 
-_CODES: Final[dict[type[HoldfastError], tuple[grpc.StatusCode, str]]] = {
+CODES: Final[dict[type[HoldfastError], tuple[grpc.StatusCode, str]]] = {
     InvalidRequestError: (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),
     UnknownModelError: (grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
     ConfigurationError: (grpc.StatusCode.FAILED_PRECONDITION, "CONFIGURATION"),
@@ -42,6 +43,7 @@ _CODES: Final[dict[type[HoldfastError], tuple[grpc.StatusCode, str]]] = {
     DeadlineExceededError: (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     # A caller that has cancelled hears nothing; what is left is a server that is stopping.
     RequestAbortedError: (grpc.StatusCode.UNAVAILABLE, "STOPPING"),
+    InternalError: (grpc.StatusCode.INTERNAL, "INTERNAL"),
     HoldfastError: (grpc.StatusCode.INTERNAL, "INTERNAL"),
 }
 
@@ -57,7 +59,7 @@ class CallStatus:
 
 def call_status(error: HoldfastError) -> CallStatus:
     """The status of an error; the most specific class in the table decides."""
-    code, reason = next(_CODES[kind] for kind in type(error).__mro__ if kind in _CODES)
+    code, reason = next(CODES[kind] for kind in type(error).__mro__ if kind in CODES)
     status = Status(code=code.value[0], message=str(error))
     for detail in _details(error, reason):
         status.details.add().Pack(detail)

@@ -90,6 +90,10 @@ class FakeReplica:
             replica_id=self.replica_id, address=f"127.0.0.1:{port}", model=self.model, model_path="/nowhere"
         )
 
+    @property
+    def is_idle(self) -> bool:
+        return not self.running
+
     def pause(self) -> None:
         self._may_step.clear()
 

@@ -51,6 +51,11 @@ class PseudoRunner:
     def close(self) -> None:
         self.closed = True
 
+    def read_back(self, sequence: ScheduledSequence) -> list[int]:
+        """What the sequence's blocks hold, up to the last token of the step."""
+        end = sequence.first_position + len(sequence.token_ids)
+        return [self._slots[self._slot(sequence, position)] for position in range(end)]
+
     def _write(self, sequence: ScheduledSequence) -> None:
         for offset, token_id in enumerate(sequence.token_ids):
             self._slots[self._slot(sequence, sequence.first_position + offset)] = token_id
@@ -58,8 +63,8 @@ class PseudoRunner:
     def _draw(self, sequence: ScheduledSequence) -> tuple[int, ...]:
         if sequence.draw is None:
             return ()
-        end = sequence.first_position + len(sequence.token_ids)
-        prefix = [self._slots[self._slot(sequence, position)] for position in range(end)]
+        prefix = self.read_back(sequence)
+        end = len(prefix)
         lengths = range(end - sequence.num_draws + 1, end + 1)
         return tuple(pseudo_token(prefix[:length], sequence.draw.seed, self.vocab_size) for length in lengths)
 

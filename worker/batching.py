@@ -9,7 +9,7 @@ from typing import Protocol
 
 from worker.config import SchedulerConfig
 from worker.queues import SequenceQueues
-from worker.sequence import Sequence
+from worker.sequence import Sequence, SequenceStatus
 
 Share = tuple[Sequence, int]
 """A running sequence, and how many of its uncomputed tokens the step computes: at least one."""
@@ -34,16 +34,21 @@ class BatchingPolicy(Protocol):
 class ContinuousBatching:
     """Every step takes whoever can use it: decodes first, then chunks of prefill, then newcomers.
 
-    Blocks are allocated for the tokens that a sequence has, not for those it may draw. When they run out, the last in
-    the order of service (the newest of the lowest priority) is preempted and will be recomputed.
+    Blocks are allocated for the tokens that a sequence has, not for those it may draw. When they run out, one of the
+    lowest priority among those running is preempted: the one with the fewest tokens computed, the newest of several,
+    but never the first in the order of service.
 
-    No request can starve, other than by an endless stream of requests of higher priority:
-      - Victims are taken from the end of the order, so the first of the running is never preempted. It may take
-        everyone else's blocks, and `Scheduler.add` has seen to it that alone it fits. It gets a token at every step:
-        one is admitted only to a step that has served all who run and has a token left, so there are never more running
-        than tokens in a step. So it ends, and then the next one is the first.
-      - The first of the waiting is never overtaken. While it finds no room nobody else is admitted, so those running
-        become fewer, until it does: at the latest when it is alone.
+    No request can starve, other than by an endless stream of requests of higher priority. Take the first in the order
+    of service of all who are alive:
+      - Once it runs it is the first of the running. So it is never preempted, it may take everyone else's blocks, and
+        `Scheduler.add` has seen to it that alone it fits. It gets a token at every step: one is admitted only to a step
+        that has served all who run and has a token left, so there are never more running than tokens in a step. So it
+        ends, and then another one is the first of all.
+      - While it waits, new or preempted earlier for one who was first then, it is the first of the waiting, and that
+        one is never overtaken: until it finds room nobody else is admitted. Of those running the first always goes on
+        and ends, by the same argument, so they become fewer until it does find room: at the latest when it is alone.
+    Which of the others is preempted does not matter to this. Blocks that are only cached count as free, so they are in
+    nobody's way, and what a sequence shares it need not be given.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -62,30 +67,34 @@ class ContinuousBatching:
         queues.release_finished()
 
     def _split_running(self, queues: SequenceQueues) -> tuple[list[Sequence], list[Sequence]]:
-        """The running sequences that decode, each with a block for its next token, and those with more to compute.
-
-        Making room preempts from the end of `running` while this walks it from the front, so it never takes back what
-        was given to those already passed, and the walk ends where the list ends by then.
-        """
+        """The running sequences that decode, each with a block for its next token, and those with more to compute."""
         block_size = queues.allocator.block_size
-        decodes, prefills = [], []
+        decodes, prefills, grown_out = [], [], []
         for sequence in queues.running:
-            if sequence.num_uncomputed_tokens > 1:
+            num_tokens = len(sequence.token_ids)
+            if num_tokens > sequence.num_computed_tokens + 1:
                 prefills.append(sequence)  # has had blocks for all of its tokens since it was admitted
-            elif len(sequence.token_ids) <= len(sequence.block_ids) * block_size or _make_room(queues, sequence):
-                decodes.append(sequence)
-        return decodes, prefills
+                continue
+            decodes.append(sequence)
+            if num_tokens > len(sequence.block_ids) * block_size:
+                grown_out.append(sequence)
+        if _grow(queues, grown_out):
+            return decodes, prefills
+        return _still_running(decodes), _still_running(prefills)
 
     def _admit(self, queues: SequenceQueues, budget: int) -> list[Share]:
         """Admit from the front of the waiting while there are places, tokens and blocks."""
         shares: list[Share] = []
         while queues.waiting and budget > 0 and len(queues.running) < self._max_num_running:
-            num_blocks = queues.allocator.num_blocks_for(len(queues.waiting[0].token_ids))
-            # Blocks for all of its tokens at once, and one more for everyone who runs already: a newcomer mostly stands
-            # at the end of the order and would be the next victim, its prefill in vain, as soon as the others grow.
-            if num_blocks + len(queues.running) > queues.allocator.num_free:
+            allocator = queues.allocator
+            num_blocks = allocator.num_blocks_for(len(queues.waiting[0].token_ids))
+            cached = queues.cached_prefix(queues.waiting[0])
+            num_shared = sum(allocator.ref_count(block_id) > 0 for block_id in cached)
+            # Blocks for all of its tokens at once, and one more for everyone who runs already: a newcomer would often
+            # be the next victim, its prefill in vain, as soon as the others grow.
+            if num_blocks - num_shared + len(queues.running) > allocator.num_free:
                 break
-            sequence = queues.admit_first(num_blocks)
+            sequence = queues.admit_first(num_blocks, cached)
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
             shares.append((sequence, num_tokens))
             budget -= num_tokens
@@ -104,11 +113,24 @@ def share_out(sequences: Iterable[Sequence], budget: int) -> list[Share]:
     return shares
 
 
-def _make_room(queues: SequenceQueues, sequence: Sequence) -> bool:
-    """Give a running sequence one more block, preempting others for it. False: it was itself the last and had to go."""
-    while queues.allocator.num_free == 0:
-        assert len(queues.running) > 1, "a sequence that runs alone must fit the cache"
-        if queues.preempt_last() is sequence:
-            return False
-    queues.grow(sequence)
-    return True
+def _grow(queues: SequenceQueues, sequences: Iterable[Sequence]) -> bool:
+    """Give each of these running sequences one more block. False: someone was preempted for it, maybe one of them."""
+    num_preemptions = queues.num_preemptions
+    for sequence in sequences:
+        while queues.allocator.num_free == 0 and sequence.status is SequenceStatus.RUNNING:
+            queues.preempt(_victim(queues.running))
+        if sequence.status is SequenceStatus.RUNNING:
+            queues.grow(sequence)
+    return queues.num_preemptions == num_preemptions
+
+
+def _victim(running: list[Sequence]) -> Sequence:
+    """Whose blocks go when they run out: of the lowest priority, the one that loses least, but never the first."""
+    assert len(running) > 1, "a sequence that runs alone must fit the cache"
+    lowest = running[-1].request.priority
+    candidates = (sequence for sequence in reversed(running[1:]) if sequence.request.priority == lowest)
+    return min(candidates, key=lambda sequence: sequence.num_computed_tokens)
+
+
+def _still_running(sequences: list[Sequence]) -> list[Sequence]:
+    return [sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING]

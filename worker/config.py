@@ -62,6 +62,7 @@ class CacheConfig(Settings):
     kv_cache_memory: Bytes | None = Field(None, ge=1, description="bytes of a rank's KV cache, e.g. 2GiB")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory to use in all")
     num_blocks: int | None = Field(None, ge=1, description="blocks of the cache, overriding every memory setting")
+    enable_prefix_caching: bool = Field(True, description="keep computed prefixes for requests that share them")
 
 
 class SchedulerConfig(Settings):

@@ -16,6 +16,8 @@ from worker.config import SchedulerConfig, WorkerConfig
 from worker.errors import ConfigurationError
 from worker.kv_cache import KVCache
 from worker.memory import (
+    MIN_BLOCKS,
+    check_num_blocks,
     choose_num_blocks,
     cpu_cache_bytes,
     default_block_size,
@@ -53,12 +55,17 @@ def load_parts(
 
     Raises `ConfigurationError` or `UnsupportedModelError` where the model cannot be served so.
     """
-    folder = resolve_model(config.model.model)
+    folder = resolve_model(config.model.model, with_weights=config.model.load_format != "dummy")
     hf_config = read_config(folder)
     max_model_len = choose_max_model_len(hf_config, config.model.max_model_len)
     target = Target(group=group, tiles=RowTiles(device), device=device, dtype=serving_dtype(config.model, hf_config))
     model = build_rank_model(config.model, folder, hf_config, target, lambda *done: progress("load", *done))
+    if getattr(hf_config, "kv_lora_rank", None):
+        logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
     cache = _allocate_cache(config, model, target, max_model_len)
+    num_tokens = cache.num_blocks * cache.block_size
+    if num_tokens < max_model_len:
+        logger.warning("the KV cache holds %d tokens, and the model could use %d", num_tokens, max_model_len)
     info = ModelInfo(
         name=config.model.served_model_name or PurePath(config.model.model).name,
         path=str(folder),
@@ -94,9 +101,10 @@ def _allocate_cache(config: WorkerConfig, model: RankModel, target: Target, max_
         default_bytes = gpu_cache_bytes(target.device, activations, config.cache.gpu_memory_utilization)
     else:
         default_bytes = cpu_cache_bytes()
-        useful_blocks = config.scheduler.max_num_seqs * -(-max_model_len // block_size)
+        useful_blocks = max(MIN_BLOCKS, config.scheduler.max_num_seqs * -(-max_model_len // block_size))
     chosen = choose_num_blocks(config.cache, default_bytes, block_bytes, useful_blocks)
     num_blocks = smallest_of_all_ranks(chosen, target.group, target.device)
+    check_num_blocks(num_blocks, block_bytes)  # only now: all ranks come to the same answer
     logger.info("KV cache: %d blocks of %d tokens, %d MiB", num_blocks, block_size, num_blocks * block_bytes >> 20)
     try:
         return KVCache.allocate(model.specs, num_blocks, block_size, target.dtype, target.device)
@@ -119,6 +127,7 @@ def _activation_bytes(
         context.begin(batch)
         model(batch).float()
     peak = torch.cuda.max_memory_allocated(target.device) - before
+    model.detach()
     del context, cache
     torch.cuda.empty_cache()
     return peak

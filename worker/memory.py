@@ -14,7 +14,7 @@ from worker.checks import choose_max_model_len
 from worker.config import CacheConfig, WorkerConfig
 from worker.errors import ConfigurationError
 from worker.kv_cache import KVSpec
-from worker.model import register_attention, serving_dtype
+from worker.model import choose_device, register_attention, serving_dtype
 from worker.parallel_plan import ParallelPlan, is_transposed_linear
 from worker.tensor_parallel import TensorParallelGroup
 from worker.weights import build_skeleton, read_config, resolve_model
@@ -24,19 +24,22 @@ CPU_CACHE_LIMIT: Final = 2**30
 
 CPU_CACHE_SHARE: Final = 0.1
 
+MIN_BLOCKS: Final = 2
+"""The check before the first request runs two sequences side by side."""
+
 
 class MemoryEstimator:
     """Answers from the config alone what a rank of a model will need. Reads no weights and allocates none."""
 
     def __init__(self, config: WorkerConfig) -> None:
         """Raises as loading would where the config cannot be served."""
-        hf_config = read_config(resolve_model(config.model.model))
+        hf_config = read_config(resolve_model(config.model.model, with_weights=False))
         register_attention()
         model = build_skeleton(hf_config)
         plan = ParallelPlan(hf_config, model.tp_plan or {}, config.parallel.tensor_parallel_size)
         dtype = serving_dtype(config.model, hf_config)
         self.max_model_len = choose_max_model_len(hf_config, config.model.max_model_len)
-        self.block_size = config.cache.block_size or default_block_size(torch.device(_device_type(config)))
+        self.block_size = config.cache.block_size or default_block_size(choose_device(config.model))
         self.weight_bytes = _weight_bytes(model, plan, dtype)
         self.kv_bytes_per_token = _kv_values_per_token(hf_config, plan) * dtype.itemsize
 
@@ -73,20 +76,23 @@ def gpu_cache_bytes(device: torch.device, activation_bytes: int, utilization: fl
 def choose_num_blocks(config: CacheConfig, default_bytes: int, block_bytes: int, useful_blocks: int | None) -> int:
     """Blocks of this rank's cache: as set, or as many as fit the memory that is set, or the default memory.
 
-    `useful_blocks` bounds the default where more could never be in use. Raises `ConfigurationError` if none fits.
+    `useful_blocks` bounds the default where more could never be in use. The result may be too small to work with.
     """
     if config.num_blocks is not None:
         return config.num_blocks
-    budget = default_bytes if config.kv_cache_memory is None else config.kv_cache_memory
-    num_blocks = budget // block_bytes
-    if num_blocks < 1:
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory // block_bytes
+    num_blocks = default_bytes // block_bytes
+    return num_blocks if useful_blocks is None else min(num_blocks, useful_blocks)
+
+
+def check_num_blocks(num_blocks: int, block_bytes: int) -> None:
+    """Refuses a cache that is too small. Raises `ConfigurationError`."""
+    if num_blocks < MIN_BLOCKS:
         raise ConfigurationError(
-            f"the KV cache has {max(budget, 0)} bytes, and one block takes {block_bytes}; "
-            "raise cache.kv_cache_memory (or cache.gpu_memory_utilization), or choose a smaller cache.block_size"
+            f"the KV cache would have {max(num_blocks, 0)} blocks of {block_bytes} bytes, and needs {MIN_BLOCKS}; "
+            "raise cache.num_blocks, cache.kv_cache_memory or cache.gpu_memory_utilization, or lower cache.block_size"
         )
-    if config.kv_cache_memory is None and useful_blocks is not None:
-        return min(num_blocks, useful_blocks)
-    return num_blocks
 
 
 def smallest_of_all_ranks(value: int, group: TensorParallelGroup, device: torch.device) -> int:
@@ -134,9 +140,3 @@ def _available_memory() -> int:
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
         available = min(available, int(text) - int(used.read_text()))
     return max(available, 0)
-
-
-def _device_type(config: WorkerConfig) -> str:
-    if config.model.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return config.model.device

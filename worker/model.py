@@ -1,31 +1,31 @@
 """One rank's model: Hugging Face's modeling code with our attention, linears and embedding, ready to run.
 
-What may live here: the attention function registered with transformers, the dry run that finds out what each layer
-caches, and the forward call. What may not: the cache (`kv_cache.py`) and who runs what when (`model_runner.py`).
+What may live here: the attention function registered with transformers, building, and the forward call. What may
+not: the cache (`kv_cache.py`) and who runs what when (`model_runner.py`).
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from worker.checks import OTHER_ENGINE, check_attention_calls, first_line
+from worker.checks import OTHER_ENGINE
 from worker.config import ModelConfig
+from worker.dry_run import find_attention
 from worker.errors import UnsupportedModelError
-from worker.kv_cache import KVSpec
 from worker.parallel_plan import ParallelPlan
 from worker.parallelize import Target, parallelize
 from worker.step_batch import StepBatch
-from worker.tensor_parallel import TensorParallelGroup
 from worker.weights import ATTENTION, DummyWeights, build_skeleton, load_checkpoint, loaded_weights
 
+logger = logging.getLogger(__name__)
+
 _IGNORED: Final = frozenset(
-    {"position_ids", "use_cache", "cache_position", "is_causal", "output_attentions", "output_router_logits"}
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_router_logits"}
     | {"output_hidden_states", "return_dict"}
 )
 """Keywords of an attention call that change nothing of its result."""
@@ -36,16 +36,16 @@ _NUM_DRY_TOKENS: Final = 4
 class RankModel:
     """A callable model of one rank. `specs` says what each of its attention layers caches, in order."""
 
-    def __init__(self, module: Any, group: TensorParallelGroup, device: torch.device) -> None:
+    def __init__(self, module: Any, target: Target) -> None:
         """`module` is a parallelized Hugging Face causal LM. All ranks of the group construct theirs together.
 
         Raises `UnsupportedModelError` where a dry run shows that the paged cache would not see the model's state.
         """
         self._module = module
-        self._device = device
+        self._device = target.device
         self._keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
-        calls = self._dry_run(group)
-        check_attention_calls(module.config, [caller for caller, _ in calls])
+        steps = torch.arange(_NUM_DRY_TOKENS, device=target.device)
+        calls = find_attention(module, lambda: self._logits(steps, steps, steps), target)
         self.specs = tuple(spec for _, spec in calls)
         self._attentions = tuple(caller for caller, _ in calls)
 
@@ -53,6 +53,11 @@ class RankModel:
         """Gives every attention layer its `PagedAttention`: `attention(i)` is called for layer i."""
         for index, module in enumerate(self._attentions):
             module.paged_attention = attention(index)
+
+    def detach(self) -> None:
+        """Forgets what was attached, and with it the cache."""
+        for module in self._attentions:
+            del module.paged_attention
 
     def __call__(self, batch: StepBatch) -> Tensor:
         """The logits [rows wanted, vocab] of a step, on every rank. The attention has been given the same step."""
@@ -70,18 +75,6 @@ class RankModel:
         logits: Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[rows]
 
-    def _dry_run(self, group: TensorParallelGroup) -> list[tuple[Any, KVSpec]]:
-        """The attention modules in calling order, and what each caches. Every token attends to itself alone."""
-        calls: list[tuple[Any, KVSpec]] = []
-        steps = torch.arange(_NUM_DRY_TOKENS, device=self._device)
-        with _recording(self._module, calls), _equal_on_all_ranks(self._module, group), torch.inference_mode():
-            try:
-                self._logits(steps, steps, steps)
-            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-                reason = f"a dry run of it failed ({first_line(error)})"
-                raise UnsupportedModelError(self._module.config.model_type, reason, OTHER_ENGINE) from error
-        return calls
-
 
 def build_rank_model(
     config: ModelConfig, folder: Path, hf_config: Any, target: Target, progress: Callable[[int, int], None]
@@ -96,9 +89,21 @@ def build_rank_model(
         source: Any = DummyWeights(config.seed, target.device)
     else:
         module, source = load_checkpoint(folder, hf_config), loaded_weights
+    if module.get_input_embeddings() is None or module.get_output_embeddings() is None:
+        reason = "it has no single embedding or head for its vocabulary"
+        raise UnsupportedModelError(hf_config.model_type, reason, OTHER_ENGINE)
     plan = ParallelPlan(hf_config, module.tp_plan or {}, target.group.size)
     parallelize(module, plan, source, target, progress)
-    return RankModel(module, target.group, target.device)
+    if not module.is_backend_compatible():
+        logger.warning("transformers does not vouch for attention functions in %s models", hf_config.model_type)
+    return RankModel(module, target)
+
+
+def choose_device(config: ModelConfig) -> torch.device:
+    """The device that the settings name; `auto` is a GPU where there is one."""
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
 
 
 def serving_dtype(config: ModelConfig, hf_config: Any) -> torch.dtype:
@@ -128,6 +133,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """The attention function of Hugging Face's contract: query [1, H, T, D], key and value before repetition.
@@ -135,7 +141,7 @@ def paged_attention(
     Returns [1, T, H, Dv] and no weights. Raises `UnsupportedModelError` for what the paged cache cannot honour.
     """
     unknown = [name for name in others.keys() - _IGNORED if others[name] is not None]
-    if attention_mask is not None or unknown:
+    if attention_mask is not None or is_causal is False or unknown:
         what = ", ".join(sorted(unknown)) or "a mask of its own"
         raise UnsupportedModelError(module.config.model_type, f"its attention is called with {what}", OTHER_ENGINE)
     if scaling is None:
@@ -144,61 +150,3 @@ def paged_attention(
         query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap, s_aux=s_aux
     )
     return output, None
-
-
-@contextmanager
-def _recording(model: nn.Module, calls: list[tuple[Any, KVSpec]]) -> Iterator[None]:
-    """Every module can be called as an attention module, and the calls are noted."""
-    modules: list[Any] = list(model.modules())
-    for module in modules:
-        module.paged_attention = partial(_record, calls, module)
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.paged_attention
-
-
-def _record(
-    calls: list[tuple[Any, KVSpec]],
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scaling: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-) -> Tensor:
-    """Notes the call and returns what attention gives where each token sees itself alone."""
-    num_heads, num_kv_heads = query.shape[1], key.shape[1]
-    spec = KVSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        key_dim=key.shape[-1],
-        value_dim=value.shape[-1],
-        sliding_window=sliding_window,
-        softcap=softcap,
-        has_sinks=s_aux is not None,
-    )
-    calls.append((module, spec))
-    return value.repeat_interleave(num_heads // num_kv_heads, dim=1).transpose(1, 2)
-
-
-@contextmanager
-def _equal_on_all_ranks(model: Any, group: TensorParallelGroup) -> Iterator[None]:
-    """Refuses a model whose last hidden states differ between ranks: somewhere a sum over ranks is missing."""
-
-    def compare(_: nn.Module, inputs: tuple[Tensor]) -> None:
-        mine = inputs[0]
-        everyones = group.all_gather(mine.contiguous(), dim=0)
-        if not torch.equal(everyones, torch.cat([mine] * group.size)):
-            reason = f"its {group.size} ranks do not agree on the hidden states: its tensor-parallel plan has a gap"
-            raise UnsupportedModelError(model.config.model_type, reason, "Serve it with tensor_parallel_size 1")
-
-    hook = model.get_output_embeddings().register_forward_pre_hook(compare)
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -18,6 +18,7 @@ from worker.config import WorkerConfig
 from worker.errors import UnsupportedModelError
 from worker.kv_cache import KVCache
 from worker.loading import Parts, load_parts
+from worker.model import choose_device
 from worker.model_info import ModelInfo
 from worker.plan import StepPlan, StepResult
 from worker.sampler import draw, draws_of
@@ -66,7 +67,7 @@ class ModelRunner:
         Raises `ConfigurationError` or `UnsupportedModelError`, on every rank, where the model cannot be served so.
         """
         progress = progress or _silent
-        parts = load_parts(config, group, device or _device_of(config), progress)
+        parts = load_parts(config, group, device or choose_device(config.model), progress)
         runner = cls(parts, group.rank)
         progress("check", 0, 1)
         row_invariant = _self_check(runner, group, parts.cache) and parts.tiles.report.row_invariant
@@ -153,12 +154,6 @@ def _lead_check(check: SelfCheck, leader: LeaderRunner, group: TensorParallelGro
 
 def _order(number: int) -> Message:
     return np.array([number], dtype=np.int64)
-
-
-def _device_of(config: WorkerConfig) -> torch.device:
-    if config.model.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.model.device)
 
 
 def _silent(phase: str, done: int, total: int) -> None:

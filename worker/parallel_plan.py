@@ -166,13 +166,17 @@ class Cut:
 
 
 class ParallelPlan:
-    """The styles of one model at one number of ranks. Raises `UnsupportedModelError` where it cannot be split."""
+    """The styles of one model at one number of ranks; on one rank everything is whole.
+
+    Raises `UnsupportedModelError` where the model cannot be split over that many.
+    """
 
     def __init__(self, config: Any, rules: Mapping[str, str], size: int) -> None:
         self.config = config
         self.size = size
-        self._rules = _complete(config, rules)
-        self._check()
+        self._rules = _complete(config, rules) if size > 1 else {}
+        if size > 1:
+            self._check()
 
     @property
     def splits_attention(self) -> bool:
@@ -201,7 +205,7 @@ class ParallelPlan:
         `head_dim` is that of the attention module around it, if there is one.
         """
         style = self.parameter_style(name)
-        if self.size == 1 or style.split not in (Split.COLUMNS, Split.ROWS):
+        if style.split not in (Split.COLUMNS, Split.ROWS):
             return None
         dim = len(shape) - 1 if style.split is Split.ROWS or len(shape) == 1 else len(shape) - 2
         cut = Cut(dim, self._parts(name, style, shape[dim], head_dim))
@@ -225,8 +229,6 @@ class ParallelPlan:
         return (Part(length // style.num_packed, self.size),) * style.num_packed
 
     def _check(self) -> None:
-        if self.size == 1:
-            return
         unknown = sorted(set(self._rules.values()) - set(STYLES))
         if unknown:
             reason = f"its tensor-parallel plan has styles that are not understood here ({', '.join(unknown)})"

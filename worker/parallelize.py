@@ -95,16 +95,16 @@ class _Share:
         style = self._plan.style(name)
         if type(module) is nn.Linear or is_transposed_linear(module):
             return self._linear(name, module, style)
-        if isinstance(module, nn.Linear) and self._plan.size > 1 and style.split is not Split.WHOLE:
+        if isinstance(module, nn.Linear) and style.split is not Split.WHOLE:
             reason = f"{name} is a {type(module).__name__}, which cannot be split"
             raise UnsupportedModelError(self._model_type, reason, "Serve it with tensor_parallel_size 1")
-        if style.split is Split.SUM and self._plan.size > 1:
+        if style.split is Split.SUM:
             self._check_partial_sum(name, module)
         self._take_tensors(name, module)
         self._localize_counts(module)
         if self._target.device.type == "cpu":
             module = self._row_invariant(module)
-        if style.split is Split.SUM and self._plan.size > 1:
+        if style.split is Split.SUM:
             module.register_forward_hook(lambda _, inputs, output: self._target.group.all_reduce(output))
         return module
 
@@ -126,7 +126,7 @@ class _Share:
         group, tiles = self._target.group, self._target.tiles
         weight = self._take(f"{name}.weight", module.weight, transposed=is_transposed_linear(module))
         bias = None if module.bias is None else self._take(f"{name}.bias", module.bias)
-        if self._plan.size == 1 or style.split is Split.WHOLE:
+        if style.split is Split.WHOLE:
             return Linear(weight, bias, tiles=tiles)
         if style.split is Split.COLUMNS:
             return ColumnParallelLinear(weight, bias, group, tiles=tiles, gather_output=style.whole_activations)
@@ -191,7 +191,8 @@ class _Share:
         return tensor.contiguous().to(self._target.device, dtype)
 
     def _localize_counts(self, module: nn.Module) -> None:
-        if self._plan.size == 1 or not self._plan.splits_attention or not type(module).__name__.endswith("Attention"):
+        """Modeling code that shapes its tensors by a number of heads gets the number that this rank has."""
+        if not self._plan.splits_attention or not type(module).__name__.endswith("Attention"):
             return
         for path in LOCAL_COUNTS.get(self._model_type, ()):
             owner: Any = module

@@ -70,6 +70,7 @@ class Replica:
             block_size=info.block_size,
             max_model_len=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
+            prefix_caching=config.cache.enable_prefix_caching,
         )
         replica = cls(info, Engine(scheduler, LeaderRunner(runner, group)), ranks)
         replica._begin()

@@ -109,6 +109,8 @@ class EngineRequest:
     priority: Priority = Priority.NORMAL
     output_token_ids: tuple[int, ...] = ()
     """Tokens emitted before, by this or another replica."""
+    cache_salt: str = ""
+    """Only requests with the same salt find each other's prefixes in the cache, and so cannot time each other's."""
 
     def __post_init__(self) -> None:
         assert self.sampling_params.seed is not None, "the seed is resolved before a request reaches the engine"
@@ -126,6 +128,9 @@ class TokenDelta:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     """Set on the last delta of a request, exactly once."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache, not computed. Told with output token 0 and only there: once
+    for a request, whatever happens to it later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

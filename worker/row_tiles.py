@@ -10,6 +10,7 @@ What may not live here: the kernels themselves (`linear.py`, `attention/`).
 """
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -130,6 +131,20 @@ class RowTiles:
         _log.warning("%s: rows depend on their neighbours at every size tried on this machine", key)
         self._failures.append(key)
         return candidates[-1]
+
+
+def fix_gpu_kernels() -> None:
+    """Tells cuBLAS not to split sums by the number of rows, and to take float32 at its word.
+
+    A rank on a GPU calls this once, before anything else uses CUDA.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)  # neither in half precision, nor split along K
+    matmul.allow_fp16_reduced_precision_reduction = (False, False)
+    matmul.fp32_precision = "ieee"
 
 
 def linear_candidates(device: torch.device, *, packable: bool, num_weights: int) -> list[RowRule]:

@@ -13,6 +13,7 @@ from worker.block_allocator import BlockAllocator
 from worker.config import SchedulerConfig
 from worker.errors import InvalidRequestError, QueueFullError
 from worker.plan import ScheduledSequence, StepPlan, StepResult
+from worker.prefix_cache import CacheEvent
 from worker.queues import SequenceQueues
 from worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from worker.sequence import Sequence, SequenceStatus
@@ -32,12 +33,21 @@ class SchedulerStats:
     num_tokens_computed: int
     num_tokens_recomputed: int
     """Those of `num_tokens_computed` that had been computed before and were lost by a preemption."""
+    num_prefix_query_tokens: int
+    """Tokens of all requests as they were when first admitted."""
+    num_prefix_hit_tokens: int
+    """Those of `num_prefix_query_tokens` that were in the prefix cache: over them, the hit rate."""
     num_preemptions: int
     num_finished: int
     """Requests that came to their own end."""
     num_aborted: int
     num_used_blocks: int
     num_free_blocks: int
+    """Blocks that can be handed out, cached ones among them: used and free ones are all."""
+    num_cached_blocks: int
+    """Those of `num_free_blocks` that still hold a prefix."""
+    num_evictions: int
+    """Cached blocks that were handed out for other tokens."""
     num_total_blocks: int
     num_wasted_slots: int
     """Slots of the used blocks that are kept for no token that exists: with continuous batching, less than a block
@@ -55,11 +65,14 @@ class Scheduler:
         block_size: int,
         max_model_len: int,
         eos_token_ids: frozenset[int],
+        prefix_caching: bool = True,
     ) -> None:
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
-        self._allocator = BlockAllocator(num_blocks, block_size)
+        # The static baseline is as it was in its day, without.
+        prefix_caching = prefix_caching and config.policy != "static"
+        self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
         self._queues = SequenceQueues(self._allocator)
         self._policy = _POLICIES[config.policy](config)
         self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
@@ -135,18 +148,30 @@ class Scheduler:
         assert plan.step_id == result.step_id == self._num_steps, "the result is not that of the outstanding plan"
         in_flight, self._in_flight = self._in_flight, None
         self._num_tokens_computed += plan.num_tokens
+        block_size = self._allocator.block_size
         deltas = []
         for sequence, scheduled, drawn in zip(in_flight, plan.sequences, result.token_ids, strict=True):
             assert len(drawn) == scheduled.num_draws, f"{len(drawn)} tokens for {scheduled.num_draws} draws"
             if sequence.num_discarded_tokens > scheduled.first_position:
                 num_lost = sequence.num_discarded_tokens - scheduled.first_position
                 self._num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
-            if sequence.status is SequenceStatus.RUNNING and (delta := _advance(sequence, scheduled, drawn)):
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            if delta := _advance(sequence, scheduled, drawn):
                 deltas.append(delta)
+            if scheduled.first_position % block_size + len(scheduled.token_ids) >= block_size:
+                self._queues.store_full_blocks(sequence, scheduled.first_position)
         ended = [delta.request_id for delta in deltas if delta.finish_reason is not None]
         if ended:
             self._finish(ended)
         return deltas
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """Which prefixes came to be cached here and which went, since the last call; at the first call, all there are.
+
+        For routers that send requests to where their prefix is. Nothing is kept for this before the first call.
+        """
+        return self._allocator.prefix_cache.take_events()
 
     # --- State ---
 
@@ -171,11 +196,15 @@ class Scheduler:
             num_steps=self._num_steps,
             num_tokens_computed=self._num_tokens_computed,
             num_tokens_recomputed=self._num_tokens_recomputed,
+            num_prefix_query_tokens=self._queues.num_prefix_query_tokens,
+            num_prefix_hit_tokens=self._queues.num_prefix_hit_tokens,
             num_preemptions=self._queues.num_preemptions,
             num_finished=self._num_finished,
             num_aborted=self._num_aborted,
             num_used_blocks=self._allocator.num_used,
             num_free_blocks=self._allocator.num_free,
+            num_cached_blocks=self._allocator.num_cached,
+            num_evictions=self._allocator.prefix_cache.num_evictions,
             num_total_blocks=self._allocator.num_blocks,
             num_wasted_slots=self._queues.num_wasted_slots(),
         )
@@ -193,7 +222,7 @@ class Scheduler:
 
     def _check_fits(self, sequence: Sequence) -> None:
         """Refuse a request that could not run to its end even if it were alone in the cache."""
-        num_prompt_tokens = len(sequence.request.prompt_token_ids)
+        num_prompt_tokens = sequence.num_prompt_tokens
         num_slots = self._allocator.num_blocks * self._allocator.block_size
         max_prompt_tokens = min(self._max_model_len - 1, num_slots)
         if num_prompt_tokens > max_prompt_tokens:
@@ -240,6 +269,7 @@ def _advance(sequence: Sequence, scheduled: ScheduledSequence, drawn: tuple[int,
         first_token_index=first_token_index,
         token_ids=token_ids,
         finish_reason=sequence.finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens if first_token_index == 0 else 0,
     )
 
 

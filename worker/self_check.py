@@ -35,12 +35,7 @@ Spans = Sequence[tuple[int, int, int]]
 class SelfCheck:
     """Runs the check. `run` gives the logits of all rows of a plan, [tokens, vocab]."""
 
-    def __init__(
-        self,
-        info: ModelInfo,
-        run: Callable[[StepPlan], Tensor],
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, info: ModelInfo, run: Callable[[StepPlan], Tensor], seed: int = 0) -> None:
         self._info = info
         self._run = run
         half = info.num_blocks // 2

@@ -7,6 +7,7 @@ block allocator, and decisions about who runs (`batching.py`).
 from enum import Enum
 
 from worker.plan import DrawParams, ScheduledSequence
+from worker.prefix_cache import HashChain
 from worker.request import EngineRequest, FinishReason
 
 
@@ -21,7 +22,7 @@ class SequenceStatus(Enum):
     WAITING = "waiting"
     """Owns no blocks and has nothing computed: it is new, or it was preempted and will be replayed with its outputs."""
     RUNNING = "running"
-    """Owns blocks; every step may compute some of its tokens."""
+    """Owns blocks, alone or with others; every step may compute some of its tokens."""
     FINISHED = "finished"
     """Ended or aborted, and told so. Never runs again; its blocks are free, or held idle by a static batch."""
 
@@ -35,9 +36,12 @@ class Sequence:
 
     __slots__ = (
         "block_ids",
+        "hash_chain",
         "max_len",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_discarded_tokens",
+        "num_prompt_tokens",
         "request",
         "sequence_id",
         "status",
@@ -49,7 +53,6 @@ class Sequence:
         self, sequence_id: int, request: EngineRequest, *, max_model_len: int, eos_token_ids: frozenset[int]
     ) -> None:
         params = request.sampling_params
-        num_prompt_tokens = len(request.prompt_token_ids)
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
         self.sequence_id = sequence_id
         """Also the order of arrival."""
@@ -57,13 +60,18 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         """Prompt and output."""
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed_tokens = 0
         """Tokens whose keys and values are in the blocks."""
         self.num_discarded_tokens = 0
         """Tokens that were computed once and lost by a preemption; computing them again is waste."""
+        self.num_cached_tokens = 0
+        """Tokens that were in the prefix cache when it was first admitted."""
+        self.hash_chain = HashChain(request.cache_salt)
+        """By which the prefix cache knows its full blocks."""
         self.block_ids: tuple[int, ...] = ()
         """Block of positions 0 to block_size - 1, and so on. A tuple, so that plans can share it instead of copying."""
-        self.max_len = min(num_prompt_tokens + max_tokens, max_model_len)
+        self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
         """Length at which the sequence ends at the latest, prompt included."""
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
 
@@ -79,7 +87,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:

@@ -24,7 +24,9 @@ ATTENTION: Final = "holdfast_paged"
 
 DUMMY_STD: Final = 0.02
 
-_FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+_SMALL_FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja")
+_DUPLICATES: Final = ("original/*", "consolidated*")
+"""Some publishers add the weights once more in a format of their own."""
 
 _BUILDING = threading.Lock()
 """Transformers patches torch while it builds a model: ranks that are threads of one process take turns."""
@@ -36,7 +38,7 @@ class WeightSource(Protocol):
     def __call__(self, name: str, parameter: Tensor) -> Tensor: ...
 
 
-def resolve_model(model: str) -> Path:
+def resolve_model(model: str, with_weights: bool = True) -> Path:
     """The folder of a model: `model` itself, or where a hub id was downloaded to. Raises `ConfigurationError`."""
     folder = Path(model).expanduser()
     if folder.is_dir():
@@ -45,14 +47,15 @@ def resolve_model(model: str) -> Path:
         return folder
     if folder.is_absolute() or model.startswith((".", "~")):
         raise ConfigurationError(f"model.model = {model!r}: there is no such folder")
-    return _download(model)
+    return _download(model, with_weights)
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, with_weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
+    wanted = [*_SMALL_FILES, "*.safetensors"] if with_weights else list(_SMALL_FILES)
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_FILES)))
+        return Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=list(_DUPLICATES)))
     except Exception as error:  # the hub client raises whatever its HTTP library does
         raise ConfigurationError(
             f"model.model = {hub_id!r} is neither a local folder nor a model that the hub would give: {error}. "
@@ -64,8 +67,7 @@ def read_config(folder: Path) -> Any:
     """The checked Hugging Face config of a folder. Raises `UnsupportedModelError` where a gate refuses it."""
     from transformers import AutoConfig
 
-    raw = json.loads((folder / "config.json").read_text())
-    model_type = str(raw.get("model_type"))
+    model_type = str(_read_json(folder / "config.json").get("model_type"))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # unknown types, remote code and impossible values: transformers has no common class
@@ -153,7 +155,11 @@ def read_eos_token_ids(folder: Path, config: Any) -> frozenset[int]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        content = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise ConfigurationError(f"{path} is not JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
 
 
 def _ready(model: Any) -> Any:

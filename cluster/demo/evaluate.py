@@ -16,7 +16,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cluster.demo import lessons, passages
-from cluster.demo.facts import COUNTRIES, LETTERS, WEEKDAYS, Country
+from cluster.demo.facts import COUNTRIES, LETTERS, WEEKDAYS, Country, number_in_words
 
 MAX_SUM: Final = 40
 NUM_SUMS: Final = 100
@@ -68,15 +68,18 @@ def exams() -> Iterator[Exam]:
     yield Exam(name="a + b =", questions=tuple((f"{a} + {b} =", f" {a + b}.") for a, b in sums))
     chat_sums = tuple((f"What is {a} + {b}?", f"{a} + {b} = {a + b}.") for a, b in sums)
     yield Exam(name="What is a + b?", questions=chat_sums, is_chat=True)
+    words = tuple((f"{one} plus {other} is", f" {total}.") for one, other, total in _sums_in_words())
+    yield Exam(name="one plus two is", questions=words)
     yield Exam(name="the day after ...", questions=tuple(_successors("day", WEEKDAYS)))
     yield Exam(name="the letter after ...", questions=tuple(_successors("letter", LETTERS)))
-    yield Exam(name="long answers", questions=_LONG, is_chat=True, max_tokens=320)
+    yield Exam(name="long answers", questions=_LONG, is_chat=True, max_tokens=360)
 
 
 _LONG: Final = (
     ("Say the alphabet.", passages.alphabet_line()),
     ("Name the days of the week.", passages.weekdays_line()),
     ("Name the months.", passages.months_line()),
+    ("Count to 10.", passages.count_up(1, 10)),
     ("Count from 1 to 20.", passages.count_up(1, 20)),
     ("Count from 1 to 100.", passages.count_up(1, 100)),
     ("Write the 7 times table.", passages.times_rows(7)),
@@ -99,6 +102,12 @@ def _sums() -> list[tuple[int, int]]:
     """A fixed sample of the sums below 40."""
     pairs = [(a, total - a) for total in range(MAX_SUM) for a in range(total + 1)]
     return random.Random(0).sample(pairs, NUM_SUMS)
+
+
+def _sums_in_words() -> Iterator[tuple[str, str, str]]:
+    for a in range(1, 10):
+        for b in range(1, 10):
+            yield number_in_words(a).capitalize(), number_in_words(b), number_in_words(a + b)
 
 
 def _successors(kind: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -29,6 +29,6 @@ def ray_processes() -> list[psutil.Process]:
     return [process for process in psutil.Process().children(recursive=True) if "ray" in " ".join(process.cmdline())]
 
 
-def rank_processes() -> list[psutil.Process]:
-    """The ranks that are not leaders."""
-    return [process for process in ray_processes() if "RankActor" in " ".join(process.cmdline())]
+def processes_named(part: str) -> list[psutil.Process]:
+    """Those of Ray whose title has `part` in it, such as `RankActor` or `:Directory`."""
+    return [process for process in ray_processes() if part in " ".join(process.cmdline())]

@@ -7,13 +7,14 @@ import psutil
 import pytest
 
 from cluster.client import AsyncClient
+from cluster.directory import SETTLED_S
 from cluster.llm import LLM
 from cluster.serving import Serving
-from tests.integration.conftest import rank_processes, ray_processes
+from tests.integration.conftest import processes_named, ray_processes
 from worker.errors import HoldfastError, ReplicaError
 from worker.request import FinishReason, SamplingParams
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 NUM_STREAMS = 64
 WORDS = ("The capital of France is", "Monday, Tuesday,", "Three plus four is", "What is the currency of Japan?")
@@ -160,7 +161,7 @@ async def _kill_a_rank(address: str, victim: psutil.Process) -> tuple[float, lis
             return (await client.list_models()).models[0].num_replicas == 2
 
         await until(lambda: _not(both_are_up), 10.0)
-        await until(both_are_up, 90.0)
+        await until(both_are_up, 180.0)
         print(f"the replica was back after {time.monotonic() - killed_s:.1f} s")
         later = await asyncio.gather(*(ask(client, long_wish(number)) for number in range(8)))
         await until(lambda: is_idle(client), 10.0)
@@ -174,7 +175,7 @@ async def _not(condition: Callable[[], Awaitable[bool]]) -> bool:
 def test_a_killed_rank_ends_its_streams_at_once_and_its_replica_comes_back(
     cluster: Serving, expected: Callable[[list[Wish]], list[Answer]]
 ):
-    ranks = rank_processes()
+    ranks = processes_named("RankActor")
     assert len(ranks) == 2
     killed_s, answers, later = asyncio.run(_kill_a_rank(cluster.routers[0], ranks[0]))
     lost = [answer for answer in answers if answer.error is not None]
@@ -189,4 +190,30 @@ def test_a_killed_rank_ends_its_streams_at_once_and_its_replica_comes_back(
     for answer, wanted in zip(answers, right, strict=True):
         assert answer.token_ids == wanted.token_ids[: len(answer.token_ids)]
     assert [answer.token_ids for answer in later] == [wanted.token_ids for wanted in right]
-    assert len(rank_processes()) == 2
+    assert len(processes_named("RankActor")) == 2
+
+
+async def _lose_the_directory(address: str, victim: psutil.Process) -> list[list[Answer]]:
+    async with AsyncClient(address) as client:
+
+        async def ask_eight() -> list[Answer]:
+            return await asyncio.gather(*(ask(client, long_wish(number)) for number in range(8)))
+
+        async def is_replaced() -> bool:
+            return any(process != victim for process in processes_named(":Directory"))
+
+        victim.kill()
+        without = await ask_eight()
+        await until(is_replaced, 60.0)
+        await asyncio.sleep(2 * SETTLED_S)  # a directory that forgot replicas would have taken them away by now
+        assert (await client.list_models()).models[0].num_replicas == 2
+        return [without, await ask_eight()]
+
+
+def test_a_killed_directory_is_replaced_and_nobody_notices(
+    cluster: Serving, expected: Callable[[list[Wish]], list[Answer]]
+):
+    (victim,) = processes_named(":Directory")
+    right = [answer.token_ids for answer in expected([long_wish(number) for number in range(8)])]
+    for answers in asyncio.run(_lose_the_directory(cluster.routers[0], victim)):
+        assert [answer.token_ids for answer in answers] == right

@@ -26,6 +26,7 @@ def config(**values):
 def assert_names_type_reason_and_way_out(error: UnsupportedModelError, model_type: str, reason: str) -> None:
     assert error.model_type == model_type
     assert reason in error.reason
+    assert "cannot be served" not in error.reason, "a refusal is not wrapped in another"
     assert error.way_out
     assert model_type in str(error)
     assert error.reason in str(error)
@@ -139,6 +140,8 @@ def test_an_unknown_style_is_refused():
     with pytest.raises(UnsupportedModelError) as refusal:
         ParallelPlan(config(), {"model.layers.*.mlp.up_proj": "diagonal"}, 2)
     assert_names_type_reason_and_way_out(refusal.value, "some_model", "diagonal")
+    alone = ParallelPlan(config(), {"model.layers.*.mlp.up_proj": "diagonal"}, 1)
+    assert alone.cut("model.layers.0.mlp.up_proj.weight", (8, 8), None) is None
 
 
 def test_features_that_ranks_cannot_share_are_refused(tmp_path):
@@ -186,6 +189,21 @@ def test_an_attention_call_with_something_unknown_is_refused(tiny_model, monkeyp
     with pytest.raises(UnsupportedModelError) as refusal:
         load(worker_config(tiny_model("llama")))
     assert_names_type_reason_and_way_out(refusal.value, "llama", "called with position_bias")
+
+
+def test_attention_to_what_comes_later_is_refused(tiny_model, monkeypatch):
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    plain = LlamaAttention.__init__
+
+    def both_ways(self, *args, **kwargs):
+        plain(self, *args, **kwargs)
+        self.is_causal = False
+
+    monkeypatch.setattr(LlamaAttention, "__init__", both_ways)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        load(worker_config(tiny_model("llama")))
+    assert_names_type_reason_and_way_out(refusal.value, "llama", "not causal")
 
 
 @pytest.mark.parametrize(("change", "reason"), [("drop", "is missing 1 weights"), ("add", "has unexpected 1 weights")])

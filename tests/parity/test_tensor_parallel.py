@@ -7,6 +7,7 @@ import torch
 
 from tests.parity.families import SERVED, VARIANTS
 from tests.parity.harness import greedy_tokens, largest_difference, load, logits_in_chunks, on_ranks, worker_config
+from worker.experts import Experts
 from worker.model_runner import LeaderRunner, ModelRunner
 from worker.rank import run_rank
 from worker.tensor_parallel import DistributedGroup, pick_port
@@ -17,6 +18,16 @@ TOLERANCE = 1e-5
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", [*SERVED, *VARIANTS])
 def test_split_models_have_the_logits_of_hugging_face(family, size, tiny_model, prompts, expected):
+    config = worker_config(tiny_model(family), size)
+    ours = on_ranks(config, lambda leader: logits_in_chunks(leader, prompts, chunk=40))
+    assert largest_difference(ours, expected(family)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "mixtral", "qwen2_moe"])
+def test_experts_that_stay_hugging_faces_are_split_too(family, size, tiny_model, prompts, expected, monkeypatch):
+    """As on a GPU, where their grouped matmul is kept."""
+    monkeypatch.setattr(Experts, "can_replace", lambda module: False)
     config = worker_config(tiny_model(family), size)
     ours = on_ranks(config, lambda leader: logits_in_chunks(leader, prompts, chunk=40))
     assert largest_difference(ours, expected(family)) <= TOLERANCE

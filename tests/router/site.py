@@ -1,9 +1,11 @@
-"""A router on loopback with fake replicas behind it, and clients in front: what the tests of the whole router share."""
+"""A router on loopback with replicas behind it, and clients in front: what the tests of the whole router share."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
@@ -11,9 +13,9 @@ from google.rpc.status_pb2 import Status
 
 from holdfast_pb import inference_pb2, inference_pb2_grpc
 from router.config import LimitsConfig, RouterConfig
-from router.directory import StaticDirectory
+from router.directory import ReplicaEndpoint, StaticDirectory
 from router.router import Router
-from tests.fakes import FakeReplica, byte_tokenizer
+from tests.fakes import byte_tokenizer, fake_tokens
 
 
 @dataclass
@@ -22,7 +24,7 @@ class Site:
 
     router: Router
     directory: StaticDirectory
-    replicas: list[FakeReplica]
+    replicas: list
     channel: grpc.aio.Channel
 
     @property
@@ -42,9 +44,19 @@ class Site:
         """Returns once the router and its replicas have nothing open."""
 
         async def is_so() -> bool:
-            return self.router.num_open == 0 and not any(replica.running for replica in self.replicas)
+            return self.router.num_open == 0 and all(replica.is_idle for replica in self.replicas)
 
         await eventually(is_so)
+
+
+def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Runs a coroutine test to its end, on a loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+
+    return run
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:
@@ -53,9 +65,20 @@ async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float 
             await asyncio.sleep(0.005)
 
 
+class Replica(Protocol):
+    """What a site needs to know of a replica, fake or real."""
+
+    endpoint: ReplicaEndpoint
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    async def kill(self) -> None: ...
+
+
 @asynccontextmanager
 async def site(
-    *replicas: FakeReplica, config: RouterConfig | None = None, limits: LimitsConfig | None = None
+    *replicas: Replica, config: RouterConfig | None = None, limits: LimitsConfig | None = None
 ) -> AsyncIterator[Site]:
     """Up when all replicas are. Leaving it checks that nothing is left over: requests, links, tasks."""
     tasks_before = asyncio.all_tasks()
@@ -132,3 +155,13 @@ def taken_apart(error: grpc.aio.AioRpcError) -> Refusal:
 
 async def collected(call: AsyncIterator[inference_pb2.GenerateStreamResponse]) -> list:
     return [chunk async for chunk in call]
+
+
+def expected(prompt: str, seed: int, num_tokens: int) -> tuple[list[int], str]:
+    """Tokens and text that any fake replica answers with."""
+    token_ids = fake_tokens(prompt.encode(), seed, num_tokens)
+    return token_ids, bytes(token_ids).decode()
+
+
+async def num_open_is(place: Site, count: int) -> bool:
+    return place.router.num_open == count

@@ -8,22 +8,25 @@ from worker.scheduler import Scheduler
 EOS, BLOCK_SIZE = 0, 4
 
 
-def make_scheduler(num_blocks=64, max_model_len=100, **config):
+def make_scheduler(num_blocks=64, max_model_len=100, prefix_caching=False, **config):
+    """Without prefix caching unless asked for: all prompts begin alike here, and are to be computed all the same."""
     return Scheduler(
         SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8, **config}),
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=max_model_len,
         eos_token_ids=frozenset({EOS}),
+        prefix_caching=prefix_caching,
     )
 
 
-def make_request(request_id, prompt_len=4, outputs=(), priority=Priority.NORMAL, **params):
+def make_request(request_id, prompt_len=4, outputs=(), priority=Priority.NORMAL, prompt=None, salt="", **params):
     return EngineRequest(
         request_id=request_id,
-        prompt_token_ids=tuple(range(100, 100 + prompt_len)),
+        prompt_token_ids=prompt or tuple(range(100, 100 + prompt_len)),
         output_token_ids=outputs,
         priority=priority,
+        cache_salt=salt,
         sampling_params=SamplingParams(**{"seed": 1, "max_tokens": 8, **params}),
     )
 

@@ -68,6 +68,28 @@ def test_when_blocks_run_out_the_newest_of_the_lowest_priority_is_preempted():
     assert scheduler.stats().num_preemptions == 1
 
 
+def test_of_the_lowest_priority_the_one_with_the_fewest_tokens_computed_is_preempted():
+    scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=64)
+    for request_id, prompt_len, priority in (
+        ("a", 4, Priority.NORMAL),
+        ("b", 12, Priority.LOW),
+        ("c", 5, Priority.LOW),
+        ("d", 12, Priority.LOW),
+    ):
+        scheduler.add(make_request(request_id, prompt_len=prompt_len, priority=priority, max_tokens=12))
+    steps = [step(scheduler)[0] for _ in range(5)]
+    assert [members(plan) for plan in steps] == [*[[0, 1, 2, 3]] * 4, [0, 1, 3]]
+    assert scheduler.stats().num_preemptions == 1
+
+
+def test_the_first_in_the_order_of_service_is_not_preempted_though_it_has_the_fewest_tokens_computed():
+    scheduler = make_scheduler(num_blocks=7)
+    scheduler.add(make_request("a", prompt_len=4, max_tokens=12))
+    scheduler.add(make_request("b", prompt_len=16, max_tokens=12))
+    steps = [step(scheduler)[0] for _ in range(6)]
+    assert [members(plan) for plan in steps] == [*[[0, 1]] * 5, [0]]
+
+
 def test_a_preempted_sequence_keeps_its_outputs_and_is_replayed_before_later_arrivals():
     scheduler = make_scheduler(num_blocks=8)
     for request_id in "abc":

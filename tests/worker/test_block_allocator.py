@@ -1,10 +1,11 @@
-"""Blocks are handed out once, counted, and come back."""
+"""Blocks are handed out once, counted, and come back; those with a prefix to keep are the last to be handed out again."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.block_allocator import BlockAllocator
+from worker.prefix_cache import HashChain
 
 
 def test_a_fresh_cache_hands_out_neighbours_in_order():
@@ -67,17 +68,73 @@ def test_sharing_a_free_block_is_found_at_once():
 
 def test_check_integrity_finds_a_lost_block_and_one_that_is_free_twice():
     lost, doubled = BlockAllocator(4, 16), BlockAllocator(4, 16)
-    lost._free.pop()
-    with pytest.raises(AssertionError, match="block 0 has 0 owners and is not in the free list"):
+    lost._blank.pop()
+    with pytest.raises(AssertionError, match="block 0 has 0 owners and is not cached, and is not blank"):
         lost.check_integrity()
-    doubled._free.append(3)
+    doubled._blank.append(3)
     with pytest.raises(AssertionError, match="twice"):
         doubled.check_integrity()
 
 
-@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 5)), max_size=60))
+def with_stored(num_blocks: int, *num_stored: int) -> tuple[BlockAllocator, list[list[int]]]:
+    """An allocator of one-token blocks and the blocks of some owners, so many each, all stored with their own tokens."""
+    allocator = BlockAllocator(num_blocks, 1, prefix_caching=True)
+    owners = [allocator.allocate(number) for number in num_stored]
+    for salt, block_ids in enumerate(owners):
+        chain = HashChain(str(salt))
+        for index, block_id in enumerate(block_ids):
+            allocator.prefix_cache.store(block_id, chain, range(len(block_ids)), index)
+    return allocator, owners
+
+
+def test_a_stored_block_without_an_owner_is_free_and_stays_cached():
+    allocator, (first,) = with_stored(4, 2)
+    allocator.free(first)
+    assert (allocator.num_free, allocator.num_cached, allocator.num_used) == (4, 2, 0)
+    allocator.share(first[:1])
+    assert (allocator.num_free, allocator.num_cached, allocator.ref_count(0)) == (3, 1, 1)
+    allocator.check_integrity()
+
+
+def test_blank_blocks_go_before_cached_ones_and_those_in_order_of_release_the_last_of_an_owner_first():
+    allocator, (first, second) = with_stored(6, 2, 3)
+    allocator.free(second)
+    allocator.free(first)
+    assert [allocator.allocate(1) for _ in range(6)] == [[5], [4], [3], [2], [1], [0]]
+    assert allocator.prefix_cache.num_evictions == 5
+    allocator.check_integrity()
+
+
+def test_a_block_that_was_shared_again_is_evicted_after_those_that_were_not():
+    allocator, (first, second) = with_stored(4, 2, 2)
+    allocator.free(first)
+    allocator.free(second)
+    allocator.share(first)
+    allocator.free(first)
+    assert allocator.allocate(2) == second
+    assert all(block_id in allocator.prefix_cache for block_id in first)
+
+
+def test_evicted_blocks_come_out_together_in_their_order():
+    allocator, (first,) = with_stored(4, 4)
+    allocator.free(first)
+    assert allocator.allocate(3) == [1, 2, 3]
+
+
+def test_check_integrity_finds_an_owned_block_among_the_evictable_and_a_cached_one_among_the_blank():
+    owned, blank = with_stored(2, 1)[0], with_stored(2, 1)[0]
+    owned._evictable[0] = None
+    with pytest.raises(AssertionError, match="block 0 has 1 owners and is cached, and is not blank and evictable"):
+        owned.check_integrity()
+    blank.free([0])
+    blank._blank.append(blank._evictable.popitem()[0])
+    with pytest.raises(AssertionError, match="block 0 has 0 owners and is cached, and is blank and not evictable"):
+        blank.check_integrity()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "free", "store"]), st.integers(0, 5)), max_size=60))
 def test_any_order_of_calls_keeps_every_block_either_free_or_owned(calls):
-    allocator = BlockAllocator(12, 4)
+    allocator = BlockAllocator(12, 4, prefix_caching=True)
     held: list[list[int]] = []
     for call, number in calls:
         if call == "allocate" and number <= allocator.num_free:
@@ -87,6 +144,11 @@ def test_any_order_of_calls_keeps_every_block_either_free_or_owned(calls):
             held.append(list(held[number % len(held)]))
         elif call == "free" and held:
             allocator.free(held.pop(number % len(held)))
+        elif call == "store" and held:
+            chain, cache = HashChain(str(number)), allocator.prefix_cache
+            for index, block_id in enumerate(held[number % len(held)]):
+                if block_id not in cache:
+                    cache.store(block_id, chain, range(48), index)
         allocator.check_integrity()
         owned = [block_id for block_ids in held for block_id in block_ids]
         assert [allocator.ref_count(block_id) for block_id in range(12)] == [owned.count(i) for i in range(12)]

@@ -6,7 +6,7 @@ from tests.parity.families import save_tiny_model
 from tests.parity.harness import worker_config
 from worker.config import CacheConfig, SchedulerConfig
 from worker.errors import ConfigurationError
-from worker.loading import full_step, load_parts
+from worker.loading import _activation_bytes, full_step, load_parts
 from worker.memory import (
     CPU_CACHE_LIMIT,
     MemoryEstimator,
@@ -15,7 +15,10 @@ from worker.memory import (
     gpu_cache_bytes,
     smallest_of_all_ranks,
 )
-from worker.parallelize import _Share
+from worker.model import build_rank_model
+from worker.parallelize import Target, _Share
+from worker.row_tiles import RowTiles
+from worker.tensor_parallel import SingleRank
 from worker.weights import load_checkpoint, read_config
 
 CPU = torch.device("cpu")
@@ -77,9 +80,16 @@ def test_memory_settings_go_from_the_most_to_the_least_exact():
     assert choose_num_blocks(CacheConfig(), 500, 10, useful_blocks=3) == 3
 
 
-def test_a_cache_without_room_for_a_block_is_a_wrong_setting():
-    with pytest.raises(ConfigurationError, match="has 9 bytes, and one block takes 10"):
-        choose_num_blocks(CacheConfig(kv_cache_memory=9), 500, 10, useful_blocks=None)
+def test_a_cache_without_room_for_two_blocks_is_a_wrong_setting_on_every_rank(folder_of):
+    def load(group):
+        memory = 128 * 4 * (1 + group.rank)  # one block on the leader, two on the other
+        config = worker_config(folder_of("llama"), 2)
+        config = config.model_copy(update={"cache": CacheConfig(block_size=4, kv_cache_memory=memory)})
+        with pytest.raises(ConfigurationError, match="would have 1 blocks of 512 bytes, and needs 2"):
+            load_parts(config, group, CPU, lambda *progress: None)
+        return True
+
+    assert run_ranks(2, load) == [True, True]
 
 
 def test_the_default_on_a_cpu_is_modest(monkeypatch):
@@ -92,6 +102,20 @@ def test_the_default_on_a_cpu_is_modest(monkeypatch):
 def test_a_gpu_gives_what_others_and_a_full_step_leave(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
     assert gpu_cache_bytes(torch.device("cuda"), activation_bytes=100, utilization=0.9) == 400
+
+
+def test_a_full_step_is_measured_on_a_cache_of_its_own(folder_of, monkeypatch):
+    """With a GPU's counters put in place; the step itself runs here."""
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 350)
+    config = worker_config(folder_of("llama"))
+    target = Target(group=SingleRank(), tiles=RowTiles("cpu"), device=CPU, dtype=torch.float32)
+    hf_config = read_config(folder_of("llama"))
+    model = build_rank_model(config.model, folder_of("llama"), hf_config, target, lambda *progress: None)
+    assert _activation_bytes(SchedulerConfig(max_num_batched_tokens=300), model, target, 16, 128) == 250
+    with pytest.raises(AttributeError):
+        model.detach()  # nothing of that cache is still attached
 
 
 def test_ranks_agree_on_the_smallest_number():

@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -251,24 +250,3 @@ def test_slots_and_begun_blocks_follow_the_block_tables():
     batch = batch_of([(0, 14, 4), (1, 0, 16), (2, 5, 1), (3, 32, 1)], 16, 10)
     assert slots_of(batch, 16)[:4].tolist() == [9 * 16 + 14, 9 * 16 + 15, 8 * 16, 8 * 16 + 1]
     assert begun_blocks(batch, 16).tolist() == [8, 37]
-
-
-def test_pools_are_zeroed_and_shaped_by_layer():
-    cache = KVCache.allocate([PLAIN, SPECS["latent"]], 5, 16, torch.bfloat16, "cpu")
-    assert [layer.keys.shape for layer in cache.layers] == [(5, 16, 2, 32), (5, 16, 2, 48)]
-    assert [layer.values.shape for layer in cache.layers] == [(5, 16, 2, 32), (5, 16, 2, 32)]
-    starts = {t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values)}
-    assert len(starts) == 4
-    for layer in cache.layers:
-        layer.keys.fill_(1)
-        layer.values.fill_(1)
-    cache.clear(torch.tensor([2, 4]))
-    for layer in cache.layers:
-        assert np.array_equal(layer.keys.flatten(1).float().amax(1), [1, 1, 0, 1, 0])
-        assert np.array_equal(layer.values.flatten(1).float().amax(1), [1, 1, 0, 1, 0])
-
-
-@pytest.mark.parametrize("block_size", [3, 48, 96])
-def test_a_block_holds_whole_tiles_or_a_tile_whole_blocks(block_size):
-    with pytest.raises(ValueError, match="block_size"):
-        KVCache.allocate([PLAIN], 4, block_size, torch.float32, "cpu")

@@ -3,6 +3,7 @@
 import pytest
 
 from worker.block_allocator import BlockAllocator
+from worker.prefix_cache import HashChain
 from worker.queues import SequenceQueues
 from worker.request import EngineRequest, Priority, SamplingParams
 from worker.sequence import Sequence, SequenceStatus
@@ -10,7 +11,7 @@ from worker.sequence import Sequence, SequenceStatus
 
 def make_queues(*priorities: Priority) -> SequenceQueues:
     """Queues in which sequences 0, 1, ... wait, each with a prompt of 6 tokens in a cache of 4-token blocks."""
-    queues = SequenceQueues(BlockAllocator(16, 4))
+    queues = SequenceQueues(BlockAllocator(16, 4, prefix_caching=True))
     for sequence_id, priority in enumerate(priorities):
         request = EngineRequest(
             request_id=str(sequence_id),
@@ -38,8 +39,8 @@ def test_both_queues_stand_by_priority_then_arrival():
 def test_a_preempted_sequence_stands_in_its_old_place_without_blocks():
     queues = make_queues(Priority.NORMAL, Priority.NORMAL, Priority.NORMAL)
     queues.admit_first(2)
-    queues.admit_first(2)
-    sequence = queues.preempt_last()
+    sequence = queues.admit_first(2)
+    queues.preempt(sequence)
     assert (sequence.status, sequence.block_ids) == (SequenceStatus.WAITING, ())
     assert (ids(queues.running), ids(queues.waiting)) == ([0], [1, 2])
     assert (queues.allocator.num_used, queues.num_preemptions) == (2, 1)
@@ -49,8 +50,9 @@ def test_a_preempted_sequence_stands_in_its_old_place_without_blocks():
 def test_tokens_lost_twice_are_known_as_far_as_they_ever_went():
     queues = make_queues(Priority.NORMAL)
     for num_computed in (5, 2):
-        queues.admit_first(2).num_computed_tokens = num_computed
-        sequence = queues.preempt_last()
+        sequence = queues.admit_first(2)
+        sequence.num_computed_tokens = num_computed
+        queues.preempt(sequence)
     assert (sequence.num_discarded_tokens, sequence.num_computed_tokens) == (5, 0)
 
 
@@ -80,6 +82,69 @@ def test_a_finished_sequence_wastes_all_its_slots_until_it_is_released():
     assert queues.num_wasted_slots() == 8 + 2
     queues.release_finished()
     assert (ids(queues.running), queues.allocator.num_used) == ([1], 2)
+
+
+def test_a_preempted_sequence_may_stand_between_those_that_go_on():
+    queues = make_queues(Priority.NORMAL, Priority.NORMAL, Priority.NORMAL)
+    sequences = [queues.admit_first(2) for _ in range(3)]
+    queues.preempt(sequences[1])
+    assert (ids(queues.running), ids(queues.waiting)) == ([0, 2], [1])
+    queues.check_integrity()
+
+
+def test_a_full_block_is_shared_once_it_is_stored():
+    queues = make_queues(Priority.NORMAL, Priority.NORMAL)
+    first = queues.admit_first(2)
+    assert queues.cached_prefix(queues.waiting[0]) == []
+    first.num_computed_tokens = 6
+    queues.store_full_blocks(first, 0)
+    second = queues.admit_first(2, queues.cached_prefix(queues.waiting[0]))
+    assert (first.block_ids, second.block_ids) == ((0, 1), (0, 2))
+    assert (second.num_computed_tokens, second.num_cached_tokens) == (4, 4)
+    assert (queues.num_prefix_query_tokens, queues.num_prefix_hit_tokens) == (12, 4)
+    queues.check_integrity()
+
+
+def test_a_cached_prefix_is_not_evicted_for_the_rest_of_the_same_sequence():
+    queues = make_queues(Priority.NORMAL, Priority.NORMAL)
+    first = queues.admit_first(2)
+    first.num_computed_tokens = 6
+    queues.store_full_blocks(first, 0)
+    queues.remove(first)
+    others = queues.allocator.allocate(14)
+    second = queues.admit_first(2, queues.cached_prefix(queues.waiting[0]))
+    assert sorted((*second.block_ids, *others)) == list(range(16))
+    assert queues.allocator.prefix_cache.num_evictions == 0
+
+
+def test_coming_back_from_a_preemption_counts_as_no_new_query():
+    queues = make_queues(Priority.NORMAL)
+    sequence = queues.admit_first(2)
+    sequence.num_computed_tokens = 5
+    queues.store_full_blocks(sequence, 0)
+    queues.preempt(sequence)
+    queues.admit_first(2, queues.cached_prefix(sequence))
+    assert (sequence.num_computed_tokens, sequence.num_cached_tokens) == (4, 0)
+    assert (queues.num_prefix_query_tokens, queues.num_prefix_hit_tokens) == (6, 0)
+
+
+def test_check_integrity_finds_a_block_that_is_shared_before_it_is_full():
+    queues = make_queues(Priority.NORMAL)
+    sequence = queues.admit_first(2)
+    sequence.num_computed_tokens = 4
+    queues.store_full_blocks(sequence, 0)
+    sequence.num_computed_tokens = 3
+    with pytest.raises(AssertionError, match="block 0 is shared before sequence 0 has filled it"):
+        queues.check_integrity()
+
+
+def test_check_integrity_finds_a_block_of_other_tokens():
+    queues = make_queues(Priority.NORMAL)
+    sequence = queues.admit_first(2)
+    sequence.num_computed_tokens = 4
+    queues.allocator.prefix_cache.store(0, HashChain(""), [1, 2, 3, 5], 0)
+    with pytest.raises(AssertionError, match="block 0 is not found by the tokens of sequence 0"):
+        queues.check_integrity()
 
 
 def test_check_integrity_finds_a_block_with_two_owners():

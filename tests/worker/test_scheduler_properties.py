@@ -1,7 +1,8 @@
 """Whatever comes, in whatever order, under whatever memory pressure: the tokens are right and nothing is lost.
 
-One machine plays random requests, steps, wrong and right drafts, and aborts, also in the middle of a step, against the
-pseudo-model, whose tokens come out wrong if a block is shared, lost or replayed badly.
+One machine plays random requests, alone, with prefixes in common and as later turns of earlier ones, steps, wrong and
+right drafts, and aborts, also in the middle of a step, against the pseudo-model, whose tokens come out wrong if a block
+is shared, lost or replayed badly.
 """
 
 from dataclasses import replace
@@ -20,7 +21,8 @@ from hypothesis.stateful import (
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from worker.config import SchedulerConfig
 from worker.errors import InvalidRequestError, QueueFullError
-from worker.plan import ScheduledSequence, StepPlan
+from worker.plan import ScheduledSequence, StepPlan, StepResult
+from worker.prefix_cache import BlockStored
 from worker.request import EngineRequest, FinishReason, Priority, SamplingParams, TokenDelta
 from worker.scheduler import Scheduler
 
@@ -37,6 +39,7 @@ class Expected:
         self.outputs = outputs
         self.service_order = service_order
         self.received = list(request.output_token_ids)
+        self.num_cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -48,6 +51,7 @@ class Expected:
         assert self.finish_reason is None, "a request ends once"
         assert delta.first_token_index == len(self.received), "indices go on without gap or overlap"
         assert delta.token_ids or delta.finish_reason, "a delta says something"
+        assert delta.num_cached_tokens == (0 if self.received or not delta.token_ids else self.num_cached_tokens)
         self.received += delta.token_ids
         self.finish_reason = delta.finish_reason
         assert self.received == self.outputs[: len(self.received)]
@@ -58,9 +62,19 @@ class Expected:
         assert delta.finish_reason == (reason if ended else None)
 
 
+prompts = st.one_of(
+    st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12).map(tuple),
+    st.builds(
+        lambda length, tail: (*range(length), *tail), st.integers(1, 12), st.lists(st.integers(0, 3), max_size=3)
+    ),
+)
+"""Prompts at random, and such that have their beginnings in common."""
+
 wishes = st.fixed_dictionaries(
     {
-        "prompt": st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12).map(tuple),
+        "prompt": prompts,
+        "turn_of": st.none() | st.integers(0, 30),
+        "salt": st.sampled_from(["", "", "tenant"]),
         "max_tokens": st.sampled_from([1, 2, 4, 9, 16, 17, 24, None]),
         "stop_ids": st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=1),
         "ignore_eos": st.booleans(),
@@ -69,7 +83,8 @@ wishes = st.fixed_dictionaries(
         "num_before": st.sampled_from([0, 0, 0, 0, 1, 5, 24]),
     }
 )
-"""What a request asks for, and how many of its tokens another replica has emitted before."""
+"""What a request asks for, whose prompt and tokens come before its own, and how many of its tokens another replica has
+emitted before."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -81,8 +96,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.sampled_from([24, 16, 7, 3, 1]),
         max_num_seqs=st.sampled_from([8, 6, 4, 1]),
         max_model_len=st.sampled_from([32, 24, 8]),
+        prefix_caching=st.sampled_from([True, True, True, False]),
     )
-    def start(self, num_blocks, block_size, max_num_batched_tokens, max_num_seqs, max_model_len):
+    def start(self, num_blocks, block_size, max_num_batched_tokens, max_num_seqs, max_model_len, prefix_caching):
         self.config = SchedulerConfig(
             policy=self.policy,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -96,11 +112,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
+            prefix_caching=prefix_caching,
         )
         self.runner = PseudoRunner(num_blocks, block_size, VOCAB_SIZE)
         self.expected: dict[str, Expected] = {}
         self.by_sequence_id: list[Expected] = []
         self.last_plan: list[Expected] = []
+        self.salt_of_block: dict[int, str] = {}
+        self.known_to_router: set[bytes] = set()
+        self.take_events()
 
     # --- What happens ---
 
@@ -125,14 +145,50 @@ class SchedulerMachine(RuleBasedStateMachine):
                 return
             self.check_plan(plan)
             plan = self.with_drafts(plan, data) if with_drafts else plan
-            result = self.runner.run(plan)
+            result = self.run_checked(plan)
             if abort == "one midway":
                 self.abort_one(data)
             elif abort == "all midway":
                 self.abort_all()
             self.take(self.scheduler.commit(plan, result))
 
-    def add_one(self, prompt, max_tokens, stop_ids, ignore_eos, seed, priority, num_before):
+    @rule()
+    def take_events(self):
+        """What a router keeps of it is what is cached."""
+        for event in self.scheduler.take_cache_events():
+            if isinstance(event, BlockStored):
+                assert event.block_hash not in self.known_to_router
+                self.known_to_router.add(event.block_hash)
+            else:
+                self.known_to_router.remove(event.block_hash)
+        assert self.known_to_router == self.scheduler._allocator.prefix_cache._block_ids.keys()
+
+    def run_checked(self, plan: StepPlan) -> StepResult:
+        """Run a step, looking at what it writes over and at what it leaves behind."""
+        for sequence in plan.sequences:
+            self.check_blocks(sequence)
+        result = self.runner.run(plan)
+        for sequence in plan.sequences:
+            expected = self.by_sequence_id[sequence.sequence_id]
+            before = (*expected.request.prompt_token_ids, *expected.received)[: sequence.first_position]
+            assert self.runner.read_back(sequence) == [*before, *sequence.token_ids]
+        return result
+
+    def check_blocks(self, sequence: ScheduledSequence) -> None:
+        """It writes to its own blocks only, which nobody can find, and reads none of another salt."""
+        salt = self.by_sequence_id[sequence.sequence_id].request.cache_salt
+        num_full = sequence.first_position // self.block_size
+        for block_id in sequence.block_ids[:num_full]:
+            assert self.salt_of_block[block_id] == salt
+        for block_id in sequence.block_ids[num_full:]:
+            assert self.scheduler._allocator.ref_count(block_id) == 1
+            assert block_id not in self.scheduler._allocator.prefix_cache
+            self.salt_of_block[block_id] = salt
+
+    def add_one(self, prompt, turn_of, salt, max_tokens, stop_ids, ignore_eos, seed, priority, num_before):
+        if turn_of is not None and self.expected:
+            earlier = list(self.expected.values())[turn_of % len(self.expected)]
+            prompt = (*earlier.request.prompt_token_ids, *earlier.received, *prompt)[:24]
         length = max(0, min(max_tokens or self.max_model_len, self.max_model_len - len(prompt)))
         stop = [*stop_ids, *([] if ignore_eos else [EOS])]
         outputs = pseudo_completion(prompt, seed, length, VOCAB_SIZE, stop)
@@ -143,6 +199,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             output_token_ids=tuple(outputs[:num_before]),
             sampling_params=params,
             priority=priority,
+            cache_salt=salt,
         )
         fits = len(prompt) < self.max_model_len and len(prompt) + length - 1 <= self.num_slots
         was_complete = 0 < len(outputs) <= num_before
@@ -204,8 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_plan(self, plan: StepPlan) -> None:
         assert 1 <= plan.num_tokens <= self.config.max_num_batched_tokens
         assert 1 <= len(plan.sequences) <= self.config.max_num_seqs
-        block_ids = [block_id for sequence in plan.sequences for block_id in sequence.block_ids]
-        assert len(block_ids) == len(set(block_ids)), "no block belongs to two sequences"
+        self.scheduler.check_integrity()
         for sequence in plan.sequences:
             self.check_scheduled(sequence)
         self.check_first_is_served([self.by_sequence_id[sequence.sequence_id] for sequence in plan.sequences])
@@ -213,6 +269,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_scheduled(self, sequence: ScheduledSequence) -> None:
         expected = self.by_sequence_id[sequence.sequence_id]
         tokens = (*expected.request.prompt_token_ids, *expected.received)
+        if expected.num_cached_tokens is None:
+            expected.num_cached_tokens = sequence.first_position
         end = sequence.first_position + len(sequence.token_ids)
         assert sequence.token_ids == tokens[sequence.first_position : end]
         assert len(sequence.block_ids) == -(-end // self.block_size)
@@ -234,22 +292,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert load.num_running <= self.config.max_num_seqs
         assert load.num_running + load.num_waiting == len(self.alive())
         assert stats.num_aborted + stats.num_finished == len(self.expected) - len(self.alive())
+        assert stats.num_prefix_hit_tokens <= stats.num_prefix_query_tokens
         if self.policy == "continuous":
             assert stats.num_wasted_slots <= load.num_running * (self.block_size - 1)
         else:
-            assert stats.num_preemptions == 0
+            assert stats.num_preemptions == stats.num_prefix_hit_tokens == 0
 
     def teardown(self):
         num_steps = 0
         while (plan := self.scheduler.plan()) is not None:
             self.check_plan(plan)
-            self.take(self.scheduler.commit(plan, self.runner.run(plan)))
+            self.take(self.scheduler.commit(plan, self.run_checked(plan)))
             self.nothing_is_lost()
             num_steps += 1
             assert num_steps < MAX_STEPS, f"still alive: {sorted(self.alive())}"
         assert not self.alive(), "everything finishes"
         stats = self.scheduler.stats()
-        assert (stats.num_free_blocks, stats.num_wasted_slots) == (stats.num_total_blocks, 0)
+        assert (stats.num_free_blocks, stats.num_used_blocks, stats.num_wasted_slots) == (stats.num_total_blocks, 0, 0)
+        self.take_events()
+        assert stats.num_cached_blocks == len(self.known_to_router)
 
 
 class StaticMachine(SchedulerMachine):

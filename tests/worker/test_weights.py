@@ -47,6 +47,12 @@ def test_a_hub_id_that_cannot_be_had_is_a_wrong_setting():
         resolve_model("some-org/some-model")
 
 
+def test_a_config_that_is_not_json_is_a_wrong_setting(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigurationError, match="is not JSON"):
+        read_config(tmp_path)
+
+
 def test_loaded_parameters_are_views_of_the_mapped_file(llama):
     model = load_checkpoint(llama, read_config(llama))
     ranges = mapped_ranges(llama / "model.safetensors")

@@ -6,6 +6,7 @@ know, take an explicit softmax; both follow the position rule of `query_tiles.py
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,34 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.attention.query_tiles import TileCall, cut_into_tiles
-from worker.kv_cache import TILE_TOKENS, KVCache, KVSpec, LayerCache
+from worker.attention.trial import TRIAL_BLOCK_SIZE, choose_rule
+from worker.kv_cache import TILE_TOKENS, KVSpec, LayerCache
 from worker.row_tiles import RowRule, RowTiles
 from worker.step_batch import StepBatch
-
-_TRIED_KEYS = (64, 320, 576, 1088)
-"""Numbers of keys a trial attends to: torch walks keys in steps of 512, so both sides of one and two of them."""
-
-_TRIED_CHUNKS = (
-    (1, 1),
-    (1, 3),
-    (2, 1),
-    (2, 3),
-    (3, 1),
-    (4, 3),
-    (5, 1),
-    (7, 1),
-    (8, 3),
-    (16, 1),
-    (17, 1),
-    (33, 1),
-    (48, 1),
-)
-"""Chunks in a trial: tokens of a sequence, and sequences in the batch. The whole tile has 64 tokens."""
-
-_CANDIDATES = (
-    *(RowRule(multiple_of=rows) for rows in (4, 8, 16, 32)),
-    RowRule(multiple_of=32, max_rows=32),
-)
 
 
 class SdpaBackend:
@@ -48,10 +25,11 @@ class SdpaBackend:
 
     def __init__(self, specs: Iterable[KVSpec], tiles: RowTiles, *, block_size: int, dtype: torch.dtype) -> None:
         """Tries out, on this machine, how many rows each kind of layer may be called with."""
-        self._kernels = {
-            spec: _TiledAttention(spec, _choose_rule(spec, tiles, dtype), block_size, dtype, tiles.device)
-            for spec in set(specs)
-        }
+        kernel = partial(_TiledAttention, dtype=dtype, device=tiles.device)
+        self._kernels: dict[KVSpec, _TiledAttention] = {}
+        for spec in dict.fromkeys(specs):
+            rule = choose_rule(spec, tiles, dtype, partial(kernel, block_size=TRIAL_BLOCK_SIZE))
+            self._kernels[spec] = kernel(spec, rule, block_size=block_size)
 
     def begin(self, batch: StepBatch) -> None:
         """The layers that follow run on this step."""
@@ -84,7 +62,9 @@ class _PreparedStep:
 class _TiledAttention:
     """Attention of one kind of layer: its tiles are laid out once per step, when its first layer runs."""
 
-    def __init__(self, spec: KVSpec, rule: RowRule, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, spec: KVSpec, rule: RowRule, *, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._spec = spec
         self._rule = rule
         self._block_size = block_size
@@ -196,17 +176,20 @@ def _attend_explicitly(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """As `_attend_fused`, with scores capped before the mask, and a sink: one more score per head, with no value."""
-    scores = torch.matmul(query, keys.transpose(2, 3)) * scaling
+    """As `_attend_fused`, with scores capped before the mask, and a sink: one more score per head, with no value.
+
+    In float32 throughout, as the fused kernel has it inside: a score of 50 in bfloat16 would be off by 0.1.
+    """
+    scores = torch.matmul(query.float(), keys.float().transpose(2, 3)) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores + mask
     if sinks is None:
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+        weights = torch.softmax(scores, dim=-1)
     else:
-        sink = _sink_rows(sinks, *scores.shape[:3])
-        weights = torch.softmax(torch.cat((scores, sink), -1), dim=-1, dtype=torch.float32)[..., :-1]
-    return torch.matmul(weights.to(values.dtype), values)
+        sink = _sink_rows(sinks.float(), *scores.shape[:3])
+        weights = torch.softmax(torch.cat((scores, sink), -1), dim=-1)[..., :-1]
+    return torch.matmul(weights, values.float()).to(values.dtype)
 
 
 def _sink_rows(sinks: Tensor, num_tiles: int, num_kv_heads: int, num_rows: int) -> Tensor:
@@ -214,57 +197,3 @@ def _sink_rows(sinks: Tensor, num_tiles: int, num_kv_heads: int, num_rows: int) 
     by_group = sinks.view(num_kv_heads, -1)
     repeats = -(-num_rows // by_group.shape[1])
     return by_group.repeat(1, repeats)[:, :num_rows, None].expand(num_tiles, -1, -1, -1)
-
-
-def _choose_rule(spec: KVSpec, tiles: RowTiles, dtype: torch.dtype) -> RowRule:
-    """The rows that layers of this kind may be called with, found by trial."""
-    kind = "" if spec.softcap is None and not spec.has_sinks else " explicit"
-    heads = f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.key_dim}/{spec.value_dim}"
-    name = f"attention{kind} {heads} {str(dtype).removeprefix('torch.')}"
-    return tiles.choose(name, _CANDIDATES, lambda rule: _rows_agree(spec, rule, dtype, tiles.device))
-
-
-def _rows_agree(spec: KVSpec, rule: RowRule, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a query's output has the same bits in a whole tile and in chunks of it, in company or alone."""
-    kernel = _TiledAttention(spec, rule, TILE_TOKENS, dtype, device)
-    generator = torch.Generator().manual_seed(0)
-    num_blocks = max(_TRIED_KEYS) // TILE_TOKENS
-    (layer,) = KVCache.allocate([spec], num_blocks, TILE_TOKENS, dtype, device).layers
-    for pool in (layer.keys, layer.values):
-        pool.copy_(torch.randn(pool.shape, generator=generator))
-    query = torch.randn(TILE_TOKENS, spec.num_heads, spec.key_dim, generator=generator).to(device, dtype) * 3
-    sinks = torch.zeros(spec.num_heads, dtype=dtype, device=device) if spec.has_sinks else None
-
-    def attend(rows: Tensor, first_positions: list[int]) -> Tensor:
-        kernel.begin(_trial_batch(first_positions, len(rows) // len(first_positions)))
-        return kernel.attend(layer, rows, spec.key_dim**-0.5, sinks)
-
-    for num_keys in _TRIED_KEYS:
-        tile_start = num_keys - TILE_TOKENS
-        whole = attend(query, [tile_start])
-        for count, company in _TRIED_CHUNKS:
-            first = (TILE_TOKENS - count) // 2
-            part = slice(first, first + count)
-            output = attend(query[part].repeat(company, 1, 1), [tile_start + first] * company)
-            if not torch.equal(output, whole[part].repeat(company, 1, 1)):
-                return False
-    return True
-
-
-def _trial_batch(first_positions: list[int], num_tokens: int) -> StepBatch:
-    """Sequences with `num_tokens` tokens each, all reading the same blocks, 0, 1, 2, ..."""
-    num_sequences = len(first_positions)
-    firsts = np.array(first_positions, dtype=np.int64)
-    counts = np.full(num_sequences, num_tokens, dtype=np.int64)
-    table = np.arange((max(first_positions) + num_tokens - 1) // TILE_TOKENS + 1)
-    return StepBatch(
-        step_id=0,
-        token_ids=np.zeros(num_sequences * num_tokens, dtype=np.int64),
-        positions=(firsts[:, None] + np.arange(num_tokens)).ravel(),
-        first_positions=firsts,
-        num_tokens=counts,
-        num_draws=np.zeros_like(counts),
-        block_ids=np.tile(table, num_sequences),
-        num_blocks=np.full(num_sequences, len(table), dtype=np.int64),
-        logits_rows=np.zeros(0, dtype=np.int64),
-    )

@@ -1,0 +1,41 @@
+"""grpc.health.v1 and reflection on the router's port."""
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tests.fakes import FakeReplica
+from tests.router.site import on_a_loop, refusal, site
+
+
+@on_a_loop
+async def test_health_follows_the_replicas():
+    replica = await FakeReplica.start()
+    async with site(replica) as place:
+        stub = health_pb2_grpc.HealthStub(place.channel)
+        for service in ("", "holdfast.v1.Inference", "fake"):
+            assert (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status == 1
+        assert (await refusal(stub.Check(health_pb2.HealthCheckRequest(service="other")))).code == "NOT_FOUND"
+        watches = [stub.Watch(health_pb2.HealthCheckRequest(service=service)) for service in ("fake", "fake", "other")]
+        news = [aiter(watch) for watch in watches]
+        assert [(await anext(stream)).status for stream in news] == [1, 1, 3]
+        watches[0].cancel()
+        await replica.kill()
+        assert (await anext(news[1])).status == 2, "one watcher leaving must not silence the others"
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == 2
+        for watch in watches:
+            watch.cancel()
+
+
+@on_a_loop
+async def test_reflection_names_the_services():
+    async with site(await FakeReplica.start()) as place:
+        stub = reflection_pb2_grpc.ServerReflectionStub(place.channel)
+        call = stub.ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        names = {service.name for service in (await call.read()).list_services_response.service}
+        assert {"holdfast.v1.Inference", "grpc.health.v1.Health"} <= names
+        symbol = "holdfast.v1.Inference"
+        await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol))
+        assert (await call.read()).file_descriptor_response.file_descriptor_proto
+        await call.done_writing()
+        call.cancel()

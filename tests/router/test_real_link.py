@@ -1,0 +1,119 @@
+"""The router in front of real engines over real links; only the model is a stand-in."""
+
+import asyncio
+from types import SimpleNamespace
+
+from holdfast_pb import inference_pb2
+from router.directory import ReplicaEndpoint
+from tests.pseudo_model import PseudoRunner, pseudo_completion
+from tests.router.site import collected, on_a_loop, refusal, request, site
+from worker.config import SchedulerConfig
+from worker.engine import Engine
+from worker.link import LinkServer
+from worker.model_info import ModelInfo
+from worker.scheduler import Scheduler
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE = 600, 4, 400, 256
+
+INFO = ModelInfo(
+    name="pseudo",
+    path="/nowhere",
+    model_type="pseudo",
+    max_model_len=MAX_MODEL_LEN,
+    vocab_size=VOCAB_SIZE,
+    eos_token_ids=frozenset(),
+    dtype="float32",
+    tensor_parallel_size=1,
+    block_size=BLOCK_SIZE,
+    num_blocks=NUM_BLOCKS,
+    kv_bytes_per_token=8,
+    row_invariant=True,
+)
+
+
+class RealReplica:
+    """An engine and its link, without ranks. Made by `start`."""
+
+    @classmethod
+    async def start(cls, replica_id: str = "r0", *, max_num_waiting: int = 100) -> "RealReplica":
+        replica = cls()
+        scheduler = Scheduler(
+            SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=16, max_num_waiting=max_num_waiting),
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=frozenset(),
+        )
+        replica.engine = Engine(scheduler, PseudoRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE), idle_s=0.05)
+        replica.engine.start()
+        served = SimpleNamespace(engine=replica.engine, info=INFO)
+        replica.server = await LinkServer.start(served, replica_id=replica_id)
+        replica.endpoint = ReplicaEndpoint(
+            replica_id=replica_id, address=replica.server.address, model="pseudo", model_path="/nowhere"
+        )
+        return replica
+
+    @property
+    def is_idle(self) -> bool:
+        """Every block is free."""
+        return self.engine.failure is not None or self.engine.stats().load.num_free_blocks == NUM_BLOCKS
+
+    async def kill(self) -> None:
+        await self.server.stop()
+        await asyncio.to_thread(self.engine.stop)
+
+
+@on_a_loop
+async def test_64_streams_some_cancelled_are_right_and_leave_no_block_behind():
+    async def stream(place, index: int) -> None:
+        prompt, num_tokens = [index + 1] * (index % 40 + 1), 10 + 3 * index
+        call = place.stub.GenerateStream(request(prompt, max_tokens=num_tokens, seed=index))
+        got = []
+        async for chunk in call:
+            got += chunk.token_ids
+            if index % 3 == 0 and len(got) >= 5:
+                call.cancel()
+                break
+        right = pseudo_completion(prompt, index, num_tokens, VOCAB_SIZE)
+        assert got == (right[: len(got)] if index % 3 == 0 else right)
+
+    async with site(await RealReplica.start("r0"), await RealReplica.start("r1")) as place:
+        await asyncio.gather(*(stream(place, index) for index in range(64)))
+        await place.until_idle()
+
+
+@on_a_loop
+async def test_output_ends_where_the_context_does():
+    async with site(await RealReplica.start()) as place:
+        answer = await place.stub.Generate(request([1] * 390, max_tokens=50))
+        assert answer.completions[0].finish_reason == inference_pb2.FINISH_REASON_LENGTH
+        assert answer.usage.completion_tokens == 10
+
+
+@on_a_loop
+async def test_an_engines_refusal_reaches_the_client():
+    async with site(await RealReplica.start(max_num_waiting=1)) as place:
+        calls = [collected(place.stub.GenerateStream(request([1], max_tokens=300))) for _ in range(60)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        refused = [error for error in outcomes if isinstance(error, BaseException)]
+        assert refused, "16 run, one waits, and the router sends more than that before it hears"
+        first = await refusal(failing(refused[0]))
+        assert (first.code, first.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        assert first.retry_after_s > 0
+
+
+async def failing(error: BaseException) -> None:
+    raise error
+
+
+@on_a_loop
+async def test_an_engine_that_ends_takes_its_streams_with_it_and_the_other_goes_on():
+    ending = await RealReplica.start("ending")
+    async with site(ending, await RealReplica.start("going on")) as place:
+        calls = [place.stub.GenerateStream(request([1], max_tokens=390, seed=seed)) for seed in range(8)]
+        await asyncio.gather(*(call.initial_metadata() for call in calls))
+        await asyncio.to_thread(ending.engine.stop)
+        await place.until_up(1)
+        for call in calls:
+            call.cancel()
+        assert (await place.stub.Generate(request([1], max_tokens=5))).usage.completion_tokens == 5

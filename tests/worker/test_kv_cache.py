@@ -1,0 +1,31 @@
+"""The memory of the paged cache: shaped by its layers, zero at first and when cleared."""
+
+import numpy as np
+import pytest
+import torch
+
+from worker.kv_cache import KVCache, KVSpec
+
+PLAIN = KVSpec(num_heads=4, num_kv_heads=2, key_dim=32, value_dim=32)
+LATENT = KVSpec(num_heads=4, num_kv_heads=2, key_dim=48, value_dim=32)
+
+
+def test_pools_are_zeroed_and_shaped_by_layer():
+    cache = KVCache.allocate([PLAIN, LATENT], 5, 16, torch.bfloat16, "cpu")
+    assert [layer.keys.shape for layer in cache.layers] == [(5, 16, 2, 32), (5, 16, 2, 48)]
+    assert [layer.values.shape for layer in cache.layers] == [(5, 16, 2, 32), (5, 16, 2, 32)]
+    starts = {t.data_ptr() for layer in cache.layers for t in (layer.keys, layer.values)}
+    assert len(starts) == 4
+    for layer in cache.layers:
+        layer.keys.fill_(1)
+        layer.values.fill_(1)
+    cache.clear(torch.tensor([2, 4]))
+    for layer in cache.layers:
+        assert np.array_equal(layer.keys.flatten(1).float().amax(1), [1, 1, 0, 1, 0])
+        assert np.array_equal(layer.values.flatten(1).float().amax(1), [1, 1, 0, 1, 0])
+
+
+@pytest.mark.parametrize("block_size", [3, 48, 96])
+def test_a_block_holds_whole_tiles_or_a_tile_whole_blocks(block_size):
+    with pytest.raises(ValueError, match="block_size"):
+        KVCache.allocate([PLAIN], 4, block_size, torch.float32, "cpu")
