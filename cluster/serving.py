@@ -78,7 +78,7 @@ def _deploy(config: HoldfastConfig, report: Report) -> Any:
     from cluster.app import DIRECTORY, application
     from cluster.router_deployment import ANY_INTERFACE
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # importing it has set another level
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing it has set another level
     report("starting Serve", 0, 1)
     serve.start(proxy_location="Disabled")
     name = config.cluster.namespace

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Final, NoReturn, Protocol, TypeAlias
 
 import grpc
@@ -51,6 +52,8 @@ class ReplicaLink:
         self._outbox: asyncio.Queue[engine_pb2.LinkRequest] = asyncio.Queue()
         self.is_up = False
         self._is_retired = False
+        self._num_failed = 0
+        """Dials in a row that came to nothing."""
         self._task: asyncio.Task[None] | None = None
 
     # --- life ---
@@ -84,14 +87,13 @@ class ReplicaLink:
     # --- sessions ---
 
     async def _run(self) -> None:
-        pause_s = FIRST_PAUSE_S
         while not self._is_retired:
-            was_up = await self._session()
-            pause_s = FIRST_PAUSE_S if was_up else min(pause_s * 2, self._config.max_reconnect_s)
+            await self._session()
+            pause_s = min(FIRST_PAUSE_S * 2 ** min(self._num_failed, 10), self._config.max_reconnect_s)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
-    async def _session(self) -> bool:
-        """Dials once and listens until the link is lost. Returns whether the replica was up in between."""
+    async def _session(self) -> None:
+        """Dials once, and listens until the link is lost."""
         error: HoldfastError = self._lost("it was let go")
         try:
             await self._talk()
@@ -110,8 +112,8 @@ class ReplicaLink:
             was_up, self.is_up = self.is_up, False
             if was_up:
                 self._listener.replica_down(self.endpoint.replica_id, error)
-        logger.log(logging.WARNING if was_up else logging.DEBUG, "%s", error)
-        return was_up
+        logger.log(logging.DEBUG if self._num_failed else logging.WARNING, "%s", error)
+        self._num_failed = 0 if was_up else self._num_failed + 1
 
     async def _talk(self) -> NoReturn:
         """One session. Ends by raising: `ReplicaError`, or what gRPC raises."""
@@ -139,6 +141,7 @@ class ReplicaLink:
         facts = self._checked(first)
         await self._listener.prepare(self.endpoint)
         self.is_up = True
+        self._num_failed = 0
         self._listener.replica_up(self, facts, engine_load(first.hello.load))
         logger.info("replica %s of model %s is up at %s", facts.replica_id, facts.model, self.endpoint.address)
 
@@ -157,9 +160,10 @@ class ReplicaLink:
 async def _write(outbox: asyncio.Queue[engine_pb2.LinkRequest], call: LinkCall) -> None:
     """Sends what is dropped in, in order. When that fails, the call is over, and the reader says why."""
     try:
-        while True:
-            await call.write(await outbox.get())
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await outbox.get())
+    finally:
         call.cancel()
 
 

@@ -77,6 +77,7 @@ class Router:
         await self._server.stop(LAST_WORDS_S)
         if self._following is not None:
             self._following.cancel()
+            await asyncio.wait([self._following])
         await self._links.stop()
 
     @property

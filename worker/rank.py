@@ -116,8 +116,10 @@ class LocalRanks:
         self._processes = processes
 
     def wait(self) -> str:
-        multiprocessing.connection.wait([process.sentinel for process in self._processes])
-        ended = [process for process in self._processes if not process.is_alive()]
+        sentinels = multiprocessing.connection.wait([process.sentinel for process in self._processes])
+        ended = [process for process in self._processes if process.sentinel in sentinels]
+        for process in ended:
+            process.join()
         return ", ".join(f"{process.name} ended with code {process.exitcode}" for process in ended)
 
     def stop(self) -> None:

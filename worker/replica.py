@@ -34,9 +34,10 @@ Progress = Callable[[str, int, int], None]
 class Replica:
     """A model copy that answers requests through `engine`. Made by `start`; ended by `stop`, or by a failure."""
 
-    def __init__(self, info: ModelInfo, engine: Engine, ranks: Ranks | None) -> None:
+    def __init__(self, info: ModelInfo, engine: Engine, group: "TensorParallelGroup", ranks: Ranks | None) -> None:
         self.info = info
         self.engine = engine
+        self._group = group
         self._ranks = ranks
         self._stopping = False
         self._failure: HoldfastError | None = None
@@ -62,6 +63,7 @@ class Replica:
         except BaseException:
             if ranks is not None:
                 ranks.kill()
+            group.close()
             raise
         info = runner.info
         scheduler = Scheduler(
@@ -72,7 +74,7 @@ class Replica:
             eos_token_ids=info.eos_token_ids,
             prefix_caching=config.cache.enable_prefix_caching,
         )
-        replica = cls(info, Engine(scheduler, LeaderRunner(runner, group)), ranks)
+        replica = cls(info, Engine(scheduler, LeaderRunner(runner, group)), group, ranks)
         replica._begin()
         return replica
 
@@ -86,10 +88,16 @@ class Replica:
 
     def stop(self) -> None:
         """Aborts what is running, answers everyone, ends the ranks. Safe to call twice."""
+        if self._stopping:
+            return
         self._stopping = True
         self.engine.stop()
         if self._ranks is not None:
             self._ranks.stop()
+        try:
+            self._group.close()
+        except ReplicaError as error:
+            logger.debug("leaving a group that is broken already: %s", error)
 
     def _begin(self) -> None:
         self.engine.attach(_EndOfEngine(self._fail))

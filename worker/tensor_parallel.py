@@ -155,8 +155,10 @@ class DistributedGroup(TensorParallelGroup):
             return self._receive_order()
 
     def close(self) -> None:
-        with _LOST:
-            self._finish_sending()
+        try:
+            with _LOST:
+                self._finish_sending()
+        finally:
             dist.destroy_process_group()
 
     def _exchange(self, x: Tensor) -> list[Tensor]:

@@ -8,6 +8,7 @@ import pytest
 from cluster.config import ClusterConfig, HoldfastConfig
 from cluster.progress import progress
 from cluster.serving import Serving, serving
+from tests.integration.processes import ray_processes
 from worker.config import ParallelConfig
 
 
@@ -22,13 +23,3 @@ def cluster() -> Iterator[Serving]:
     signal.signal(signal.SIGTERM, on_sigterm)
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert alive == []
-
-
-def ray_processes() -> list[psutil.Process]:
-    """Everything of Ray that this process has started, directly or not."""
-    return [process for process in psutil.Process().children(recursive=True) if "ray" in " ".join(process.cmdline())]
-
-
-def processes_named(part: str) -> list[psutil.Process]:
-    """Those of Ray whose title has `part` in it, such as `RankActor` or `:Directory`."""
-    return [process for process in ray_processes() if part in " ".join(process.cmdline())]

@@ -10,7 +10,7 @@ from cluster.client import AsyncClient
 from cluster.directory import SETTLED_S
 from cluster.llm import LLM
 from cluster.serving import Serving
-from tests.integration.conftest import processes_named, ray_processes
+from tests.integration.processes import processes_named, ray_processes
 from worker.errors import HoldfastError, ReplicaError
 from worker.request import FinishReason, SamplingParams
 

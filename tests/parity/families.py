@@ -140,10 +140,11 @@ def save_tiny_model(family: str, folder: Path, seed: int = 0, **changes: Any) ->
 
 
 def randomize(model: torch.nn.Module, seed: int = 0, std: float = 0.15) -> None:
-    """Fills parameters and saved buffers with noise; scales of norms stay around their usual value."""
+    """Fills all parameters with noise; norms go on scaling by about one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            is_norm = "norm" in name and parameter.dim() == 1 and name.endswith("weight")
+            owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+            scales = "Norm" in owner and name.endswith("weight") and not owner.endswith("1P")  # those scale by 1 + w
             noise = torch.empty_like(parameter).normal_(0.0, std, generator=generator)
-            parameter.copy_(noise + parameter if is_norm else noise)
+            parameter.copy_(noise + parameter if scales else noise)

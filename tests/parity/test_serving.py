@@ -3,6 +3,7 @@ ranks over gloo, and the same tokens all the same."""
 
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -128,3 +129,66 @@ def test_nothing_is_left_behind(replica):
     load = replica.engine.stats().load
     assert load.num_free_blocks == load.num_total_blocks
     assert load.num_running == load.num_waiting == 0
+
+
+# --- Prefix caching ---
+
+
+@pytest.fixture(scope="module")
+def caching(tiny_model):
+    """Starts a llama of one rank, with or without a prefix cache. One of 60 blocks evicts and preempts."""
+    replicas = []
+
+    def start(enabled: bool, num_blocks: int = 400) -> Replica:
+        config = WorkerConfig(
+            model=ModelConfig(model=str(tiny_model("llama")), dtype="float32", device="cpu"),
+            parallel=ParallelConfig(num_threads=1),
+            cache=CacheConfig(block_size=4, num_blocks=num_blocks, enable_prefix_caching=enabled),
+            scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
+        )
+        replicas.append(Replica.start(config))
+        return replicas[-1]
+
+    yield start
+    for replica in replicas:
+        replica.stop()
+
+
+@pytest.fixture(scope="module")
+def alone_without_cache(caching, many_prompts):
+    """Requests, greedy and seeded, most with a prefix in common, and the tokens of each run alone, computed in full."""
+    document = many_prompts[0] + many_prompts[1] + many_prompts[2]
+    prompts = [document[: 7 * i] + prompt[:6] for i, prompt in enumerate(many_prompts[3:9])] + many_prompts[9:12]
+    requests = make_requests(prompts[::2], temperature=0.0)
+    requests += [replace(request, request_id=f"s{request.request_id}") for request in make_requests(prompts[1::2])]
+    replica = caching(enabled=False)
+    tokens = {request.request_id: run(replica, [request])[request.request_id] for request in requests}
+    assert replica.engine.stats().scheduler.num_prefix_hit_tokens == 0
+    return requests, tokens
+
+
+@pytest.mark.parametrize("num_blocks", [400, 60], ids=["ample", "scarce"])
+def test_tokens_out_of_the_prefix_cache_are_those_of_computing_in_full(caching, alone_without_cache, num_blocks):
+    requests, expected = alone_without_cache
+    replica = caching(enabled=True, num_blocks=num_blocks)
+    assert run(replica, requests) == expected
+    first = replica.engine.stats().scheduler
+    assert run(replica, requests[::-1]) == expected
+    second = replica.engine.stats().scheduler
+    assert second.num_prefix_hit_tokens > first.num_prefix_hit_tokens
+    assert [second.num_evictions > 0, second.num_preemptions > 0] == [num_blocks == 60] * 2
+    assert second.num_used_blocks == 0
+
+
+def test_a_later_turn_computes_only_what_is_new_and_goes_on_the_same(caching, alone_without_cache):
+    requests, tokens = alone_without_cache
+    replica, without = caching(enabled=True), caching(enabled=False)
+    run(replica, requests[:1])
+    turn = make_requests([[*requests[0].prompt_token_ids, *tokens[requests[0].request_id], 5, 6]], temperature=0.8)
+    before = replica.engine.stats().scheduler
+    assert run(replica, turn) == run(without, turn)
+    after = replica.engine.stats().scheduler
+    num_turn_tokens = len(turn[0].prompt_token_ids)
+    num_cached = (num_turn_tokens - 3) // 4 * 4
+    assert after.num_prefix_hit_tokens - before.num_prefix_hit_tokens == num_cached
+    assert after.num_tokens_computed - before.num_tokens_computed == num_turn_tokens - num_cached + NUM_NEW - 1

@@ -1,4 +1,4 @@
-"""Blocks are handed out once, counted, and come back; those with a prefix to keep are the last to be handed out again."""
+"""Blocks are handed out once, counted, and come back; those that hold a prefix are handed out again last."""
 
 import pytest
 from hypothesis import given
@@ -77,7 +77,7 @@ def test_check_integrity_finds_a_lost_block_and_one_that_is_free_twice():
 
 
 def with_stored(num_blocks: int, *num_stored: int) -> tuple[BlockAllocator, list[list[int]]]:
-    """An allocator of one-token blocks and the blocks of some owners, so many each, all stored with their own tokens."""
+    """An allocator of one-token blocks and the blocks of some owners, so many each, stored under their own salts."""
     allocator = BlockAllocator(num_blocks, 1, prefix_caching=True)
     owners = [allocator.allocate(number) for number in num_stored]
     for salt, block_ids in enumerate(owners):

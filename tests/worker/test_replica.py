@@ -1,0 +1,133 @@
+"""A replica over real processes: the death of a rank, of the leader, and an orderly end."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.parity.families import save_tiny_model
+from worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
+from worker.engine import EngineUpdate
+from worker.errors import HoldfastError, ReplicaError
+from worker.rank import LocalLauncher, LocalRanks
+from worker.replica import Replica
+from worker.request import EngineRequest, SamplingParams
+
+TIMEOUT_S = 60
+
+
+class Launcher(LocalLauncher):
+    """Keeps hold of what it launched."""
+
+    def launch(self, config: WorkerConfig, rendezvous: str) -> LocalRanks:
+        self.ranks = super().launch(config, rendezvous)
+        return self.ranks
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.started, self.failed = threading.Event(), threading.Event()
+        self.error: HoldfastError | None = None
+
+    def on_update(self, update: EngineUpdate) -> None:
+        if update.deltas:
+            self.started.set()
+
+    def on_failure(self, error: HoldfastError) -> None:
+        self.error = error
+        self.failed.set()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> WorkerConfig:
+    folder = save_tiny_model("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=100_000)
+    return WorkerConfig(
+        model=ModelConfig(model=str(folder), device="cpu"),
+        parallel=ParallelConfig(tensor_parallel_size=2, num_threads=1),
+        cache=CacheConfig(block_size=16, num_blocks=6400),
+    )
+
+
+def endless_request() -> EngineRequest:
+    params = SamplingParams(max_tokens=90_000, seed=0, ignore_eos=True)
+    return EngineRequest(request_id="endless", prompt_token_ids=(5, 6, 7), sampling_params=params)
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+def test_a_killed_rank_fails_the_replica_and_every_caller_hears(config, busy):
+    launcher, listener, heard = Launcher(), Listener(), threading.Event()
+    replica = Replica.start(config, launcher)
+    replica.on_failure(lambda error: heard.set())
+    replica.engine.attach(listener)
+    if busy:
+        replica.engine.submit(endless_request(), listener)
+        assert listener.started.wait(TIMEOUT_S)
+    os.kill(launcher.ranks.pids[0], signal.SIGKILL)
+    assert listener.failed.wait(TIMEOUT_S)
+    assert heard.wait(TIMEOUT_S)
+    assert isinstance(listener.error, ReplicaError)
+    with pytest.raises(ReplicaError):
+        replica.engine.submit(endless_request(), listener)
+    replica.stop()
+
+
+def test_a_rank_that_dies_while_the_group_meets_is_an_error_not_a_wait(config):
+    class Deadly(LocalLauncher):
+        def launch(self, config: WorkerConfig, rendezvous: str) -> LocalRanks:
+            ranks = super().launch(config, rendezvous)
+            os.kill(ranks.pids[0], signal.SIGKILL)
+            return ranks
+
+    with pytest.raises(ReplicaError, match="rank-1 ended with code -9"):
+        Replica.start(config, Deadly())
+
+
+def test_stopping_leaves_no_rank_and_lets_another_replica_start(config):
+    for _ in range(2):
+        launcher = Launcher()
+        replica = Replica.start(config, launcher)
+        replica.stop()
+        assert not any(psutil.pid_exists(pid) for pid in launcher.ranks.pids)
+
+
+LEADER = """
+import sys
+from worker.config import WorkerConfig
+from worker.rank import LocalLauncher
+from worker.replica import Replica
+
+class Launcher(LocalLauncher):
+    def launch(self, config, rendezvous):
+        ranks = super().launch(config, rendezvous)
+        print(*ranks.pids, flush=True)
+        return ranks
+
+if __name__ == "__main__":
+    replica = Replica.start(WorkerConfig.model_validate_json(sys.argv[1]), Launcher())
+    print("up", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_leader_leaves_no_rank_behind(config, tmp_path):
+    script = tmp_path / "leader.py"
+    script.write_text(LEADER)
+    root = Path(__file__).parents[2]
+    leader = subprocess.Popen(
+        [sys.executable, str(script), config.model_dump_json()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{root}:{root / 'proto'}"},
+    )
+    ranks = [psutil.Process(int(pid)) for pid in leader.stdout.readline().split()]
+    assert leader.stdout.readline() == "up\n"
+    leader.kill()
+    leader.wait(TIMEOUT_S)
+    _, alive = psutil.wait_procs(ranks, timeout=TIMEOUT_S)
+    assert not alive
