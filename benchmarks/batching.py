@@ -95,14 +95,15 @@ def run(policy: Policy, runner: StepRunner, info: ModelInfo, load: list[EngineRe
 def load_model(model: str) -> tuple[StepRunner, ModelInfo]:
     """One rank in this process."""
     from worker.model_runner import LeaderRunner, ModelRunner
-    from worker.rank import configure_threads
+    from worker.rank import default_device, prepare_process
     from worker.tensor_parallel import SingleRank
 
     path = str(bundled_path(model)) if model == "demo" else model
     config = WorkerConfig(model=ModelConfig(model=path, served_model_name=model))
-    configure_threads(config)
+    device = default_device(config, rank=0)
+    prepare_process(config, device)
     group = SingleRank()
-    runner = ModelRunner.load(config, group)
+    runner = ModelRunner.load(config, group, device=device)
     return LeaderRunner(runner, group), runner.info
 
 

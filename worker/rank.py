@@ -57,8 +57,8 @@ def run_rank(config: WorkerConfig, rank: int, rendezvous: str, device: "torch.de
     """
     from worker.model_runner import ModelRunner, follow
 
-    configure_threads(config)
     device = device or default_device(config, rank)
+    prepare_process(config, device)
     group = join(config, rank, rendezvous, device)
     try:
         follow(ModelRunner.load(config, group, device=device), group)
@@ -84,12 +84,20 @@ def default_device(config: WorkerConfig, rank: int) -> "torch.device":
     return torch.device("cuda", rank) if wanted == "cuda" else torch.device("cpu")
 
 
-def configure_threads(config: WorkerConfig) -> None:
-    """Gives this process its share of the cores: ranks times threads never exceed them."""
+def prepare_process(config: WorkerConfig, device: "torch.device") -> None:
+    """Before a rank computes anything: its share of the cores, and the rules for its GPU's kernels.
+
+    Ranks times threads never exceed the cores.
+    """
     import torch
+
+    from worker.row_tiles import fix_gpu_kernels
 
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.parallel.num_threads or max(1, cores // config.parallel.tensor_parallel_size))
+    if device.type == "cuda":
+        fix_gpu_kernels()
+        torch.cuda.set_device(device)
 
 
 class LocalLauncher:

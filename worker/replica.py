@@ -15,7 +15,7 @@ from worker.config import WorkerConfig
 from worker.engine import Engine, EngineUpdate
 from worker.errors import HoldfastError, ReplicaError
 from worker.model_info import ModelInfo
-from worker.rank import LocalLauncher, RankLauncher, Ranks, configure_threads, default_device, join
+from worker.rank import LocalLauncher, RankLauncher, Ranks, default_device, join, prepare_process
 from worker.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class Replica:
         """
         from worker.model_runner import LeaderRunner, ModelRunner
 
-        configure_threads(config)
         device = default_device(config, rank=0)
+        prepare_process(config, device)
         group, ranks = _gather_ranks(config, device, launcher or LocalLauncher())
         try:
             runner = ModelRunner.load(config, group, progress, device)
