@@ -1,0 +1,168 @@
+"""What row-invariant arithmetic costs: whole steps with it and with the plain kernels, in turns, in one run.
+
+    python -m benchmarks.row_invariance [--model demo | --model 0.5b | --model FOLDER] [--dtype auto] [--rounds 20]
+
+Plain means: `F.linear` on all rows at once, and `scaled_dot_product_attention` on each sequence's exact length. Both
+sides run the same Hugging Face code, cache and sampler. `0.5b` is the shape of a 0.5 B model (hidden 896, 24 layers,
+14 heads, 2 KV heads) with random weights. Printed: milliseconds per step, and their ratio (below 1: we are faster).
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from cluster.demo.bundled import bundled_path
+from worker import loading
+from worker.config import CacheConfig, ModelConfig, WorkerConfig
+from worker.kv_cache import LayerCache
+from worker.model_runner import LeaderRunner, ModelRunner
+from worker.plan import DrawParams, ScheduledSequence, StepPlan
+from worker.rank import default_device, prepare_process
+from worker.row_tiles import RowRule, RowTiles
+from worker.step_batch import StepBatch
+from worker.tensor_parallel import SingleRank
+
+BLOCK_SIZE, MAX_LEN = 16, 512
+GREEDY = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
+HALF_BILLION: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "bfloat16",
+}
+
+
+class PlainTiles(RowTiles):
+    """No trial and no rule: every kernel is called as it comes."""
+
+    def choose(self, name: str, candidates: Sequence[RowRule], holds: Callable[[RowRule], bool]) -> RowRule:
+        return RowRule()
+
+
+class PlainAttention:
+    """An `AttentionBackend` without the position rule: each sequence by itself, on its exact length."""
+
+    def __init__(self) -> None:
+        self._sequences: list[tuple[int, int, Tensor, int, Tensor]] = []
+
+    def begin(self, batch: StepBatch) -> None:
+        self._sequences, row, block = [], 0, 0
+        for first, count, blocks in zip(batch.first_positions, batch.num_tokens, batch.num_blocks, strict=True):
+            end = int(first + count)
+            mask = torch.arange(end)[None] <= torch.arange(int(first), end)[:, None]
+            table = torch.from_numpy(batch.block_ids[block : block + blocks])
+            self._sequences.append((row, int(count), table, end, mask))
+            row, block = row + int(count), block + int(blocks)
+
+    def attend(self, layer: LayerCache, query: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
+        outputs = []
+        for row, count, table, end, mask in self._sequences:
+            keys = layer.keys.index_select(0, table).flatten(0, 1)[:end].transpose(0, 1)[None]
+            values = layer.values.index_select(0, table).flatten(0, 1)[:end].transpose(0, 1)[None]
+            queries = query[row : row + count].transpose(0, 1)[None]
+            output = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=scaling, enable_gqa=True
+            )
+            outputs.append(output[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+
+def load(config: WorkerConfig, *, plain: bool) -> LeaderRunner:
+    """A replica of one rank, with our kernels or with plain ones."""
+    group, device = SingleRank(), default_device(config, rank=0)
+    prepare_process(config, device)
+    if not plain:
+        return LeaderRunner(ModelRunner.load(config, group, device=device), group)
+    with patch.object(loading, "RowTiles", PlainTiles):
+        runner = ModelRunner.load(config, group, device=device)
+    runner._context.backend = PlainAttention()
+    return LeaderRunner(runner, group)
+
+
+def step(num_sequences: int, num_tokens: int, first_position: int) -> StepPlan:
+    """Each of the sequences runs `num_tokens` from `first_position` on, and draws one."""
+    per_sequence = MAX_LEN // BLOCK_SIZE
+    num_blocks = -(-(first_position + num_tokens) // BLOCK_SIZE)
+    return StepPlan(
+        step_id=1,
+        sequences=tuple(
+            ScheduledSequence(
+                sequence_id=i,
+                first_position=first_position,
+                token_ids=tuple(range(5, 5 + num_tokens)),
+                block_ids=tuple(range(i * per_sequence, i * per_sequence + num_blocks)),
+                draw=GREEDY,
+                num_draws=1,
+            )
+            for i in range(num_sequences)
+        ),
+    )
+
+
+STEPS = {
+    "decode, 1 sequence at 200": step(1, 1, 200),
+    "decode, 4 sequences at 200": step(4, 1, 200),
+    "decode, 16 sequences at 200": step(16, 1, 200),
+    "prompt of 64 tokens": step(1, 64, 0),
+    "prompt of 256 tokens": step(1, 256, 0),
+}
+
+
+def time_ms(runner: LeaderRunner, plan: StepPlan) -> float:
+    started_s = time.perf_counter()
+    runner.run(plan)
+    return 1000 * (time.perf_counter() - started_s)
+
+
+def compare(ours: LeaderRunner, plain: LeaderRunner, num_rounds: int) -> Table:
+    table = Table("step", "row-invariant", "plain", "ratio")
+    for name, plan in STEPS.items():
+        pairs = [(time_ms(ours, plan), time_ms(plain, plan)) for _ in range(num_rounds + 3)][3:]
+        ours_ms, plain_ms = (statistics.median(side) for side in zip(*pairs, strict=True))
+        table.add_row(name, f"{ours_ms:.1f} ms", f"{plain_ms:.1f} ms", f"{ours_ms / plain_ms:.2f}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo", help="demo, 0.5b, or a local folder")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--rounds", type=int, default=20)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, load_format = arguments.model, "auto"
+        if arguments.model == "demo":
+            folder = str(bundled_path("demo"))
+        elif arguments.model == "0.5b":
+            (Path(scratch) / "config.json").write_text(json.dumps(HALF_BILLION))
+            folder, load_format = scratch, "dummy"
+        model = ModelConfig(model=folder, dtype=arguments.dtype, load_format=load_format, max_model_len=MAX_LEN)
+        config = WorkerConfig(model=model, cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=16 * 32))
+        ours, plain = load(config, plain=False), load(config, plain=True)
+        info = ours._runner.info
+        console = Console()
+        threads = torch.get_num_threads()
+        console.print(f"{arguments.model} ({info.dtype}), {threads} threads, row-invariant: {info.row_invariant}")
+        console.print(compare(ours, plain, arguments.rounds))
+
+
+if __name__ == "__main__":
+    main()
