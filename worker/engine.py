@@ -61,7 +61,10 @@ class StepListener(Protocol):
     """Who wants to hear of its requests. Called on the engine's thread: an implementation hands over and returns."""
 
     def on_update(self, update: EngineUpdate) -> None:
-        """Once per turn. Each request's last word is a delta with a finish reason, or a rejection."""
+        """Once per step, and whenever the load has changed without one.
+
+        Each request's last word is a delta with a finish reason, or a rejection.
+        """
 
     def on_failure(self, error: HoldfastError) -> None:
         """The engine has ended. Nothing more will come; requests that have had no last word are lost."""
@@ -184,9 +187,10 @@ class Engine:
         self._deliver(stepped=plan is not None)
 
     def _deliver(self, *, stepped: bool) -> None:
-        self._load = self._scheduler.load()
+        before, self._load = self._load, self._scheduler.load()
+        concerns_all = stepped or self._load != before
         for listener, mailbox in list(self._listeners.items()):
-            if stepped or mailbox.has_news:
+            if concerns_all or mailbox.has_news:
                 self._tell(listener, mailbox.take(self._step_id, self._load))
 
     def _tell(self, listener: StepListener, update: EngineUpdate) -> None:

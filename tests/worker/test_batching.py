@@ -82,6 +82,14 @@ def test_of_the_lowest_priority_the_one_with_the_fewest_tokens_computed_is_preem
     assert scheduler.stats().num_preemptions == 1
 
 
+def test_a_higher_priority_is_not_preempted_though_it_has_fewer_tokens_computed():
+    scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=64)
+    for request_id, prompt_len, priority in (("a", 4, Priority.HIGH), ("b", 4, Priority.HIGH), ("c", 12, Priority.LOW)):
+        scheduler.add(make_request(request_id, prompt_len=prompt_len, priority=priority, max_tokens=8))
+    steps = [step(scheduler)[0] for _ in range(6)]
+    assert [members(plan) for plan in steps] == [*[[0, 1, 2]] * 5, [0, 1]]
+
+
 def test_the_first_in_the_order_of_service_is_not_preempted_though_it_has_the_fewest_tokens_computed():
     scheduler = make_scheduler(num_blocks=7)
     scheduler.add(make_request("a", prompt_len=4, max_tokens=12))

@@ -10,7 +10,7 @@ from worker.config import SchedulerConfig
 from worker.engine import Engine, EngineUpdate
 from worker.errors import HoldfastError, InvalidRequestError, ReplicaError
 from worker.plan import StepPlan, StepResult
-from worker.request import EngineRequest, FinishReason, SamplingParams
+from worker.request import EngineLoad, EngineRequest, FinishReason, SamplingParams
 from worker.scheduler import Scheduler
 
 BLOCK_SIZE, NUM_BLOCKS, TIMEOUT_S = 4, 64, 20
@@ -25,11 +25,13 @@ class Recorder:
         self.rejected: dict[str, HoldfastError] = {}
         self.failure: HoldfastError | None = None
         self.num_updates = 0
+        self.load: EngineLoad | None = None
         self._news = threading.Condition()
 
     def on_update(self, update: EngineUpdate) -> None:
         with self._news:
             self.num_updates += 1
+            self.load = update.load
             for delta in update.deltas:
                 assert delta.first_token_index == len(self.tokens[delta.request_id])
                 assert delta.request_id not in self.finished
@@ -214,4 +216,14 @@ def test_every_listener_hears_of_every_step(engine_and_friends):
     engine.submit(make_request("r"), recorder)
     recorder.wait_for(lambda: "r" in recorder.finished)
     engine.stats()
-    assert other.num_updates == runner.num_steps
+    assert other.num_updates >= runner.num_steps
+
+
+def test_every_listener_hears_that_the_load_has_changed_without_a_step(engine_and_friends):
+    engine, _, recorder = engine_and_friends
+    other = Recorder()
+    engine.attach(other)
+    engine.submit(make_request("theirs", prompt=range(1, 60), max_tokens=140), other)
+    other.wait_for(lambda: other.tokens["theirs"])
+    engine.detach(other)
+    recorder.wait_for(lambda: recorder.load is not None and recorder.load.num_running == 0)

@@ -15,13 +15,13 @@ from worker.link import LinkServer
 from worker.model_info import ModelInfo
 from worker.scheduler import Scheduler
 
-NUM_BLOCKS, BLOCK_SIZE, TIMEOUT_S = 64, 4, 20
+NUM_BLOCKS, BLOCK_SIZE, TIMEOUT_S = 6000, 4, 20
 
 INFO = ModelInfo(
     name="pseudo",
     path="/nowhere",
     model_type="pseudo",
-    max_model_len=200,
+    max_model_len=20_000,  # so that a request without a limit is still running when the test gets to it
     vocab_size=1000,
     eos_token_ids=frozenset(),
     dtype="float32",
@@ -145,7 +145,7 @@ def test_bad_attempts_are_rejected_by_field_and_the_link_goes_on(engine):
     async def scenario(router, server):
         await router.submit(1, prompt=())
         await router.submit(2, temperature=float("nan"))
-        await router.submit(3, prompt=range(500))
+        await router.submit(3, prompt=range(30_000))
         await router.submit(4)
         await router.read_until(lambda: len(router.rejected) == 3 and 4 in router.finished)
         fields = {attempt: rejection.field for attempt, rejection in router.rejected.items()}

@@ -1,7 +1,7 @@
 """Prefixes are known by their tokens, found as long as they are kept, and told to whoever asks."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.pseudo_model import PseudoRunner, pseudo_completion
@@ -285,40 +285,75 @@ def test_routers_are_told_of_prefixes_through_the_scheduler():
 
 # --- Tokens ---
 
+NUM_BLOCKS = 14
+DOCUMENT = tuple(range(2000, 2020))
 
-def completions(requests, *, prefix_caching):
-    """What the pseudo-model gives each request, all of them under way together in a cache that is too small."""
-    scheduler = make_scheduler(num_blocks=14, prefix_caching=prefix_caching, max_num_batched_tokens=16)
-    runner = PseudoRunner(14, BLOCK_SIZE)
-    outputs = {request.request_id: [] for request in requests}
-    for request in requests:
-        scheduler.add(request)
-    while (plan := scheduler.plan()) is not None:
-        scheduler.check_integrity()
-        for delta in scheduler.commit(plan, runner.run(plan)):
-            outputs[delta.request_id] += delta.token_ids
-    scheduler.check_integrity()
+
+def run_with_arrivals(arrivals, aborts=(), *, prefix_caching=True):
+    """What the pseudo-model gives requests that arrive, and are aborted by number, so many steps after one another."""
+    scheduler = make_scheduler(num_blocks=NUM_BLOCKS, prefix_caching=prefix_caching, max_num_batched_tokens=16)
+    runner = PseudoRunner(NUM_BLOCKS, BLOCK_SIZE)
+    outputs = {request.request_id: [] for _, request in arrivals}
+    events = [*((num_steps, request, None) for num_steps, request in arrivals), *((n, None, i) for n, i in aborts)]
+    for num_steps, request, aborted in events:
+        if request is not None:
+            scheduler.add(request)
+        else:
+            scheduler.abort(str(aborted))
+        run_steps(scheduler, runner, outputs, num_steps)
+    run_steps(scheduler, runner, outputs, 1000)
+    assert not scheduler.has_work
+    assert scheduler.stats().num_used_blocks == 0
     return outputs, scheduler.stats()
 
 
+def run_steps(scheduler, runner, outputs, num_steps):
+    for _ in range(num_steps):
+        if (plan := scheduler.plan()) is None:
+            break
+        scheduler.check_integrity()
+        for delta in scheduler.commit(plan, runner.run(plan)):
+            outputs[delta.request_id] += delta.token_ids
+        scheduler.check_integrity()
+
+
+def relative(number, *, length, salt="", priority=Priority.NORMAL, max_tokens=10):
+    """A request that begins with so much of the document."""
+    prompt = (*DOCUMENT[:length], number % 4)
+    return make_request(
+        str(number), prompt=prompt, salt=salt, priority=priority, seed=number, max_tokens=max_tokens, ignore_eos=True
+    )
+
+
 def test_tokens_are_the_same_with_and_without_and_less_is_computed():
-    document = tuple(range(2000, 2018))
-    requests = [
-        make_request(
-            f"{i}",
-            prompt=(*document[: 6 + 4 * (i % 4)], i % 5),
-            priority=Priority(i % 4),
-            salt="tenant" * (i % 3 == 0),
-            seed=i,
-            max_tokens=10 + i,
-            ignore_eos=True,
-        )
-        for i in range(12)
-    ]
-    with_cache, stats = completions(requests, prefix_caching=True)
-    without, stats_without = completions(requests, prefix_caching=False)
+    arrivals = [(i % 3, relative(i, length=6 + 4 * (i % 4), max_tokens=10 + i)) for i in range(12)]
+    with_cache, stats = run_with_arrivals(arrivals)
+    without, stats_without = run_with_arrivals(arrivals, prefix_caching=False)
     assert with_cache == without
-    for i, request in enumerate(requests):
-        assert without[str(i)] == pseudo_completion(request.prompt_token_ids, i, 10 + i, 1000)
     assert min(stats.num_preemptions, stats.num_evictions, stats.num_prefix_hit_tokens) > 0
     assert stats.num_tokens_computed < stats_without.num_tokens_computed
+
+
+relatives = st.fixed_dictionaries(
+    {
+        "length": st.integers(1, len(DOCUMENT)),
+        "salt": st.sampled_from(["", "", "tenant"]),
+        "priority": st.sampled_from(Priority),
+        "max_tokens": st.integers(1, 30),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    wishes=st.lists(st.tuples(st.integers(0, 5), relatives), min_size=2, max_size=8),
+    aborts=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), max_size=2),
+)
+def test_relatives_in_a_small_cache_each_get_the_tokens_that_are_theirs(wishes, aborts):
+    arrivals = [(num_steps, relative(number, **wish)) for number, (num_steps, wish) in enumerate(wishes)]
+    outputs, _ = run_with_arrivals(arrivals, aborts)
+    aborted = {str(number) for _, number in aborts}
+    for number, (_, request) in enumerate(arrivals):
+        expected = pseudo_completion(request.prompt_token_ids, number, request.sampling_params.max_tokens, 1000)
+        got = outputs[str(number)]
+        assert got == (expected[: len(got)] if str(number) in aborted else expected)

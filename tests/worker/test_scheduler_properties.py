@@ -76,7 +76,7 @@ wishes = st.fixed_dictionaries(
         "salt": st.sampled_from(["", "", "", "tenant"]),
         "max_tokens": st.sampled_from([1, 2, 4, 9, 16, 17, 24, None]),
         "stop_ids": st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=1),
-        "ignore_eos": st.booleans(),
+        "ignore_eos": st.sampled_from([True, True, False]),
         "seed": st.integers(0, 3),
         "priority": st.sampled_from(Priority),
         "num_before": st.sampled_from([0, 0, 0, 0, 1, 5, 24]),
@@ -94,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         max_num_batched_tokens=st.sampled_from([24, 16, 7, 3, 1]),
         max_num_seqs=st.sampled_from([8, 6, 4, 1]),
-        max_model_len=st.sampled_from([32, 24, 8]),
+        max_model_len=st.sampled_from([32, 32, 24, 8]),
         prefix_caching=st.sampled_from([True, True, True, False]),
     )
     def start(self, num_blocks, block_size, max_num_batched_tokens, max_num_seqs, max_model_len, prefix_caching):

@@ -52,3 +52,12 @@ def test_aborting_the_last_sequence_ends_a_static_batch():
     scheduler.abort("b")
     assert scheduler.stats().num_used_blocks == 0
     assert shares(step(scheduler)[0]) == [(2, 0, 4)]
+
+
+def test_a_static_batch_is_a_baseline_without_prefix_caching():
+    scheduler = make_scheduler(policy="static", prefix_caching=True)
+    for request_id in "ab":
+        scheduler.add(make_request(request_id, prompt_len=9, max_tokens=1))
+        run_to_end(scheduler)
+    stats = scheduler.stats()
+    assert (stats.num_tokens_computed, stats.num_cached_blocks) == (18, 0)
