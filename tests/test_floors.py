@@ -8,17 +8,8 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {"proto": set(), "worker": set(), "router": {"worker"}, "cluster": {"worker", "router"}}
 OURS = MAY_IMPORT.keys() | {"holdfast", "tests", "benchmarks", "scripts"}
 PLAIN_DATA = {"config", "errors", "model_info", "request"}
-POLICY = PLAIN_DATA | {
-    "batching",
-    "block_allocator",
-    "controls",
-    "plan",
-    "prefix_cache",
-    "queues",
-    "scheduler",
-    "sequence",
-}
-POLICY |= {"static_batching"}
+POLICY = PLAIN_DATA | {"batching", "block_allocator", "plan", "prefix_cache", "queues", "scheduler", "sequence"}
+POLICY |= {"controls", "static_batching"}
 PROCESS = {"engine", "link", "rank", "replica"}
 ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "record"}
 RELATIVE = "a relative import"

@@ -70,8 +70,7 @@ class SamplingParams:
     min_tokens: int = 0
     """Until there are this many output tokens, none is drawn that could end the output, and no stop string counts."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens that prompt or output have, and multiplies the negative ones.
-    In [0.01, 100]."""
+    """Divides positive logits of tokens that prompt or output have, multiplies negative ones. In [0.01, 100]."""
     presence_penalty: float = 0.0
     """Taken off the logits of tokens that the output has. In [-2, 2]."""
     frequency_penalty: float = 0.0
@@ -80,8 +79,8 @@ class SamplingParams:
     """Added to the logits of token ids. Each in [-100, 100]."""
     allowed_token_ids: Sequence[int] | None = None
     """Draw among these tokens alone; None means all. Stored as a tuple."""
-    bad_words: Sequence[str] = ()
-    """Text that must not come up, as the text world's tokens have it. Stored as a tuple."""
+    bad_words: str | Sequence[str] = ()
+    """Text that must not come up in the output. Made token ids of by the text world; stored as a tuple."""
     include_stop_str_in_output: bool = False
     """Keep the stop string that ended the output as the end of its text."""
     skip_special_tokens: bool = True
@@ -95,7 +94,8 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        bad_words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        object.__setattr__(self, "bad_words", bad_words)
         self._check_draw()
         self._check_stop()
         self._check_penalties()

@@ -85,6 +85,10 @@ def test_what_the_wire_cannot_say_is_refused_in_process(field, given):
     assert refused.value.field == f"sampling_params.{field}"
 
 
+def test_one_bad_word_may_be_given_without_a_list():
+    assert SamplingParams(bad_words="no").bad_words == ("no",)
+
+
 def test_every_parameter_survives_the_way_from_the_client_to_the_router():
     message = inference_pb2.GenerateRequest(text="x", sampling_params=_sampling_params(EVERYTHING))
     assert generation_request(message).sampling_params == EVERYTHING

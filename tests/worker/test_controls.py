@@ -111,6 +111,12 @@ def test_controls_that_have_had_their_time_cost_nothing_more():
     assert has_controls == [True, True, False, False]
 
 
+def test_min_p_is_handed_to_the_sampler():
+    scheduler = make_scheduler()
+    scheduler.add(wish("allowed"))
+    assert scheduler.plan().sequences[0].draw.min_p == 0.05
+
+
 def test_outputs_are_handed_to_the_sampler_only_where_it_looks_back():
     for name in SETTINGS:
         scheduler = make_scheduler()

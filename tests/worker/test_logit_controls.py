@@ -228,6 +228,23 @@ def test_min_p_comes_after_the_temperature():
     assert set(draw(logits.expand(60, -1), cold)) == {0}
 
 
+def test_frequencies_follow_the_distribution_that_controls_and_min_p_leave():
+    settings = {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "presence_penalty": 0.2, "logit_bias": {9: 2.0}}
+    given = params([4, 5], [6, 6, 7], min_p=0.02, min_tokens=9, temperature=1.3, **settings)
+    logits, num_draws = made(1), 20_000
+    scores = torch.tensor(by_brute_force(logits[0].tolist(), given, [4, 5]), dtype=torch.float64) / 1.3
+    shares = torch.softmax(scores, 0)
+    shares[shares < 0.02 * shares.max()] = 0
+    expected = shares / shares.sum() * num_draws
+    drawn = draw(logits.expand(num_draws, -1), [replace(given, seed=seed * 7919) for seed in range(num_draws)])
+    counts, kept = torch.bincount(torch.tensor(drawn), minlength=VOCAB), expected > 0
+    assert 4 < kept.sum() < VOCAB - 4
+    assert counts[~kept].sum() == 0
+    degrees = int(kept.sum()) - 1
+    chi_square = ((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum().item()
+    assert chi_square < degrees + 4 * math.sqrt(2 * degrees)
+
+
 def test_a_row_feels_only_its_own_controls():
     """Rows with controls and without, greedy and not, in a batch, alone, and in another order: the same tokens."""
     logits, draws = made(60), [item for item, _ in some_draws(40, seed=1)]
