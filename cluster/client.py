@@ -143,6 +143,16 @@ def _sampling_params(params: SamplingParams) -> inference_pb2.SamplingParams:
         stop=params.stop_strings,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
+        min_p=params.min_p,
+        min_tokens=params.min_tokens,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=params.bad_words,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
     )
     if params.seed is not None:
         message.seed = params.seed

@@ -17,6 +17,7 @@ from cluster.completion import Callback, Completion
 from cluster.config import HoldfastConfig, load_config
 from cluster.config_sources import mapping_layer
 from cluster.outputs import RequestOutput
+from router.controls import bad_word_token_ids, check_controls
 from router.request import derived_seed
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
@@ -120,6 +121,7 @@ class InferenceEngine:
         """
         _, delivery = self._running()
         params = params or SamplingParams()
+        check_controls(params, self.info.vocab_size)
         number = next(self._numbers)
         seed = derived_seed(f"{self._seed}:{number}") if params.seed is None else params.seed
         text = prompt if isinstance(prompt, str) else None
@@ -128,6 +130,7 @@ class InferenceEngine:
             prompt_token_ids=tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
             sampling_params=replace(params, seed=seed),
             priority=priority,
+            bad_word_token_ids=bad_word_token_ids(self.tokenizer, params.bad_words),
         )
         completion = Completion(request, text, TextStream(self.tokenizer, params), callback)
         delivery.open(completion)

@@ -19,6 +19,8 @@ class LimitsConfig(Settings):
     max_request_id_length: int = Field(128, ge=32, description="characters of a request id")
     max_stop_strings: int = Field(64, ge=0, description="stop strings of one request")
     max_stop_string_length: int = Field(1024, ge=1, description="characters of one stop string")
+    max_bad_words: int = Field(256, ge=0, description="bad words of one request")
+    max_bad_word_length: int = Field(256, ge=1, description="characters of one bad word")
 
 
 class RouterConfig(Settings):

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from router.config import LimitsConfig
+from router.controls import check_controls, check_vocabulary
 from router.events import ModelStatus, ReplicaFacts
 from router.request import GenerationRequest, check_text, derived_seed
 from router.stream import OutputStream
@@ -64,7 +65,7 @@ class Intake:
         if len(token_ids) > status.facts.max_model_len:
             limit = f"must be at most {status.facts.max_model_len} token ids, the model's maximum context length"
             raise InvalidRequestError("token_ids", tuple(token_ids[:10]), limit)
-        _check_vocabulary("token_ids", token_ids, status.facts)
+        check_vocabulary("token_ids", token_ids, status.facts.vocab_size)
         return await self._tokenizers.decode(status.name, tuple(token_ids))
 
     def model(self, name: str) -> ModelStatus:
@@ -99,19 +100,20 @@ class Intake:
             token_ids = await self._tokenizers.encode(model.name, wish.prompt)
         else:
             token_ids = wish.prompt
-            _check_vocabulary("token_ids", token_ids, model.facts)
+            check_vocabulary("token_ids", token_ids, model.facts.vocab_size)
         _check_length(wish.prompt, len(token_ids), model.facts)
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             sampling_params=_resolved(wish.sampling_params, request_id, model.facts),
             priority=wish.priority,
+            bad_word_token_ids=await self._tokenizers.bad_words(model.name, wish.sampling_params.bad_words),
         )
 
 
 def _resolved(params: SamplingParams, request_id: str, facts: ReplicaFacts) -> SamplingParams:
     """The parameters with the seed chosen, and numbers that mean "all" brought down to what there is."""
-    _check_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, facts)
+    check_controls(params, facts.vocab_size)
     seed = derived_seed(request_id) if params.seed is None else params.seed
     max_tokens = None if params.max_tokens is None else min(params.max_tokens, facts.max_model_len)
     return replace(params, seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, facts.vocab_size))
@@ -130,9 +132,3 @@ def _check_length(prompt: str | tuple[int, ...], num_tokens: int, facts: Replica
     else:
         limit = f"a replica's KV cache holds {facts.max_sequence_len} tokens; {length}"
     raise InvalidRequestError(field, prompt, limit)
-
-
-def _check_vocabulary(field: str, token_ids: Sequence[int], facts: ReplicaFacts) -> None:
-    largest = max(token_ids, default=0)
-    if largest >= facts.vocab_size:
-        raise InvalidRequestError(field, largest, f"token ids must be below the vocabulary size, {facts.vocab_size}")

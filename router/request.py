@@ -31,6 +31,7 @@ class GenerationRequest:
         """Raises `InvalidRequestError`, naming field and limit."""
         self._check_prompt(limits)
         self._check_stop(limits)
+        self._check_bad_words(limits)
         if len(self.request_id) > limits.max_request_id_length:
             limit = f"must have at most {limits.max_request_id_length} characters"
             raise InvalidRequestError("request_id", self.request_id, limit)
@@ -55,6 +56,15 @@ class GenerationRequest:
         if any(len(text) > limits.max_stop_string_length for text in stop):
             limit = f"stop strings must have at most {limits.max_stop_string_length} characters"
             raise InvalidRequestError("sampling_params.stop", stop, limit)
+
+    def _check_bad_words(self, limits: LimitsConfig) -> None:
+        words = self.sampling_params.bad_words
+        if len(words) > limits.max_bad_words:
+            limit = f"must be at most {limits.max_bad_words} words, not {len(words)}"
+            raise InvalidRequestError("sampling_params.bad_words", words, limit)
+        if any(len(word) > limits.max_bad_word_length for word in words):
+            limit = f"bad words must have at most {limits.max_bad_word_length} characters"
+            raise InvalidRequestError("sampling_params.bad_words", words, limit)
 
 
 def check_text(text: str, limits: LimitsConfig) -> None:

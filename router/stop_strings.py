@@ -7,14 +7,15 @@ from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """Passes text on up to the first stop string, which is not part of it.
+    """Passes text on up to the first stop string, which is part of it only with `include_match`.
 
     The first is the one that is complete first; of several that end at the same character, the longest. Text is held
     back only while it is the beginning of a stop string.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], *, include_match: bool = False) -> None:
         self._stop = tuple(stop)
+        self._include_match = include_match
         self._held = ""
         self._matched: str | None = None
 
@@ -23,15 +24,20 @@ class StopStringMatcher:
         """The stop string that ended the text; None while there was none."""
         return self._matched
 
-    def push(self, text: str) -> str:
-        """The text that is certain to be part of the output. Nothing after a match."""
+    def push(self, text: str, *, may_match: bool = True) -> str:
+        """The text that is certain to be part of the output. Nothing after a match.
+
+        Without `may_match` a stop string that ends in `text` is text like any other; one that only begins in it counts
+        if it ends later.
+        """
         if self._matched is not None:
             return ""
+        num_old = len(self._held)
         text = self._held + text
-        end, length = self._first_match(text)
+        end, length = self._first_match(text, num_old) if may_match else (0, 0)
         if length:
             self._matched, self._held = text[end - length : end], ""
-            return text[: end - length]
+            return text[: end if self._include_match else end - length]
         num_held = max((_overlap(text, stop) for stop in self._stop), default=0)
         released = text[: len(text) - num_held]
         self._held = text[len(released) :]
@@ -42,9 +48,9 @@ class StopStringMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> tuple[int, int]:
-        """End and length of the first match; length 0 without one. No match ends in what was held before."""
-        found = ((text.find(stop), len(stop)) for stop in self._stop)
+    def _first_match(self, text: str, num_old: int) -> tuple[int, int]:
+        """End and length of the first match that ends beyond `num_old` characters; length 0 without one."""
+        found = ((text.find(stop, max(0, num_old + 1 - len(stop))), len(stop)) for stop in self._stop)
         ends = ((start + length, -length) for start, length in found if start >= 0)
         end, negative_length = min(ends, default=(0, 0))
         return end, -negative_length

@@ -34,8 +34,11 @@ class TextStream:
     def __init__(
         self, tokenizer: Tokenizer, sampling_params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, context=prompt_token_ids)
-        self._matcher = StopStringMatcher(sampling_params.stop_strings)
+        params = sampling_params
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context=prompt_token_ids)
+        self._matcher = StopStringMatcher(params.stop_strings, include_match=params.include_stop_str_in_output)
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         """Takes the next tokens. After a stop string none of them count any more."""
@@ -44,10 +47,17 @@ class TextStream:
         for token_id in token_ids:
             if self._matcher.matched is not None:
                 break
-            texts.append(self._matcher.push(self._detokenizer.push((token_id,))))
             num_tokens += 1
+            self._num_tokens += 1
+            texts.append(self._match(self._detokenizer.push((token_id,))))
         return TextPiece(text="".join(texts), num_tokens=num_tokens, stopped=self._matcher.matched is not None)
 
     def finish(self) -> str:
         """The text that was held back when the sequence ended otherwise; nothing after a stop string."""
-        return self._matcher.push(self._detokenizer.finish()) + self._matcher.finish()
+        return self._match(self._detokenizer.finish()) + self._matcher.finish()
+
+    def _match(self, text: str) -> str:
+        """What the matcher lets pass of the last token's text. Like an end-of-sequence token, the token that completes
+        a stop string must come after the `min_tokens` first ones.
+        """
+        return self._matcher.push(text, may_match=self._num_tokens > self._min_tokens)

@@ -1,8 +1,9 @@
 """The tokenizers of the models that are served here, each loaded once, and used off the event loop for large texts."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from router.controls import bad_word_token_ids
 from router.tokenizer import Tokenizer
 
 
@@ -30,6 +31,13 @@ class TokenizerShelf:
         if len(text) <= self._inline_bytes:
             return tuple(tokenizer.encode(text))
         return tuple(await asyncio.to_thread(tokenizer.encode, text))
+
+    async def bad_words(self, model: str, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """As `bad_word_token_ids`."""
+        tokenizer = self._tokenizers[model]
+        if 2 * sum(map(len, words)) <= self._inline_bytes:
+            return bad_word_token_ids(tokenizer, words)
+        return await asyncio.to_thread(bad_word_token_ids, tokenizer, words)
 
     async def decode(self, model: str, token_ids: tuple[int, ...]) -> str:
         """Four bytes a token, as a rule of thumb, for what may be done on the event loop."""

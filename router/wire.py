@@ -38,6 +38,15 @@ _TO_FINISH_REASON: Final = {
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: inference_pb2.FINISH_REASON_ABORT,
 }
+_OPTIONAL: Final = ("top_k", "seed", "max_tokens", "min_tokens", "skip_special_tokens")
+_OPTIONAL_FLOATS: Final = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _FROM_FINISH_REASON: Final = {int(number): reason for reason, number in _TO_FINISH_REASON.items()}
 
 
@@ -81,15 +90,17 @@ def _prompt(message: inference_pb2.GenerateRequest) -> str | tuple[int, ...]:
 
 def _sampling_params(message: inference_pb2.SamplingParams) -> SamplingParams:
     """Only what is set overrides a default: zero means something."""
-    params = {name: getattr(message, name) for name in ("top_k", "seed", "max_tokens") if message.HasField(name)}
-    params |= {
-        name: _shortest_decimal(getattr(message, name)) for name in ("temperature", "top_p") if message.HasField(name)
-    }
+    params = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
+    params |= {name: _shortest_decimal(getattr(message, name)) for name in _OPTIONAL_FLOATS if message.HasField(name)}
     return SamplingParams(
         **params,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        logit_bias={token_id: _shortest_decimal(bias) for token_id, bias in message.logit_bias.items()},
+        allowed_token_ids=message.allowed_token_ids or None,
+        bad_words=message.bad_words,
+        include_stop_str_in_output=message.include_stop_str_in_output,
     )
 
 
@@ -185,6 +196,14 @@ def submit_message(action: SendSubmit) -> engine_pb2.LinkRequest:
         max_tokens=params.max_tokens or 0,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
+        min_p=params.min_p,
+        min_tokens=params.min_tokens,
+        repetition_penalty=None if params.repetition_penalty == 1 else params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=[engine_pb2.TokenSequence(ids=word) for word in request.bad_word_token_ids],
     )
     submit = engine_pb2.Submit(
         attempt=action.attempt,

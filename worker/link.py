@@ -189,10 +189,17 @@ def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest
         temperature=draw.temperature,
         top_k=draw.top_k,
         top_p=draw.top_p,
+        min_p=draw.min_p,
         seed=draw.seed,
         max_tokens=draw.max_tokens or None,
         stop_token_ids=tuple(draw.stop_token_ids),
         ignore_eos=draw.ignore_eos,
+        min_tokens=draw.min_tokens,
+        repetition_penalty=draw.repetition_penalty if draw.HasField("repetition_penalty") else 1.0,
+        presence_penalty=draw.presence_penalty,
+        frequency_penalty=draw.frequency_penalty,
+        logit_bias=draw.logit_bias,
+        allowed_token_ids=draw.allowed_token_ids or None,
     )
     return EngineRequest(
         request_id=request_id,
@@ -200,6 +207,7 @@ def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest
         sampling_params=params,
         priority=Priority(submit.priority),
         output_token_ids=tuple(submit.output_token_ids),
+        bad_word_token_ids=tuple(tuple(word.ids) for word in draw.bad_words),
     )
 
 

@@ -6,6 +6,8 @@ Nothing is filled in by several owners in turn. No torch here: plans cross proce
 
 from dataclasses import dataclass
 
+from worker.controls import LogitControls
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawParams:
@@ -17,6 +19,11 @@ class DrawParams:
     temperature: float
     top_k: int
     top_p: float
+    min_p: float = 0.0
+    controls: LogitControls | None = None
+    """None where logits are taken as they are: nearly always."""
+    output_token_ids: tuple[int, ...] = ()
+    """Output before the draw, where `controls` look back at it; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

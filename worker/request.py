@@ -5,8 +5,8 @@ state that changes during a request (`sequence.py`), text (`router/`), wire form
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Final
 
@@ -17,6 +17,9 @@ MAX_SEED: Final = 2**63 - 1
 
 GREEDY_TEMPERATURE: Final = 1e-5
 """Below this temperature a draw is an argmax."""
+
+MAX_LOGIT_BIAS: Final = 100.0
+"""A bias of this size bans a token or forces it, as far as logits go."""
 
 
 class Priority(IntEnum):
@@ -52,6 +55,8 @@ class SamplingParams:
     """Draw among the k best tokens; 0 (or -1) means all."""
     top_p: float = 1.0
     """Draw among the smallest set of tokens with at least this mass. In (0, 1]."""
+    min_p: float = 0.0
+    """Draw among the tokens with at least this share of the best one's probability. In [0, 1]; 0 means all."""
     seed: int | None = None
     """Key of the noise. None: a seed derived from the request id. In [0, 2**63)."""
     max_tokens: int | None = 16
@@ -62,28 +67,74 @@ class SamplingParams:
     """Token ids that end the output, besides the model's own end-of-sequence tokens. Stored as a tuple."""
     ignore_eos: bool = False
     """Go on after the model's end-of-sequence tokens (for benchmarks)."""
+    min_tokens: int = 0
+    """Until there are this many output tokens, none is drawn that could end the output, and no stop string counts."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that prompt or output have, multiplies negative ones. In [0.01, 100]."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that the output has. In [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit once for each time the output has it. In [-2, 2]."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    """Added to the logits of token ids. Each in [-100, 100]."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Draw among these tokens alone; None means all. Stored as a tuple."""
+    bad_words: str | Sequence[str] = ()
+    """Text that must not come up in the output. Made token ids of by the text world; stored as a tuple."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop string that ended the output as the end of its text."""
+    skip_special_tokens: bool = True
+    """Leave special tokens, such as the end of sequence, out of the text."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        bad_words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
+        object.__setattr__(self, "bad_words", bad_words)
         self._check_draw()
         self._check_stop()
+        self._check_penalties()
+        self._check_tokens()
 
     def _check_draw(self) -> None:
         _require("temperature", self.temperature, 0 <= self.temperature <= 100, "must be a number in [0, 100]")
         _require("top_k", self.top_k, self.top_k >= 0, "must be at least 1, or 0 for all tokens")
         _require("top_p", self.top_p, 0 < self.top_p <= 1, "must be in (0, 1]")
+        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "must be in [0, 1]")
         seed_ok = self.seed is None or 0 <= self.seed <= MAX_SEED
         _require("seed", self.seed, seed_ok, f"must be in [0, {MAX_SEED}]")
 
     def _check_stop(self) -> None:
         tokens_ok = self.max_tokens is None or self.max_tokens >= 1
         _require("max_tokens", self.max_tokens, tokens_ok, "must be at least 1")
+        _require("min_tokens", self.min_tokens, self.min_tokens >= 0, "must not be negative")
+        least_ok = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        _require("min_tokens", self.min_tokens, least_ok, f"must be at most max_tokens, {self.max_tokens}")
         _require("stop", self.stop, all(self.stop), "stop strings must not be empty")
         ids_ok = all(token_id >= 0 for token_id in self.stop_token_ids)
         _require("stop_token_ids", self.stop_token_ids, ids_ok, "token ids must not be negative")
+
+    def _check_penalties(self) -> None:
+        # Far beyond these limits a penalized logit is no finite float any more.
+        repetition_ok = 0.01 <= self.repetition_penalty <= 100
+        _require("repetition_penalty", self.repetition_penalty, repetition_ok, "must be a number in [0.01, 100]")
+        for name, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
+            _require(f"{name}_penalty", penalty, -2 <= penalty <= 2, "must be a number in [-2, 2]")
+
+    def _check_tokens(self) -> None:
+        largest = MAX_LOGIT_BIAS
+        for token_id, bias in self.logit_bias.items():
+            _require("logit_bias", token_id, token_id >= 0, "token ids must not be negative")
+            _require("logit_bias", bias, -largest <= bias <= largest, f"must be numbers in [{-largest:g}, {largest:g}]")
+        allowed = self.allowed_token_ids
+        _require("allowed_token_ids", allowed, allowed is None or len(allowed) > 0, "must allow at least one token")
+        _require("allowed_token_ids", allowed, min(allowed or (0,)) >= 0, "token ids must not be negative")
+        _require("bad_words", self.bad_words, all(map(str.strip, self.bad_words)), "must not be empty or only spaces")
 
     @property
     def is_greedy(self) -> bool:
@@ -111,6 +162,8 @@ class EngineRequest:
     """Tokens emitted before, by this or another replica."""
     cache_salt: str = ""
     """Only requests with the same salt find each other's prefixes in the cache, and so cannot time each other's."""
+    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
+    """The bad words of `sampling_params` as token ids, each in every way that it may be written."""
 
     def __post_init__(self) -> None:
         assert self.sampling_params.seed is not None, "the seed is resolved before a request reaches the engine"

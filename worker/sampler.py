@@ -5,6 +5,7 @@ earliest wins, which draws from exactly those probabilities. The noise is a hash
 token id). No generator advances, so a draw can be repeated anywhere: after a preemption, on another replica, when
 drafted tokens are verified.
 
+A row's controls (`logit_controls.py`) come before everything; then temperature, min-p, top-k and top-p, in this order.
 Each filter is a small function of the rows that use it. A row never feels its neighbours: sums and logarithms that
 decide between tokens are taken in float64, where no order of computing shows. Greedy rows pay for an argmax alone.
 """
@@ -16,7 +17,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from worker.plan import DrawParams, StepPlan
+from worker.logit_controls import apply_controls
+from worker.plan import DrawParams, ScheduledSequence, StepPlan
 from worker.request import GREEDY_TEMPERATURE
 
 TOKEN_STREAM: Final = 0
@@ -39,16 +41,36 @@ def draws_of(plan: StepPlan) -> list[DrawParams]:
     draws = []
     for sequence in plan.sequences:
         if sequence.draw is not None and sequence.num_draws > 0:
-            first = sequence.draw.first_output_index
             draws.append(sequence.draw)
-            draws += [
-                replace(sequence.draw, first_output_index=first + index) for index in range(1, sequence.num_draws)
-            ]
+            draws += [_later_draw(sequence, sequence.draw, index) for index in range(1, sequence.num_draws)]
     return draws
+
+
+def _later_draw(sequence: ScheduledSequence, first: DrawParams, index: int) -> DrawParams:
+    """The draw after `index` drafted tokens, which it takes for outputs: it counts only if they are right."""
+    start = len(sequence.token_ids) - sequence.num_draws + 1
+    looks_back = first.controls is not None and first.controls.look_back
+    outputs = first.output_token_ids + sequence.token_ids[start : start + index] if looks_back else ()
+    return replace(first, first_output_index=first.first_output_index + index, output_token_ids=outputs)
 
 
 def draw(logits: Tensor, draws: Sequence[DrawParams]) -> list[int]:
     """The token drawn from each row of `logits` [N, vocab]. Equal scores: the lowest token id wins."""
+    controlled = [row for row, params in enumerate(draws) if params.controls is not None]
+    if not controlled:
+        return _draw(logits, draws)
+    drawn: dict[int, int] = {}
+    plain = [row for row, params in enumerate(draws) if params.controls is None]
+    if plain:
+        drawn.update(zip(plain, _draw(logits[plain], [draws[row] for row in plain]), strict=True))
+    edited, chosen = logits[controlled].float(), [draws[row] for row in controlled]
+    apply_controls(edited, chosen)
+    drawn.update(zip(controlled, _draw(edited, chosen), strict=True))
+    return [drawn[row] for row in range(len(draws))]
+
+
+def _draw(logits: Tensor, draws: Sequence[DrawParams]) -> list[int]:
+    """As `draw`, once controls have been applied."""
     noisy = [row for row, params in enumerate(draws) if params.temperature >= GREEDY_TEMPERATURE]
     if not noisy:
         return _tokens(logits.argmax(-1))
@@ -67,6 +89,9 @@ def _draw_noisy(logits: Tensor, draws: Sequence[DrawParams]) -> list[int]:
     """As `draw`, for rows with a temperature. Overwrites `logits` [N, vocab], float32."""
     vocab_size = logits.shape[1]
     logits /= logits.new_tensor([params.temperature for params in draws]).unsqueeze(1)
+    cut = [row for row, params in enumerate(draws) if params.min_p > 0]
+    if cut:
+        logits[cut] = keep_min_p(logits[cut], [draws[row].min_p for row in cut])
     cut = [row for row, params in enumerate(draws) if 0 < params.top_k < vocab_size]
     if cut:
         logits[cut] = keep_top_k(logits[cut], [draws[row].top_k for row in cut])
@@ -75,6 +100,14 @@ def _draw_noisy(logits: Tensor, draws: Sequence[DrawParams]) -> list[int]:
         logits[cut] = keep_top_p(logits[cut], [draws[row].top_p for row in cut])
     keys = [noise_key(params.seed, params.first_output_index, TOKEN_STREAM) for params in draws]
     return _tokens(_race(logits, logits.new_tensor(keys, dtype=torch.int64)))
+
+
+def keep_min_p(logits: Tensor, min_p: Sequence[float]) -> Tensor:
+    """Rows [N, vocab] with -inf where a token's probability is below `min_p` times the best one's. In logits, that is
+    a distance from the best, so no probability is needed.
+    """
+    distance = torch.tensor(min_p, dtype=torch.float64, device=logits.device).log_().unsqueeze(1)
+    return logits.masked_fill(logits < logits.amax(1, keepdim=True) + distance, float("-inf"))
 
 
 def keep_top_k(logits: Tensor, top_k: Sequence[int]) -> Tensor:

@@ -6,6 +6,7 @@ block allocator, and decisions about who runs (`batching.py`).
 
 from enum import Enum
 
+from worker.controls import LogitControls
 from worker.plan import DrawParams, ScheduledSequence
 from worker.prefix_cache import HashChain
 from worker.request import EngineRequest, FinishReason
@@ -36,6 +37,7 @@ class Sequence:
 
     __slots__ = (
         "block_ids",
+        "controls",
         "hash_chain",
         "max_len",
         "num_cached_tokens",
@@ -74,6 +76,8 @@ class Sequence:
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
         """Length at which the sequence ends at the latest, prompt included."""
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.controls = LogitControls.of(request, eos_token_ids)
+        """What the request does to its logits; None: nothing."""
 
     @property
     def service_order(self) -> tuple[int, int]:
@@ -102,15 +106,22 @@ class Sequence:
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_len else None
 
     def draw_params(self) -> DrawParams:
-        """Parameters of the next draw, which depend on nothing but the request and the number of outputs."""
+        """Parameters of the next draw, which depend on nothing but the request and its outputs."""
         params = self.request.sampling_params
         assert params.seed is not None
+        controls = self.controls
+        if controls is not None and not controls.apply_after(self.num_output_tokens):
+            controls = None
+        looks_back = controls is not None and controls.look_back
         return DrawParams(
             seed=params.seed,
             first_output_index=self.num_output_tokens,
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
+            min_p=params.min_p,
+            controls=controls,
+            output_token_ids=tuple(self.token_ids[self.num_prompt_tokens :]) if looks_back else (),
         )
 
     def advance(self, scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> tuple[int, ...]:

@@ -31,7 +31,19 @@ def generate(
     temperature: Annotated[float, Parameter(group=_SAMPLING, help="0 takes the likeliest token every time")] = 0.0,
     top_k: Annotated[int, Parameter(group=_SAMPLING, help="draw among the k best; 0 for all")] = 0,
     top_p: Annotated[float, Parameter(group=_SAMPLING, help="draw among the best with this mass")] = 1.0,
+    min_p: Annotated[float, Parameter(group=_SAMPLING, help="draw among those with this share of the best's")] = 0.0,
     seed: Annotated[int, Parameter(group=_SAMPLING, help="key of the draws")] = 0,
+    min_tokens: Annotated[int, Parameter(group=_SAMPLING, help="at least this many tokens before it may end")] = 0,
+    repetition_penalty: Annotated[
+        float, Parameter(group=_SAMPLING, help="above 1 avoids tokens of prompt and output")
+    ] = 1.0,
+    presence_penalty: Annotated[float, Parameter(group=_SAMPLING, help="above 0 avoids tokens of the output")] = 0.0,
+    frequency_penalty: Annotated[
+        float, Parameter(group=_SAMPLING, help="above 0 avoids tokens the more often the output has them")
+    ] = 0.0,
+    bad_words: Annotated[
+        list[str] | None, Parameter(group=_SAMPLING, negative=(), help="text that must not come up")
+    ] = None,
     stop: Annotated[list[str] | None, Parameter(group=_SAMPLING, negative=(), help="text that ends the output")] = None,
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
     settings: Layer,
@@ -45,8 +57,14 @@ def generate(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
         seed=seed,
         max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        bad_words=bad_words or (),
         stop=stop or (),
     )
     if server is None:

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import run
+from cluster.commands import generate
 from router.tokenizer import Tokenizer
+from worker.request import SamplingParams
 
 
 def test_generate_prints_the_completion_and_what_it_took(
@@ -22,6 +24,21 @@ def test_generate_prints_the_completion_and_what_it_took(
     assert shown.out == expected + "\n"
     assert "6 tokens in" in shown.err
     assert "ended by length" in shown.err
+
+
+def test_generate_has_flags_for_the_common_controls(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[SamplingParams] = []
+    monkeypatch.setattr(generate, "_complete_here", lambda config, text, params, chat: asked.append(params))
+    controls = {"min_p": 0.1, "min_tokens": 5, "repetition_penalty": 1.5}
+    controls |= {"presence_penalty": 0.5, "frequency_penalty": -0.5}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in controls.items()]
+    assert run(["generate", "hello", *flags, "--bad-words", "a", "--bad-words", "b"]) == 0
+    assert asked == [SamplingParams(temperature=0.0, seed=0, max_tokens=64, bad_words=["a", "b"], **controls)]
+    capsys.readouterr()
+    assert run(["generate", "hello", "--min-p", "2"]) != 0
+    assert "sampling_params.min_p = 2.0: must be in [0, 1]" in capsys.readouterr().err
 
 
 def test_estimate_says_what_a_model_needs(tiny_model: Path, capsys: pytest.CaptureFixture[str]):

@@ -2,6 +2,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,22 @@ def test_settings_may_be_given_as_in_a_file(tiny_model):
         assert (engine.info.num_blocks, engine.info.block_size) == (20, 8)
     with pytest.raises(ConfigurationError, match=r"cache.blocks \(from InferenceEngine"):
         InferenceEngine(str(tiny_model), {"cache": {"blocks": 20}})
+
+
+def test_controls_are_felt_from_end_to_end(engine):
+    """A bad word is banned by its text, a token forced by its id, and the end of sequence kept off until its time."""
+    letter = engine.tokenizer.encode("x")[0]
+    wanted = SamplingParams(temperature=0.0, max_tokens=5, logit_bias={letter: 100.0})
+    assert engine.submit_request("hello", wanted).result(30).outputs[0].text == "xxxxx"
+    unwanted = replace(wanted, bad_words=["xx"])
+    assert engine.submit_request("hello", unwanted).result(30).outputs[0].text.count("x") == 3
+    forced = SamplingParams(temperature=0.0, max_tokens=10, min_tokens=4, logit_bias={256: 100.0, 7: 90.0})
+    completion = engine.submit_request("hello", forced).result(30).outputs[0]
+    assert (completion.token_ids, str(completion.finish_reason)) == ([7] * 4 + [256], "stop")
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "allowed_token_ids", "stop_token_ids"])
+def test_token_ids_beyond_the_vocabulary_are_refused_by_name(engine, name):
+    params = SamplingParams(**{name: {999: 1.0} if name == "logit_bias" else [999]})
+    with pytest.raises(InvalidRequestError, match=rf"sampling_params\.{name} = 999"):
+        engine.submit_request("hello", params)

@@ -1,0 +1,150 @@
+"""Controls on their way from a client to a replica: what is refused, what arrives, and what bad words turn into."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.client import _sampling_params
+from holdfast_pb import engine_pb2, inference_pb2
+from router.controls import bad_word_token_ids
+from router.events import SendSubmit
+from router.tokenizer import Tokenizer
+from router.wire import generation_request, submit_message
+from tests.fakes import FakeReplica, byte_tokenizer
+from tests.router import sample_tokenizers as sample
+from tests.router.site import on_a_loop, refusal, request, site
+from worker.errors import InvalidRequestError
+from worker.link import _engine_request
+from worker.request import EngineRequest, SamplingParams
+
+EVERYTHING = SamplingParams(
+    seed=1,
+    min_p=0.05,
+    min_tokens=3,
+    repetition_penalty=1.1,
+    presence_penalty=-0.3,
+    frequency_penalty=0.7,
+    logit_bias={5: -1.5, 0: 0.1},
+    allowed_token_ids=[7, 5, 0],
+    bad_words=["no", "not at all"],
+    stop=["."],
+    include_stop_str_in_output=True,
+    skip_special_tokens=False,
+)
+
+BAD = {
+    "min_p": [({"min_p": -0.1}, "[0, 1]"), ({"min_p": 1.5}, "[0, 1]"), ({"min_p": float("nan")}, "[0, 1]")],
+    "min_tokens": [({"min_tokens": -1}, "negative"), ({"min_tokens": 9, "max_tokens": 8}, "at most max_tokens, 8")],
+    "repetition_penalty": [
+        ({"repetition_penalty": value}, "[0.01, 100]") for value in (0.0, -1.0, float("inf"), float("nan"))
+    ],
+    "presence_penalty": [({"presence_penalty": value}, "[-2, 2]") for value in (-2.1, 2.1, float("nan"))],
+    "frequency_penalty": [({"frequency_penalty": value}, "[-2, 2]") for value in (-2.1, 2.1, float("nan"))],
+    "logit_bias": [
+        ({"logit_bias": {3: 100.5}}, "[-100, 100]"),
+        ({"logit_bias": {3: float("nan")}}, "[-100, 100]"),
+        ({"logit_bias": {256: 1.0}}, "vocabulary size, 256"),
+    ],
+    "allowed_token_ids": [({"allowed_token_ids": [1, 256]}, "vocabulary size, 256")],
+    "bad_words": [
+        ({"bad_words": ["a", ""]}, "empty"),
+        ({"bad_words": [" "]}, "only spaces"),
+        ({"bad_words": ["x"] * 257}, "at most 256 words"),
+        ({"bad_words": ["x" * 257]}, "at most 256 characters"),
+    ],
+}
+
+
+@on_a_loop
+async def test_bad_values_are_refused_by_name_and_the_server_goes_on():
+    async with site(await FakeReplica.start()) as place:
+        for name, cases in BAD.items():
+            for fields, limit in cases:
+                params = inference_pb2.SamplingParams(**fields)
+                refused = await refusal(
+                    place.stub.Generate(inference_pb2.GenerateRequest(text="x", sampling_params=params))
+                )
+                assert refused.code == "INVALID_ARGUMENT", fields
+                assert refused.field == f"sampling_params.{name}", fields
+                assert limit in refused.message, fields
+        assert place.replicas[0].submits == []
+        assert (await place.stub.Generate(request())).usage.completion_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("allowed_token_ids", {"allowed_token_ids": []}),
+        ("allowed_token_ids", {"allowed_token_ids": [-1]}),
+        ("logit_bias", {"logit_bias": {-1: 0.5}}),
+    ],
+)
+def test_what_the_wire_cannot_say_is_refused_in_process(field, given):
+    with pytest.raises(InvalidRequestError) as refused:
+        SamplingParams(**given)
+    assert refused.value.field == f"sampling_params.{field}"
+
+
+def test_one_bad_word_may_be_given_without_a_list():
+    assert SamplingParams(bad_words="no").bad_words == ("no",)
+
+
+def test_every_parameter_survives_the_way_from_the_client_to_the_router():
+    message = inference_pb2.GenerateRequest(text="x", sampling_params=_sampling_params(EVERYTHING))
+    assert generation_request(message).sampling_params == EVERYTHING
+
+
+def test_every_parameter_of_the_token_world_survives_the_link():
+    words = ((1, 2), (3,))
+    sent = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling_params=EVERYTHING, bad_word_token_ids=words)
+    submit = submit_message(SendSubmit(replica_id="r0", attempt=1, request=sent)).submit
+    received = _engine_request("r", engine_pb2.Submit.FromString(submit.SerializeToString()))
+    assert received.bad_word_token_ids == words
+    text_only = {"stop", "bad_words", "include_stop_str_in_output", "skip_special_tokens"}
+    for name in set(SamplingParams.__dataclass_fields__) - text_only:
+        assert getattr(received.sampling_params, name) == getattr(EVERYTHING, name), name
+
+
+def test_neutral_controls_take_no_room_on_the_link():
+    sent = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams(seed=1))
+    draw = submit_message(SendSubmit(replica_id="r0", attempt=1, request=sent)).submit.draw
+    assert {field.name for field, _ in draw.ListFields()} == {"temperature", "top_p", "seed", "max_tokens"}
+
+
+@on_a_loop
+async def test_bad_words_reach_the_replica_as_tokens():
+    async with site(await FakeReplica.start()) as place:
+        params = inference_pb2.SamplingParams(bad_words=["no"], max_tokens=2)
+        await place.stub.Generate(inference_pb2.GenerateRequest(text="x", sampling_params=params))
+        (submit,) = place.replicas[0].submits
+        assert [bytes(word.ids) for word in submit.draw.bad_words] == [b"no", b" no"]
+
+
+# --- bad words ---
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokenizers")
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+def test_a_bad_word_is_found_wherever_it_stands(kind: str, root: Path):
+    """In a text that the tokenizer itself has encoded, some spelling of the word comes up."""
+    tokenizer: Tokenizer = sample.loaded(kind, root)
+    spellings = bad_word_token_ids(tokenizer, ["hens"])
+    for text in ("hens", "the other hens"):
+        token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+        assert any(token_ids[-len(spelling) :] == spelling for spelling in spellings), text
+
+
+def test_spellings_are_not_repeated_and_a_leading_space_of_the_word_does_not_matter():
+    spellings = bad_word_token_ids(byte_tokenizer(), ["no", " no", "no"])
+    assert [bytes(spelling) for spelling in spellings] == [b"no", b" no"]
+
+
+def test_a_word_without_tokens_is_refused():
+    tokenizer = byte_tokenizer()
+    tokenizer.encode = lambda text, add_special_tokens: []
+    with pytest.raises(InvalidRequestError, match="bad_words"):
+        bad_word_token_ids(tokenizer, ["x"])
