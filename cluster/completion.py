@@ -30,6 +30,7 @@ class Completion:
         self._text_stream = text_stream
         self._callback = callback
         self._token_ids: list[int] = []
+        self._num_cached_tokens = 0
         self._text = ""
         self._finish_reason: FinishReason | None = None
 
@@ -40,6 +41,7 @@ class Completion:
     def take(self, delta: TokenDelta) -> None:
         """Adds what a step did and tells whoever waits. A stop string may end what the engine goes on with."""
         assert delta.first_token_index == len(self._token_ids), "tokens come in order, without gaps"
+        self._num_cached_tokens += delta.num_cached_tokens
         piece = self._text_stream.push(delta.token_ids)
         self._token_ids += delta.token_ids[: piece.num_tokens]
         self._text += piece.text
@@ -79,5 +81,6 @@ class Completion:
             prompt_token_ids=list(self.request.prompt_token_ids),
             outputs=[sequence],
             finished=self.is_finished,
+            num_cached_tokens=self._num_cached_tokens,
             error=error,
         )

@@ -30,5 +30,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    num_cached_tokens: int = 0
+    """Those of the prompt's tokens that were found in the prefix cache."""
     error: HoldfastError | None = None
     """Why a request ended without finishing. Only callbacks see it; everyone else gets it raised."""

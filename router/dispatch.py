@@ -206,6 +206,8 @@ class Dispatch:
             return self._fail(record, InternalError(gap), replica_has_it=replica_has_it)
         if delta.finish_reason is FinishReason.ABORT:
             return self._lose(record, ReplicaError("the replica gave the request up"))
+        if not record.output_token_ids:
+            record.num_cached_tokens = delta.num_cached_tokens
         try:
             delivery = record.take(tuple(delta.token_ids[num_seen:]), delta.finish_reason)
         except Exception as bug:

@@ -45,6 +45,8 @@ class AttemptDelta:
     token_ids: Sequence[int]
     finish_reason: FinishReason | None = None
     """Set on the last delta of an attempt."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the replica found in its cache; told with output token 0 alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,8 @@ class Usage:
 
     num_prompt_tokens: int
     num_completion_tokens: int
+    num_cached_tokens: int = 0
+    """Those of `num_prompt_tokens` that were cached. As of the first attempt that came to a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

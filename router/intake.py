@@ -107,6 +107,7 @@ class Intake:
             prompt_token_ids=token_ids,
             sampling_params=_resolved(wish.sampling_params, request_id, model.facts),
             priority=wish.priority,
+            cache_salt=wish.cache_salt,
             bad_word_token_ids=await self._tokenizers.bad_words(model.name, wish.sampling_params.bad_words),
         )
 

@@ -29,6 +29,7 @@ class RequestRecord:
     model: str
     text: TextState
     output_token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
     attempt: Attempt | None = None
     """None while the request is queued."""
 
@@ -66,7 +67,11 @@ class RequestRecord:
 
     def _usage(self) -> Usage:
         num_prompt_tokens, num_completion_tokens = len(self.request.prompt_token_ids), len(self.output_token_ids)
-        return Usage(num_prompt_tokens=num_prompt_tokens, num_completion_tokens=num_completion_tokens)
+        return Usage(
+            num_prompt_tokens=num_prompt_tokens,
+            num_completion_tokens=num_completion_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+        )
 
 
 class RequestTable:

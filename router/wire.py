@@ -75,6 +75,7 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         sampling_params=_sampling_params(message.sampling_params),
         priority=priority,
         timeout_s=message.timeout_ms / 1000 if message.HasField("timeout_ms") else None,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -146,7 +147,11 @@ def unary_response(delivery: Deliver, model: str) -> inference_pb2.GenerateRespo
 
 
 def _usage(usage: Usage) -> inference_pb2.Usage:
-    return inference_pb2.Usage(prompt_tokens=usage.num_prompt_tokens, completion_tokens=usage.num_completion_tokens)
+    return inference_pb2.Usage(
+        prompt_tokens=usage.num_prompt_tokens,
+        completion_tokens=usage.num_completion_tokens,
+        cached_prompt_tokens=usage.num_cached_tokens,
+    )
 
 
 def models_response(models: Iterable[ModelStatus]) -> inference_pb2.ListModelsResponse:
@@ -211,6 +216,7 @@ def submit_message(action: SendSubmit) -> engine_pb2.LinkRequest:
         output_token_ids=request.output_token_ids,
         draw=draw,
         priority=request.priority,
+        cache_salt=request.cache_salt,
     )
     return engine_pb2.LinkRequest(submit=submit)
 
@@ -252,6 +258,7 @@ def step_news(update: engine_pb2.StepUpdate) -> StepNews:
             first_token_index=delta.first_token_index,
             token_ids=tuple(delta.token_ids),
             finish_reason=_FROM_FINISH_REASON[delta.finish_reason],
+            num_cached_tokens=delta.num_cached_tokens,
         )
         for delta in update.deltas
     ]

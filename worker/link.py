@@ -169,6 +169,7 @@ class RouterLink:
         return engine_pb2.Delta(
             attempt=attempt,
             first_token_index=delta.first_token_index,
+            num_cached_tokens=delta.num_cached_tokens,
             token_ids=delta.token_ids,
             finish_reason=_FINISH_REASONS[delta.finish_reason] if delta.finish_reason is not None else 0,
         )
@@ -207,6 +208,7 @@ def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest
         sampling_params=params,
         priority=Priority(submit.priority),
         output_token_ids=tuple(submit.output_token_ids),
+        cache_salt=submit.cache_salt,
         bad_word_token_ids=tuple(tuple(word.ids) for word in draw.bad_words),
     )
 

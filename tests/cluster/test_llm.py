@@ -127,3 +127,10 @@ def test_a_wrong_setting_is_refused_before_anything_loads():
         LLM("demo", max_num_seq=8)
     with pytest.raises(ConfigurationError, match=r"model.dtype = 'int3' \(from LLM"):
         LLM("demo", dtype="int3")
+
+
+def test_a_second_turn_finds_the_first_in_the_cache_and_says_the_same(llm):
+    prompt = {"prompt_token_ids": list(range(3, 60))}
+    first, again = llm.generate([prompt], GREEDY)[0], llm.generate([prompt], GREEDY)[0]
+    assert again.outputs == first.outputs
+    assert again.num_cached_tokens == 48

@@ -117,3 +117,18 @@ async def test_an_engine_that_ends_takes_its_streams_with_it_and_the_other_goes_
         for call in calls:
             call.cancel()
         assert (await place.stub.Generate(request([1], max_tokens=5))).usage.completion_tokens == 5
+
+
+@on_a_loop
+async def test_a_shared_prefix_is_computed_once_and_salts_keep_it_apart():
+    prefix = list(range(1, 101))
+
+    async def cached(place, tail: int, salt: str) -> int:
+        prompt = [*prefix, tail]
+        answer = await place.stub.Generate(request(prompt, max_tokens=6, cache_salt=salt))
+        assert list(answer.completions[0].token_ids) == pseudo_completion(prompt, 1, 6, VOCAB_SIZE)
+        return answer.usage.cached_prompt_tokens
+
+    async with site(await RealReplica.start()) as place:
+        assert [await cached(place, tail, "") for tail in (200, 201, 202)] == [0, 100, 100]
+        assert [await cached(place, 200, "tenant") for _ in range(2)] == [0, 100]
