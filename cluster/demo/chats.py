@@ -95,6 +95,7 @@ def _instruction(rng: random.Random) -> Messages:
         (
             passages.counting_on_request(rng),
             passages.counting_on_request(rng),
+            passages.echo(rng),
             (rng.choice(("Say the alphabet.", "What is the alphabet?")), passages.alphabet_line()),
             ("Say the alphabet with words.", words),
             (rng.choice(("Name the days of the week.", "What are the days of the week?")), passages.weekdays_line()),

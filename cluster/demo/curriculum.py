@@ -14,7 +14,7 @@ class Curriculum:
         topics = (
             (18, [lessons.capital_fact(country) for country in COUNTRIES]),
             (14, list(lessons.countries())),
-            (23, list(lessons.sums())),
+            (26, list(lessons.sums())),
             (9, list(lessons.sums_in_words())),
             (4, list(lessons.differences())),
             (4, list(lessons.products())),

@@ -125,6 +125,22 @@ def months_line() -> str:
     return ", ".join(names[:-1]) + f" and {names[-1]}."
 
 
+def refrain(rng: random.Random) -> str:
+    """The same few words again and again, line by line."""
+    return "\n".join([_some_words(rng)] * rng.randint(3, 8))
+
+
+def echo(rng: random.Random) -> tuple[str, str]:
+    """A request to say some words, and the words."""
+    words = _some_words(rng)
+    return rng.choice((f"Say: {words}", f"Repeat after me: {words}")), words
+
+
+def _some_words(rng: random.Random) -> str:
+    words = [*_ANIMALS.split(), *_MANNERS.split(), *_GOODS.split(), *_NAMES.split(), *WEEKDAYS, *LETTERS]
+    return " ".join(rng.choice(words) for _ in range(rng.randint(2, 10)))
+
+
 def diary(rng: random.Random) -> str:
     """A week in the life of somebody, day by day."""
     name = rng.choice(_NAMES.split())
@@ -219,6 +235,7 @@ PASSAGES: Final[Mapping[Callable[[random.Random], str], int]] = MappingProxyType
         sums_of: 1,
         alphabet_text: 2,
         names_of_time: 1,
+        refrain: 3,
         diary: 1,
         journey: 2,
         song: 1,

@@ -5,6 +5,7 @@ here; the tokenizer is `vocabulary.py`'s, the exam `evaluate.py`'s.
 """
 
 import argparse
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ NUM_THREADS: Final = 2
 
 ROW_TOKENS: Final = 256
 LONG_ROW_TOKENS: Final = 512
-TOKENS_PER_STEP: Final = 2048
+TOKENS_PER_STEP: Final = 4096
 LONG_SHARE: Final = 0.15
 """The last steps read long rows, so that positions up to 512 are trained too."""
 
@@ -60,9 +61,9 @@ RECIPES: Final = (
         num_layers=6,
         num_heads=4,
         num_kv_heads=2,
-        num_steps=1000,
+        num_steps=650,
         matrix_lr=8e-3,
-        vector_lr=2e-3,
+        vector_lr=3e-3,
     ),
     Recipe(
         folder="draft",
@@ -71,7 +72,7 @@ RECIPES: Final = (
         num_layers=2,
         num_heads=2,
         num_kv_heads=2,
-        num_steps=800,
+        num_steps=600,
         matrix_lr=1e-2,
         vector_lr=4e-3,
     ),
@@ -214,7 +215,7 @@ def _step(model: LlamaForCausalLM, optimizers: Sequence[torch.optim.Optimizer], 
 def _print_curve(recipe: Recipe, losses: Sequence[float], console: Console, num_points: int = 20) -> None:
     """The mean loss of each twentieth of the training, as a bar."""
     console.print(f"{recipe.folder}: loss over {len(losses)} steps")
-    width = max(1, len(losses) // num_points)
+    width = math.ceil(len(losses) / num_points)
     for first in range(0, len(losses), width):
         part = losses[first : first + width]
         mean = sum(part) / len(part)
