@@ -38,7 +38,7 @@ def token_logprobs(logits: Tensor, draws: Sequence[DrawParams], token_ids: Seque
 
 def _read_off(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
     """As `token_logprobs`, for rows that ask for `counts` [N] best tokens."""
-    logprobs = torch.log_softmax(logits, -1, dtype=torch.float64).float()
+    logprobs = _log_softmax(logits)
     places = _order(logits)
     drawn = torch.tensor(token_ids, device=logits.device).unsqueeze(1)
     ranks = (places > places.gather(1, drawn)).sum(1) + 1
@@ -50,6 +50,15 @@ def _read_off(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -
             token_ids, counts, *(column.tolist() for column in columns), strict=True
         )
     ]
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    """The log-softmax of each row, taken in float64; a row of odd length gets one more column, of no mass.
+
+    Accelerators read float64 in aligned pairs, and may sum a row that begins within a pair in another order.
+    """
+    even = torch.nn.functional.pad(logits, (0, logits.shape[1] % 2), value=float("-inf"))
+    return torch.log_softmax(even, -1, dtype=torch.float64).float()
 
 
 def _order(logits: Tensor) -> Tensor:
