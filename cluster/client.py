@@ -23,7 +23,7 @@ from worker.errors import (
     ReplicaError,
     RequestAbortedError,
 )
-from worker.request import FinishReason, Priority, SamplingParams
+from worker.request import FinishReason, Priority, SamplingParams, TokenLogprob
 
 _CALLER_CODES: Final = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -57,6 +57,8 @@ class Chunk:
     text: str
     finish_reason: FinishReason | None
     """Set on the last chunk."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `token_ids` where the request asks for them; else empty."""
 
 
 class AsyncClient:
@@ -153,6 +155,7 @@ def _sampling_params(params: SamplingParams) -> inference_pb2.SamplingParams:
         bad_words=params.bad_words,
         include_stop_str_in_output=params.include_stop_str_in_output,
         skip_special_tokens=params.skip_special_tokens,
+        logprobs=params.logprobs,
     )
     if params.seed is not None:
         message.seed = params.seed
@@ -168,7 +171,13 @@ def _chunk(message: inference_pb2.GenerateStreamResponse) -> Chunk:
         token_ids=tuple(message.token_ids),
         text=message.text,
         finish_reason=_FINISH_REASONS[message.finish_reason],
+        logprobs=tuple(_logprob(item) for item in message.logprobs),
     )
+
+
+def _logprob(item: inference_pb2.TokenLogprob) -> TokenLogprob:
+    top = tuple((best.token_id, best.logprob) for best in item.top)
+    return TokenLogprob(token_id=item.token_id, logprob=item.logprob, rank=item.rank, top=top)
 
 
 @contextmanager

@@ -7,10 +7,11 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from cluster.outputs import CompletionOutput, RequestOutput
+from cluster.outputs import CompletionOutput, Logprob, RequestOutput
 from router.text_stream import TextStream
+from router.tokenizer import Tokenizer
 from worker.errors import HoldfastError
-from worker.request import EngineRequest, FinishReason, TokenDelta
+from worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -21,16 +22,19 @@ class Completion:
     """Grows with every delta until it ends, once, by its own finish or by an error."""
 
     def __init__(
-        self, request: EngineRequest, prompt: str | None, text_stream: TextStream, callback: Callback | None
+        self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer, callback: Callback | None
     ) -> None:
         self.request = request
         self.future: Future[RequestOutput] = Future()
         self.future.set_running_or_notify_cancel()  # it is cancelled by aborting the request, not through the future
         self._prompt = prompt
-        self._text_stream = text_stream
+        self._tokenizer = tokenizer
+        self._text_stream = TextStream(tokenizer, request.sampling_params)
         self._callback = callback
         self._token_ids: list[int] = []
         self._num_cached_tokens = 0
+        self._cumulative_logprob = 0.0
+        self._logprobs: list[dict[int, Logprob]] = []
         self._text = ""
         self._finish_reason: FinishReason | None = None
 
@@ -44,6 +48,9 @@ class Completion:
         self._num_cached_tokens += delta.num_cached_tokens
         piece = self._text_stream.push(delta.token_ids)
         self._token_ids += delta.token_ids[: piece.num_tokens]
+        for item in delta.logprobs[: piece.num_tokens]:
+            self._cumulative_logprob += item.logprob
+            self._logprobs.append(self._by_token_id(item))
         self._text += piece.text
         self._finish_reason = FinishReason.STOP if piece.stopped else delta.finish_reason
         if self.is_finished and not piece.stopped:
@@ -71,9 +78,28 @@ class Completion:
         except Exception:
             logger.exception("the callback of request %s failed", output.request_id)
 
+    def _by_token_id(self, item: TokenLogprob) -> dict[int, Logprob]:
+        """The drawn token first, then the best ones."""
+        ranked = [(item.token_id, item.logprob, item.rank)]
+        ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(item.top, start=1)]
+        return {
+            token_id: Logprob(
+                logprob=logprob,
+                rank=rank,
+                decoded_token=self._tokenizer.decode((token_id,), skip_special_tokens=False),
+            )
+            for token_id, logprob, rank in ranked
+        }
+
     def _output(self, error: HoldfastError | None = None) -> RequestOutput:
+        has_logprobs = self.request.sampling_params.logprobs is not None
         sequence = CompletionOutput(
-            index=0, text=self._text, token_ids=list(self._token_ids), finish_reason=self._finish_reason
+            index=0,
+            text=self._text,
+            token_ids=list(self._token_ids),
+            finish_reason=self._finish_reason,
+            cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
+            logprobs=list(self._logprobs) if has_logprobs else None,
         )
         return RequestOutput(
             request_id=self.request.request_id,

@@ -19,7 +19,6 @@ from cluster.config_sources import mapping_layer
 from cluster.outputs import RequestOutput
 from router.controls import bad_word_token_ids, check_controls
 from router.request import derived_seed
-from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
 from worker.config import WorkerConfig
 from worker.engine import EngineStats, EngineUpdate
@@ -132,7 +131,7 @@ class InferenceEngine:
             priority=priority,
             bad_word_token_ids=bad_word_token_ids(self.tokenizer, params.bad_words),
         )
-        completion = Completion(request, text, TextStream(self.tokenizer, params), callback)
+        completion = Completion(request, text, self.tokenizer, callback)
         delivery.open(completion)
         return RequestHandle(self, completion)
 

@@ -6,6 +6,17 @@ from worker.errors import HoldfastError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """How likely the model found a token, before any control or temperature."""
+
+    logprob: float
+    rank: int
+    """1 for the likeliest."""
+    decoded_token: str
+    """The token's text by itself; special tokens are written out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
     """One sequence of a request."""
 
@@ -15,6 +26,9 @@ class CompletionOutput:
     finish_reason: str | None = None
     """`stop`, `length` or `abort`; None while the sequence goes on."""
     cumulative_logprob: float | None = None
+    """Sum of the output tokens' log-probabilities; set with `logprobs`."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each output token, by token id: that token, then the best ones that were asked for. None: not asked for."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -209,7 +209,8 @@ class Dispatch:
         if not record.output_token_ids:
             record.num_cached_tokens = delta.num_cached_tokens
         try:
-            delivery = record.take(tuple(delta.token_ids[num_seen:]), delta.finish_reason)
+            token_ids, logprobs = tuple(delta.token_ids[num_seen:]), tuple(delta.logprobs[num_seen:])
+            delivery = record.take(token_ids, delta.finish_reason, logprobs)
         except Exception as bug:
             logger.exception("request %s: its tokens could not be turned into text", record.request_id)
             error = InternalError(f"the output could not be turned into text: {type(bug).__name__}")

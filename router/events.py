@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from worker.errors import HoldfastError
-from worker.request import EngineLoad, EngineRequest, FinishReason
+from worker.request import EngineLoad, EngineRequest, FinishReason, TokenLogprob
 
 # --- in: what a replica says ---
 
@@ -47,6 +47,8 @@ class AttemptDelta:
     """Set on the last delta of an attempt."""
     num_cached_tokens: int = 0
     """Prompt tokens that the replica found in its cache; told with output token 0 alone."""
+    logprobs: Sequence[TokenLogprob] = ()
+    """One for each of `token_ids` where the request asks for them; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,8 @@ class Deliver:
     finish_reason: FinishReason | None = None
     """Set on the last delivery, and `usage` with it: the request is over."""
     usage: Usage | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `token_ids` where the request asks for them; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from router.deadlines import Deadlines
 from router.events import Deliver, TextState, Usage
 from router.fleet import ReplicaState
-from worker.request import EngineRequest, FinishReason
+from worker.request import EngineRequest, FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,15 @@ class RequestRecord:
         """What a replica must be asked so that it goes on after the tokens so far."""
         return replace(self.request, output_token_ids=tuple(self.output_token_ids))
 
-    def take(self, token_ids: tuple[int, ...], finish_reason: FinishReason | None) -> Deliver | None:
+    def take(
+        self,
+        token_ids: tuple[int, ...],
+        finish_reason: FinishReason | None,
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> Deliver | None:
         """Appends new output. Returns what the client gets of it: None if nothing is new.
 
-        A stop string that is now complete ends the output, whatever came after it.
+        A stop string that is now complete ends the output, whatever came after it. `logprobs` are cut as the tokens.
         """
         first_token_index = len(self.output_token_ids)
         piece = self.text.push(token_ids)
@@ -63,6 +68,7 @@ class RequestRecord:
             text=text,
             finish_reason=finish_reason,
             usage=None if finish_reason is None else self._usage(),
+            logprobs=logprobs[: piece.num_tokens],
         )
 
     def _usage(self) -> Usage:

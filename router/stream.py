@@ -70,4 +70,5 @@ def _merged(deliveries: list[Deliver]) -> Deliver:
         text="".join(delivery.text for delivery in deliveries),
         finish_reason=last.finish_reason,
         usage=last.usage,
+        logprobs=tuple(item for delivery in deliveries for item in delivery.logprobs),
     )

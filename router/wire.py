@@ -23,7 +23,7 @@ from router.events import (
 )
 from router.request import GenerationRequest
 from worker.errors import HoldfastError, InvalidRequestError, QueueFullError, ReplicaError
-from worker.request import EngineLoad, FinishReason, Priority, SamplingParams
+from worker.request import EngineLoad, FinishReason, Priority, SamplingParams, TokenLogprob
 
 _PRIORITIES: Final = {
     inference_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
@@ -38,7 +38,7 @@ _TO_FINISH_REASON: Final = {
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: inference_pb2.FINISH_REASON_ABORT,
 }
-_OPTIONAL: Final = ("top_k", "seed", "max_tokens", "min_tokens", "skip_special_tokens")
+_OPTIONAL: Final = ("top_k", "seed", "max_tokens", "min_tokens", "skip_special_tokens", "logprobs")
 _OPTIONAL_FLOATS: Final = (
     "temperature",
     "top_p",
@@ -127,6 +127,7 @@ def stream_response(delivery: Deliver) -> inference_pb2.GenerateStreamResponse:
         token_ids=delivery.token_ids,
         text=delivery.text,
         finish_reason=_TO_FINISH_REASON[delivery.finish_reason],
+        logprobs=[_logprob(item) for item in delivery.logprobs],
     )
     if delivery.usage is not None:
         message.usage.CopyFrom(_usage(delivery.usage))
@@ -140,10 +141,16 @@ def unary_response(delivery: Deliver, model: str) -> inference_pb2.GenerateRespo
         token_ids=delivery.token_ids,
         text=delivery.text,
         finish_reason=_TO_FINISH_REASON[delivery.finish_reason],
+        logprobs=[_logprob(item) for item in delivery.logprobs],
     )
     return inference_pb2.GenerateResponse(
         request_id=delivery.request_id, model=model, completions=[completion], usage=_usage(delivery.usage)
     )
+
+
+def _logprob(item: TokenLogprob) -> inference_pb2.TokenLogprob:
+    top = [inference_pb2.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in item.top]
+    return inference_pb2.TokenLogprob(token_id=item.token_id, logprob=item.logprob, rank=item.rank, top=top)
 
 
 def _usage(usage: Usage) -> inference_pb2.Usage:
@@ -209,6 +216,7 @@ def submit_message(action: SendSubmit) -> engine_pb2.LinkRequest:
         logit_bias=params.logit_bias,
         allowed_token_ids=params.allowed_token_ids,
         bad_words=[engine_pb2.TokenSequence(ids=word) for word in request.bad_word_token_ids],
+        logprobs=params.logprobs,
     )
     submit = engine_pb2.Submit(
         attempt=action.attempt,
@@ -259,6 +267,7 @@ def step_news(update: engine_pb2.StepUpdate) -> StepNews:
             token_ids=tuple(delta.token_ids),
             finish_reason=_FROM_FINISH_REASON[delta.finish_reason],
             num_cached_tokens=delta.num_cached_tokens,
+            logprobs=_logprobs(delta) if delta.logprobs else (),
         )
         for delta in update.deltas
     ]
@@ -267,6 +276,19 @@ def step_news(update: engine_pb2.StepUpdate) -> StepNews:
         for rejection in update.rejections
     ]
     return StepNews(load=engine_load(update.load), deltas=deltas, rejections=rejections)
+
+
+def _logprobs(delta: engine_pb2.Delta) -> tuple[TokenLogprob, ...]:
+    """Raises ValueError if there is not one for each token."""
+    return tuple(
+        TokenLogprob(
+            token_id=token_id,
+            logprob=item.logprob,
+            rank=item.rank,
+            top=tuple(zip(item.top_token_ids, item.top_logprobs, strict=True)),
+        )
+        for token_id, item in zip(delta.token_ids, delta.logprobs, strict=True)
+    )
 
 
 def _rejection_error(rejection: engine_pb2.Rejection) -> HoldfastError:

@@ -16,7 +16,7 @@ from worker.engine import Engine, EngineUpdate, Rejection
 from worker.errors import HoldfastError, InvalidRequestError
 from worker.model_info import ModelInfo
 from worker.replica import Replica
-from worker.request import EngineLoad, EngineRequest, FinishReason, Priority, SamplingParams, TokenDelta
+from worker.request import EngineLoad, EngineRequest, FinishReason, Priority, SamplingParams, TokenDelta, TokenLogprob
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +172,7 @@ class RouterLink:
             num_cached_tokens=delta.num_cached_tokens,
             token_ids=delta.token_ids,
             finish_reason=_FINISH_REASONS[delta.finish_reason] if delta.finish_reason is not None else 0,
+            logprobs=[_logprob_message(item) for item in delta.logprobs],
         )
 
     def _rejection(self, rejection: Rejection) -> engine_pb2.Rejection:
@@ -201,6 +202,7 @@ def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest
         frequency_penalty=draw.frequency_penalty,
         logit_bias=draw.logit_bias,
         allowed_token_ids=draw.allowed_token_ids or None,
+        logprobs=draw.logprobs if draw.HasField("logprobs") else None,
     )
     return EngineRequest(
         request_id=request_id,
@@ -210,6 +212,15 @@ def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest
         output_token_ids=tuple(submit.output_token_ids),
         cache_salt=submit.cache_salt,
         bad_word_token_ids=tuple(tuple(word.ids) for word in draw.bad_words),
+    )
+
+
+def _logprob_message(item: TokenLogprob) -> engine_pb2.DrawnLogprob:
+    return engine_pb2.DrawnLogprob(
+        logprob=item.logprob,
+        rank=item.rank,
+        top_token_ids=[token_id for token_id, _ in item.top],
+        top_logprobs=[logprob for _, logprob in item.top],
     )
 
 

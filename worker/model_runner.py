@@ -5,10 +5,11 @@ contain (`scheduler.py`), how a model is loaded (`loading.py`), and processes (`
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from typing import Final
+from itertools import islice
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from worker.config import WorkerConfig
 from worker.errors import UnsupportedModelError
 from worker.kv_cache import KVCache
 from worker.loading import Parts, load_parts
+from worker.logprobs import token_logprobs
 from worker.model import choose_device
 from worker.model_info import ModelInfo
 from worker.plan import StepPlan, StepResult
@@ -30,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(phase, done, total)`; phases are `load` and `check`."""
+
+Item = TypeVar("Item")
 
 _KEEP_ALIVE: Final = 0
 _STOP: Final = -1
@@ -94,11 +98,7 @@ class LeaderRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one step everywhere and draws. Raises `ReplicaError` if a rank is lost."""
-        drawn = iter(draw(self.logits(plan), draws_of(plan)))
-        token_ids = tuple(
-            tuple(next(drawn) for _ in range(sequence.num_draws if sequence.draw else 0)) for sequence in plan.sequences
-        )
-        return StepResult(step_id=plan.step_id, token_ids=token_ids)
+        return step_result(plan, self.logits(plan))
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Runs one step everywhere; the logits [rows wanted, vocab], in float32."""
@@ -150,6 +150,25 @@ def _lead_check(check: SelfCheck, leader: LeaderRunner, group: TensorParallelGro
         leader.close()
         group.broadcast(_order(outcome))
     return outcome
+
+
+def step_result(plan: StepPlan, logits: Tensor) -> StepResult:
+    """What a step's `logits` [rows wanted, vocab], float32, come to."""
+    draws = draws_of(plan)
+    token_ids = draw(logits, draws)
+    logprobs = token_logprobs(logits, draws, token_ids)
+    return StepResult(
+        step_id=plan.step_id,
+        token_ids=_of_sequences(plan, token_ids),
+        logprobs=_of_sequences(plan, logprobs) if logprobs else (),
+    )
+
+
+def _of_sequences(plan: StepPlan, drawn: Sequence[Item | None]) -> tuple[tuple[Item, ...], ...]:
+    """What was drawn, or reported, in each row of a plan, put together for each sequence."""
+    rows = iter(drawn)
+    counts = (sequence.num_draws if sequence.draw else 0 for sequence in plan.sequences)
+    return tuple(tuple(item for item in islice(rows, count) if item is not None) for count in counts)
 
 
 def _order(number: int) -> Message:

@@ -7,6 +7,7 @@ Nothing is filled in by several owners in turn. No torch here: plans cross proce
 from dataclasses import dataclass
 
 from worker.controls import LogitControls
+from worker.request import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class DrawParams:
     """None where logits are taken as they are: nearly always."""
     output_token_ids: tuple[int, ...] = ()
     """Output before the draw, where `controls` look back at it; else empty."""
+    num_logprobs: int | None = None
+    """Best tokens to report with the drawn one's logprob; None: no logprobs. Does not touch the draw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +63,5 @@ class StepResult:
 
     step_id: int
     token_ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """For each sequence, one for each of its tokens, or none where it asks for none. Empty where nobody asks."""

@@ -21,6 +21,9 @@ GREEDY_TEMPERATURE: Final = 1e-5
 MAX_LOGIT_BIAS: Final = 100.0
 """A bias of this size bans a token or forces it, as far as logits go."""
 
+MAX_LOGPROBS: Final = 20
+"""Alternatives that can be asked for at each output token."""
+
 
 class Priority(IntEnum):
     """Classes of service. A smaller value goes first and is preempted last."""
@@ -85,6 +88,8 @@ class SamplingParams:
     """Keep the stop string that ended the output as the end of its text."""
     skip_special_tokens: bool = True
     """Leave special tokens, such as the end of sequence, out of the text."""
+    logprobs: int | None = None
+    """Report each output token's log-probability, and those of so many best tokens. In [0, 20]; None: report none."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -100,6 +105,8 @@ class SamplingParams:
         self._check_stop()
         self._check_penalties()
         self._check_tokens()
+        logprobs_ok = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
+        _require("logprobs", self.logprobs, logprobs_ok, f"must be in [0, {MAX_LOGPROBS}]")
 
     def _check_draw(self) -> None:
         _require("temperature", self.temperature, 0 <= self.temperature <= 100, "must be a number in [0, 100]")
@@ -172,6 +179,21 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """How likely the model found an output token: the log-softmax of its logits, before any control or temperature.
+
+    Taken in float64 and rounded to float32 once, so every wire carries it unchanged.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the likeliest. Equal logits rank by token id, the lowest first."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, logprob) of the likeliest tokens, best first, as many as were asked for. The drawn one may be here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
     """What one step did for one request."""
 
@@ -184,6 +206,8 @@ class TokenDelta:
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache, not computed. Told with output token 0 and only there: once
     for a request, whatever happens to it later."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of `token_ids` where the request asks for them; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from worker.errors import InvalidRequestError, QueueFullError
 from worker.plan import ScheduledSequence, StepPlan, StepResult
 from worker.prefix_cache import CacheEvent
 from worker.queues import SequenceQueues
-from worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
+from worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from worker.sequence import Sequence, SequenceStatus
 from worker.static_batching import StaticBatching
 
@@ -150,14 +150,17 @@ class Scheduler:
         self._num_tokens_computed += plan.num_tokens
         block_size = self._allocator.block_size
         deltas = []
-        for sequence, scheduled, drawn in zip(in_flight, plan.sequences, result.token_ids, strict=True):
+        logprobs = result.logprobs or ((),) * len(in_flight)
+        for sequence, scheduled, drawn, likely in zip(
+            in_flight, plan.sequences, result.token_ids, logprobs, strict=True
+        ):
             assert len(drawn) == scheduled.num_draws, f"{len(drawn)} tokens for {scheduled.num_draws} draws"
             if sequence.num_discarded_tokens > scheduled.first_position:
                 num_lost = sequence.num_discarded_tokens - scheduled.first_position
                 self._num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
-            if delta := _advance(sequence, scheduled, drawn):
+            if delta := _advance(sequence, scheduled, drawn, likely):
                 deltas.append(delta)
             if scheduled.first_position % block_size + len(scheduled.token_ids) >= block_size:
                 self._queues.store_full_blocks(sequence, scheduled.first_position)
@@ -259,7 +262,10 @@ class Scheduler:
         self._policy.release(self._queues)
 
 
-def _advance(sequence: Sequence, scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> TokenDelta | None:
+def _advance(
+    sequence: Sequence, scheduled: ScheduledSequence, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+) -> TokenDelta | None:
+    """Whatever is dropped of the drawn tokens is dropped of their logprobs."""
     first_token_index = sequence.num_output_tokens
     token_ids = sequence.advance(scheduled, drawn)
     if not token_ids:
@@ -270,6 +276,7 @@ def _advance(sequence: Sequence, scheduled: ScheduledSequence, drawn: tuple[int,
         token_ids=token_ids,
         finish_reason=sequence.finish_reason,
         num_cached_tokens=sequence.num_cached_tokens if first_token_index == 0 else 0,
+        logprobs=logprobs[: len(token_ids)],
     )
 
 

@@ -122,6 +122,7 @@ class Sequence:
             min_p=params.min_p,
             controls=controls,
             output_token_ids=tuple(self.token_ids[self.num_prompt_tokens :]) if looks_back else (),
+            num_logprobs=params.logprobs,
         )
 
     def advance(self, scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> tuple[int, ...]:

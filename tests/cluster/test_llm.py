@@ -1,4 +1,5 @@
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_outputs_have_the_shape_and_the_tokens_that_scripts_expect(
         assert completion.token_ids == greedy_by_hugging_face(output.prompt_token_ids, 12)
         assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
         assert completion.finish_reason == "length"
-        assert (completion.index, completion.cumulative_logprob) == (0, None)
+        assert (completion.index, completion.cumulative_logprob, completion.logprobs) == (0, None, None)
 
 
 @pytest.mark.parametrize("prompt", ["hello", ["hello"], {"prompt": "hello"}, [{"prompt": "hello"}]])
@@ -134,3 +135,29 @@ def test_a_second_turn_finds_the_first_in_the_cache_and_says_the_same(llm):
     first, again = llm.generate([prompt], GREEDY)[0], llm.generate([prompt], GREEDY)[0]
     assert again.outputs == first.outputs
     assert again.num_cached_tokens == 48
+
+
+def test_logprobs_have_the_shape_that_scripts_expect(llm):
+    params = SamplingParams(temperature=1.5, seed=3, max_tokens=12, ignore_eos=True, logprobs=2)
+    completion = llm.generate("hello", params)[0].outputs[0]
+    assert len(completion.logprobs) == len(completion.token_ids) == 12
+    for token_id, said in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert next(iter(said)) == token_id
+        assert {1, 2} <= {item.rank for item in said.values()}
+        assert len(said) == (2 if said[token_id].rank <= 2 else 3)
+        for other, item in said.items():
+            assert item.decoded_token == llm.get_tokenizer().decode([other], skip_special_tokens=False)
+    drawn = [said[token_id].logprob for token_id, said in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert completion.cumulative_logprob == pytest.approx(sum(drawn))
+    only_drawn = replace(params, logprobs=0)
+    assert [list(said) for said in llm.generate("hello", only_drawn)[0].outputs[0].logprobs] == [
+        [token_id] for token_id in completion.token_ids
+    ]
+
+
+def test_a_stop_string_cuts_logprobs_with_the_tokens(llm):
+    text = llm.generate("hello", GREEDY)[0].outputs[0].text
+    params = replace(GREEDY, stop=next(letter for letter in text[3:] if letter.isascii()), logprobs=0)
+    completion = llm.generate("hello", params)[0].outputs[0]
+    assert completion.finish_reason == "stop"
+    assert [next(iter(said)) for said in completion.logprobs] == completion.token_ids

@@ -30,6 +30,7 @@ EVERYTHING = SamplingParams(
     stop=["."],
     include_stop_str_in_output=True,
     skip_special_tokens=False,
+    logprobs=5,
 )
 
 BAD = {
@@ -46,6 +47,7 @@ BAD = {
         ({"logit_bias": {256: 1.0}}, "vocabulary size, 256"),
     ],
     "allowed_token_ids": [({"allowed_token_ids": [1, 256]}, "vocabulary size, 256")],
+    "logprobs": [({"logprobs": -1}, "[0, 20]"), ({"logprobs": 21}, "[0, 20]")],
     "bad_words": [
         ({"bad_words": ["a", ""]}, "empty"),
         ({"bad_words": [" "]}, "only spaces"),

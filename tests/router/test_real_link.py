@@ -35,7 +35,9 @@ class RealReplica:
     """An engine and its link, without ranks. Made by `start`."""
 
     @classmethod
-    async def start(cls, replica_id: str = "r0", *, max_num_waiting: int = 100) -> "RealReplica":
+    async def start(
+        cls, replica_id: str = "r0", *, max_num_waiting: int = 100, runner_class: type = PseudoRunner
+    ) -> "RealReplica":
         replica = cls()
         scheduler = Scheduler(
             SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=16, max_num_waiting=max_num_waiting),
@@ -44,7 +46,7 @@ class RealReplica:
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=frozenset(),
         )
-        replica.engine = Engine(scheduler, PseudoRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE), idle_s=0.05)
+        replica.engine = Engine(scheduler, runner_class(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE), idle_s=0.05)
         replica.engine.start()
         served = SimpleNamespace(engine=replica.engine, info=INFO)
         replica.server = await LinkServer.start(served, replica_id=replica_id)

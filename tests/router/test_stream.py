@@ -7,15 +7,25 @@ import pytest
 from router.events import Deliver, Usage
 from router.stream import OutputStream
 from worker.errors import ReplicaError
-from worker.request import FinishReason
+from worker.request import FinishReason, TokenLogprob
 
 
 def piece(first: int, *token_ids: int, finish: FinishReason | None = None) -> Deliver:
     usage = Usage(num_prompt_tokens=1, num_completion_tokens=first + len(token_ids)) if finish else None
     text = "".join(chr(ord("a") + token_id) for token_id in token_ids)
     return Deliver(
-        request_id="x", first_token_index=first, token_ids=token_ids, text=text, finish_reason=finish, usage=usage
+        request_id="x",
+        first_token_index=first,
+        token_ids=token_ids,
+        text=text,
+        finish_reason=finish,
+        usage=usage,
+        logprobs=said_of(*token_ids),
     )
+
+
+def said_of(*token_ids: int) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(token_id=token_id, logprob=-0.5, rank=1) for token_id in token_ids)
 
 
 def test_what_is_not_read_yet_is_merged():
@@ -30,6 +40,7 @@ def test_what_is_not_read_yet_is_merged():
     first, second = asyncio.run(scenario())
     assert first == piece(0, 0, 1)
     assert (second.first_token_index, second.token_ids, second.text) == (2, (2, 3, 4), "cde")
+    assert second.logprobs == said_of(2, 3, 4)
     assert (second.finish_reason, second.usage.num_completion_tokens) == ("length", 5)
 
 

@@ -1,5 +1,6 @@
 """Messages to plain data and back, and errors to statuses."""
 
+import math
 import struct
 
 import grpc
@@ -29,7 +30,7 @@ from worker.errors import (
     UnknownModelError,
     UnsupportedModelError,
 )
-from worker.request import EngineRequest, FinishReason, Priority, SamplingParams
+from worker.request import EngineRequest, FinishReason, Priority, SamplingParams, TokenLogprob
 
 
 def parsed(**fields):
@@ -108,6 +109,16 @@ def test_the_last_chunk_has_reason_and_usage():
     assert unary_response(delivery, "m").usage == chunk.usage
 
 
+def test_logprobs_are_in_chunks_and_in_whole_answers():
+    said = TokenLogprob(token_id=7, logprob=-1.5, rank=3, top=((4, -0.25), (2, -math.inf)))
+    usage = Usage(num_prompt_tokens=2, num_completion_tokens=1)
+    delivery = Deliver(request_id="x", first_token_index=0, token_ids=(7,), text="a", usage=usage, logprobs=(said,))
+    top = [{"token_id": 4, "logprob": -0.25}, {"token_id": 2, "logprob": -math.inf}]
+    message = inference_pb2.TokenLogprob(token_id=7, logprob=-1.5, rank=3, top=top)
+    assert list(stream_response(delivery).logprobs) == [message]
+    assert list(unary_response(delivery, "m").completions[0].logprobs) == [message]
+
+
 # --- the link ---
 
 
@@ -140,6 +151,16 @@ def test_a_step_becomes_news():
     assert delta.finish_reason is FinishReason.LENGTH
     assert (news.load.num_running, news.load.num_waiting, news.load.num_waiting_tokens) == (1, 2, 3)
     assert (news.load.num_free_blocks, news.load.num_total_blocks) == (4, 5)
+
+
+def test_logprobs_come_with_the_tokens_that_they_are_of():
+    said = engine_pb2.DrawnLogprob(logprob=-1.5, rank=3, top_token_ids=[4, 2], top_logprobs=[-0.25, -math.inf])
+    bare = engine_pb2.DrawnLogprob(logprob=-0.5, rank=1)
+    delta = engine_pb2.Delta(attempt=1, token_ids=[5, 6], logprobs=[said, bare])
+    assert step_news(engine_pb2.StepUpdate(deltas=[delta])).deltas[0].logprobs == (
+        TokenLogprob(token_id=5, logprob=-1.5, rank=3, top=((4, -0.25), (2, -math.inf))),
+        TokenLogprob(token_id=6, logprob=-0.5, rank=1),
+    )
 
 
 def test_rejections_say_whose_fault_it_is():

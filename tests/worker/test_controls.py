@@ -8,9 +8,9 @@ import torch
 
 from tests.pseudo_model import PseudoRunner
 from tests.worker.scheduling import BLOCK_SIZE, EOS, make_request, make_scheduler
+from worker.model_runner import step_result
 from worker.plan import ScheduledSequence, StepPlan, StepResult
 from worker.request import EngineRequest, FinishReason
-from worker.sampler import draw, draws_of
 
 VOCAB = 24
 SETTINGS = {
@@ -31,9 +31,7 @@ class LogitsRunner(PseudoRunner):
         for sequence in plan.sequences:
             self._write(sequence)
         rows = [self._logits(sequence) for sequence in plan.sequences if sequence.draw is not None]
-        drawn = iter(draw(torch.stack(rows), draws_of(plan)) if rows else [])
-        tokens = tuple((next(drawn),) if sequence.draw is not None else () for sequence in plan.sequences)
-        return StepResult(step_id=plan.step_id, token_ids=tokens)
+        return step_result(plan, torch.stack(rows) if rows else torch.empty(0, VOCAB))
 
     def _logits(self, sequence: ScheduledSequence) -> torch.Tensor:
         digest = hashlib.blake2b(repr(self.read_back(sequence)).encode(), digest_size=4).digest()

@@ -1,0 +1,40 @@
+"""One request's output as it grows, when a step brings several tokens at once."""
+
+from cluster.completion import Completion
+from cluster.outputs import RequestOutput
+from tests.fakes import byte_tokenizer
+from worker.request import EngineRequest, FinishReason, SamplingParams, TokenDelta, TokenLogprob
+
+
+def finished(*deltas: TokenDelta, **params) -> RequestOutput:
+    request = EngineRequest(
+        request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams(**{"seed": 1, **params})
+    )
+    completion = Completion(request, None, byte_tokenizer(), None)
+    for delta in deltas:
+        completion.take(delta)
+    return completion.future.result(timeout=0)
+
+
+def delta(first: int, text: str, finish: FinishReason | None = None) -> TokenDelta:
+    token_ids = tuple(text.encode())
+    said = tuple(
+        TokenLogprob(token_id=token_id, logprob=-0.5, rank=2, top=((ord("z"), -0.25), (token_id, -0.5)))
+        for token_id in token_ids
+    )
+    return TokenDelta(request_id="r", first_token_index=first, token_ids=token_ids, finish_reason=finish, logprobs=said)
+
+
+def test_a_stop_string_cuts_tokens_and_logprobs_alike():
+    output = finished(delta(0, "ab"), delta(2, "c.de"), stop=".", logprobs=2).outputs[0]
+    assert (output.text, output.token_ids, output.finish_reason) == ("abc", list(b"abc."), "stop")
+    assert [next(iter(said)) for said in output.logprobs] == list(b"abc.")
+    assert output.cumulative_logprob == -2.0
+
+
+def test_a_token_comes_once_with_its_rank_and_its_text():
+    (said,) = finished(delta(0, "a", FinishReason.LENGTH), logprobs=2).outputs[0].logprobs
+    assert [(item.decoded_token, item.logprob, item.rank) for item in said.values()] == [
+        ("a", -0.5, 2),
+        ("z", -0.25, 1),
+    ]
