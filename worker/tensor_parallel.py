@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous as meet
 
 from worker.errors import ReplicaError
+from worker.peer_sockets import LARGEST_BYTES, PeerSockets
 
 Message = NDArray[np.int64]
 
@@ -83,7 +85,7 @@ class _RankLoss:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError | OSError):
             raise ReplicaError(f"{self._what}: {error}") from error
 
 
@@ -95,7 +97,7 @@ class DistributedGroup(TensorParallelGroup):
 
     One group per process at a time, since the default process group belongs to the process. Orders travel over gloo
     with either backend. On CPUs activations are exchanged point to point, which costs less than half of gloo's own
-    collectives at decode sizes.
+    collectives at decode sizes; small ones go over sockets of their own (`peer_sockets.py`).
     """
 
     def __init__(
@@ -118,6 +120,7 @@ class DistributedGroup(TensorParallelGroup):
         self.size = size
         self._peers = [peer for peer in range(size) if peer != rank]
         self._unsent: list[Any] = []
+        self._sockets: PeerSockets | None = None
         self._first_part = torch.zeros(FIRST_PART, dtype=torch.int64)
         self._gather: Callable[[Tensor], list[Tensor]] = self._exchange if backend == "gloo" else self._collect
         with _RankLoss(f"rank {rank} of {size} could not join its replica at {rendezvous}"):
@@ -136,6 +139,9 @@ class DistributedGroup(TensorParallelGroup):
             timeout=timedelta(seconds=data_timeout_s),
             device_id=device if backend == "nccl" else None,
         )
+        address = urlsplit(rendezvous)
+        if backend == "gloo" and address.hostname is not None and address.port is not None:
+            self._sockets = PeerSockets(self.rank, self.size, store, address.hostname, address.port, data_timeout_s)
         self._control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -159,10 +165,14 @@ class DistributedGroup(TensorParallelGroup):
             with _LOST:
                 self._finish_sending()
         finally:
+            if self._sockets is not None:
+                self._sockets.close()
             dist.destroy_process_group()
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         """Every rank's `x`, each sent straight to each."""
+        if self._sockets is not None and x.nbytes <= LARGEST_BYTES:
+            return self._sockets.exchange(x)
         parts = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
         receives = [dist.irecv(parts[peer], peer) for peer in self._peers]
         sends = [dist.isend(x, peer) for peer in self._peers]

@@ -1,7 +1,8 @@
 """Trains the bundled model and its draft model: `python -m cluster.demo.train [--output DIR] [--evaluate]`.
 
-On the CPU, with two threads, from a fixed seed, on the text of `corpus.py`. Only the recipes and the training loop live
-here; the tokenizer is `vocabulary.py`'s, the exam `evaluate.py`'s.
+On the CPU, with two threads, from a fixed seed, on the text of `corpus.py`. It takes some 8 minutes on two idle cores
+(17 minutes of processor time, the exam included). The same machine gives the same weights, bit for bit. Only the
+recipes and the training loop live here; the tokenizer is `vocabulary.py`'s, the exam `evaluate.py`'s.
 """
 
 import argparse

@@ -14,6 +14,7 @@ import torch
 
 from tests.fake_group import run_ranks
 from worker.errors import ReplicaError
+from worker.peer_sockets import LARGEST_BYTES
 from worker.tensor_parallel import FIRST_PART, DistributedGroup, SingleRank, ordered_sum, pick_port
 
 
@@ -79,6 +80,7 @@ def _exchange(rank: int, rendezvous: str) -> dict[str, Any]:
     result = {
         "obeyed": [np.array_equal(group.broadcast(message if rank == 0 else None), message) for message in messages],
         "sum": group.all_reduce(x.clone()).tolist(),
+        "large_sum": group.all_reduce(torch.full((LARGEST_BYTES,), float(rank + 1))).unique().tolist(),
         "half_sum": group.all_reduce(x.bfloat16()).dtype,
         "gathered": group.all_gather(x[1:]).tolist(),
         "strided": group.all_gather(x.repeat(4).view(4, 2)[:, 1:], dim=0).shape,
@@ -158,6 +160,7 @@ def test_processes_sum_gather_and_obey(lives):
     for result in (life[0] for life in lives):
         assert result["obeyed"] == [True] * 5
         assert result["sum"] == [1.0, 3.0]
+        assert result["large_sum"] == [6.0]
         assert result["half_sum"] == torch.bfloat16
         assert result["gathered"] == [0.0, 1.0, 2.0]
         assert result["strided"] == (12, 1)
