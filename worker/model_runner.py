@@ -16,6 +16,7 @@ from torch import Tensor
 
 from worker.config import WorkerConfig
 from worker.errors import UnsupportedModelError
+from worker.grammar_masks import GrammarMasks
 from worker.kv_cache import KVCache
 from worker.loading import Parts, load_parts
 from worker.model import choose_device
@@ -91,10 +92,13 @@ class LeaderRunner:
     def __init__(self, runner: ModelRunner, group: TensorParallelGroup) -> None:
         self._runner = runner
         self._group = group
+        self._grammars = GrammarMasks(runner.info.path, runner.info.eos_token_ids)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one step everywhere and draws. Raises `ReplicaError` if a rank is lost."""
-        drawn = iter(draw(self.logits(plan), draws_of(plan)))
+        waiting = self._grammars.start(plan)
+        logits = self.logits(plan)
+        drawn = iter(draw(logits, draws_of(plan), waiting.result() if waiting is not None else None))
         token_ids = tuple(
             tuple(next(drawn) for _ in range(sequence.num_draws if sequence.draw else 0)) for sequence in plan.sequences
         )
@@ -113,6 +117,7 @@ class LeaderRunner:
 
     def close(self) -> None:
         """Tells the followers to stop."""
+        self._grammars.close()
         self._group.broadcast(_order(_STOP))
 
 
