@@ -8,6 +8,7 @@ import json
 import random
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,15 @@ TOKENIZER = Tokenizer.load(str(FOLDER))
 COMPILER = GrammarCompiler(TOKENIZER)
 VOCAB = TOKENIZER.vocab_size + 24  # padded, as many models are
 ABC = {"regex": "(abc|xyz){2,20}"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny steps: threads, which another test may have asked for, would only get in each other's way."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 class NoiseRunner:
@@ -232,6 +242,15 @@ def test_rows_after_a_draft_that_breaks_the_grammar_or_ends_it_have_no_mask():
 
 
 # --- what is kept ---
+
+
+def test_a_reader_that_read_another_output_starts_over():
+    item = request("r", ABC)
+    whole = completed([item])[0]["r"]
+    masks = GrammarMasks(str(FOLDER), EOS)
+    for cut in (3, 1, 2, 0):
+        fresh = GrammarMasks(str(FOLDER), EOS).masks(_plan(item, whole[:cut], 1, [7]))
+        assert masks.masks(_plan(item, whole[:cut], 1, [7])) == fresh, cut
 
 
 def test_readers_of_sequences_that_are_gone_are_dropped():
