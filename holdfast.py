@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from cluster.outputs import CompletionOutput, RequestOutput
     from worker.errors import HoldfastError
     from worker.request import FinishReason, Priority, SamplingParams
+    from worker.structured_outputs import StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -26,6 +27,7 @@ __all__ = [
     "Priority",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "build_app",
 ]
 
@@ -38,6 +40,7 @@ _HOMES = {
     "Priority": "worker.request",
     "RequestOutput": "cluster.outputs",
     "SamplingParams": "worker.request",
+    "StructuredOutputs": "worker.structured_outputs",
     "build_app": "cluster.app",
 }
 

@@ -24,6 +24,7 @@ from worker.errors import (
     RequestAbortedError,
 )
 from worker.request import FinishReason, Priority, SamplingParams, TokenLogprob
+from worker.structured_outputs import StructuredOutputs
 
 _CALLER_CODES: Final = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -157,11 +158,19 @@ def _sampling_params(params: SamplingParams) -> inference_pb2.SamplingParams:
         skip_special_tokens=params.skip_special_tokens,
         logprobs=params.logprobs,
     )
+    if params.structure is not None:
+        message.structured_outputs.CopyFrom(_structured_outputs(params.structure))
     if params.seed is not None:
         message.seed = params.seed
     if params.max_tokens is not None:
         message.max_tokens = params.max_tokens
     return message
+
+
+def _structured_outputs(wish: StructuredOutputs) -> inference_pb2.StructuredOutputs:
+    if wish.choice is not None:
+        return inference_pb2.StructuredOutputs(choice=inference_pb2.Choice(texts=wish.choice))
+    return inference_pb2.StructuredOutputs(**{wish.kind: getattr(wish, wish.kind)})
 
 
 def _chunk(message: inference_pb2.GenerateStreamResponse) -> Chunk:

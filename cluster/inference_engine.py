@@ -18,6 +18,7 @@ from cluster.config import HoldfastConfig, load_config
 from cluster.config_sources import mapping_layer
 from cluster.outputs import RequestOutput
 from router.controls import bad_word_token_ids, check_controls
+from router.grammar import GrammarCompiler
 from router.request import derived_seed
 from router.tokenizer import Tokenizer
 from worker.config import WorkerConfig
@@ -78,6 +79,7 @@ class InferenceEngine:
         self._replica: Replica | None = None
         self._delivery: _Delivery | None = None
         self._tokenizer: Tokenizer | None = None
+        self._compiler: GrammarCompiler | None = None
 
     def start(self) -> None:
         """Loads the model. Blocking: seconds. Raises what `Replica.start` and `Tokenizer.load` raise."""
@@ -85,6 +87,7 @@ class InferenceEngine:
         replica = Replica.start(self._config, self._launcher, self._progress)
         try:
             self._tokenizer = Tokenizer.load(replica.info.path)
+            self._compiler = GrammarCompiler(self._tokenizer)
             self._delivery = _Delivery(replica)
         except BaseException:
             replica.stop()
@@ -119,6 +122,7 @@ class InferenceEngine:
         and `ReplicaError` if the replica has failed.
         """
         _, delivery = self._running()
+        assert self._compiler is not None
         params = params or SamplingParams()
         check_controls(params, self.info.vocab_size)
         number = next(self._numbers)
@@ -130,6 +134,7 @@ class InferenceEngine:
             sampling_params=replace(params, seed=seed),
             priority=priority,
             bad_word_token_ids=bad_word_token_ids(self.tokenizer, params.bad_words),
+            grammar=self._compiler.compile(params.structure),
         )
         completion = Completion(request, text, self.tokenizer, callback)
         delivery.open(completion)

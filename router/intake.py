@@ -109,6 +109,7 @@ class Intake:
             priority=wish.priority,
             cache_salt=wish.cache_salt,
             bad_word_token_ids=await self._tokenizers.bad_words(model.name, wish.sampling_params.bad_words),
+            grammar=await self._tokenizers.grammar(model.name, wish.sampling_params.structure),
         )
 
 

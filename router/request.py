@@ -34,6 +34,7 @@ class GenerationRequest:
         self._check_prompt(limits)
         self._check_stop(limits)
         self._check_bad_words(limits)
+        self._check_structure(limits)
         if len(self.request_id) > limits.max_request_id_length:
             limit = f"must have at most {limits.max_request_id_length} characters"
             raise InvalidRequestError("request_id", self.request_id, limit)
@@ -70,6 +71,12 @@ class GenerationRequest:
         if any(len(word) > limits.max_bad_word_length for word in words):
             limit = f"bad words must have at most {limits.max_bad_word_length} characters"
             raise InvalidRequestError("sampling_params.bad_words", words, limit)
+
+    def _check_structure(self, limits: LimitsConfig) -> None:
+        wish = self.sampling_params.structure
+        if wish is not None and wish.num_chars > limits.max_grammar_length:
+            limit = f"must have at most {limits.max_grammar_length} characters (limits.max_grammar_length)"
+            raise InvalidRequestError(f"sampling_params.structured_outputs.{wish.kind}", wish.text[:100], limit)
 
 
 def check_text(text: str, limits: LimitsConfig) -> None:

@@ -42,6 +42,7 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         chat_template: str | None = None,
         eos_token_id: int | None = None,
+        json_path: Path | None = None,
     ) -> None:
         self._codec = codec
         self.special_tokens = MappingProxyType(dict(special_tokens))
@@ -49,6 +50,8 @@ class Tokenizer:
         self.chat_template = chat_template
         self.eos_token_id = eos_token_id
         """The tokenizer's own end of sequence. A model may have more of them: see `ModelInfo.eos_token_ids`."""
+        self.json_path = json_path
+        """Its tokenizer.json, if it has one."""
         self.vocab_size = codec.vocab_size
         self.special_token_ids = codec.special_token_ids
         """The ids that decoding skips."""
@@ -60,12 +63,14 @@ class Tokenizer:
         if not folder.is_dir():
             raise ConfigurationError(f"no tokenizer at {path}: it is not a folder; give the model's local folder")
         special_tokens = _special_tokens(folder)
-        codec = _FastCodec.load(folder) if (folder / "tokenizer.json").is_file() else _SlowCodec.load(folder)
+        json_path = folder / "tokenizer.json"
+        codec = _FastCodec.load(folder) if json_path.is_file() else _SlowCodec.load(folder)
         return cls(
             codec,
             special_tokens=special_tokens,
             chat_template=_chat_template(folder),
             eos_token_id=_eos_token_id(folder, codec, special_tokens),
+            json_path=json_path if json_path.is_file() else None,
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from router.controls import bad_word_token_ids
+from router.grammar import GrammarCompiler
 from router.tokenizer import Tokenizer
+from worker.structured_outputs import StructuredOutputs
 
 
 class TokenizerShelf:
@@ -14,6 +16,7 @@ class TokenizerShelf:
         self._load = load
         self._inline_bytes = inline_bytes
         self._tokenizers: dict[str, Tokenizer] = {}
+        self._compilers: dict[str, GrammarCompiler] = {}
         self._loading = asyncio.Lock()
 
     def __getitem__(self, model: str) -> Tokenizer:
@@ -23,7 +26,9 @@ class TokenizerShelf:
         """Has the tokenizer of a model at hand from here on. Raises what loading raises."""
         async with self._loading:
             if model not in self._tokenizers:
-                self._tokenizers[model] = await asyncio.to_thread(self._load, path)
+                tokenizer = await asyncio.to_thread(self._load, path)
+                self._tokenizers[model] = tokenizer
+                self._compilers[model] = GrammarCompiler(tokenizer)
 
     async def encode(self, model: str, text: str) -> tuple[int, ...]:
         """A long text takes milliseconds, which other streams should not have to wait."""
@@ -38,6 +43,10 @@ class TokenizerShelf:
         if 2 * sum(map(len, words)) <= self._inline_bytes:
             return bad_word_token_ids(tokenizer, words)
         return await asyncio.to_thread(bad_word_token_ids, tokenizer, words)
+
+    async def grammar(self, model: str, wish: StructuredOutputs | None) -> str:
+        """As `GrammarCompiler.compile`, which is short or long work, and nobody can tell before."""
+        return "" if wish is None else await asyncio.to_thread(self._compilers[model].compile, wish)
 
     async def decode(self, model: str, token_ids: tuple[int, ...]) -> str:
         """Four bytes a token, as a rule of thumb, for what may be done on the event loop."""

@@ -102,7 +102,15 @@ def _sampling_params(message: inference_pb2.SamplingParams) -> SamplingParams:
         allowed_token_ids=message.allowed_token_ids or None,
         bad_words=message.bad_words,
         include_stop_str_in_output=message.include_stop_str_in_output,
+        structured_outputs=_structured(message.structured_outputs) if message.HasField("structured_outputs") else None,
     )
+
+
+def _structured(message: inference_pb2.StructuredOutputs) -> dict[str, object]:
+    kind = message.WhichOneof("kind")
+    if kind is None:
+        return {}
+    return {kind: tuple(message.choice.texts) if kind == "choice" else getattr(message, kind)}
 
 
 def _shortest_decimal(value: float) -> float:
@@ -217,6 +225,7 @@ def submit_message(action: SendSubmit) -> engine_pb2.LinkRequest:
         allowed_token_ids=params.allowed_token_ids,
         bad_words=[engine_pb2.TokenSequence(ids=word) for word in request.bad_word_token_ids],
         logprobs=params.logprobs,
+        grammar=request.grammar,
     )
     submit = engine_pb2.Submit(
         attempt=action.attempt,

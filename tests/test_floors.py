@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {"proto": set(), "worker": set(), "router": {"worker"}, "cluster": {"worker", "router"}}
 OURS = MAY_IMPORT.keys() | {"holdfast", "tests", "benchmarks", "scripts"}
-PLAIN_DATA = {"config", "errors", "model_info", "request"}
+PLAIN_DATA = {"config", "errors", "model_info", "request", "structured_outputs"}
 POLICY = PLAIN_DATA | {"batching", "block_allocator", "plan", "prefix_cache", "queues", "scheduler", "sequence"}
 POLICY |= {"controls", "static_batching"}
 PROCESS = {"engine", "link", "rank", "replica"}

@@ -25,6 +25,10 @@ class LogitControls:
     min_tokens: int = 0
     end_token_ids: tuple[int, ...] = ()
     """Banned while there are fewer than `min_tokens` outputs."""
+    grammar: str = ""
+    """What the output must match, as llguidance writes it; empty: anything."""
+    avoided_token_ids: tuple[int, ...] = ()
+    """Banned while anything else is left: ends of sequence of an output with a grammar that is to ignore them."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -43,6 +47,8 @@ class LogitControls:
             min_tokens=params.min_tokens,
             # Every end of sequence, also if it would not end this one: `ignore_eos` is no wish to see it early.
             end_token_ids=tuple(sorted(eos_token_ids.union(params.stop_token_ids))) if params.min_tokens else (),
+            grammar=request.grammar,
+            avoided_token_ids=tuple(sorted(eos_token_ids)) if params.ignore_eos and request.grammar else (),
             logit_bias=tuple(params.logit_bias.items()),
             repetition_penalty=params.repetition_penalty,
             frequency_penalty=params.frequency_penalty,
@@ -59,7 +65,7 @@ class LogitControls:
     @property
     def look_back(self) -> bool:
         """They depend on which tokens the output has, not only on how many."""
-        return self.penalize or bool(self.bad_words)
+        return self.penalize or bool(self.bad_words) or bool(self.grammar)
 
     def apply_after(self, num_output_tokens: int) -> bool:
         """Whether they can change any draw from here on."""

@@ -212,6 +212,7 @@ def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest
         output_token_ids=tuple(submit.output_token_ids),
         cache_salt=submit.cache_salt,
         bad_word_token_ids=tuple(tuple(word.ids) for word in draw.bad_words),
+        grammar=draw.grammar,
     )
 
 

@@ -1,13 +1,14 @@
 """Applies the controls of requests to their rows of logits, before a token is drawn.
 
-The order is allowed tokens, bad words and the minimum length, bias, then repetition, frequency and presence penalty.
-Nearly all of it touches single logits; only allowed tokens rewrite a whole row. Every edit is made of one row's own
-numbers, in float32, element by element, so no row feels its neighbours.
+The order is grammar, allowed tokens, bad words and the minimum length, bias, then repetition, frequency and presence
+penalty. Nearly all of it touches single logits; only grammar and allowed tokens rewrite a whole row. Every edit is made
+of one row's own numbers, in float32, element by element, so no row feels its neighbours.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,12 +18,15 @@ from worker.plan import DrawParams
 _MINUS_INF = float("-inf")
 
 
-def apply_controls(logits: Tensor, draws: Sequence[DrawParams]) -> None:
+def apply_controls(logits: Tensor, draws: Sequence[DrawParams], masks: Mapping[int, bytes] | None = None) -> None:
     """Edits `logits` [N, vocab], float32 and contiguous, in place. Every one of `draws` has controls.
 
-    Where the bans would leave no token, the row keeps its allowed ones and the bans are off: a draw needs a token.
+    `masks` are those of the rows that have a grammar (`grammar_masks.py`), by row; nothing breaks a grammar. Where the
+    bans would leave no token, the row keeps its allowed ones and the bans are off: a draw needs a token.
     """
     controls = [_controls(params) for params in draws]
+    if masks:
+        keep_grammatical(logits, masks)
     keep_allowed(logits, controls)
     ban(logits, [banned_token_ids(params) for params in draws])
     add_bias(logits, controls)
@@ -31,24 +35,35 @@ def apply_controls(logits: Tensor, draws: Sequence[DrawParams]) -> None:
         penalize(logits, controls, outputs)
 
 
+def keep_grammatical(logits: Tensor, masks: Mapping[int, bytes]) -> None:
+    """-inf where a row's mask has no bit set, and for tokens beyond it, which a model may have for padding."""
+    rows = list(masks)
+    packed = np.stack([np.frombuffer(masks[row], np.uint8) for row in rows])
+    allowed = torch.from_numpy(np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little"))
+    logits[rows] = logits[rows].masked_fill(allowed.to(logits.device) == 0, _MINUS_INF)
+
+
 def keep_allowed(logits: Tensor, controls: Sequence[LogitControls]) -> None:
-    """-inf for all but the allowed tokens, in rows that have such. A row that allows no known token stays as it is."""
+    """-inf for all but the allowed tokens, in rows that have such.
+
+    A row stays as it is if it allows no known token, or none that its grammar does.
+    """
     for row, item in enumerate(controls):
         if item.allowed_token_ids is not None:
             token_ids = _known(item.allowed_token_ids, logits.shape[1]).to(logits.device)
-            if len(token_ids):
-                kept = logits[row, token_ids]
+            kept = logits[row, token_ids]
+            if len(token_ids) and not (item.grammar and kept.max() == _MINUS_INF):
                 logits[row] = _MINUS_INF
                 logits[row, token_ids] = kept
 
 
 def banned_token_ids(params: DrawParams) -> list[int]:
-    """What bad words and the minimum length forbid as the next token."""
+    """What bad words, the minimum length and ends that are to be ignored forbid as the next token."""
     controls, outputs = _controls(params), params.output_token_ids
     banned = [word[-1] for word in controls.bad_words if outputs[len(outputs) - len(word) + 1 :] == word[:-1]]
     if params.first_output_index < controls.min_tokens:
         banned += controls.end_token_ids
-    return banned
+    return banned + list(controls.avoided_token_ids)
 
 
 def ban(logits: Tensor, token_ids: Sequence[Sequence[int]]) -> None:

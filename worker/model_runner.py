@@ -5,7 +5,7 @@ contain (`scheduler.py`), how a model is loaded (`loading.py`), and processes (`
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from itertools import islice
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from worker.config import WorkerConfig
 from worker.errors import UnsupportedModelError
+from worker.grammar_masks import GrammarMasks
 from worker.kv_cache import KVCache
 from worker.loading import Parts, load_parts
 from worker.logprobs import token_logprobs
@@ -95,10 +96,13 @@ class LeaderRunner:
     def __init__(self, runner: ModelRunner, group: TensorParallelGroup) -> None:
         self._runner = runner
         self._group = group
+        self._grammars = GrammarMasks(runner.info.path, runner.info.eos_token_ids)
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one step everywhere and draws. Raises `ReplicaError` if a rank is lost."""
-        return step_result(plan, self.logits(plan))
+        waiting = self._grammars.start(plan)
+        logits = self.logits(plan)
+        return step_result(plan, logits, waiting.result() if waiting is not None else None)
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Runs one step everywhere; the logits [rows wanted, vocab], in float32."""
@@ -113,6 +117,7 @@ class LeaderRunner:
 
     def close(self) -> None:
         """Tells the followers to stop."""
+        self._grammars.close()
         self._group.broadcast(_order(_STOP))
 
 
@@ -152,10 +157,10 @@ def _lead_check(check: SelfCheck, leader: LeaderRunner, group: TensorParallelGro
     return outcome
 
 
-def step_result(plan: StepPlan, logits: Tensor) -> StepResult:
-    """What a step's `logits` [rows wanted, vocab], float32, come to."""
+def step_result(plan: StepPlan, logits: Tensor, masks: Mapping[int, bytes] | None = None) -> StepResult:
+    """What a step's `logits` [rows wanted, vocab], float32, come to. `masks` are those of rows that have a grammar."""
     draws = draws_of(plan)
-    token_ids = draw(logits, draws)
+    token_ids = draw(logits, draws, masks)
     logprobs = token_logprobs(logits, draws, token_ids)
     return StepResult(
         step_id=plan.step_id,

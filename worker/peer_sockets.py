@@ -11,8 +11,8 @@ import struct
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 LARGEST_BYTES: Final = 2**16
 """Fits the kernel's buffers on both sides, so that all ranks may send before any receives."""
@@ -25,7 +25,7 @@ _HELLO: Final = struct.Struct(f"!i{_TOKEN_BYTES}s")
 class PeerSockets:
     """One connection to every other rank. Made by all ranks together."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store, host: str, port: int, timeout_s: float) -> None:
+    def __init__(self, rank: int, size: int, store: Store, host: str, port: int, timeout_s: float) -> None:
         """`host` and `port` are those of the rendezvous: the address that reaches it is the one to listen at.
 
         Raises OSError, a RuntimeError or TimeoutError when not all are connected after `timeout_s`.
@@ -33,7 +33,7 @@ class PeerSockets:
         self._rank = rank
         self._peers: dict[int, socket.socket] = {}
         if rank == 0:
-            store.set("peer-token", secrets.token_bytes(_TOKEN_BYTES))
+            store.set("peer-token", secrets.token_hex(_TOKEN_BYTES // 2))
         token = store.get("peer-token")
         with socket.create_server((_own_address(host, port), 0)) as server:
             server.settimeout(timeout_s)

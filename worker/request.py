@@ -11,6 +11,7 @@ from enum import IntEnum, StrEnum
 from typing import Final
 
 from worker.errors import InvalidRequestError
+from worker.structured_outputs import StructuredOutputs
 
 MAX_SEED: Final = 2**63 - 1
 """Seeds are non-negative and fit a signed 64-bit integer, in every language that speaks the proto."""
@@ -90,6 +91,8 @@ class SamplingParams:
     """Leave special tokens, such as the end of sequence, out of the text."""
     logprobs: int | None = None
     """Report each output token's log-probability, and those of so many best tokens. In [0, 20]; None: report none."""
+    structured_outputs: StructuredOutputs | Mapping[str, object] | None = None
+    """What shape the output must have; None means any. Stored as `StructuredOutputs`."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -101,6 +104,8 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         bad_words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
         object.__setattr__(self, "bad_words", bad_words)
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputs.of(self.structured_outputs))
         self._check_draw()
         self._check_stop()
         self._check_penalties()
@@ -151,6 +156,10 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return self.stop  # type: ignore[return-value]  # a tuple since __post_init__
 
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        return self.structured_outputs  # type: ignore[return-value]  # since __post_init__
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
@@ -171,6 +180,8 @@ class EngineRequest:
     """Only requests with the same salt find each other's prefixes in the cache, and so cannot time each other's."""
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
     """The bad words of `sampling_params` as token ids, each in every way that it may be written."""
+    grammar: str = ""
+    """The structured outputs of `sampling_params` as a grammar of llguidance; empty: the output may be anything."""
 
     def __post_init__(self) -> None:
         assert self.sampling_params.seed is not None, "the seed is resolved before a request reaches the engine"

@@ -10,7 +10,7 @@ Each filter is a small function of the rows that use it. A row never feels its n
 decide between tokens are taken in float64, where no order of computing shows. Greedy rows pay for an argmax alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -54,8 +54,11 @@ def _later_draw(sequence: ScheduledSequence, first: DrawParams, index: int) -> D
     return replace(first, first_output_index=first.first_output_index + index, output_token_ids=outputs)
 
 
-def draw(logits: Tensor, draws: Sequence[DrawParams]) -> list[int]:
-    """The token drawn from each row of `logits` [N, vocab]. Equal scores: the lowest token id wins."""
+def draw(logits: Tensor, draws: Sequence[DrawParams], masks: Mapping[int, bytes] | None = None) -> list[int]:
+    """The token drawn from each row of `logits` [N, vocab]. Equal scores: the lowest token id wins.
+
+    `masks` are those of the rows that have a grammar, by row.
+    """
     controlled = [row for row, params in enumerate(draws) if params.controls is not None]
     if not controlled:
         return _draw(logits, draws)
@@ -64,7 +67,7 @@ def draw(logits: Tensor, draws: Sequence[DrawParams]) -> list[int]:
     if plain:
         drawn.update(zip(plain, _draw(logits[plain], [draws[row] for row in plain]), strict=True))
     edited, chosen = logits[controlled].float(), [draws[row] for row in controlled]
-    apply_controls(edited, chosen)
+    apply_controls(edited, chosen, {i: masks[row] for i, row in enumerate(controlled) if row in masks} if masks else {})
     drawn.update(zip(controlled, _draw(edited, chosen), strict=True))
     return [drawn[row] for row in range(len(draws))]
 

@@ -95,6 +95,9 @@ class Scheduler:
         """
         if request.request_id in self._sequences:
             raise InvalidRequestError("request_id", request.request_id, "is in use by a request that has not ended")
+        if request.grammar and not self._eos_token_ids:
+            limit = "is not possible: the model has no end-of-sequence token to end the output with"
+            raise InvalidRequestError("sampling_params.structured_outputs", request.sampling_params.structure, limit)
         sequence = Sequence(
             self._num_added, request, max_model_len=self._max_model_len, eos_token_ids=self._eos_token_ids
         )

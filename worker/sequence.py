@@ -75,7 +75,9 @@ class Sequence:
         """Block of positions 0 to block_size - 1, and so on. A tuple, so that plans can share it instead of copying."""
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
         """Length at which the sequence ends at the latest, prompt included."""
-        self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
+        # An output with a grammar has an end, so that `ignore_eos` can put it off but not away.
+        goes_on = params.ignore_eos and not request.grammar
+        self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if goes_on else eos_token_ids)
         self.controls = LogitControls.of(request, eos_token_ids)
         """What the request does to its logits; None: nothing."""
 

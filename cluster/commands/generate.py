@@ -14,6 +14,7 @@ from cluster.flags import ESSENTIALS, takes_settings
 from worker.config import WorkerConfig
 from worker.errors import ConfigurationError
 from worker.request import SamplingParams
+from worker.structured_outputs import StructuredOutputs
 
 _SAMPLING = Group.create_ordered("Sampling")
 
@@ -44,6 +45,10 @@ def generate(
     bad_words: Annotated[
         list[str] | None, Parameter(group=_SAMPLING, negative=(), help="text that must not come up")
     ] = None,
+    json_schema: Annotated[
+        str | None, Parameter(group=_SAMPLING, help="a JSON schema that the output follows, or a file that holds one")
+    ] = None,
+    regex: Annotated[str | None, Parameter(group=_SAMPLING, help="what the whole output matches")] = None,
     stop: Annotated[list[str] | None, Parameter(group=_SAMPLING, negative=(), help="text that ends the output")] = None,
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
     settings: Layer,
@@ -66,6 +71,7 @@ def generate(
         frequency_penalty=frequency_penalty,
         bad_words=bad_words or (),
         stop=stop or (),
+        structured_outputs=_structured_outputs(json_schema, regex),
     )
     if server is None:
         _complete_here(load_config(settings, config).config.worker, text, params, chat)
@@ -75,6 +81,17 @@ def generate(
     model = settings.get("model.model")
     asyncio.run(_complete_on_server(server, text, params, str(model.value) if model else ""))
     return 0
+
+
+def _structured_outputs(json_schema: str | None, regex: str | None) -> StructuredOutputs | None:
+    if json_schema is None and regex is None:
+        return None
+    if json_schema is not None and not json_schema.lstrip().startswith("{"):
+        try:
+            json_schema = Path(json_schema).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"--json-schema: neither a JSON object nor a file to be read: {error}") from None
+    return StructuredOutputs(json=json_schema, regex=regex)
 
 
 class _Printer:

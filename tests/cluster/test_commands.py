@@ -8,6 +8,7 @@ from cluster.cli import run
 from cluster.commands import generate
 from router.tokenizer import Tokenizer
 from worker.request import SamplingParams
+from worker.structured_outputs import StructuredOutputs
 
 
 def test_generate_prints_the_completion_and_what_it_took(
@@ -39,6 +40,24 @@ def test_generate_has_flags_for_the_common_controls(
     capsys.readouterr()
     assert run(["generate", "hello", "--min-p", "2"]) != 0
     assert "sampling_params.min_p = 2.0: must be in [0, 1]" in capsys.readouterr().err
+
+
+def test_generate_takes_a_schema_as_text_or_as_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[SamplingParams] = []
+    monkeypatch.setattr(generate, "_complete_here", lambda config, text, params, chat: asked.append(params))
+    schema = '{"type": "object"}'
+    (tmp_path / "schema.json").write_text(schema)
+    for flags in (["--json-schema", schema], ["--json-schema", str(tmp_path / "schema.json")], ["--regex", "a+"]):
+        assert run(["generate", "hello", *flags]) == 0
+    assert [params.structured_outputs for params in asked] == [
+        StructuredOutputs(json=schema),
+        StructuredOutputs(json=schema),
+        StructuredOutputs(regex="a+"),
+    ]
+    assert run(["generate", "hello", "--json-schema", "nowhere.json"]) != 0
+    assert "--json-schema" in capsys.readouterr().err
 
 
 def test_estimate_says_what_a_model_needs(tiny_model: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,7 +1,9 @@
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from cluster.llm import LLM
@@ -161,3 +163,28 @@ def test_a_stop_string_cuts_logprobs_with_the_tokens(llm):
     completion = llm.generate("hello", params)[0].outputs[0]
     assert completion.finish_reason == "stop"
     assert [next(iter(said)) for said in completion.logprobs] == completion.token_ids
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "ages": {"type": "array", "items": {"enum": [1, 20]}}},
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+
+
+def test_a_model_with_random_weights_writes_json_by_a_schema(llm):
+    """In one batch with requests that write what they like, which they do as if alone."""
+    shaped = SamplingParams(max_tokens=150, temperature=2.0, structured_outputs={"json": SCHEMA})
+    outputs = llm.generate(["hello"] * 4 + PROMPTS, [shaped] * 4 + [GREEDY] * 3)
+    for output in outputs[:4]:
+        assert output.outputs[0].finish_reason == "stop"
+        jsonschema.validate(json.loads(output.outputs[0].text), SCHEMA)
+    assert tokens(outputs[4:]) == tokens(llm.generate(PROMPTS, GREEDY))
+
+
+def test_a_schema_that_cannot_be_enforced_is_refused_and_the_engine_goes_on(llm):
+    with pytest.raises(InvalidRequestError, match="uniqueItems"):
+        llm.generate("hello", SamplingParams(structured_outputs={"json": {"type": "array", "uniqueItems": True}}))
+    output = llm.generate("hello", SamplingParams(structured_outputs={"choice": ["hens", "ducks"]}))
+    assert output[0].outputs[0].text in ("hens", "ducks")

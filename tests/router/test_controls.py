@@ -31,6 +31,7 @@ EVERYTHING = SamplingParams(
     include_stop_str_in_output=True,
     skip_special_tokens=False,
     logprobs=5,
+    structured_outputs={"json": {"type": "object"}},
 )
 
 BAD = {
@@ -98,11 +99,18 @@ def test_every_parameter_survives_the_way_from_the_client_to_the_router():
 
 def test_every_parameter_of_the_token_world_survives_the_link():
     words = ((1, 2), (3,))
-    sent = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling_params=EVERYTHING, bad_word_token_ids=words)
+    sent = EngineRequest(
+        request_id="r",
+        prompt_token_ids=(1,),
+        sampling_params=EVERYTHING,
+        bad_word_token_ids=words,
+        grammar="start: /a/",
+    )
     submit = submit_message(SendSubmit(replica_id="r0", attempt=1, request=sent)).submit
     received = _engine_request("r", engine_pb2.Submit.FromString(submit.SerializeToString()))
     assert received.bad_word_token_ids == words
-    text_only = {"stop", "bad_words", "include_stop_str_in_output", "skip_special_tokens"}
+    assert received.grammar == sent.grammar
+    text_only = {"stop", "bad_words", "include_stop_str_in_output", "skip_special_tokens", "structured_outputs"}
     for name in set(SamplingParams.__dataclass_fields__) - text_only:
         assert getattr(received.sampling_params, name) == getattr(EVERYTHING, name), name
 

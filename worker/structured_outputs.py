@@ -1,0 +1,82 @@
+"""What shape an output must have, as plain data: JSON by a schema, any JSON object, a regex, a choice, or a grammar.
+
+What may live here: the wish, with the checks that need nothing else. What may not: whether it can be enforced, which
+the text world finds out when it makes a grammar of it (`router/grammar.py`), and masks (`grammar_masks.py`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from worker.errors import InvalidRequestError
+
+FIELD = "sampling_params.structured_outputs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """Exactly one of the fields is set. The call shape follows vLLM's class of the same name.
+
+    Raises `InvalidRequestError`, naming the field.
+    """
+
+    json: str | Mapping[str, object] | None = None
+    """A JSON schema, as an object or as its text. Stored as text."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """What the whole output matches, in the syntax of Rust's regex."""
+    choice: Sequence[str] | None = None
+    """The whole output is one of these. Stored as a tuple."""
+    grammar: str | None = None
+    """A context-free grammar in the syntax of Lark, as llguidance reads it; it begins at `start`."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, str):
+            raise InvalidRequestError(f"{FIELD}.choice", self.choice, "must be a list of texts")
+        if self.choice is not None:
+            object.__setattr__(self, "choice", tuple(self.choice))
+        if isinstance(self.json, Mapping):
+            object.__setattr__(self, "json", _json_text(self.json))
+        chosen = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(chosen) != 1:
+            raise InvalidRequestError(FIELD, chosen, f"must have exactly one of {', '.join(_KINDS)}")
+        texts = self.choice if self.choice is not None else (self.text,)
+        is_whole = bool(texts) and all(isinstance(text, str) and text for text in texts)
+        if not is_whole and not self.json_object:
+            raise InvalidRequestError(f"{FIELD}.{self.kind}", getattr(self, self.kind), "must be text, and not empty")
+
+    @classmethod
+    def of(cls, given: "StructuredOutputs | Mapping[str, object]") -> "StructuredOutputs":
+        """From a mapping of the fields, too."""
+        if isinstance(given, StructuredOutputs):
+            return given
+        unknown = set(given) - set(_KINDS)
+        if unknown:
+            raise InvalidRequestError(FIELD, sorted(unknown), f"must have exactly one of {', '.join(_KINDS)}")
+        return cls(**given)  # type: ignore[arg-type]  # as much as from any caller
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set."""
+        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+
+    @property
+    def text(self) -> str:
+        """The field that is set, where it is a text; else empty."""
+        return next((text for text in (self.json, self.regex, self.grammar) if isinstance(text, str)), "")
+
+    @property
+    def num_chars(self) -> int:
+        """How large the wish is, for limits."""
+        return len(self.text) + sum(map(len, self.choice or ()))
+
+
+_KINDS = tuple(field.name for field in fields(StructuredOutputs))
+
+
+def _json_text(schema: Mapping[str, object]) -> str:
+    try:
+        return json.dumps(dict(schema))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{FIELD}.json", schema, f"must be a JSON schema: {error}") from None
