@@ -5,12 +5,13 @@ here, Ray actors in `cluster/placement.py`. They know nothing but the settings, 
 """
 
 import logging
-import multiprocessing
-import multiprocessing.connection
 import os
+import select
 import signal
+import subprocess
+import sys
 import threading
-from multiprocessing.context import SpawnProcess
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from worker.config import WorkerConfig
@@ -101,64 +102,68 @@ def prepare_process(config: WorkerConfig, device: "torch.device") -> None:
 
 
 class LocalLauncher:
-    """Starts ranks as child processes of this one. They end with it."""
+    """Starts ranks as child processes of this one. They end with it.
+
+    Plain interpreters rather than `multiprocessing`, which would run the caller's script again in every child.
+    """
 
     host = "127.0.0.1"
 
     def launch(self, config: WorkerConfig, rendezvous: str) -> "LocalRanks":
-        context = multiprocessing.get_context("spawn")
         ranks = range(1, config.parallel.tensor_parallel_size)
-        processes = [
-            context.Process(target=_child, args=(config, rank, rendezvous), name=f"rank-{rank}", daemon=True)
-            for rank in ranks
-        ]
-        for process in processes:
-            process.start()
-        return LocalRanks(processes)
+        return LocalRanks({rank: _start(config, rank, rendezvous) for rank in ranks})
 
 
 class LocalRanks:
-    """Child processes, watched through their sentinels."""
+    """Child processes, watched through their file descriptors."""
 
-    def __init__(self, processes: list[SpawnProcess]) -> None:
+    def __init__(self, processes: dict[int, "subprocess.Popen[bytes]"]) -> None:
         self._processes = processes
+        self._watches = {os.pidfd_open(process.pid): rank for rank, process in processes.items()}
 
     def wait(self) -> str:
-        sentinels = multiprocessing.connection.wait([process.sentinel for process in self._processes])
-        ended = [process for process in self._processes if process.sentinel in sentinels]
-        for process in ended:
-            process.join()
-        return ", ".join(f"{process.name} ended with code {process.exitcode}" for process in ended)
+        ready, _, _ = select.select(list(self._watches), [], [])
+        ended = sorted(self._watches[watch] for watch in ready)
+        return ", ".join(f"rank {rank} ended with code {self._processes[rank].wait()}" for rank in ended)
 
     def stop(self) -> None:
-        for process in self._processes:
-            process.join(STOP_GRACE_S)
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_GRACE_S)
         self.kill()
 
     def kill(self) -> None:
-        for process in self._processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
 
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes if process.pid is not None]
+        return [process.pid for process in self._processes.values()]
 
 
-def _child(config: WorkerConfig, rank: int, rendezvous: str) -> None:
+_CHILD = "import sys; sys.path[:] = {path!r}; from worker.rank import run_child; run_child()"
+
+
+def _start(config: WorkerConfig, rank: int, rendezvous: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-c", _CHILD.format(path=sys.path), str(rank), rendezvous, config.model_dump_json()]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
+
+
+def run_child() -> None:
+    """The program of a child process: `rank rendezvous config`. Its standard input stays open as long as its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the leader decides what it means
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    rank, rendezvous, config = sys.argv[1:]
     try:
-        run_rank(config, rank, rendezvous)
+        run_rank(WorkerConfig.model_validate_json(config), int(rank), rendezvous)
     except Exception as error:
-        logger.error("rank %d ended: %s", rank, error)
+        logger.error("rank %s ended: %s", rank, error)
         raise SystemExit(1) from error
 
 
 def _end_with_parent() -> None:
     """A killed leader must leave no orphan, wherever this rank is stuck just then."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
+    while os.read(sys.stdin.fileno(), 1):
+        pass
     os._exit(1)

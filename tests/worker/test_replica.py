@@ -83,7 +83,7 @@ def test_a_rank_that_dies_while_the_group_meets_is_an_error_not_a_wait(config):
             os.kill(ranks.pids[0], signal.SIGKILL)
             return ranks
 
-    with pytest.raises(ReplicaError, match="rank-1 ended with code -9"):
+    with pytest.raises(ReplicaError, match="rank 1 ended with code -9"):
         Replica.start(config, Deadly())
 
 
@@ -107,10 +107,9 @@ class Launcher(LocalLauncher):
         print(*ranks.pids, flush=True)
         return ranks
 
-if __name__ == "__main__":
-    replica = Replica.start(WorkerConfig.model_validate_json(sys.argv[1]), Launcher())
-    print("up", flush=True)
-    sys.stdin.read()
+replica = Replica.start(WorkerConfig.model_validate_json(sys.argv[1]), Launcher())
+print("up", flush=True)
+sys.stdin.read()
 """
 
 
