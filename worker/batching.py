@@ -7,9 +7,9 @@ counters (`scheduler.py`), and how blocks change hands (`queues.py`).
 from collections.abc import Iterable
 from typing import Protocol
 
-from worker.config import SchedulerConfig
 from worker.queues import SequenceQueues
 from worker.sequence import Sequence, SequenceStatus
+from worker.step_limits import StepLimits
 
 Share = tuple[Sequence, int]
 """A running sequence, and how many of its uncomputed tokens the step computes: at least one."""
@@ -18,10 +18,13 @@ Share = tuple[Sequence, int]
 class BatchingPolicy(Protocol):
     """Decides what a step does. Called by the scheduler alone."""
 
+    limits: StepLimits
+    """May be replaced between two steps."""
+
     def schedule(self, queues: SequenceQueues) -> list[Share]:
         """Choose the next step, admitting and preempting as needed. Empty only if nothing waits or runs.
 
-        At most `max_num_seqs` shares with at most `max_num_batched_tokens` tokens in all; blocks for all of them are
+        At most `limits.max_num_seqs` shares with at most `limits.max_num_batched_tokens` tokens in all; blocks for all of them are
         allocated.
         """
         ...
@@ -51,14 +54,13 @@ class ContinuousBatching:
     nobody's way, and what a sequence shares it need not be given.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._max_num_tokens = config.max_num_batched_tokens
-        self._max_num_running = config.max_num_seqs
+    def __init__(self, limits: StepLimits) -> None:
+        self.limits = limits
 
     def schedule(self, queues: SequenceQueues) -> list[Share]:
         decodes, prefills = self._split_running(queues)
         shares = [(sequence, 1) for sequence in decodes]
-        budget = self._max_num_tokens - len(shares)
+        budget = self.limits.max_num_batched_tokens - len(shares)
         chunks = share_out(prefills, budget)
         budget -= sum(num_tokens for _, num_tokens in chunks)
         return shares + chunks + self._admit(queues, budget)
@@ -85,7 +87,7 @@ class ContinuousBatching:
     def _admit(self, queues: SequenceQueues, budget: int) -> list[Share]:
         """Admit from the front of the waiting while there are places, tokens and blocks."""
         shares: list[Share] = []
-        while queues.waiting and budget > 0 and len(queues.running) < self._max_num_running:
+        while queues.waiting and budget > 0 and len(queues.running) < self.limits.max_num_seqs:
             allocator = queues.allocator
             num_blocks = allocator.num_blocks_for(len(queues.waiting[0].token_ids))
             cached = queues.cached_prefix(queues.waiting[0])

@@ -18,8 +18,9 @@ from worker.queues import SequenceQueues
 from worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from worker.sequence import Sequence, SequenceStatus
 from worker.static_batching import StaticBatching
+from worker.step_limits import StepLimits
 
-_POLICIES: dict[str, Callable[[SchedulerConfig], BatchingPolicy]] = {
+_POLICIES: dict[str, Callable[[StepLimits], BatchingPolicy]] = {
     "continuous": ContinuousBatching,
     "static": StaticBatching,
 }
@@ -74,7 +75,7 @@ class Scheduler:
         prefix_caching = prefix_caching and config.policy != "static"
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
         self._queues = SequenceQueues(self._allocator)
-        self._policy = _POLICIES[config.policy](config)
+        self._policy = _POLICIES[config.policy](StepLimits.of(config))
         self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
         self._in_flight: list[Sequence] | None = None  # those of the outstanding plan, in its order
         self._num_added = 0
@@ -180,6 +181,16 @@ class Scheduler:
         return self._allocator.prefix_cache.take_events()
 
     # --- State ---
+
+    @property
+    def limits(self) -> StepLimits:
+        """What the next step may do. Set it between two steps."""
+        return self._policy.limits
+
+    @limits.setter
+    def limits(self, limits: StepLimits) -> None:
+        assert self._in_flight is None, "limits change between two steps"
+        self._policy.limits = limits
 
     @property
     def has_work(self) -> bool:

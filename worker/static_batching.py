@@ -1,9 +1,9 @@
 """Static batching, the way of serving that continuous batching replaced. Here as a baseline for benchmarks only."""
 
 from worker.batching import Share, share_out
-from worker.config import SchedulerConfig
 from worker.queues import SequenceQueues
 from worker.sequence import SequenceStatus
+from worker.step_limits import StepLimits
 
 
 class StaticBatching:
@@ -13,16 +13,15 @@ class StaticBatching:
     its place and its blocks idle until the batch is done.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._max_num_tokens = config.max_num_batched_tokens
-        self._max_num_running = config.max_num_seqs
+    def __init__(self, limits: StepLimits) -> None:
+        self.limits = limits
 
     def schedule(self, queues: SequenceQueues) -> list[Share]:
         if not queues.running:
             self._take_batch(queues)
         alive = [sequence for sequence in queues.running if sequence.status is SequenceStatus.RUNNING]
         prefills = [sequence for sequence in alive if sequence.num_uncomputed_tokens > 1]
-        return share_out(prefills or alive, self._max_num_tokens)
+        return share_out(prefills or alive, self.limits.max_num_batched_tokens)
 
     def release(self, queues: SequenceQueues) -> None:
         if all(sequence.status is SequenceStatus.FINISHED for sequence in queues.running):
@@ -30,7 +29,7 @@ class StaticBatching:
 
     def _take_batch(self, queues: SequenceQueues) -> None:
         allocator = queues.allocator
-        while queues.waiting and len(queues.running) < self._max_num_running:
+        while queues.waiting and len(queues.running) < self.limits.max_num_seqs:
             num_blocks = allocator.num_blocks_for(queues.waiting[0].max_num_slots)
             if num_blocks > allocator.num_free:
                 break
