@@ -24,8 +24,8 @@ class BatchingPolicy(Protocol):
     def schedule(self, queues: SequenceQueues) -> list[Share]:
         """Choose the next step, admitting and preempting as needed. Empty only if nothing waits or runs.
 
-        At most `limits.max_num_seqs` shares with at most `limits.max_num_batched_tokens` tokens in all; blocks for all of them are
-        allocated.
+        At most `limits.max_num_seqs` shares with at most `limits.max_num_batched_tokens` tokens in all; blocks for all
+        of them are allocated.
         """
         ...
 

@@ -1,0 +1,23 @@
+"""How much one step may do: the limits that a batching policy keeps, and that may be changed between two steps.
+
+What may not live here: who decides on them. They begin as the settings say (`config.py`).
+"""
+
+from dataclasses import dataclass
+
+from worker.config import SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """Bounds of one step."""
+
+    max_num_batched_tokens: int
+    """Tokens, of prompts and of decodes together."""
+    max_num_seqs: int
+    """Sequences that run."""
+
+    @classmethod
+    def of(cls, config: SchedulerConfig) -> "StepLimits":
+        """As the settings have them."""
+        return cls(max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
