@@ -1,0 +1,241 @@
+"""The one idea, in one test: random mixtures of all parameters give the same tokens, log-probabilities and endings
+alone and in a batch of strangers, out of the prefix cache, in chunks, and preempted, on one rank and on two.
+
+Requests are made for the bundled model, whose tokenizer grammars need.
+"""
+
+import random
+import threading
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from cluster.bundled_model import located
+from router.controls import bad_word_token_ids
+from router.grammar import GrammarCompiler
+from router.tokenizer import Tokenizer
+from worker.config import CacheConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from worker.engine import EngineUpdate
+from worker.errors import HoldfastError
+from worker.replica import Replica
+from worker.request import EngineRequest, FinishReason, SamplingParams, TokenLogprob
+
+NUM_REQUESTS = 40
+TIMEOUT_S = 240
+ROOMY = {"block_size": 4, "num_blocks": 1600}
+
+VARIANTS = {
+    "strangers": {},
+    "prefix cache": {"cache": {"enable_prefix_caching": True}},
+    "chunks": {"scheduler": {"max_num_batched_tokens": 24}},
+    "preemption": {"cache": {"num_blocks": 72}, "scheduler": {"max_num_seqs": 12}},
+    "all of it": {
+        "cache": {"num_blocks": 72, "enable_prefix_caching": True},
+        "scheduler": {"max_num_batched_tokens": 32, "max_num_seqs": 10},
+    },
+}
+
+
+@dataclass(slots=True)
+class Outcome:
+    """All that a caller could see of a request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class Listener:
+    """Gathers outcomes until all have ended."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.outcomes: dict[str, Outcome] = {}
+        self._left = num_requests
+        self._error: HoldfastError | None = None
+        self._done = threading.Event()
+
+    def on_update(self, update: EngineUpdate) -> None:
+        for rejection in update.rejections:
+            self.on_failure(rejection.error)
+        for delta in update.deltas:
+            outcome = self.outcomes.setdefault(delta.request_id, Outcome())
+            assert delta.first_token_index == len(outcome.token_ids)
+            outcome.token_ids += delta.token_ids
+            outcome.logprobs += delta.logprobs
+            outcome.finish_reason = delta.finish_reason
+            self._left -= delta.finish_reason is not None
+        if not self._left:
+            self._done.set()
+
+    def on_failure(self, error: HoldfastError) -> None:
+        self._error = error
+        self._done.set()
+
+    def wait(self) -> dict[str, Outcome]:
+        assert self._done.wait(TIMEOUT_S), f"{self._left} requests did not end in time"
+        if self._error:
+            raise self._error
+        return self.outcomes
+
+
+def run(replica: Replica, requests: list[EngineRequest]) -> dict[str, Outcome]:
+    listener = Listener(len(requests))
+    replica.engine.attach(listener)
+    for request in requests:
+        replica.engine.submit(request, listener)
+    outcomes = listener.wait()
+    replica.engine.detach(listener)
+    return outcomes
+
+
+def start(tensor_parallel_size: int, variant: dict[str, dict[str, object]]) -> Replica:
+    cache = {**ROOMY, "enable_prefix_caching": False, **variant.get("cache", {})}
+    scheduler = {"max_num_batched_tokens": 2048, "max_num_seqs": 32, **variant.get("scheduler", {})}
+    parallel = ParallelConfig(tensor_parallel_size=tensor_parallel_size, num_threads=1)
+    config = WorkerConfig(parallel=parallel, cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler))
+    return Replica.start(located(config))
+
+
+# --- the requests ---
+
+TEXTS = (
+    "The capital of France is",
+    "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is",
+    "one two one two one two one two one two one two one",
+    "What is 12 plus 30? The answer is",
+    "A list of colours: red, green, blue, red, green, blue, red,",
+)
+GRAMMARS = (
+    {"regex": r"[a-z]{3,9}( [a-z]{2,5}){0,3}"},
+    {"json": {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}, "required": ["n"]}},
+    {"choice": ["yes", "no", "perhaps it is"]},
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(located(WorkerConfig()).model.model)
+
+
+@pytest.fixture(scope="module")
+def requests(tokenizer) -> list[EngineRequest]:
+    rng = random.Random(12)
+    return [mixture(f"r{number}", rng, tokenizer) for number in range(NUM_REQUESTS)]
+
+
+def mixture(request_id: str, rng: random.Random, tokenizer: Tokenizer) -> EngineRequest:
+    """A request in which each parameter is used about every third time."""
+
+    def now_and_then(**params: object) -> dict[str, object]:
+        return params if rng.random() < 0.35 else {}
+
+    structure = rng.choice(GRAMMARS) if rng.random() < 0.4 else None
+    bad_words = ("the", "Paris") if rng.random() < 0.3 else ()
+    max_tokens = rng.randint(2, 60)
+    params = SamplingParams(
+        seed=rng.randrange(2**63),
+        max_tokens=max_tokens,
+        temperature=rng.choice((0.0, 0.0, 0.6, 1.0, 1.4)),
+        bad_words=bad_words,
+        structured_outputs=structure,
+        **now_and_then(top_k=rng.choice((1, 4, 40))),
+        **now_and_then(top_p=rng.choice((0.3, 0.8, 0.97))),
+        **now_and_then(min_p=rng.choice((0.01, 0.2))),
+        **now_and_then(min_tokens=rng.randint(0, max_tokens)),
+        **now_and_then(ignore_eos=True),
+        **now_and_then(stop_token_ids=rng.sample(range(3, tokenizer.vocab_size), 40)),
+        **now_and_then(repetition_penalty=rng.choice((0.7, 1.3, 2.0))),
+        **now_and_then(presence_penalty=rng.choice((-1.0, 0.7))),
+        **now_and_then(frequency_penalty=rng.choice((-0.5, 0.9))),
+        **now_and_then(logit_bias={rng.randrange(tokenizer.vocab_size): rng.uniform(-9, 9) for _ in range(5)}),
+        **now_and_then(allowed_token_ids=rng.sample(range(tokenizer.vocab_size), 300)),
+        **now_and_then(logprobs=rng.choice((0, 3))),
+    )
+    prompt = tokenizer.encode(" ".join(rng.choices(TEXTS, k=rng.randint(1, 3))))
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling_params=params,
+        cache_salt=rng.choice(("", "", "tenant")),
+        bad_word_token_ids=bad_word_token_ids(tokenizer, bad_words),
+        grammar=GrammarCompiler(tokenizer).compile(params.structure),
+    )
+
+
+# --- the test ---
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def alone(request, requests) -> tuple[int, dict[str, Outcome]]:
+    """Each request by itself: its prompt in one piece, nothing cached, nobody beside it."""
+    replica = start(request.param, {})
+    outcomes = {one.request_id: run(replica, [one])[one.request_id] for one in requests}
+    replica.stop()
+    return request.param, outcomes
+
+
+def test_the_mixture_is_a_mixture(requests):
+    """Were it all one kind of request, the test below would show little."""
+    params = [request.sampling_params for request in requests]
+    for name in ("top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids", "presence_penalty", "logit_bias"):
+        assert 3 < sum(bool(getattr(one, name)) for one in params) < NUM_REQUESTS - 3, name
+    for name in ("logprobs", "allowed_token_ids", "structured_outputs"):
+        assert 3 < sum(getattr(one, name) is not None for one in params) < NUM_REQUESTS - 3, name
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_request_comes_out_the_same_whatever_happens_around_it(alone, requests, name):
+    tensor_parallel_size, expected = alone
+    replica = start(tensor_parallel_size, VARIANTS[name])
+    shuffled = random.Random(name).sample(requests, NUM_REQUESTS)
+    for order in (shuffled, shuffled[::-1]):
+        assert_equal(run(replica, order), expected)
+    stats = replica.engine.stats().scheduler
+    replica.stop()
+    assert stats.num_used_blocks == 0
+    assert (stats.num_preemptions > 0) == (name in ("preemption", "all of it"))
+    assert (stats.num_prefix_hit_tokens > 0) == (name in ("prefix cache", "all of it"))
+
+
+def test_a_request_goes_on_after_any_token_as_if_nothing_had_been(alone, requests):
+    """Continued on another replica at a token of chance, in a batch: what is left is what was left."""
+    tensor_parallel_size, expected = alone
+    rng = random.Random(5)
+    replica = start(tensor_parallel_size, VARIANTS["all of it"])
+    cuts = {request.request_id: rng.randrange(len(expected[request.request_id].token_ids)) for request in requests}
+    continued = [
+        replace(request, output_token_ids=tuple(expected[request.request_id].token_ids[: cuts[request.request_id]]))
+        for request in requests
+    ]
+    listener = ContinuedListener(cuts)
+    replica.engine.attach(listener)
+    for request in continued:
+        replica.engine.submit(request, listener)
+    outcomes = listener.wait()
+    replica.stop()
+    rest = {
+        key: Outcome(outcome.token_ids[cuts[key] :], outcome.logprobs[cuts[key] :], outcome.finish_reason)
+        for key, outcome in expected.items()
+    }
+    assert_equal(outcomes, rest)
+
+
+class ContinuedListener(Listener):
+    """Outputs begin where their request was cut."""
+
+    def __init__(self, cuts: dict[str, int]) -> None:
+        super().__init__(len(cuts))
+        self._cuts = cuts
+
+    def on_update(self, update: EngineUpdate) -> None:
+        shifted = [
+            replace(delta, first_token_index=delta.first_token_index - self._cuts[delta.request_id])
+            for delta in update.deltas
+        ]
+        super().on_update(replace(update, deltas=tuple(shifted)))
+
+
+def assert_equal(outcomes: dict[str, Outcome], expected: dict[str, Outcome]) -> None:
+    assert outcomes.keys() == expected.keys()
+    for request_id, outcome in outcomes.items():
+        assert outcome == expected[request_id], request_id
