@@ -28,6 +28,9 @@ ROUTER: Final = "Router"
 HEALTH_CHECK_PERIOD_S: Final = 2.0
 """Serve notices a process that has ended at its next check."""
 
+HEALTH_CHECK_TIMEOUT_S: Final = 5.0
+"""A process that has not answered for so long, three times in a row, is ended by Serve: it must be stopped itself."""
+
 _QUIET: Final = {"log_level": "WARNING", "enable_access_log": False}
 
 _SHUTDOWN_SLACK_S: Final = 10.0
@@ -74,6 +77,7 @@ def _directory() -> serve.Deployment:
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=1.0,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         logging_config=_QUIET,
     )
 
@@ -89,6 +93,7 @@ def _replica(config: HoldfastConfig, bundles: list[dict[str, float]], strategy: 
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + _SHUTDOWN_SLACK_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         logging_config=_QUIET,
     )
 
@@ -102,5 +107,6 @@ def _router(config: HoldfastConfig) -> serve.Deployment:
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + _SHUTDOWN_SLACK_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         logging_config=_QUIET,
     )

@@ -6,7 +6,11 @@ anything of Serve, and what a rank does (`worker/rank.py`).
 
 import importlib
 import logging
+import os
+import signal
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import ray
@@ -58,6 +62,10 @@ class RankActor:
         for module in SLOW_IMPORTS:  # while the leader imports them too
             importlib.import_module(module)
 
+    def where(self) -> tuple[str, int]:
+        """The node and the process, by which a rank can be ended that does not answer any more."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
     def run(self, config: WorkerConfig, rank: int, rendezvous: str, has_gpu: bool) -> None:
         import torch
 
@@ -82,8 +90,9 @@ class RayLauncher:
         return str(ray.util.get_node_ip_address())
 
     def launch(self, config: WorkerConfig, rendezvous: str) -> "RayRanks":
+        places = [actor.where.remote() for actor in self._actors.values()]
         runs = {rank: actor.run.remote(config, rank, rendezvous, self._has_gpu) for rank, actor in self._actors.items()}
-        return RayRanks(self._actors, runs)
+        return RayRanks(self._actors, runs, places)
 
 
 def _rank_actor(bundle: Resources, group: Any, rank: int) -> Any:
@@ -100,9 +109,10 @@ def _rank_actor(bundle: Resources, group: Any, rank: int) -> Any:
 class RayRanks:
     """Rank actors, watched through the results of their one long call."""
 
-    def __init__(self, actors: dict[int, Any], runs: dict[int, Any]) -> None:
+    def __init__(self, actors: dict[int, Any], runs: dict[int, Any], places: list[Any]) -> None:
         self._actors = actors
         self._runs = runs
+        self._places = places
 
     def wait(self) -> str:
         ended, _ = ray.wait(list(self._runs.values()), num_returns=1)
@@ -120,5 +130,19 @@ class RayRanks:
         self.kill()
 
     def kill(self) -> None:
+        """Ray asks a process to end before it makes it, seconds later; one that is stopped cannot answer."""
+        known, _ = ray.wait(self._places, num_returns=len(self._places), timeout=0)
+        for place in known:
+            with suppress(ray.exceptions.RayError, OSError):
+                _kill_if_here(*ray.get(place))
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
+
+
+def _kill_if_here(node: str, pid: int) -> None:
+    """Ends a rank's process on this node, if the number is still its own. Raises `OSError` if there is none."""
+    if (
+        node == ray.get_runtime_context().get_node_id()
+        and RankActor.__name__ in Path(f"/proc/{pid}/cmdline").read_text()
+    ):
+        os.kill(pid, signal.SIGKILL)

@@ -156,6 +156,11 @@ class Dispatch:
     def num_queued(self) -> int:
         return len(self._queue)
 
+    def is_busy(self, replica_id: str) -> bool:
+        """Whether a replica that is up has an attempt of ours."""
+        replica = self._fleet.get(replica_id)
+        return replica is not None and bool(replica.attempts)
+
     def models(self) -> tuple[ModelStatus, ...]:
         """Every model that has been served here, in the order of first sight."""
         return self._fleet.models()

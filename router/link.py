@@ -17,6 +17,7 @@ from holdfast_pb import engine_pb2, engine_pb2_grpc
 from router.config import RouterConfig
 from router.directory import ReplicaEndpoint
 from router.events import ReplicaFacts, SendAbort, SendSubmit, StepNews
+from router.link_watch import LinkWatch
 from router.wire import abort_message, engine_load, replica_facts, step_news, submit_message
 from worker.errors import HoldfastError, InternalError, ReplicaError
 from worker.request import EngineLoad
@@ -41,6 +42,9 @@ class LinkListener(Protocol):
 
     def replica_down(self, replica_id: str, error: HoldfastError) -> None: ...
 
+    def is_busy(self, replica_id: str) -> bool:
+        """Whether a replica that is up has something of ours to do."""
+
 
 class ReplicaLink:
     """One replica, dialled until it is let go. A `ReplicaPort` while it is up."""
@@ -52,6 +56,8 @@ class ReplicaLink:
         self._outbox: asyncio.Queue[engine_pb2.LinkRequest] = asyncio.Queue()
         self.is_up = False
         self._is_retired = False
+        self._frozen_s: float | None = None
+        """For how long the replica of this session had stood still when it was given up for that."""
         self._num_failed = 0
         """Dials in a row that came to nothing."""
         self._task: asyncio.Task[None] | None = None
@@ -102,7 +108,7 @@ class ReplicaLink:
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
-            error = self._lost("the call was cut off")
+            error = self._lost("the call was cut off" if self._frozen_s is None else self._frozen())
         except ReplicaError as refused:
             error = refused
         except Exception as bug:
@@ -118,19 +124,42 @@ class ReplicaLink:
     async def _talk(self) -> NoReturn:
         """One session. Ends by raising: `ReplicaError`, or what gRPC raises."""
         self._outbox = asyncio.Queue()
+        self._frozen_s = None
         async with grpc.aio.insecure_channel(self.endpoint.address, options=_channel_options(self._config)) as channel:
             call: LinkCall = engine_pb2_grpc.EngineStub(channel).Link()  # type: ignore[no-untyped-call]
-            writer = asyncio.create_task(_write(self._outbox, call))
+            tasks = [asyncio.create_task(_write(self._outbox, call))]
             messages = aiter(call)
             try:
-                await self._greet(messages)
+                hello = await self._greet(messages)
+                watch = LinkWatch(self._is_busy, self._config.frozen_after_s, asyncio.get_running_loop().time)
+                if hello.heartbeat_ms:
+                    tasks.append(asyncio.create_task(self._end_when_frozen(watch, call)))
                 async for message in messages:
-                    self._listener.replica_news(self.endpoint.replica_id, step_news(message.step))
+                    self._take(message, watch)
                 raise self._lost("it hung up")
             finally:
-                writer.cancel()
+                for task in tasks:
+                    task.cancel()
 
-    async def _greet(self, messages: AsyncIterator[engine_pb2.LinkResponse]) -> None:
+    def _take(self, message: engine_pb2.LinkResponse, watch: LinkWatch) -> None:
+        if message.HasField("heartbeat"):
+            watch.note_heartbeat(message.heartbeat.progress, message.heartbeat.expected_step_s)
+            return
+        watch.note_step()
+        self._listener.replica_news(self.endpoint.replica_id, step_news(message.step))
+
+    async def _end_when_frozen(self, watch: LinkWatch, call: LinkCall) -> None:
+        """Cuts the call off, so that what runs there is carried on elsewhere, and nothing late comes from there."""
+        self._frozen_s = await watch.until_frozen()
+        call.cancel()
+
+    def _is_busy(self) -> bool:
+        return self._listener.is_busy(self.endpoint.replica_id)
+
+    def _frozen(self) -> str:
+        return f"it is frozen: no progress for {self._frozen_s:.1f} s while it has work"
+
+    async def _greet(self, messages: AsyncIterator[engine_pb2.LinkResponse]) -> engine_pb2.Hello:
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 first = await anext(messages, None)
@@ -144,6 +173,7 @@ class ReplicaLink:
         self._num_failed = 0
         self._listener.replica_up(self, facts, engine_load(first.hello.load))
         logger.info("replica %s of model %s is up at %s", facts.replica_id, facts.model, self.endpoint.address)
+        return first.hello
 
     def _checked(self, message: engine_pb2.LinkResponse) -> ReplicaFacts:
         """Who answers may be another replica that has got the port; it must not be taken for the one we dialled."""

@@ -71,6 +71,9 @@ class Links:
     def replica_down(self, replica_id: str, error: HoldfastError) -> None:
         self._switchboard.replica_down(replica_id, error)
 
+    def is_busy(self, replica_id: str) -> bool:
+        return self._switchboard.is_busy(replica_id)
+
     # --- inside ---
 
     def _retire(self, link: ReplicaLink, is_retired: bool) -> None:

@@ -89,6 +89,10 @@ class Switchboard:
         self._perform(self._dispatch.replica_down(replica_id, error, self.now()))
         self._on_models_changed()
 
+    def is_busy(self, replica_id: str) -> bool:
+        """Whether a replica has something of ours to do."""
+        return self._dispatch.is_busy(replica_id)
+
     # --- the end ---
 
     def close_all(self, error: HoldfastError) -> None:

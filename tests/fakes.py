@@ -50,6 +50,8 @@ class FakeReplica:
         self.model = model
         self.step_s = step_s
         self.max_model_len = 100_000
+        self.heartbeat_ms = 0
+        """What its hello promises. Heartbeats come by `beat` alone."""
         self.num_blocks = 100_000
         self.num_links = 0
         """Links that have ever been made to it."""
@@ -135,6 +137,12 @@ class FakeReplica:
         for outbox in self._outboxes:
             outbox.put_nowait(engine_pb2.LinkResponse(step=update))
 
+    def beat(self, progress: int, expected_step_s: float = 0.0) -> None:
+        """A heartbeat up every link."""
+        heartbeat = engine_pb2.Heartbeat(progress=progress, expected_step_s=expected_step_s)
+        for outbox in self._outboxes:
+            outbox.put_nowait(engine_pb2.LinkResponse(heartbeat=heartbeat))
+
     async def _read(self, requests: AsyncIterator[engine_pb2.LinkRequest], outbox: asyncio.Queue) -> None:
         async for request in requests:
             if request.HasField("abort"):
@@ -182,6 +190,7 @@ class FakeReplica:
             block_size=16,
             num_blocks=self.num_blocks,
             row_invariant=True,
+            heartbeat_ms=self.heartbeat_ms,
             load=self._load(),
         )
 

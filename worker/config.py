@@ -74,6 +74,15 @@ class SchedulerConfig(Settings):
     max_num_waiting: int = Field(1024, ge=1, description="requests that may wait in one replica")
 
 
+class HealthConfig(Settings):
+    """How a replica that makes no progress is found out."""
+
+    frozen_after_s: float = Field(
+        1.0, gt=0, description="a replica is frozen after so many seconds with work and without progress, or 20 steps"
+    )
+    heartbeat_s: float = Field(0.2, gt=0, description="seconds between a busy replica's heartbeats to its routers")
+
+
 class WorkerConfig(Settings):
     """Everything one replica needs to know."""
 
@@ -81,3 +90,4 @@ class WorkerConfig(Settings):
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    health: HealthConfig = HealthConfig()

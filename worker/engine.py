@@ -21,6 +21,7 @@ from typing import Protocol
 
 from worker.errors import HoldfastError, InvalidRequestError, ReplicaError
 from worker.plan import StepPlan, StepResult
+from worker.progress import ProgressCounter
 from worker.request import EngineLoad, EngineRequest, TokenDelta
 from worker.scheduler import Scheduler, SchedulerStats
 
@@ -84,7 +85,17 @@ class StepRunner(Protocol):
 class Engine:
     """A scheduler and a runner on a thread of their own. All methods are safe to call from any thread."""
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, *, name: str = "engine", idle_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        *,
+        name: str = "engine",
+        idle_s: float = 10.0,
+        progress: ProgressCounter | None = None,
+    ) -> None:
+        """`progress` is what the runner moves inside a step, if it does."""
+        self.progress = progress or ProgressCounter()
         self._scheduler = scheduler
         self._runner = runner
         self._idle_s = idle_s
@@ -132,6 +143,17 @@ class Engine:
         """Ends the engine from outside, as when a rank has died while nothing was running."""
         self._post_unless_ended(lambda: _raise(error))
 
+    def give_up(self, error: HoldfastError) -> None:
+        """Ends a frozen engine: tells every listener now, on this thread, because the engine's may never come back."""
+        with self._gate:
+            if self._ended is not None:
+                return
+            self._ended = error
+            listeners = list(self._listeners)
+        self._stopping = True
+        for listener in listeners:
+            self._attempt("telling a listener of the end", partial(listener.on_failure, error))
+
     def stats(self, timeout_s: float = 30.0) -> EngineStats:
         """Exact counts between two steps. Raises `ReplicaError` if the engine has ended."""
         future: Future[EngineStats] = Future()
@@ -142,6 +164,11 @@ class Engine:
     def load(self) -> EngineLoad:
         """As of the last step."""
         return self._load
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits to be done. While it does, `progress` should move."""
+        return self._ended is None and (self._scheduler.has_work or not self._inbox.empty())
 
     @property
     def failure(self) -> HoldfastError | None:
@@ -178,13 +205,17 @@ class Engine:
     def _turn(self) -> None:
         plan = None if self._stopping else self._scheduler.plan()
         if plan is not None:
+            self.progress.begin_step(plan.num_tokens)
             started_s = time.perf_counter()
             result = self._runner.run(plan)
-            self._step_time_s += time.perf_counter() - started_s
+            step_s = time.perf_counter() - started_s
+            self.progress.end_step(plan.num_tokens, step_s)
+            self._step_time_s += step_s
             self._step_id = plan.step_id
             for delta in self._scheduler.commit(plan, result):
                 self._keep(delta)
-        self._deliver(stepped=plan is not None)
+        if self._ended is None:  # else it was given up meanwhile, and everyone has been told so
+            self._deliver(stepped=plan is not None)
 
     def _deliver(self, *, stepped: bool) -> None:
         before, self._load = self._load, self._scheduler.load()
@@ -257,11 +288,12 @@ class Engine:
     def _end(self, error: HoldfastError) -> None:
         """The one way out of the loop: closes the inbox, runs what is still in it, and tells every listener."""
         with self._gate:
-            self._ended = error
+            was_given_up = self._ended is not None
+            self._ended = self._ended or error
         self._stopping = True
         while not self._inbox.empty():
             self._attempt("a command that came too late", self._inbox.get_nowait())
-        for listener in self._listeners:
+        for listener in () if was_given_up else self._listeners:
             self._attempt("telling a listener of the end", partial(listener.on_failure, error))
         self._attempt("closing the runner (its ranks may be gone already)", self._runner.close)
 

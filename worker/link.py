@@ -48,7 +48,7 @@ class LinkServer:
     async def start(cls, replica: Replica, *, replica_id: str, host: str = "127.0.0.1", port: int = 0) -> "LinkServer":
         """Listens on `host:port`; port 0 picks a free one. Raises `OSError` (RuntimeError in older grpcio) if taken."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        servicer = EngineServicer(replica.engine, replica.info, replica_id)
+        servicer = EngineServicer(replica.engine, replica.info, replica_id, replica.heartbeat_s)
         engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         bound = server.add_insecure_port(f"{host}:{port}")
         await server.start()
@@ -62,7 +62,8 @@ class LinkServer:
 class EngineServicer(engine_pb2_grpc.EngineServicer):
     """Turns each router's call into a `RouterLink`."""
 
-    def __init__(self, engine: Engine, info: ModelInfo, replica_id: str) -> None:
+    def __init__(self, engine: Engine, info: ModelInfo, replica_id: str, heartbeat_s: float) -> None:
+        self._heartbeat_s = heartbeat_s
         self._engine = engine
         self._info = info
         self._replica_id = replica_id
@@ -77,14 +78,15 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             self._engine.attach(link)
         except HoldfastError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        reader = asyncio.create_task(link.read(requests))
+        tasks = [asyncio.create_task(link.read(requests)), asyncio.create_task(link.beat(self._heartbeat_s))]
         try:
             yield engine_pb2.LinkResponse(hello=self._hello())
-            async for update in link.updates():
-                yield engine_pb2.LinkResponse(step=link.to_message(update))
+            async for message in link.messages():
+                yield message
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(link.failure))
         finally:
-            reader.cancel()
+            for task in tasks:
+                task.cancel()
             self._engine.detach(link)
 
     def _hello(self) -> engine_pb2.Hello:
@@ -99,6 +101,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             num_blocks=info.num_blocks,
             row_invariant=info.row_invariant,
             load=_load_message(self._engine.load),
+            heartbeat_ms=round(1000 * self._heartbeat_s),
         )
 
 
@@ -109,7 +112,7 @@ class RouterLink:
         self._engine = engine
         self._name = name
         self._loop = asyncio.get_running_loop()
-        self._outbox: asyncio.Queue[EngineUpdate | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[EngineUpdate | engine_pb2.Heartbeat | None] = asyncio.Queue()
         self._attempts: dict[str, int] = {}
         self.failure: HoldfastError | None = None
 
@@ -137,9 +140,21 @@ class RouterLink:
         finally:
             self._outbox.put_nowait(None)
 
-    async def updates(self) -> AsyncIterator[EngineUpdate]:
-        while (update := await self._outbox.get()) is not None:
-            yield update
+    async def beat(self, every_s: float) -> None:
+        """Tells the router, while there is work, how far it has come. The engine cannot hold this loop up."""
+        progress = self._engine.progress
+        while True:
+            await asyncio.sleep(every_s)
+            if self._engine.has_work:
+                heartbeat = engine_pb2.Heartbeat(progress=progress.count, expected_step_s=progress.expected_step_s)
+                self._outbox.put_nowait(heartbeat)
+
+    async def messages(self) -> AsyncIterator[engine_pb2.LinkResponse]:
+        while (news := await self._outbox.get()) is not None:
+            if isinstance(news, EngineUpdate):
+                yield engine_pb2.LinkResponse(step=self.to_message(news))
+            else:
+                yield engine_pb2.LinkResponse(heartbeat=news)
 
     def to_message(self, update: EngineUpdate) -> engine_pb2.StepUpdate:
         return engine_pb2.StepUpdate(

@@ -24,6 +24,7 @@ from worker.logprobs import token_logprobs
 from worker.model import choose_device
 from worker.model_info import ModelInfo
 from worker.plan import StepPlan, StepResult
+from worker.progress import ProgressCounter
 from worker.sampler import draw, draws_of
 from worker.self_check import SelfCheck
 from worker.step_batch import StepBatch
@@ -81,6 +82,11 @@ class ModelRunner:
             logger.warning("on this machine a token's last bits depend on its batch: replays may differ")
         runner.info = replace(parts.info, row_invariant=row_invariant)
         return runner
+
+    @property
+    def progress(self) -> ProgressCounter:
+        """Moves with every layer of every step."""
+        return self._context.progress
 
     def execute(self, batch: StepBatch) -> Tensor | None:
         """Runs one step. The leader gets the logits [rows wanted, vocab] in float32, the others None."""

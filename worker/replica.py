@@ -11,12 +11,13 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
-from worker.config import WorkerConfig
+from worker.config import HealthConfig, WorkerConfig
 from worker.engine import Engine, EngineUpdate
 from worker.errors import HoldfastError, ReplicaError
 from worker.model_info import ModelInfo
 from worker.rank import LocalLauncher, RankLauncher, Ranks, default_device, join, prepare_process
 from worker.scheduler import Scheduler
+from worker.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch
@@ -34,9 +35,21 @@ Progress = Callable[[str, int, int], None]
 class Replica:
     """A model copy that answers requests through `engine`. Made by `start`; ended by `stop`, or by a failure."""
 
-    def __init__(self, info: ModelInfo, engine: Engine, group: "TensorParallelGroup", ranks: Ranks | None) -> None:
+    def __init__(
+        self,
+        info: ModelInfo,
+        engine: Engine,
+        group: "TensorParallelGroup",
+        ranks: Ranks | None,
+        health: HealthConfig,
+    ) -> None:
         self.info = info
         self.engine = engine
+        self.heartbeat_s = health.heartbeat_s
+        """Seconds between two words to routers on how far a step has come."""
+        self._watchdog = Watchdog(
+            engine.progress, lambda: engine.has_work, self._condemn, frozen_after_s=health.frozen_after_s
+        )
         self._group = group
         self._ranks = ranks
         self._stopping = False
@@ -74,7 +87,8 @@ class Replica:
             eos_token_ids=info.eos_token_ids,
             prefix_caching=config.cache.enable_prefix_caching,
         )
-        replica = cls(info, Engine(scheduler, LeaderRunner(runner, group)), group, ranks)
+        engine = Engine(scheduler, LeaderRunner(runner, group), progress=runner.progress)
+        replica = cls(info, engine, group, ranks, config.health)
         replica._begin()
         return replica
 
@@ -91,6 +105,7 @@ class Replica:
         if self._stopping:
             return
         self._stopping = True
+        self._watchdog.stop()
         self.engine.stop()
         if self._ranks is not None:
             self._ranks.stop()
@@ -102,6 +117,7 @@ class Replica:
     def _begin(self) -> None:
         self.engine.attach(_EndOfEngine(self._fail))
         self.engine.start()
+        self._watchdog.start()
         if self._ranks is not None:
             threading.Thread(target=self._watch, args=(self._ranks,), name="rank-watch", daemon=True).start()
 
@@ -111,12 +127,19 @@ class Replica:
         self.engine.fail(error)
         self._fail(error)
 
+    def _condemn(self, still_s: float) -> None:
+        """A frozen rank holds all others up, and nobody can tell which it is: the group goes as a whole."""
+        error = ReplicaError(f"the replica is frozen: no progress for {still_s:.1f} s while there is work")
+        self._fail(error)
+        self.engine.give_up(error)
+
     def _fail(self, error: HoldfastError) -> None:
-        """From the watch or the engine's thread, whichever notices first."""
+        """From the watches or the engine's thread, whichever notices first."""
         with self._lock:
             if self._stopping or self._failure is not None:
                 return
             self._failure = error
+        self._watchdog.stop()
         logger.error("%s", error)
         for callback in self._callbacks:
             callback(error)

@@ -88,15 +88,25 @@ class Abort(_message.Message):
     def __init__(self, attempt: _Optional[int] = ...) -> None: ...
 
 class LinkResponse(_message.Message):
-    __slots__ = ("hello", "step")
+    __slots__ = ("hello", "step", "heartbeat")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     step: StepUpdate
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[StepUpdate, _Mapping]] = ...) -> None: ...
+    heartbeat: Heartbeat
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[StepUpdate, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("progress", "expected_step_s")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    progress: int
+    expected_step_s: float
+    def __init__(self, progress: _Optional[int] = ..., expected_step_s: _Optional[float] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load")
+    __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "heartbeat_ms")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +116,7 @@ class Hello(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ROW_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     model: str
     max_model_len: int
@@ -115,7 +126,8 @@ class Hello(_message.Message):
     num_blocks: int
     row_invariant: bool
     load: Load
-    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    heartbeat_ms: int
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., heartbeat_ms: _Optional[int] = ...) -> None: ...
 
 class StepUpdate(_message.Message):
     __slots__ = ("step_id", "deltas", "rejections", "load")

@@ -210,3 +210,47 @@ async def test_a_model_whose_tokenizer_cannot_be_read_is_not_up(caplog):
 
 async def is_said(caplog, text: str) -> bool:
     return text in caplog.text
+
+
+# --- frozen replicas ---
+
+
+@on_a_loop
+async def test_a_frozen_replica_is_given_up_and_one_that_only_takes_long_is_not():
+    replica = await FakeReplica.start()
+    replica.heartbeat_ms = 10
+    async with site(replica, config=RouterConfig(frozen_after_s=0.3)) as place:
+        replica.pause()
+        call = place.stub.GenerateStream(request())
+        await replica.until(lambda: replica.running)
+        for progress in range(20):  # a step that lasts, and whose layers go by
+            replica.beat(progress)
+            await asyncio.sleep(0.05)
+        assert len(replica.running) == 1
+        await place.until_up(0)  # no heartbeat any more
+        assert not replica.running
+        call.cancel()
+
+
+@on_a_loop
+async def test_a_replica_whose_counter_stands_still_is_frozen_for_all_its_heartbeats():
+    replica = await FakeReplica.start()
+    replica.heartbeat_ms = 10
+    async with site(replica, config=RouterConfig(frozen_after_s=0.3)) as place:
+        replica.pause()
+        call = place.stub.GenerateStream(request())
+        await replica.until(lambda: replica.running)
+        while replica.running:
+            replica.beat(5)
+            await asyncio.sleep(0.02)
+        call.cancel()
+
+
+@on_a_loop
+async def test_an_idle_replica_may_be_silent():
+    replica = await FakeReplica.start()
+    replica.heartbeat_ms = 10
+    async with site(replica, config=RouterConfig(frozen_after_s=0.1)) as place:
+        assert (await place.stub.Generate(request())).usage.completion_tokens == 8
+        await asyncio.sleep(0.5)
+        assert replica.num_links == 1

@@ -1,6 +1,7 @@
 """The replica's end of the link, over real gRPC on loopback, with a pseudo-model behind it."""
 
 import asyncio
+import threading
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -42,6 +43,7 @@ class Router:
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.finished: dict[int, int] = {}
         self.rejected: dict[int, engine_pb2.Rejection] = {}
+        self.heartbeats: list[engine_pb2.Heartbeat] = []
         self.load: engine_pb2.Load | None = None
 
     async def hello(self) -> engine_pb2.Hello:
@@ -59,7 +61,11 @@ class Router:
 
     async def read_until(self, condition) -> None:
         while not condition():
-            step = (await self._read()).step
+            message = await self._read()
+            if message.HasField("heartbeat"):
+                self.heartbeats.append(message.heartbeat)
+                continue
+            step = message.step
             self.load = step.load
             for delta in step.deltas:
                 self.tokens[delta.attempt].extend(delta.token_ids)
@@ -94,7 +100,7 @@ def over_a_link(engine: Engine, scenario) -> None:
     """Runs `await scenario(router, server)` against a served engine."""
 
     async def run() -> None:
-        server = await LinkServer.start(SimpleNamespace(engine=engine, info=INFO), replica_id="r0")
+        server = await LinkServer.start(SimpleNamespace(engine=engine, info=INFO, heartbeat_s=0.01), replica_id="r0")
         router = Router(server.address)
         try:
             hello = await router.hello()
@@ -176,5 +182,28 @@ def test_the_end_of_the_engine_ends_the_stream_with_unavailable(engine):
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await router.read_until(lambda: False)
         assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    over_a_link(engine, scenario)
+
+
+def test_a_busy_replica_beats_although_its_engine_is_stuck(engine, monkeypatch):
+    """The heart is on the event loop: an engine held up in a step stops the counter and not the beat."""
+    let_go = threading.Event()
+    run = engine._runner.run
+
+    def stuck(plan):
+        assert let_go.wait(TIMEOUT_S)
+        return run(plan)
+
+    monkeypatch.setattr(engine._runner, "run", stuck)
+
+    async def scenario(router, server):
+        await router.submit(1)
+        try:
+            await router.read_until(lambda: len(router.heartbeats) >= 5)
+            assert len({heartbeat.progress for heartbeat in router.heartbeats[1:]}) == 1
+        finally:
+            let_go.set()
+        await router.read_until(lambda: 1 in router.finished)
 
     over_a_link(engine, scenario)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from worker.attention.sdpa import SdpaBackend
 from worker.kv_cache import KVCache, LayerCache
+from worker.progress import ProgressCounter
 from worker.row_tiles import RowTiles
 from worker.step_batch import IntArray, StepBatch
 
@@ -40,6 +41,8 @@ class AttentionContext:
         keys = cache.layers[0].keys
         specs = [layer.spec for layer in cache.layers]
         self.cache = cache
+        self.progress = ProgressCounter()
+        """Moves with every layer."""
         self.backend: AttentionBackend = SdpaBackend(specs, tiles, block_size=cache.block_size, dtype=keys.dtype)
         self.slots = torch.zeros(0, dtype=torch.int64, device=keys.device)
         """[T]: where each token of the step is written, as block * block_size + offset."""
@@ -84,6 +87,7 @@ class PagedAttention:
         """
         spec = self._layer.spec
         assert (sliding_window, softcap, s_aux is not None) == (spec.sliding_window, spec.softcap, spec.has_sinks)
+        self._context.progress.tick()
         slots = self._context.slots
         self._key_rows.index_copy_(0, slots, key.transpose(1, 2).reshape(len(slots), -1))
         self._value_rows.index_copy_(0, slots, value.transpose(1, 2).reshape(len(slots), -1))

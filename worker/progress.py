@@ -1,0 +1,71 @@
+"""Health means progress: a counter that moves inside a step, and the verdict on one that stands still.
+
+What may live here: numbers and rules. What may not: threads and clocks (`watchdog.py` and `router/link_watch.py` have
+those), and what is to be done about a frozen replica.
+"""
+
+from typing import Final
+
+AT_LEAST_S: Final = 1.0
+NUM_USUAL_STEPS: Final = 20.0
+LONGEST_LOOK_S: Final = 0.25
+"""Of the time between two looks no more than this counts: whoever looks may have been held up itself, on a busy machine
+or by a debugger, and must not blame another for that."""
+
+_WEIGHT: Final = 0.1
+
+
+class ProgressCounter:
+    """Moves whenever some work was done: with every layer of a model and with every step. One thread writes it, any may
+    read it.
+    """
+
+    __slots__ = ("_usual_s_per_token", "_usual_step_s", "count", "expected_step_s")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.expected_step_s = 0.0
+        """How long the step now running, or the last one, should take by what was seen before."""
+        self._usual_step_s = 0.0
+        self._usual_s_per_token = 0.0
+
+    def tick(self) -> None:
+        self.count += 1
+
+    def begin_step(self, num_tokens: int) -> None:
+        """A long prefill is expected to take long: on a GPU all of its layers count at once, and its end comes late."""
+        self.expected_step_s = max(self._usual_step_s, self._usual_s_per_token * num_tokens)
+        self.tick()
+
+    def end_step(self, num_tokens: int, step_s: float) -> None:
+        """Takes the step's time in seconds into what is usual: a mean that forgets."""
+        is_first = self._usual_step_s == 0
+        weight = 1.0 if is_first else _WEIGHT
+        self._usual_step_s += weight * (step_s - self._usual_step_s)
+        self._usual_s_per_token += weight * (step_s / max(1, num_tokens) - self._usual_s_per_token)
+        self.tick()
+
+
+class FrozenVerdict:
+    """Frozen is who has work and has made no progress for `max(at_least_s, 20 usual steps)`.
+
+    Looked at again and again, by one who sees the counter move or not. No clock: the time comes in with each look.
+    """
+
+    def __init__(self, at_least_s: float = AT_LEAST_S) -> None:
+        self._at_least_s = at_least_s
+        self._count: int | None = None
+        self._looked_at: float | None = None
+        self.still_s = 0.0
+        """Seconds, as far as they were watched, without progress while there was work."""
+
+    def look(self, count: int, *, has_work: bool, expected_step_s: float, now: float) -> bool:
+        """Whether it is frozen. `count` is the counter as last known: news that do not come are no progress either."""
+        since = 0.0 if self._looked_at is None else min(max(0.0, now - self._looked_at), LONGEST_LOOK_S)
+        self._looked_at = now
+        if count != self._count or not has_work:
+            self._count = count
+            self.still_s = 0.0
+            return False
+        self.still_s += since
+        return self.still_s >= max(self._at_least_s, NUM_USUAL_STEPS * expected_step_s)
