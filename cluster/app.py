@@ -28,7 +28,7 @@ ROUTER: Final = "Router"
 HEALTH_CHECK_PERIOD_S: Final = 2.0
 """Serve notices a process that has ended at its next check."""
 
-HEALTH_CHECK_TIMEOUT_S: Final = 5.0
+HEALTH_CHECK_TIMEOUT_S: Final = 3.0
 """A process that has not answered for so long, three times in a row, is ended by Serve: it must be stopped itself."""
 
 _QUIET: Final = {"log_level": "WARNING", "enable_access_log": False}
