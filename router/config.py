@@ -35,9 +35,6 @@ class RouterConfig(Settings):
     replica_wait_s: float = Field(
         30.0, ge=0, description="seconds that requests wait for a replica of a model that has lost its last one"
     )
-    frozen_after_s: float = Field(
-        1.0, gt=0, description="a replica is frozen after so many seconds with work and without progress, or 20 steps"
-    )
     connect_timeout_s: float = Field(5.0, gt=0, description="seconds until a replica must have said hello")
     max_reconnect_s: float = Field(2.0, gt=0, description="longest pause between two attempts to reach a replica")
     keepalive_s: float = Field(3.0, gt=0, description="seconds of silence after which a peer is pinged")

@@ -131,7 +131,7 @@ class ReplicaLink:
             messages = aiter(call)
             try:
                 hello = await self._greet(messages)
-                watch = LinkWatch(self._is_busy, self._config.frozen_after_s, asyncio.get_running_loop().time)
+                watch = LinkWatch(self._is_busy, hello.frozen_after_ms / 1000, asyncio.get_running_loop().time)
                 if hello.heartbeat_ms:
                     tasks.append(asyncio.create_task(self._end_when_frozen(watch, call)))
                 async for message in messages:

@@ -51,7 +51,8 @@ class FakeReplica:
         self.step_s = step_s
         self.max_model_len = 100_000
         self.heartbeat_ms = 0
-        """What its hello promises. Heartbeats come by `beat` alone."""
+        self.frozen_after_ms = 1000
+        """What its hello says. Heartbeats come by `beat` alone."""
         self.num_blocks = 100_000
         self.num_links = 0
         """Links that have ever been made to it."""
@@ -191,6 +192,7 @@ class FakeReplica:
             num_blocks=self.num_blocks,
             row_invariant=True,
             heartbeat_ms=self.heartbeat_ms,
+            frozen_after_ms=self.frozen_after_ms,
             load=self._load(),
         )
 

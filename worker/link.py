@@ -12,6 +12,7 @@ from typing import TypeAlias
 import grpc
 
 from holdfast_pb import engine_pb2, engine_pb2_grpc
+from worker.config import HealthConfig
 from worker.engine import Engine, EngineUpdate, Rejection
 from worker.errors import HoldfastError, InvalidRequestError
 from worker.model_info import ModelInfo
@@ -48,7 +49,7 @@ class LinkServer:
     async def start(cls, replica: Replica, *, replica_id: str, host: str = "127.0.0.1", port: int = 0) -> "LinkServer":
         """Listens on `host:port`; port 0 picks a free one. Raises `OSError` (RuntimeError in older grpcio) if taken."""
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        servicer = EngineServicer(replica.engine, replica.info, replica_id, replica.heartbeat_s)
+        servicer = EngineServicer(replica.engine, replica.info, replica_id, replica.health)
         engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         bound = server.add_insecure_port(f"{host}:{port}")
         await server.start()
@@ -62,8 +63,8 @@ class LinkServer:
 class EngineServicer(engine_pb2_grpc.EngineServicer):
     """Turns each router's call into a `RouterLink`."""
 
-    def __init__(self, engine: Engine, info: ModelInfo, replica_id: str, heartbeat_s: float) -> None:
-        self._heartbeat_s = heartbeat_s
+    def __init__(self, engine: Engine, info: ModelInfo, replica_id: str, health: HealthConfig) -> None:
+        self._health = health
         self._engine = engine
         self._info = info
         self._replica_id = replica_id
@@ -78,7 +79,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             self._engine.attach(link)
         except HoldfastError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
-        tasks = [asyncio.create_task(link.read(requests)), asyncio.create_task(link.beat(self._heartbeat_s))]
+        tasks = [asyncio.create_task(link.read(requests)), asyncio.create_task(link.beat(self._health.heartbeat_s))]
         try:
             yield engine_pb2.LinkResponse(hello=self._hello())
             async for message in link.messages():
@@ -101,7 +102,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             num_blocks=info.num_blocks,
             row_invariant=info.row_invariant,
             load=_load_message(self._engine.load),
-            heartbeat_ms=round(1000 * self._heartbeat_s),
+            heartbeat_ms=round(1000 * self._health.heartbeat_s),
+            frozen_after_ms=round(1000 * self._health.frozen_after_s),
         )
 
 

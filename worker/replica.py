@@ -45,8 +45,7 @@ class Replica:
     ) -> None:
         self.info = info
         self.engine = engine
-        self.heartbeat_s = health.heartbeat_s
-        """Seconds between two words to routers on how far a step has come."""
+        self.health = health
         self._watchdog = Watchdog(
             engine.progress, lambda: engine.has_work, self._condemn, frozen_after_s=health.frozen_after_s
         )

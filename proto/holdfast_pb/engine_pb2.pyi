@@ -106,7 +106,7 @@ class Heartbeat(_message.Message):
     def __init__(self, progress: _Optional[int] = ..., expected_step_s: _Optional[float] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "heartbeat_ms")
+    __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "heartbeat_ms", "frozen_after_ms")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class Hello(_message.Message):
     ROW_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     model: str
     max_model_len: int
@@ -127,7 +128,8 @@ class Hello(_message.Message):
     row_invariant: bool
     load: Load
     heartbeat_ms: int
-    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., heartbeat_ms: _Optional[int] = ...) -> None: ...
+    frozen_after_ms: int
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., heartbeat_ms: _Optional[int] = ..., frozen_after_ms: _Optional[int] = ...) -> None: ...
 
 class StepUpdate(_message.Message):
     __slots__ = ("step_id", "deltas", "rejections", "load")

@@ -218,8 +218,8 @@ async def is_said(caplog, text: str) -> bool:
 @on_a_loop
 async def test_a_frozen_replica_is_given_up_and_one_that_only_takes_long_is_not():
     replica = await FakeReplica.start()
-    replica.heartbeat_ms = 10
-    async with site(replica, config=RouterConfig(frozen_after_s=0.3)) as place:
+    replica.heartbeat_ms, replica.frozen_after_ms = 10, 300
+    async with site(replica) as place:
         replica.pause()
         call = place.stub.GenerateStream(request())
         await replica.until(lambda: replica.running)
@@ -235,8 +235,8 @@ async def test_a_frozen_replica_is_given_up_and_one_that_only_takes_long_is_not(
 @on_a_loop
 async def test_a_replica_whose_counter_stands_still_is_frozen_for_all_its_heartbeats():
     replica = await FakeReplica.start()
-    replica.heartbeat_ms = 10
-    async with site(replica, config=RouterConfig(frozen_after_s=0.3)) as place:
+    replica.heartbeat_ms, replica.frozen_after_ms = 10, 300
+    async with site(replica) as place:
         replica.pause()
         call = place.stub.GenerateStream(request())
         await replica.until(lambda: replica.running)
@@ -249,8 +249,8 @@ async def test_a_replica_whose_counter_stands_still_is_frozen_for_all_its_heartb
 @on_a_loop
 async def test_an_idle_replica_may_be_silent():
     replica = await FakeReplica.start()
-    replica.heartbeat_ms = 10
-    async with site(replica, config=RouterConfig(frozen_after_s=0.1)) as place:
+    replica.heartbeat_ms, replica.frozen_after_ms = 10, 100
+    async with site(replica) as place:
         assert (await place.stub.Generate(request())).usage.completion_tokens == 8
         await asyncio.sleep(0.5)
         assert replica.num_links == 1

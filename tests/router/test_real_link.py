@@ -7,7 +7,7 @@ from holdfast_pb import inference_pb2
 from router.directory import ReplicaEndpoint
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from tests.router.site import collected, on_a_loop, refusal, request, site
-from worker.config import SchedulerConfig
+from worker.config import HealthConfig, SchedulerConfig
 from worker.engine import Engine
 from worker.link import LinkServer
 from worker.model_info import ModelInfo
@@ -48,7 +48,7 @@ class RealReplica:
         )
         replica.engine = Engine(scheduler, runner_class(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE), idle_s=0.05)
         replica.engine.start()
-        served = SimpleNamespace(engine=replica.engine, info=INFO, heartbeat_s=0.1)
+        served = SimpleNamespace(engine=replica.engine, info=INFO, health=HealthConfig())
         replica.server = await LinkServer.start(served, replica_id=replica_id)
         replica.endpoint = ReplicaEndpoint(
             replica_id=replica_id, address=replica.server.address, model="pseudo", model_path="/nowhere"

@@ -10,7 +10,7 @@ import pytest
 
 from holdfast_pb import engine_pb2, engine_pb2_grpc
 from tests.pseudo_model import PseudoRunner, pseudo_completion
-from worker.config import SchedulerConfig
+from worker.config import HealthConfig, SchedulerConfig
 from worker.engine import Engine
 from worker.link import LinkServer
 from worker.model_info import ModelInfo
@@ -100,7 +100,9 @@ def over_a_link(engine: Engine, scenario) -> None:
     """Runs `await scenario(router, server)` against a served engine."""
 
     async def run() -> None:
-        server = await LinkServer.start(SimpleNamespace(engine=engine, info=INFO, heartbeat_s=0.01), replica_id="r0")
+        server = await LinkServer.start(
+            SimpleNamespace(engine=engine, info=INFO, health=HealthConfig(heartbeat_s=0.01)), replica_id="r0"
+        )
         router = Router(server.address)
         try:
             hello = await router.hello()
