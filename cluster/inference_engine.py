@@ -21,6 +21,7 @@ from router.controls import bad_word_token_ids, check_controls
 from router.grammar import GrammarCompiler
 from router.request import derived_seed
 from router.tokenizer import Tokenizer
+from worker.batching_optimizer import Recommendation
 from worker.config import WorkerConfig
 from worker.engine import EngineStats, EngineUpdate
 from worker.errors import HoldfastError, InternalError, RequestAbortedError
@@ -159,6 +160,10 @@ class InferenceEngine:
     def get_stats(self) -> EngineStats:
         """Exact counts between two steps."""
         return self._running()[0].engine.stats()
+
+    def get_recommendations(self) -> list[Recommendation]:
+        """Which settings the load so far asks to change, and why; with `auto_tune`, also what has been changed."""
+        return self._running()[0].engine.recommendations()
 
     @property
     def info(self) -> ModelInfo:

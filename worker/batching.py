@@ -60,13 +60,19 @@ class ContinuousBatching:
     def schedule(self, queues: SequenceQueues) -> list[Share]:
         decodes, prefills = self._split_running(queues)
         shares = [(sequence, 1) for sequence in decodes]
-        budget = self.limits.max_num_batched_tokens - len(shares)
+        budget = self._prefill_budget(len(shares))
         chunks = share_out(prefills, budget)
         budget -= sum(num_tokens for _, num_tokens in chunks)
         return shares + chunks + self._admit(queues, budget)
 
     def release(self, queues: SequenceQueues) -> None:
         queues.release_finished()
+
+    def _prefill_budget(self, num_decode_tokens: int) -> int:
+        """Tokens of a step that are left for prompts."""
+        budget = max(0, self.limits.max_num_batched_tokens - num_decode_tokens)
+        most = self.limits.max_num_prefill_tokens
+        return budget if most is None or not num_decode_tokens else min(budget, most)
 
     def _split_running(self, queues: SequenceQueues) -> tuple[list[Sequence], list[Sequence]]:
         """The running sequences that decode, each with a block for its next token, and those with more to compute."""

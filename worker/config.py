@@ -72,6 +72,10 @@ class SchedulerConfig(Settings):
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens of one step, prompt chunks and decodes together")
     max_num_seqs: int = Field(64, ge=1, description="sequences of one step")
     max_num_waiting: int = Field(1024, ge=1, description="requests that may wait in one replica")
+    target_tpot_ms: float | None = Field(
+        None, gt=0, description="milliseconds from token to token that prompts of others may not exceed; unset: off"
+    )
+    auto_tune: bool = Field(False, description="adapt the limits of a step to the load, within the settings")
 
 
 class HealthConfig(Settings):

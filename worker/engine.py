@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from worker.batching_optimizer import Recommendation
 from worker.errors import HoldfastError, InvalidRequestError, ReplicaError
 from worker.plan import StepPlan, StepResult
 from worker.progress import ProgressCounter
 from worker.request import EngineLoad, EngineRequest, TokenDelta
 from worker.scheduler import Scheduler, SchedulerStats
+from worker.step_tuner import StepTuner
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +92,20 @@ class Engine:
         scheduler: Scheduler,
         runner: StepRunner,
         *,
+        progress: ProgressCounter | None = None,
+        tuner: StepTuner | None = None,
+        clock: Callable[[], float] = time.monotonic,
         name: str = "engine",
         idle_s: float = 10.0,
-        progress: ProgressCounter | None = None,
     ) -> None:
-        """`progress` is what the runner moves inside a step, if it does."""
+        """`progress` is what the runner moves inside a step, if it does. `tuner` watches the steps and sets their
+        limits, as far as it is told to; `clock` gives seconds.
+        """
         self.progress = progress or ProgressCounter()
         self._scheduler = scheduler
         self._runner = runner
+        self._tuner = tuner
+        self._clock = clock
         self._idle_s = idle_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._gate = threading.Lock()
@@ -160,6 +168,12 @@ class Engine:
         self._post(lambda: future.set_result(self._stats()))
         return future.result(timeout_s)
 
+    def recommendations(self, timeout_s: float = 30.0) -> list[Recommendation]:
+        """What the tuner would set differently. Raises `ReplicaError` if the engine has ended."""
+        future: Future[list[Recommendation]] = Future()
+        self._post(lambda: future.set_result(self._tuner.get_recommendations() if self._tuner else []))
+        return future.result(timeout_s)
+
     @property
     def load(self) -> EngineLoad:
         """As of the last step."""
@@ -203,21 +217,42 @@ class Engine:
             self._inbox.get_nowait()()
 
     def _turn(self) -> None:
+        began_s = self._clock()
         plan = None if self._stopping else self._scheduler.plan()
-        if plan is not None:
-            self.progress.begin_step(plan.num_tokens)
-            started_s = time.perf_counter()
-            result = self._runner.run(plan)
-            step_s = time.perf_counter() - started_s
-            self.progress.end_step(plan.num_tokens, step_s)
-            self._step_time_s += step_s
-            self._step_id = plan.step_id
-            for delta in self._scheduler.commit(plan, result):
-                self._keep(delta)
-        if self._ended is None:  # else it was given up meanwhile, and everyone has been told so
-            self._deliver(stepped=plan is not None)
+        if plan is None:
+            self._deliver(stepped=False)
+            return
+        num_before = self._num_tokens_generated
+        result = self._run_plan(plan)
+        for delta in self._scheduler.commit(plan, result):
+            self._keep(delta)
+        num_gained = self._num_tokens_generated - num_before
+        self._deliver(stepped=True)
+        if self._tuner is not None:
+            self._tune(self._tuner, plan, self._clock() - began_s, num_gained)
+
+    def _run_plan(self, plan: StepPlan) -> StepResult:
+        self.progress.begin_step(plan.num_tokens)
+        started_s = self._clock()
+        result = self._runner.run(plan)
+        step_s = self._clock() - started_s
+        self.progress.end_step(plan.num_tokens, step_s)
+        self._step_time_s += step_s
+        self._step_id = plan.step_id
+        return result
+
+    def _tune(self, tuner: StepTuner, plan: StepPlan, turn_s: float, num_gained: int) -> None:
+        """What counts is the whole turn: it is what a stream waits for."""
+        news = tuner.observe(plan, step_s=turn_s, num_gained=num_gained, num_waiting=self._load.num_waiting)
+        for recommendation in news:
+            logger.info("%s", recommendation)
+        limits = tuner.next_limits()
+        if limits is not None:
+            self._scheduler.limits = limits
 
     def _deliver(self, *, stepped: bool) -> None:
+        if self._ended is not None:
+            return  # it was given up meanwhile, and everyone has been told so
         before, self._load = self._load, self._scheduler.load()
         concerns_all = stepped or self._load != before
         for listener, mailbox in list(self._listeners.items()):

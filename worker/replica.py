@@ -17,6 +17,7 @@ from worker.errors import HoldfastError, ReplicaError
 from worker.model_info import ModelInfo
 from worker.rank import LocalLauncher, RankLauncher, Ranks, default_device, join, prepare_process
 from worker.scheduler import Scheduler
+from worker.step_tuner import StepTuner
 from worker.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class Replica:
             eos_token_ids=info.eos_token_ids,
             prefix_caching=config.cache.enable_prefix_caching,
         )
-        engine = Engine(scheduler, LeaderRunner(runner, group), progress=runner.progress)
+        tuner = StepTuner(config.scheduler, block_size=info.block_size)
+        engine = Engine(scheduler, LeaderRunner(runner, group), progress=runner.progress, tuner=tuner)
         replica = cls(info, engine, group, ranks, config.health)
         replica._begin()
         return replica

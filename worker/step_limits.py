@@ -15,7 +15,11 @@ class StepLimits:
     max_num_batched_tokens: int
     """Tokens, of prompts and of decodes together."""
     max_num_seqs: int
-    """Sequences that run."""
+    """Sequences that run. Lowered below those that run already, it only keeps others from joining them."""
+    max_num_prefill_tokens: int | None = None
+    """Those of `max_num_batched_tokens` that may be of prompts in a step that also decodes; None: all."""
+    num_speculative_tokens: int = 0
+    """Tokens drafted for each sequence; 0: as many as configured."""
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> "StepLimits":

@@ -1,5 +1,7 @@
 """Continuous batching: who gets a share of each step, and whose blocks go when they run out."""
 
+from dataclasses import replace
+
 from tests.worker.scheduling import make_request, make_scheduler, members, run_to_end, shares, step
 from worker.request import Priority
 
@@ -151,3 +153,35 @@ def test_all_prefills_and_decodes_go_on_with_fewer_tokens_in_a_step_than_sequenc
     for request_id in "abc":
         scheduler.add(make_request(request_id, prompt_len=6, max_tokens=6))
     assert {delta.request_id for delta in run_to_end(scheduler) if delta.finish_reason} == set("abc")
+
+
+def test_prompts_leave_decodes_the_time_that_the_limits_say():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a"))
+    step(scheduler)
+    scheduler.limits = replace(scheduler.limits, max_num_prefill_tokens=8)
+    scheduler.add(make_request("b", prompt_len=12))
+    scheduler.add(make_request("c", prompt_len=12))
+    assert [shares(step(scheduler)[0]) for _ in range(3)] == [
+        [(0, 4, 1), (1, 0, 8)],
+        [(0, 5, 1), (1, 8, 4), (2, 0, 4)],
+        [(0, 6, 1), (1, 12, 1), (2, 4, 8)],
+    ]
+
+
+def test_prompts_alone_have_the_whole_step():
+    scheduler = make_scheduler()
+    scheduler.limits = replace(scheduler.limits, max_num_prefill_tokens=8)
+    scheduler.add(make_request("a", prompt_len=30))
+    assert shares(step(scheduler)[0]) == [(0, 0, 30)]
+
+
+def test_limits_lowered_below_what_runs_stop_newcomers_and_nobody_else():
+    scheduler = make_scheduler()
+    for request_id in "abcd":
+        scheduler.add(make_request(request_id))
+    step(scheduler)
+    scheduler.limits = replace(scheduler.limits, max_num_seqs=2, max_num_batched_tokens=3)
+    scheduler.add(make_request("e", prompt_len=8))
+    assert members(step(scheduler)[0]) == [0, 1, 2, 3]
+    assert len({delta.request_id for delta in run_to_end(scheduler) if delta.finish_reason}) == 5

@@ -12,6 +12,9 @@ from worker.errors import HoldfastError, InvalidRequestError, ReplicaError
 from worker.plan import StepPlan, StepResult
 from worker.request import EngineLoad, EngineRequest, FinishReason, SamplingParams
 from worker.scheduler import Scheduler
+from worker.step_limits import StepLimits
+from worker.step_time import StepCosts, StepShape
+from worker.step_tuner import StepTuner
 
 BLOCK_SIZE, NUM_BLOCKS, TIMEOUT_S = 4, 64, 20
 
@@ -227,3 +230,54 @@ def test_every_listener_hears_that_the_load_has_changed_without_a_step(engine_an
     other.wait_for(lambda: other.tokens["theirs"])
     engine.detach(other)
     recorder.wait_for(lambda: recorder.load is not None and recorder.load.num_running == 0)
+
+
+class Timed(PseudoRunner):
+    """A runner whose steps take no time but on its own clock."""
+
+    def __init__(self) -> None:
+        super().__init__(8 * NUM_BLOCKS, BLOCK_SIZE)
+        self.now = 0.0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        costs = StepCosts(base_s=0.01, decode_s=0.01, token_s=0.001, context_token_s=0.0)
+        num_decodes = sum(len(sequence.token_ids) == sequence.num_draws for sequence in plan.sequences)
+        shape = StepShape(num_decodes=num_decodes, num_tokens=plan.num_tokens, num_context_tokens=0)
+        self.now += costs.predict(shape)
+        return super().run(plan)
+
+
+def run_tuned(**config) -> tuple[Engine, Scheduler]:
+    """30 requests of 100 tokens, all through: 8 at a time, whose steps take 10 + 8 * (10 + 1) = 98 ms."""
+    runner, recorder = Timed(), Recorder()
+    settings = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=8, **config)
+    scheduler = Scheduler(
+        settings, num_blocks=8 * NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=200, eos_token_ids=frozenset()
+    )
+    tuner = StepTuner(settings, block_size=BLOCK_SIZE)
+    engine = Engine(scheduler, runner, tuner=tuner, clock=lambda: runner.now, idle_s=0.05)
+    engine.attach(recorder)
+    for i in range(30):
+        engine.submit(make_request(f"r{i}", max_tokens=100), recorder)
+    engine.start()
+    recorder.wait_for(lambda: len(recorder.finished) == 30)
+    return engine, scheduler
+
+
+def test_the_engine_says_what_its_steps_ask_for_and_changes_nothing_unasked():
+    engine, scheduler = run_tuned()
+    recommendations = engine.recommendations()
+    engine.stop()
+    assert [(found.setting, found.current) for found in recommendations] == [("max_num_seqs", 8)]
+    assert recommendations[0].recommended < 8
+    assert "98 ms from token to token" in recommendations[0].reason
+    assert scheduler.limits == StepLimits(max_num_batched_tokens=16, max_num_seqs=8)
+
+
+def test_with_auto_tune_the_engine_does_what_it_says(caplog):
+    with caplog.at_level("INFO", logger="worker.engine"):
+        engine, scheduler = run_tuned(auto_tune=True)
+    recommendations = engine.recommendations()
+    engine.stop()
+    assert scheduler.limits.max_num_seqs == recommendations[0].recommended < 8
+    assert "max_num_seqs: 8 -> " in caplog.text
