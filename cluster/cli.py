@@ -54,6 +54,7 @@ _COMMANDS = (
     ("serve", _FIRST, "Start a cluster, or join one, and serve a model over gRPC."),
     ("generate", _FIRST, "Complete a prompt, in this process or on a server."),
     ("demo", _FIRST, "Start a local cluster, stream four prompts at once, and stop it."),
+    ("stats", _MORE, "Show how busy a running cluster's replicas are, and what their caches do."),
     ("estimate", _MORE, "Say how much memory a model needs, without loading it."),
 )
 for _order, (_name, _group, _help) in enumerate(_COMMANDS):

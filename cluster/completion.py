@@ -75,7 +75,7 @@ class Completion:
             return
         try:
             self._callback(output)
-        except Exception:
+        except Exception:  # it is the caller's code: whatever it raises, the request goes on, and so do others
             logger.exception("the callback of request %s failed", output.request_id)
 
     def _by_token_id(self, item: TokenLogprob) -> dict[int, Logprob]:

@@ -90,7 +90,7 @@ class InferenceEngine:
             self._tokenizer = Tokenizer.load(replica.info.path)
             self._compiler = GrammarCompiler(self._tokenizer)
             self._delivery = _Delivery(replica)
-        except BaseException:
+        except BaseException:  # an interrupt as well: the replica may not be left running
             replica.stop()
             raise
         self._replica = replica

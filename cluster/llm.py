@@ -16,6 +16,7 @@ from cluster.outputs import RequestOutput
 from cluster.progress import progress
 from router.chat import render_chat
 from router.tokenizer import Tokenizer
+from worker.engine import EngineStats
 from worker.errors import InvalidRequestError
 from worker.request import SamplingParams
 
@@ -87,6 +88,10 @@ class LLM:
     def engine(self) -> InferenceEngine:
         """For single requests, callbacks and statistics."""
         return self._engine
+
+    def get_stats(self) -> EngineStats:
+        """Exact counts since the start: tokens, blocks used, cached and free, evictions, preemptions, hit rate."""
+        return self._engine.get_stats()
 
     def close(self) -> None:
         """Ends the engine and its ranks. Safe to call twice."""

@@ -3,6 +3,8 @@
 What may not live here: reading files or the environment, and anything that is only known once replicas are up.
 """
 
+from typing import Literal
+
 from pydantic import Field
 
 from worker.config import Bytes, Settings
@@ -29,6 +31,11 @@ class LimitsConfig(Settings):
 class RouterConfig(Settings):
     """How a router deals with its replicas and its own port."""
 
+    # Prefix-aware by default: chats and shared instructions are the common case, a prompt that is cached nowhere costs
+    # one hash and goes by power of two choices, and on the wire a cached block is 8 bytes once.
+    routing_policy: Literal["prefix_aware", "power_of_two"] = Field(
+        "prefix_aware", description="prefix_aware: to where most of the prompt is cached, unless it is too full there"
+    )
     max_waiting_per_replica: int = Field(
         64, ge=1, description="requests that may wait in one replica before they wait in the router instead"
     )

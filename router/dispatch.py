@@ -50,7 +50,7 @@ class Dispatch:
 
     def __init__(self, config: RouterConfig, limits: LimitsConfig, draw: DrawIndex) -> None:
         self._replica_wait_s = config.replica_wait_s
-        self._fleet = Fleet(config.max_waiting_per_replica, draw)
+        self._fleet = Fleet(config, draw)
         self._queue = AdmissionQueue(limits.max_queued)
         self._requests = RequestTable()
 
@@ -66,7 +66,7 @@ class Dispatch:
         """
         self._check_admissible(request, model, deadline, now)
         record = RequestRecord(request=request, model=model, text=text)
-        replica = None if self._queue.has_waiting(model) else self._fleet.choose(model)
+        replica = None if self._queue.has_waiting(model) else self._fleet.choose(model, record.prefix)
         if replica is None:
             self._queue.push(record.request_id, model, request.priority)
         self._requests.add(record, deadline)
@@ -106,6 +106,7 @@ class Dispatch:
         if replica is None:
             return []
         replica.note_report(news.load)
+        replica.note_memory(news)
         actions: list[Action] = []
         for delta in news.deltas:
             record = self._requests.running(replica, delta.attempt)
@@ -198,8 +199,13 @@ class Dispatch:
     def _drain(self, model: str, now: float) -> list[Action]:
         """Sends what waits, while there is room."""
         actions: list[Action] = []
-        while self._queue.has_waiting(model) and (replica := self._fleet.choose(model)) is not None:
-            actions.append(self._send(self._requests[self._queue.pop(model, now)], replica))
+        while self._queue.has_waiting(model):
+            record = self._requests[next(self._queue.waiting(model))]
+            replica = self._fleet.choose(model, record.prefix)
+            if replica is None:
+                break
+            self._queue.pop(model, now)
+            actions.append(self._send(record, replica))
         return actions
 
     def _advance(self, record: RequestRecord, delta: AttemptDelta) -> list[Action]:

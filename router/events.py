@@ -60,12 +60,40 @@ class AttemptRejection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStats:
+    """A replica's counts since its start, and its blocks as of one of its last steps, named as the engine's."""
+
+    num_steps: int
+    num_requests: int
+    num_finished: int
+    num_aborted: int
+    num_tokens_generated: int
+    num_tokens_computed: int
+    num_tokens_recomputed: int
+    num_prefix_query_tokens: int
+    num_prefix_hit_tokens: int
+    num_preemptions: int
+    num_evictions: int
+    num_used_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_wasted_slots: int
+    step_time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepNews:
     """What one engine step did for the requests of this router, and how busy the replica is after it."""
 
     load: EngineLoad
     deltas: Sequence[AttemptDelta] = ()
     rejections: Sequence[AttemptRejection] = ()
+    stored: Sequence[int] = ()
+    """Short hashes of blocks that came to be cached there (`worker/block_hash.py`)."""
+    evicted: Sequence[int] = ()
+    """Of blocks that are no longer cached there."""
+    stats: ReplicaStats | None = None
+    """Told now and then, and whenever the replica has fallen idle."""
 
 
 # --- in: the text of one sequence ---
@@ -173,3 +201,5 @@ class ReplicaLoad:
     replica_id: str
     model: str
     load: EngineLoad
+    stats: ReplicaStats | None = None
+    """None until it has told."""

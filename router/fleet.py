@@ -7,8 +7,10 @@ A replica is *up* between its hello and the loss of its link; *retiring* while i
 from collections.abc import Iterator
 from dataclasses import replace
 
-from router.events import ModelStatus, ReplicaFacts, ReplicaLoad
-from router.policy import DrawIndex, load_score, power_of_two_choices
+from router.config import RouterConfig
+from router.events import ModelStatus, ReplicaFacts, ReplicaLoad, ReplicaStats, StepNews
+from router.policy import DrawIndex, load_score, longest_prefix, power_of_two_choices
+from router.prefix_index import PrefixIndex, PromptPrefix
 from worker.errors import UnknownModelError
 from worker.request import EngineLoad
 
@@ -19,6 +21,10 @@ class ReplicaState:
     def __init__(self, facts: ReplicaFacts, load: EngineLoad) -> None:
         self.facts = facts
         self.load = load
+        self.stats: ReplicaStats | None = None
+        """As it last told; None until then."""
+        self.cached = PrefixIndex(facts.block_size)
+        """What it has cached; empty where nobody asked."""
         self.attempts: set[int] = set()
         """Attempts of this router that run or wait there."""
         self.is_retiring = False
@@ -31,7 +37,7 @@ class ReplicaState:
         return load_score(self.load, self._num_sent, self._num_sent_tokens, len(self.attempts))
 
     def note_sent(self, attempt: int, num_tokens: int) -> None:
-        """An attempt is on its way there; the next report is expected to count it."""
+        """An attempt is on its way there, with so many tokens to compute; the next report is expected to count it."""
         self.attempts.add(attempt)
         self._num_sent += 1
         self._num_sent_tokens += num_tokens
@@ -40,6 +46,11 @@ class ReplicaState:
         self.load = load
         self._num_sent = 0
         self._num_sent_tokens = 0
+
+    def note_memory(self, news: StepNews) -> None:
+        """What it says of its cache and of itself, where it says so."""
+        self.cached.apply(news.stored, news.evicted)
+        self.stats = news.stats or self.stats
 
     def has_room(self, max_waiting: int) -> bool:
         """Whether a request sent now would find fewer than `max_waiting` before it.
@@ -73,8 +84,9 @@ class ModelState:
 class Fleet:
     """All replicas, by id and by model."""
 
-    def __init__(self, max_waiting_per_replica: int, draw: DrawIndex) -> None:
-        self._max_waiting = max_waiting_per_replica
+    def __init__(self, config: RouterConfig, draw: DrawIndex) -> None:
+        self._is_prefix_aware = config.routing_policy == "prefix_aware"
+        self._max_waiting = config.max_waiting_per_replica
         self._draw = draw
         self._replicas: dict[str, ReplicaState] = {}
         self._models: dict[str, ModelState] = {}
@@ -105,16 +117,19 @@ class Fleet:
     def get(self, replica_id: str) -> ReplicaState | None:
         return self._replicas.get(replica_id)
 
-    def choose(self, model: str) -> ReplicaState | None:
+    def choose(self, model: str, prefix: PromptPrefix) -> ReplicaState | None:
         """The replica that the next request should go to, or None if none is up and has room."""
-        replicas = [replica for replica in self._models[model].replicas if not replica.is_retiring]
+        replicas = [
+            replica
+            for replica in self._models[model].replicas
+            if not replica.is_retiring and replica.has_room(self._max_waiting)
+        ]
         if not replicas:
             return None
-        chosen = power_of_two_choices(replicas, self._draw)
-        if chosen.has_room(self._max_waiting):
-            return chosen
-        roomy = [replica for replica in replicas if replica.has_room(self._max_waiting)]
-        return power_of_two_choices(roomy, self._draw) if roomy else None
+        if not self._is_prefix_aware:
+            return power_of_two_choices(replicas, self._draw)
+        num_cached = [replica.cached.num_cached_tokens(prefix) for replica in replicas]
+        return longest_prefix(replicas, num_cached, self._draw)
 
     def model(self, name: str) -> ModelState:
         """Raises `UnknownModelError` for a model that has never been served here."""
@@ -131,7 +146,7 @@ class Fleet:
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
         return tuple(
-            ReplicaLoad(replica_id=replica_id, model=replica.facts.model, load=replica.load)
+            ReplicaLoad(replica_id=replica_id, model=replica.facts.model, load=replica.load, stats=replica.stats)
             for replica_id, replica in self._replicas.items()
         )
 

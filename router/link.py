@@ -18,7 +18,7 @@ from router.config import RouterConfig
 from router.directory import ReplicaEndpoint
 from router.events import ReplicaFacts, SendAbort, SendSubmit, StepNews
 from router.link_watch import LinkWatch
-from router.wire import abort_message, engine_load, replica_facts, step_news, submit_message
+from router.wire import abort_message, engine_load, follow_cache_message, replica_facts, step_news, submit_message
 from worker.errors import HoldfastError, InternalError, ReplicaError
 from worker.request import EngineLoad
 
@@ -125,6 +125,8 @@ class ReplicaLink:
         """One session. Ends by raising: `ReplicaError`, or what gRPC raises."""
         self._outbox = asyncio.Queue()
         self._frozen_s = None
+        if self._config.routing_policy == "prefix_aware":
+            self._outbox.put_nowait(follow_cache_message())
         async with grpc.aio.insecure_channel(self.endpoint.address, options=_channel_options(self._config)) as channel:
             call: LinkCall = engine_pb2_grpc.EngineStub(channel).Link()  # type: ignore[no-untyped-call]
             tasks = [asyncio.create_task(_write(self._outbox, call))]

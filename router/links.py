@@ -33,7 +33,7 @@ class Links:
             try:
                 async for endpoints in directory.watch():
                     await self.update(endpoints)
-            except Exception:
+            except Exception:  # of any directory, Ray's among them: a router without news is better than none
                 logger.exception("the replica directory failed; the links stay as they are until it answers again")
             await asyncio.sleep(WATCH_AGAIN_S)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from router.deadlines import Deadlines
 from router.events import Deliver, TextState, Usage
 from router.fleet import ReplicaState
+from router.prefix_index import PromptPrefix
 from worker.request import EngineRequest, FinishReason, TokenLogprob
 
 
@@ -32,6 +33,11 @@ class RequestRecord:
     num_cached_tokens: int = 0
     attempt: Attempt | None = None
     """None while the request is queued."""
+    prefix: PromptPrefix = field(init=False)
+    """By which the replicas that have its prompt cached are found."""
+
+    def __post_init__(self) -> None:
+        self.prefix = PromptPrefix(self.request)
 
     @property
     def request_id(self) -> str:
@@ -120,7 +126,7 @@ class RequestTable:
         record.attempt = Attempt(number=self._last_attempt, replica=replica)
         self._by_attempt[self._last_attempt] = record
         num_tokens = len(record.request.prompt_token_ids) + len(record.output_token_ids)
-        replica.note_sent(self._last_attempt, num_tokens)
+        replica.note_sent(self._last_attempt, num_tokens - replica.cached.num_cached_tokens(record.prefix))
         return record.attempt
 
     def end_attempt(self, record: RequestRecord) -> Attempt:

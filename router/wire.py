@@ -6,6 +6,7 @@ checks that need a model (`intake.py`). Conversions of the link run once a step 
 
 import struct
 from collections.abc import Iterable
+from dataclasses import asdict, fields
 from typing import Final
 
 from holdfast_pb import engine_pb2, inference_pb2
@@ -16,6 +17,7 @@ from router.events import (
     ModelStatus,
     ReplicaFacts,
     ReplicaLoad,
+    ReplicaStats,
     SendAbort,
     SendSubmit,
     StepNews,
@@ -197,6 +199,7 @@ def load_response(num_queued: int, num_open: int, replicas: Iterable[ReplicaLoad
                 num_waiting=replica.load.num_waiting,
                 num_free_blocks=replica.load.num_free_blocks,
                 num_total_blocks=replica.load.num_total_blocks,
+                stats=None if replica.stats is None else inference_pb2.ReplicaStats(**asdict(replica.stats)),
             )
             for replica in replicas
         ],
@@ -242,6 +245,10 @@ def abort_message(action: SendAbort) -> engine_pb2.LinkRequest:
     return engine_pb2.LinkRequest(abort=engine_pb2.Abort(attempt=action.attempt))
 
 
+def follow_cache_message() -> engine_pb2.LinkRequest:
+    return engine_pb2.LinkRequest(follow_cache=engine_pb2.FollowCache())
+
+
 # --- the link, up ---
 
 
@@ -284,7 +291,19 @@ def step_news(update: engine_pb2.StepUpdate) -> StepNews:
         AttemptRejection(attempt=rejection.attempt, error=_rejection_error(rejection))
         for rejection in update.rejections
     ]
-    return StepNews(load=engine_load(update.load), deltas=deltas, rejections=rejections)
+    return StepNews(
+        load=engine_load(update.load),
+        deltas=deltas,
+        rejections=rejections,
+        stored=update.cache_events.stored,
+        evicted=update.cache_events.evicted,
+        stats=_replica_stats(update.stats) if update.HasField("stats") else None,
+    )
+
+
+def _replica_stats(stats: engine_pb2.EngineStats) -> ReplicaStats:
+    """The fields have the same names."""
+    return ReplicaStats(**{item.name: getattr(stats, item.name) for item in fields(ReplicaStats)})
 
 
 def _logprobs(delta: engine_pb2.Delta) -> tuple[TokenLogprob, ...]:

@@ -56,6 +56,8 @@ class FakeReplica:
         self.num_blocks = 100_000
         self.num_links = 0
         """Links that have ever been made to it."""
+        self.num_followers = 0
+        """Links whose router has asked for the prefix cache's events. There are none."""
         self.num_steps = 0
         self.num_tokens = 0
         self.running: dict[int, engine_pb2.Submit] = {}
@@ -149,6 +151,8 @@ class FakeReplica:
             if request.HasField("abort"):
                 self.aborted.append(request.abort.attempt)
                 self.running.pop(request.abort.attempt, None)
+            elif request.HasField("follow_cache"):
+                self.num_followers += 1
             elif self.refusal is not None:
                 self.refusal.attempt = request.submit.attempt
                 self.say(engine_pb2.StepUpdate(rejections=[self.refusal], load=self._load()))

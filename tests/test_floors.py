@@ -7,12 +7,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {"proto": set(), "worker": set(), "router": {"worker"}, "cluster": {"worker", "router"}}
 OURS = MAY_IMPORT.keys() | {"holdfast", "tests", "benchmarks", "scripts"}
-PLAIN_DATA = {"config", "errors", "model_info", "progress", "request", "structured_outputs"}
+PLAIN_DATA = {"block_hash", "config", "errors", "model_info", "progress", "request", "structured_outputs"}
 POLICY = PLAIN_DATA | {"batching", "block_allocator", "plan", "prefix_cache", "queues", "scheduler", "sequence"}
-POLICY |= {"controls", "static_batching", "step_limits"}
+POLICY |= {"cache_feed", "controls", "static_batching", "step_limits"}
 POLICY |= {"batching_optimizer", "dial", "step_time", "step_tuner"}
 PROCESS = {"engine", "link", "rank", "replica", "watchdog"}
-ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "record"}
+ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "prefix_index", "record"}
 RELATIVE = "a relative import"
 STUB_FILES = {"wire", "link", "server", "client"}
 DEVICE = {"torch", "transformers", "safetensors", "numpy"}

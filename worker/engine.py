@@ -15,11 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 from worker.batching_optimizer import Recommendation
+from worker.cache_feed import NO_CHANGES, CacheChanges, CacheFeed
 from worker.errors import HoldfastError, InvalidRequestError, ReplicaError
 from worker.plan import StepPlan, StepResult
 from worker.progress import ProgressCounter
@@ -28,6 +29,9 @@ from worker.scheduler import Scheduler, SchedulerStats
 from worker.step_tuner import StepTuner
 
 logger = logging.getLogger(__name__)
+
+STATS_EVERY_STEPS: Final = 32
+"""A busy engine works its statistics out once in so many steps, and whenever it falls idle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,26 @@ class Rejection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats(SchedulerStats):
+    """Counts since the start, and what the engine holds now: one flat set of figures."""
+
+    num_requests: int
+    """All that were submitted, refused ones among them."""
+    num_tokens_generated: int
+    step_time_s: float
+    """Seconds spent in `runner.run`, all steps together."""
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    """Tokens that alive requests still have to have computed before each draws its next one."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens in a second of stepping; idle time does not count. 0 before the first step."""
+        return self.num_tokens_generated / self.step_time_s if self.step_time_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineUpdate:
     """What a turn of the engine did for one listener's requests, and how busy the engine is after it."""
 
@@ -46,18 +70,10 @@ class EngineUpdate:
     deltas: tuple[TokenDelta, ...]
     rejections: tuple[Rejection, ...]
     load: EngineLoad
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Counts since the start, and what the scheduler says of itself."""
-
-    num_requests: int
-    num_tokens_generated: int
-    step_time_s: float
-    """Seconds spent in `runner.run`, all steps together."""
-    load: EngineLoad
-    scheduler: SchedulerStats
+    cache: CacheChanges = NO_CHANGES
+    """For a listener that follows the cache: what came and went since its last update."""
+    stats: EngineStats | None = None
+    """In a listener's first update, whenever the engine has fallen idle, and each `STATS_EVERY_STEPS` steps."""
 
 
 class StepListener(Protocol):
@@ -117,6 +133,7 @@ class Engine:
         self._num_tokens_generated = 0
         self._step_time_s = 0.0
         self._step_id = 0
+        self._stats_step_id = 0  # of the step that statistics were last told of
         self._load = scheduler.load()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -134,6 +151,13 @@ class Engine:
     def attach(self, listener: StepListener) -> None:
         """From now on `listener` hears of every step. Raises `ReplicaError` if the engine has ended."""
         self._post(lambda: self._attach(listener))
+
+    def follow_cache(self, listener: StepListener) -> None:
+        """From now on the updates of an attached listener say what the prefix cache holds: all of it, then changes.
+
+        As long as nobody follows, nothing is kept for it.
+        """
+        self._post_unless_ended(lambda: self._follow_cache(listener))
 
     def detach(self, listener: StepListener) -> None:
         """`listener` hears nothing more, and its requests are aborted."""
@@ -255,15 +279,31 @@ class Engine:
             return  # it was given up meanwhile, and everyone has been told so
         before, self._load = self._load, self._scheduler.load()
         concerns_all = stepped or self._load != before
+        stats = self._stats() if concerns_all and self._stats_are_due() else None
+        self._note_cache_events()
         for listener, mailbox in list(self._listeners.items()):
             if concerns_all or mailbox.has_news:
-                self._tell(listener, mailbox.take(self._step_id, self._load))
+                update = mailbox.take(self._step_id, self._load, stats or (self._stats() if mailbox.is_new else None))
+                self._tell(listener, update)
+
+    def _stats_are_due(self) -> bool:
+        if self._scheduler.has_work and self._step_id < self._stats_step_id + STATS_EVERY_STEPS:
+            return False
+        self._stats_step_id = self._step_id
+        return True
+
+    def _note_cache_events(self) -> None:
+        """Puts what the cache did since the last time into the mailboxes of those who follow it."""
+        feeds = [mailbox.cache for mailbox in self._listeners.values() if mailbox.cache is not None]
+        events = self._scheduler.take_cache_events() if feeds else ()
+        for feed in feeds:
+            feed.note(events)
 
     def _tell(self, listener: StepListener, update: EngineUpdate) -> None:
         """A listener that breaks loses its own requests, not everybody's."""
         try:
             listener.on_update(update)
-        except Exception:
+        except Exception:  # whatever it raises is the listener's own fault
             logger.exception("a listener failed; its requests are aborted")
             self._detach(listener)
 
@@ -286,6 +326,12 @@ class Engine:
     def _attach(self, listener: StepListener) -> None:
         self._listeners.setdefault(listener, _Mailbox())
 
+    def _follow_cache(self, listener: StepListener) -> None:
+        mailbox = self._listeners.get(listener)
+        if mailbox is not None:
+            # Events from before that nobody has taken yet follow, and say the same of each block as this does.
+            mailbox.cache = CacheFeed(self._scheduler.cached_block_hashes())
+
     def _abort(self, request_id: str) -> None:
         delta = self._scheduler.abort(request_id)
         if delta is not None:
@@ -307,12 +353,15 @@ class Engine:
             self._abort(request_id)
 
     def _stats(self) -> EngineStats:
+        load = self._scheduler.load()
         return EngineStats(
+            **asdict(self._scheduler.stats()),
             num_requests=self._num_requests,
             num_tokens_generated=self._num_tokens_generated,
             step_time_s=self._step_time_s,
-            load=self._scheduler.load(),
-            scheduler=self._scheduler.stats(),
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_waiting_tokens=load.num_waiting_tokens,
         )
 
     def _stop(self) -> None:
@@ -337,7 +386,8 @@ class Engine:
         try:
             action()
         except Exception as error:
-            logger.warning("%s failed: %s", what, error)
+            is_bug = not isinstance(error, HoldfastError)
+            logger.warning("%s failed: %s", what, error, exc_info=is_bug)
 
     def _post(self, command: Callable[[], None]) -> None:
         with self._gate:
@@ -355,16 +405,25 @@ class _Mailbox:
     """What a listener has not been told yet."""
 
     def __init__(self) -> None:
+        self.is_new = True
         self.deltas: list[TokenDelta] = []
         self.rejections: list[Rejection] = []
+        self.cache: CacheFeed | None = None
 
     @property
     def has_news(self) -> bool:
-        return bool(self.deltas or self.rejections)
+        return bool(self.is_new or self.deltas or self.rejections or (self.cache and self.cache.has_news))
 
-    def take(self, step_id: int, load: EngineLoad) -> EngineUpdate:
-        update = EngineUpdate(step_id=step_id, deltas=tuple(self.deltas), rejections=tuple(self.rejections), load=load)
-        self.deltas, self.rejections = [], []
+    def take(self, step_id: int, load: EngineLoad, stats: EngineStats | None) -> EngineUpdate:
+        update = EngineUpdate(
+            step_id=step_id,
+            deltas=tuple(self.deltas),
+            rejections=tuple(self.rejections),
+            load=load,
+            cache=self.cache.take() if self.cache else NO_CHANGES,
+            stats=stats,
+        )
+        self.is_new, self.deltas, self.rejections = False, [], []
         return update
 
 

@@ -4,6 +4,8 @@ Which block belongs to which sequence is the scheduler's business (`block_alloca
 pools is `attention/`. Here is only the memory.
 """
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -73,7 +75,7 @@ class KVCache:
             raise ValueError(f"block_size = {block_size}: must divide {TILE_TOKENS} or be a multiple of it")
         shapes = [(spec.num_kv_heads, dim) for spec in specs for dim in (spec.key_dim, spec.value_dim)]
         pools = {
-            shape: torch.zeros(shapes.count(shape), num_blocks, block_size, *shape, dtype=dtype, device=device)
+            shape: _zeros((shapes.count(shape), num_blocks, block_size, *shape), dtype, torch.device(device))
             for shape in dict.fromkeys(shapes)
         }
         unused = {shape: iter(pool) for shape, pool in pools.items()}
@@ -91,3 +93,13 @@ class KVCache:
         """Writes zeros over these blocks in all layers."""
         for pool in self._pools:
             pool.index_fill_(1, block_ids, 0)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU, fresh pages of the system: they are zero, and take time and memory only once they are written to.
+
+    `torch.zeros` would write to all of them, which takes seconds for a cache of a gigabyte.
+    """
+    if device.type != "cpu" or not math.prod(shape):
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(*shape)

@@ -6,14 +6,15 @@ loop. What may not: decisions. When a router's stream ends, for whatever reason,
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Iterator
+from typing import Final, TypeAlias
 
 import grpc
 
 from holdfast_pb import engine_pb2, engine_pb2_grpc
+from worker.cache_feed import CacheChanges
 from worker.config import HealthConfig
-from worker.engine import Engine, EngineUpdate, Rejection
+from worker.engine import Engine, EngineStats, EngineUpdate, Rejection
 from worker.errors import HoldfastError, InvalidRequestError
 from worker.model_info import ModelInfo
 from worker.replica import Replica
@@ -34,6 +35,9 @@ SERVER_OPTIONS = (
 )
 
 Context: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.LinkRequest, engine_pb2.LinkResponse]"
+
+MAX_CACHE_EVENTS: Final = 4096
+"""Of one message: 32 KiB, so that a large cache's snapshot comes in pieces."""
 
 _FINISH_REASONS = {FinishReason.STOP: 1, FinishReason.LENGTH: 2, FinishReason.ABORT: 3}
 
@@ -137,6 +141,8 @@ class RouterLink:
                     self._submit(request.submit)
                 elif request.HasField("abort"):
                     self._engine.abort(self._request_id(request.abort.attempt))
+                elif request.HasField("follow_cache"):
+                    self._engine.follow_cache(self)
         except HoldfastError as error:
             self.failure = self.failure or error
         finally:
@@ -154,17 +160,25 @@ class RouterLink:
     async def messages(self) -> AsyncIterator[engine_pb2.LinkResponse]:
         while (news := await self._outbox.get()) is not None:
             if isinstance(news, EngineUpdate):
-                yield engine_pb2.LinkResponse(step=self.to_message(news))
+                for message in self.to_messages(news):
+                    yield engine_pb2.LinkResponse(step=message)
             else:
                 yield engine_pb2.LinkResponse(heartbeat=news)
 
-    def to_message(self, update: EngineUpdate) -> engine_pb2.StepUpdate:
-        return engine_pb2.StepUpdate(
+    def to_messages(self, update: EngineUpdate) -> Iterator[engine_pb2.StepUpdate]:
+        """One message; more where the cache has more to tell than one takes."""
+        first, *others = update.cache.parts(MAX_CACHE_EVENTS)
+        load = _load_message(update.load)
+        yield engine_pb2.StepUpdate(
             step_id=update.step_id,
             deltas=[self._delta(delta) for delta in update.deltas],
             rejections=[self._rejection(rejection) for rejection in update.rejections],
-            load=_load_message(update.load),
+            load=load,
+            cache_events=_cache_message(first),
+            stats=None if update.stats is None else _stats_message(update.stats),
         )
+        for part in others:
+            yield engine_pb2.StepUpdate(step_id=update.step_id, load=load, cache_events=_cache_message(part))
 
     def _submit(self, submit: engine_pb2.Submit) -> None:
         request_id = self._request_id(submit.attempt)
@@ -250,3 +264,16 @@ def _load_message(load: EngineLoad) -> engine_pb2.Load:
         num_free_blocks=load.num_free_blocks,
         num_total_blocks=load.num_total_blocks,
     )
+
+
+def _cache_message(changes: CacheChanges) -> engine_pb2.CacheEvents | None:
+    """None, which leaves the field unset, where there is nothing to tell."""
+    if not changes:
+        return None
+    return engine_pb2.CacheEvents(stored=changes.stored, evicted=changes.evicted)
+
+
+def _stats_message(stats: EngineStats) -> engine_pb2.EngineStats:
+    """Every field that the message has, by its name."""
+    names = engine_pb2.EngineStats.DESCRIPTOR.fields_by_name
+    return engine_pb2.EngineStats(**{name: getattr(stats, name) for name in names})

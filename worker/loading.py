@@ -16,7 +16,6 @@ from worker.config import SchedulerConfig, WorkerConfig
 from worker.errors import ConfigurationError
 from worker.kv_cache import KVCache
 from worker.memory import (
-    MIN_BLOCKS,
     check_num_blocks,
     choose_num_blocks,
     cpu_cache_bytes,
@@ -24,6 +23,7 @@ from worker.memory import (
     gpu_cache_bytes,
     kv_bytes_per_token,
     smallest_of_all_ranks,
+    useful_blocks,
 )
 from worker.model import RankModel, build_rank_model, serving_dtype
 from worker.model_info import ModelInfo
@@ -93,7 +93,7 @@ def _allocate_cache(config: WorkerConfig, model: RankModel, target: Target, max_
     """The cache, with the same number of blocks on every rank."""
     block_size = config.cache.block_size or default_block_size(target.device)
     block_bytes = kv_bytes_per_token(model.specs, target.dtype) * block_size
-    useful_blocks = None
+    most_blocks = None
     if config.cache.num_blocks is not None or config.cache.kv_cache_memory is not None:
         default_bytes = 0
     elif target.device.type == "cuda":
@@ -101,8 +101,8 @@ def _allocate_cache(config: WorkerConfig, model: RankModel, target: Target, max_
         default_bytes = gpu_cache_bytes(target.device, activations, config.cache.gpu_memory_utilization)
     else:
         default_bytes = cpu_cache_bytes()
-        useful_blocks = max(MIN_BLOCKS, config.scheduler.max_num_seqs * -(-max_model_len // block_size))
-    chosen = choose_num_blocks(config.cache, default_bytes, block_bytes, useful_blocks)
+        most_blocks = useful_blocks(config, block_size, max_model_len)
+    chosen = choose_num_blocks(config.cache, default_bytes, block_bytes, most_blocks)
     num_blocks = smallest_of_all_ranks(chosen, target.group, target.device)
     check_num_blocks(num_blocks, block_bytes)  # only now: all ranks come to the same answer
     logger.info("KV cache: %d blocks of %d tokens, %d MiB", num_blocks, block_size, num_blocks * block_bytes >> 20)

@@ -24,6 +24,10 @@ CPU_CACHE_LIMIT: Final = 2**30
 
 CPU_CACHE_SHARE: Final = 0.1
 
+PREFIX_CACHE_FACTOR: Final = 4
+"""With prefix caching, a CPU's cache has room for this many times what running sequences can use: three quarters for
+prefixes of earlier ones. A larger cache costs no time at the start (`kv_cache.py`); its memory is bounded as above."""
+
 MIN_BLOCKS: Final = 2
 """The check before the first request runs two sequences side by side."""
 
@@ -42,6 +46,12 @@ class MemoryEstimator:
         self.block_size = config.cache.block_size or default_block_size(choose_device(config.model))
         self.weight_bytes = _weight_bytes(model, plan, dtype)
         self.kv_bytes_per_token = _kv_values_per_token(hf_config, plan) * dtype.itemsize
+
+    def default_cache_bytes(self, config: WorkerConfig, default_bytes: int, *, is_gpu: bool) -> int:
+        """Memory of the cache that loading would choose where `default_bytes` are there for it."""
+        block_bytes = self.kv_bytes_per_token * self.block_size
+        most_blocks = None if is_gpu else useful_blocks(config, self.block_size, self.max_model_len)
+        return choose_num_blocks(config.cache, default_bytes, block_bytes, most_blocks) * block_bytes
 
     def num_blocks(self, cache_bytes: int) -> int:
         """Blocks that fit into this much memory for the cache."""
@@ -73,17 +83,23 @@ def gpu_cache_bytes(device: torch.device, activation_bytes: int, utilization: fl
     return int(total * utilization) - (total - free) - activation_bytes
 
 
-def choose_num_blocks(config: CacheConfig, default_bytes: int, block_bytes: int, useful_blocks: int | None) -> int:
+def useful_blocks(config: WorkerConfig, block_size: int, max_model_len: int) -> int:
+    """Blocks beyond which a larger cache does little: for a small model, far fewer than fit its memory."""
+    running = config.scheduler.max_num_seqs * -(-max_model_len // block_size)
+    return max(MIN_BLOCKS, running * (PREFIX_CACHE_FACTOR if config.cache.enable_prefix_caching else 1))
+
+
+def choose_num_blocks(config: CacheConfig, default_bytes: int, block_bytes: int, most_blocks: int | None) -> int:
     """Blocks of this rank's cache: as set, or as many as fit the memory that is set, or the default memory.
 
-    `useful_blocks` bounds the default where more could never be in use. The result may be too small to work with.
+    `most_blocks` bounds the default where more would do little. The result may be too small to work with.
     """
     if config.num_blocks is not None:
         return config.num_blocks
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory // block_bytes
     num_blocks = default_bytes // block_bytes
-    return num_blocks if useful_blocks is None else min(num_blocks, useful_blocks)
+    return num_blocks if most_blocks is None else min(num_blocks, most_blocks)
 
 
 def check_num_blocks(num_blocks: int, block_bytes: int) -> None:

@@ -1,43 +1,13 @@
 """Which block holds which tokens, so that a prefix that was computed once need not be computed again.
 
-A full block is known by a hash of its tokens and of the hash before it, so equal hashes mean equal keys and values:
-those of the same tokens after the same prefix under the same salt. What may not live here: who owns a block and which
-one is evicted next (`block_allocator.py`), and sequences (`queues.py`).
+A full block is known by a hash (`block_hash.py`), and equal hashes mean equal keys and values. What may not live here:
+who owns a block and which one is evicted next (`block_allocator.py`), and sequences (`queues.py`).
 """
 
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Final
 
-HASH_BYTES: Final = 16
-
-
-def root_hash(salt: str) -> bytes:
-    """The parent of every first block under this salt. Blocks under different salts are never found for each other."""
-    return blake2b(salt.encode(errors="surrogatepass"), digest_size=HASH_BYTES).digest()
-
-
-def next_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Hash of a full block that follows the block `parent`. The same in every process and on every machine."""
-    return blake2b(parent + struct.pack(f"<{len(token_ids)}q", *token_ids), digest_size=HASH_BYTES).digest()
-
-
-class HashChain:
-    """The hashes of one sequence's full blocks. Each is worked out once, when it is first asked for."""
-
-    __slots__ = ("_hashes",)
-
-    def __init__(self, salt: str) -> None:
-        self._hashes = [root_hash(salt)]
-
-    def hash_of(self, index: int, token_ids: Sequence[int], block_size: int) -> bytes:
-        """Hash of block number `index`, -1 for the root. `token_ids` are all of the sequence's, and fill that block."""
-        while len(self._hashes) < index + 2:
-            start = (len(self._hashes) - 1) * block_size
-            self._hashes.append(next_hash(self._hashes[-1], token_ids[start : start + block_size]))
-        return self._hashes[index + 1]
+from worker.block_hash import HashChain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +51,11 @@ class PrefixCache:
         """What the block is found by, if it is."""
         content = self._contents.get(block_id)
         return content.block_hash if content else None
+
+    @property
+    def block_hashes(self) -> Iterable[bytes]:
+        """What can be found now."""
+        return self._block_ids.keys()
 
     def find(self, chain: HashChain, token_ids: Sequence[int], max_num_blocks: int) -> list[int]:
         """The blocks of the longest prefix of `token_ids` that is stored, up to so many full blocks."""

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -115,16 +116,16 @@ class LocalLauncher:
 
 
 class LocalRanks:
-    """Child processes, watched through their file descriptors."""
+    """Child processes, watched through their file descriptors by a thread that closes them when the first has ended."""
 
     def __init__(self, processes: dict[int, "subprocess.Popen[bytes]"]) -> None:
         self._processes = processes
-        self._watches = {os.pidfd_open(process.pid): rank for rank, process in processes.items()}
+        self._first_end: Future[str] = Future()
+        watches = {os.pidfd_open(process.pid): rank for rank, process in processes.items()}
+        threading.Thread(target=self._watch, args=(watches,), name="local-ranks", daemon=True).start()
 
     def wait(self) -> str:
-        ready, _, _ = select.select(list(self._watches), [], [])
-        ended = sorted(self._watches[watch] for watch in ready)
-        return ", ".join(f"rank {rank} ended with code {self._processes[rank].wait()}" for rank in ended)
+        return self._first_end.result()
 
     def stop(self) -> None:
         for process in self._processes.values():
@@ -136,10 +137,22 @@ class LocalRanks:
         for process in self._processes.values():
             process.kill()
             process.wait()
+            assert process.stdin is not None, "it is a pipe"
+            process.stdin.close()
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes.values()]
+
+    def _watch(self, watches: dict[int, int]) -> None:
+        poll = select.poll()  # unlike `select`, it takes descriptors of any number
+        for watch in watches:
+            poll.register(watch, select.POLLIN)
+        ended = sorted(watches[watch] for watch, _ in poll.poll())
+        for watch in watches:
+            os.close(watch)
+        codes = [f"rank {rank} ended with code {self._processes[rank].wait()}" for rank in ended]
+        self._first_end.set_result(", ".join(codes))
 
 
 _CHILD = "import sys; sys.path[:] = {path!r}; from worker.rank import run_child; run_child()"

@@ -73,7 +73,7 @@ class Replica:
         group, ranks = _gather_ranks(config, device, launcher or LocalLauncher())
         try:
             runner = ModelRunner.load(config, group, progress, device)
-        except BaseException:
+        except BaseException:  # an interrupt as well: no rank may be left running
             if ranks is not None:
                 ranks.kill()
             group.close()
@@ -170,7 +170,7 @@ def _gather_ranks(
     ranks = launcher.launch(config, rendezvous)
     try:
         return _first(lambda: join(config, 0, rendezvous, device), ranks.wait), ranks
-    except BaseException:
+    except BaseException:  # an interrupt as well
         ranks.kill()
         raise
 
@@ -185,7 +185,7 @@ def _first(joining: Callable[[], T], dying: Callable[[], str]) -> T:
     def join_group() -> None:
         try:
             group = joining()
-        except BaseException as error:
+        except BaseException as error:  # raised again where the outcome is asked for
             with suppress(InvalidStateError):
                 outcome.set_exception(error)
         else:

@@ -5,7 +5,7 @@ a step is filled (`batching.py`). The loop around it is `plan = plan()`, `result
 result)`; adding and aborting are safe at any point of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from worker.batching import BatchingPolicy, ContinuousBatching
@@ -37,7 +37,7 @@ class SchedulerStats:
     num_prefix_query_tokens: int
     """Tokens of all requests as they were when first admitted."""
     num_prefix_hit_tokens: int
-    """Those of `num_prefix_query_tokens` that were in the prefix cache: over them, the hit rate."""
+    """Those of `num_prefix_query_tokens` that were in the prefix cache."""
     num_preemptions: int
     num_finished: int
     """Requests that came to their own end."""
@@ -53,6 +53,11 @@ class SchedulerStats:
     num_wasted_slots: int
     """Slots of the used blocks that are kept for no token that exists: with continuous batching, less than a block
     for each sequence; with static batching also what is reserved for the future, and all of a sequence that ended."""
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompts' tokens that were cached; 0 before the first."""
+        return self.num_prefix_hit_tokens / max(1, self.num_prefix_query_tokens)
 
 
 class Scheduler:
@@ -179,6 +184,10 @@ class Scheduler:
         For routers that send requests to where their prefix is. Nothing is kept for this before the first call.
         """
         return self._allocator.prefix_cache.take_events()
+
+    def cached_block_hashes(self) -> Iterable[bytes]:
+        """All prefixes that are cached now, whoever has taken which events. To be read before the next step."""
+        return self._allocator.prefix_cache.block_hashes
 
     # --- State ---
 

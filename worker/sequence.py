@@ -6,9 +6,9 @@ block allocator, and decisions about who runs (`batching.py`).
 
 from enum import Enum
 
+from worker.block_hash import HashChain
 from worker.controls import LogitControls
 from worker.plan import DrawParams, ScheduledSequence
-from worker.prefix_cache import HashChain
 from worker.request import EngineRequest, FinishReason
 
 

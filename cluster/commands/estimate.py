@@ -1,7 +1,7 @@
 """`holdfast estimate`: what a model needs and what fits, from its config alone."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -9,6 +9,9 @@ from cluster.config import load_config
 from cluster.config_sources import Layer, Setting
 from cluster.flags import ESSENTIALS, takes_settings
 from worker.config import WorkerConfig
+
+if TYPE_CHECKING:
+    from worker.memory import MemoryEstimator
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -25,7 +28,7 @@ def estimate(
 ) -> int:
     """Say how much memory a model needs, without loading it.
 
-    Figures are of one rank. Unless --kv-cache-memory says otherwise, the cache is what this machine would give it.
+    Figures are of one rank. Unless a setting of the cache says otherwise, it is what this machine would give it.
     """
     from cluster.bundled_model import located
 
@@ -39,7 +42,7 @@ def _print_estimate(config: WorkerConfig) -> None:
     from worker.memory import MemoryEstimator
 
     needs = MemoryEstimator(config)
-    cache_bytes = config.cache.kv_cache_memory or _cache_bytes_here(config, needs.weight_bytes)
+    cache_bytes = _cache_bytes_here(config, needs)
     num_sequences = needs.num_sequences(cache_bytes, needs.max_model_len)
     print(f"weights     {_readable(needs.weight_bytes)}")
     print(f"KV cache    {_readable(needs.kv_bytes_per_token)} a token, {needs.block_size} tokens a block")
@@ -47,16 +50,17 @@ def _print_estimate(config: WorkerConfig) -> None:
     print(f"            {num_sequences} sequences of {needs.max_model_len} tokens, the longest this model takes")
 
 
-def _cache_bytes_here(config: WorkerConfig, weight_bytes: int) -> int:
-    """About what a rank on this machine would give its cache."""
+def _cache_bytes_here(config: WorkerConfig, needs: "MemoryEstimator") -> int:
+    """What a rank on this machine would give its cache; on a GPU, about."""
     import torch
 
     from worker.memory import cpu_cache_bytes
 
     if config.model.device == "cpu" or not torch.cuda.is_available():
-        return cpu_cache_bytes()
+        return needs.default_cache_bytes(config, cpu_cache_bytes(), is_gpu=False)
     _, total = torch.cuda.mem_get_info()
-    return max(0, int(total * config.cache.gpu_memory_utilization) - weight_bytes)
+    default_bytes = max(0, int(total * config.cache.gpu_memory_utilization) - needs.weight_bytes)
+    return needs.default_cache_bytes(config, default_bytes, is_gpu=True)
 
 
 def _readable(num_bytes: int) -> str:

@@ -7,12 +7,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LinkRequest(_message.Message):
-    __slots__ = ("submit", "abort")
+    __slots__ = ("submit", "abort", "follow_cache")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    FOLLOW_CACHE_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     abort: Abort
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    follow_cache: FollowCache
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "draw", "priority", "cache_salt")
@@ -87,6 +89,10 @@ class Abort(_message.Message):
     attempt: int
     def __init__(self, attempt: _Optional[int] = ...) -> None: ...
 
+class FollowCache(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class LinkResponse(_message.Message):
     __slots__ = ("hello", "step", "heartbeat")
     HELLO_FIELD_NUMBER: _ClassVar[int]
@@ -132,16 +138,28 @@ class Hello(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., heartbeat_ms: _Optional[int] = ..., frozen_after_ms: _Optional[int] = ...) -> None: ...
 
 class StepUpdate(_message.Message):
-    __slots__ = ("step_id", "deltas", "rejections", "load")
+    __slots__ = ("step_id", "deltas", "rejections", "load", "cache_events", "stats")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     REJECTIONS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    CACHE_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
     rejections: _containers.RepeatedCompositeFieldContainer[Rejection]
     load: Load
-    def __init__(self, step_id: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., rejections: _Optional[_Iterable[_Union[Rejection, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    cache_events: CacheEvents
+    stats: EngineStats
+    def __init__(self, step_id: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., rejections: _Optional[_Iterable[_Union[Rejection, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cache_events: _Optional[_Union[CacheEvents, _Mapping]] = ..., stats: _Optional[_Union[EngineStats, _Mapping]] = ...) -> None: ...
+
+class CacheEvents(_message.Message):
+    __slots__ = ("stored", "evicted")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    stored: _containers.RepeatedScalarFieldContainer[int]
+    evicted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, stored: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("attempt", "first_token_index", "token_ids", "finish_reason", "num_cached_tokens", "logprobs")
@@ -196,3 +214,39 @@ class Load(_message.Message):
     num_free_blocks: int
     num_total_blocks: int
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ...) -> None: ...
+
+class EngineStats(_message.Message):
+    __slots__ = ("num_steps", "num_requests", "num_finished", "num_aborted", "num_tokens_generated", "num_tokens_computed", "num_tokens_recomputed", "num_prefix_query_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_evictions", "num_used_blocks", "num_free_blocks", "num_cached_blocks", "num_wasted_slots", "step_time_s")
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ABORTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_GENERATED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_RECOMPUTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WASTED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIME_S_FIELD_NUMBER: _ClassVar[int]
+    num_steps: int
+    num_requests: int
+    num_finished: int
+    num_aborted: int
+    num_tokens_generated: int
+    num_tokens_computed: int
+    num_tokens_recomputed: int
+    num_prefix_query_tokens: int
+    num_prefix_hit_tokens: int
+    num_preemptions: int
+    num_evictions: int
+    num_used_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_wasted_slots: int
+    step_time_s: float
+    def __init__(self, num_steps: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_aborted: _Optional[int] = ..., num_tokens_generated: _Optional[int] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_recomputed: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_wasted_slots: _Optional[int] = ..., step_time_s: _Optional[float] = ...) -> None: ...

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import run
-from cluster.commands import generate
+from cluster.commands import generate, stats
+from holdfast_pb import inference_pb2
 from router.tokenizer import Tokenizer
 from worker.request import SamplingParams
 from worker.structured_outputs import StructuredOutputs
@@ -80,3 +81,38 @@ def test_a_port_that_is_taken_is_told_before_anything_starts(capsys: pytest.Capt
         port = taken.getsockname()[1]
         assert run(["serve", "--port", str(port)]) == 2
     assert f"cluster.port = {port}" in capsys.readouterr().err
+
+
+def test_stats_shows_a_row_for_each_replica(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    told = inference_pb2.ReplicaStats(
+        num_prefix_query_tokens=200,
+        num_prefix_hit_tokens=150,
+        num_evictions=11,
+        num_preemptions=12,
+        num_cached_blocks=13,
+        num_tokens_generated=300,
+        step_time_s=2.0,
+    )
+    replicas = [
+        inference_pb2.ReplicaLoad(
+            replica_id="r0", num_running=1, num_waiting=2, num_free_blocks=90, num_total_blocks=100, stats=told
+        ),
+        inference_pb2.ReplicaLoad(replica_id="r1", num_free_blocks=100, num_total_blocks=100),
+    ]
+
+    async def load(server: str) -> inference_pb2.GetLoadResponse:
+        assert server == "host:1"
+        return inference_pb2.GetLoadResponse(num_open=5, num_queued=3, replicas=replicas)
+
+    monkeypatch.setattr(stats, "_load", load)
+    assert run(["stats", "--server", "host:1"]) == 0
+    heads, first, second, last = capsys.readouterr().out.splitlines()
+    assert heads.split()[:6] == ["replica", "running", "waiting", "used", "cached", "free"]
+    assert first.split() == ["r0", "1", "2", "10", "13", "90", "75%", "11", "12", "150"]
+    assert second.split() == ["r1", "0", "0", "0", "-", "100", "-", "-", "-", "-"]
+    assert last.startswith("5 requests open in this router, 3 of them waiting")
+
+
+def test_stats_of_no_server_is_a_failure(capsys: pytest.CaptureFixture[str]):
+    assert run(["stats", "--server", "127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err.startswith("holdfast: ")

@@ -44,8 +44,8 @@ class Recorder:
 
 
 def all_blocks_are_free(engine: InferenceEngine) -> bool:
-    load = engine.get_stats().load
-    return load.num_free_blocks == load.num_total_blocks
+    stats = engine.get_stats()
+    return stats.num_free_blocks == stats.num_total_blocks
 
 
 def test_callbacks_see_the_text_grow_and_its_end(engine):

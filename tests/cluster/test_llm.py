@@ -83,8 +83,8 @@ def test_a_stop_string_ends_text_and_tokens_and_frees_what_was_held(llm):
     assert stop in decode(completion.token_ids)
     assert stop not in decode(completion.token_ids[:-1])
     llm.generate("hello", GREEDY)
-    load = llm.engine.get_stats().load
-    assert load.num_free_blocks == load.num_total_blocks
+    stats = llm.get_stats()
+    assert stats.num_free_blocks == stats.num_total_blocks
 
 
 def test_a_prompt_that_can_never_fit_is_refused_and_the_engine_goes_on(llm):
@@ -93,8 +93,8 @@ def test_a_prompt_that_can_never_fit_is_refused_and_the_engine_goes_on(llm):
     with pytest.raises(InvalidRequestError, match="prompt"):
         llm.generate({"prompt_token_ids": "no ids"} | {"prompt_token_ids": [1.5]}, GREEDY)
     assert len(tokens(llm.generate("hello", GREEDY))[0]) == 12
-    load = llm.engine.get_stats().load
-    assert load.num_free_blocks == load.num_total_blocks
+    stats = llm.get_stats()
+    assert stats.num_free_blocks == stats.num_total_blocks
 
 
 def test_chat_goes_through_the_template(llm):

@@ -190,7 +190,7 @@ def test_a_request_comes_out_the_same_whatever_happens_around_it(alone, requests
     shuffled = random.Random(name).sample(requests, NUM_REQUESTS)
     for order in (shuffled, shuffled[::-1]):
         assert_equal(run(replica, order), expected)
-    stats = replica.engine.stats().scheduler
+    stats = replica.engine.stats()
     replica.stop()
     assert stats.num_used_blocks == 0
     assert (stats.num_preemptions > 0) == (name in ("preemption", "all of it"))

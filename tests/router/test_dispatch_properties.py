@@ -175,7 +175,8 @@ class DispatchMachine(RuleBasedStateMachine):
     def nobody_waits_while_there_is_room(self):
         for model in set(REPLICAS.values()) if hasattr(self, "dispatch") else ():
             if self.dispatch._queue.has_waiting(model):
-                assert self.dispatch._fleet.choose(model) is None
+                waiting = self.dispatch._requests[next(self.dispatch._queue.waiting(model))]
+                assert self.dispatch._fleet.choose(model, waiting.prefix) is None
 
     def teardown(self):
         """Whatever has happened, it comes to an end, and nothing is left over."""

@@ -1,10 +1,10 @@
-"""Power of two choices, with the draws scripted."""
+"""Power of two choices and the longest prefix, with the draws scripted."""
 
 import random
 from collections import Counter
 from dataclasses import dataclass
 
-from router.policy import TOKENS_PER_SEQUENCE, load_score, power_of_two_choices
+from router.policy import MAX_LEAD, TOKENS_PER_SEQUENCE, load_score, longest_prefix, power_of_two_choices
 from worker.request import EngineLoad
 
 
@@ -67,3 +67,18 @@ def test_score_counts_prompt_tokens_as_sequences():
 
 def test_a_report_that_crossed_a_submission_does_not_hide_it():
     assert load_score(load(), num_open=4) == 4
+
+
+def test_the_longest_prefix_wins_up_to_a_lead_that_grows_with_what_it_saves():
+    for num_cached in (16, 2 * TOKENS_PER_SEQUENCE):
+        bound = 1 + MAX_LEAD + num_cached / TOKENS_PER_SEQUENCE
+        for score, name in ((bound, "holder"), (bound + 0.01, "empty")):
+            replicas = [FakeReplica("holder", score), FakeReplica("empty", 1)]
+            assert longest_prefix(replicas, [num_cached, 0], lambda n: 0).name == name
+
+
+def test_among_equal_prefixes_the_emptier_wins_and_without_any_two_are_drawn():
+    replicas = [FakeReplica("a", 3), FakeReplica("b", 2), FakeReplica("emptiest", 0)]
+    assert longest_prefix(replicas, [32, 32, 16], lambda n: 0).name == "b"
+    draws = iter([0, 0])
+    assert longest_prefix(replicas, [0, 0, 0], lambda n: next(draws)).name == "b", "the third is not drawn"

@@ -4,9 +4,10 @@ import asyncio
 from types import SimpleNamespace
 
 from holdfast_pb import inference_pb2
+from router.config import RouterConfig
 from router.directory import ReplicaEndpoint
 from tests.pseudo_model import PseudoRunner, pseudo_completion
-from tests.router.site import collected, on_a_loop, refusal, request, site
+from tests.router.site import collected, eventually, on_a_loop, refusal, request, site
 from worker.config import HealthConfig, SchedulerConfig
 from worker.engine import Engine
 from worker.link import LinkServer
@@ -58,7 +59,7 @@ class RealReplica:
     @property
     def is_idle(self) -> bool:
         """Every block is free."""
-        return self.engine.failure is not None or self.engine.stats().load.num_free_blocks == NUM_BLOCKS
+        return self.engine.failure is not None or self.engine.stats().num_free_blocks == NUM_BLOCKS
 
     async def kill(self) -> None:
         await self.server.stop()
@@ -134,3 +135,33 @@ async def test_a_shared_prefix_is_computed_once_and_salts_keep_it_apart():
     async with site(await RealReplica.start()) as place:
         assert [await cached(place, tail, "") for tail in (200, 201, 202)] == [0, 100, 100]
         assert [await cached(place, 200, "tenant") for _ in range(2)] == [0, 100]
+
+
+@on_a_loop
+async def test_requests_go_to_where_their_prefix_is_and_statistics_say_so():
+    async def cached(place, first: int, tail: int) -> int:
+        answer = await place.stub.Generate(request([*range(first, first + 100), tail], max_tokens=2))
+        return answer.usage.cached_prompt_tokens
+
+    async with site(await RealReplica.start("r0"), await RealReplica.start("r1")) as place:
+        hits = [[await cached(place, first, tail) for first in (1, 101)] for tail in range(200, 210)]
+        assert hits == [[0, 0]] + [[100, 100]] * 9
+
+        async def told_all() -> bool:
+            load = await place.stub.GetLoad(inference_pb2.GetLoadRequest())
+            stats = [replica.stats for replica in load.replicas]
+            return (sum(item.num_prefix_hit_tokens for item in stats), sum(item.num_finished for item in stats)) == (
+                1800,
+                20,
+            )
+
+        await eventually(told_all)
+
+
+@on_a_loop
+async def test_a_router_that_does_not_follow_the_cache_is_told_nothing_of_it():
+    replica = await RealReplica.start()
+    async with site(replica, config=RouterConfig(routing_policy="power_of_two")) as place:
+        await place.stub.Generate(request([1] * 50, max_tokens=2))
+        assert replica.engine.stats().num_cached_blocks > 0
+        assert all(not len(state.cached) for state in place.router._switchboard._dispatch._fleet)

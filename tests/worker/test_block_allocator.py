@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker.block_allocator import BlockAllocator
-from worker.prefix_cache import HashChain
+from worker.block_hash import HashChain
 
 
 def test_a_fresh_cache_hands_out_neighbours_in_order():

@@ -6,8 +6,9 @@ from collections import defaultdict
 import pytest
 
 from tests.pseudo_model import PseudoRunner, pseudo_completion
+from worker.block_hash import HashChain, short_hash
 from worker.config import SchedulerConfig
-from worker.engine import Engine, EngineUpdate
+from worker.engine import STATS_EVERY_STEPS, Engine, EngineStats, EngineUpdate
 from worker.errors import HoldfastError, InvalidRequestError, ReplicaError
 from worker.plan import StepPlan, StepResult
 from worker.request import EngineLoad, EngineRequest, FinishReason, SamplingParams
@@ -115,7 +116,7 @@ def test_requests_get_the_models_tokens(engine_and_friends):
     for request_id, prompt in prompts.items():
         assert recorder.tokens[request_id] == pseudo_completion(prompt, len(prompt), 8, runner.vocab_size)
     assert set(recorder.finished.values()) == {FinishReason.LENGTH}
-    assert engine.stats().load.num_free_blocks == NUM_BLOCKS
+    assert engine.stats().num_free_blocks == NUM_BLOCKS
 
 
 def test_a_continued_request_reports_only_what_is_new():
@@ -135,7 +136,7 @@ def test_an_abort_during_a_step_is_the_requests_last_word():
     engine.abort("r")
     gate.go_on.release()
     recorder.wait_for(lambda: recorder.finished.get("r") is FinishReason.ABORT)
-    assert engine.stats().load.num_free_blocks == NUM_BLOCKS
+    assert engine.stats().num_free_blocks == NUM_BLOCKS
     assert gate.num_steps == 1
     engine.stop()
 
@@ -193,7 +194,7 @@ def test_detaching_aborts_what_came_through_the_listener_and_nothing_else():
     gate.go_on.release(100)
     recorder.wait_for(lambda: "mine" in recorder.finished)
     assert "theirs" not in other.finished
-    assert engine.stats().load.num_free_blocks == NUM_BLOCKS
+    assert engine.stats().num_free_blocks == NUM_BLOCKS
     engine.stop()
 
 
@@ -209,7 +210,7 @@ def test_a_listener_that_breaks_loses_only_its_own_requests(engine_and_friends):
     engine.submit(make_request("theirs"), breaking)
     engine.submit(make_request("mine"), recorder)
     recorder.wait_for(lambda: "mine" in recorder.finished)
-    assert engine.stats().load.num_running == 0
+    assert engine.stats().num_running == 0
 
 
 def test_every_listener_hears_of_every_step(engine_and_friends):
@@ -281,3 +282,88 @@ def test_with_auto_tune_the_engine_does_what_it_says(caplog):
     engine.stop()
     assert scheduler.limits.max_num_seqs == recommendations[0].recommended < 8
     assert "max_num_seqs: 8 -> " in caplog.text
+
+
+# --- the prefix cache, and statistics ---
+
+
+class Follower(Recorder):
+    """A listener that keeps the cached blocks as it is told of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached: set[int] = set()
+        self.num_told = 0
+        self.stats: list[EngineStats] = []
+
+    def on_update(self, update: EngineUpdate) -> None:
+        assert not set(update.cache.stored) & set(update.cache.evicted)
+        self.num_told += len(update.cache.stored)
+        self.cached = (self.cached | set(update.cache.stored)) - set(update.cache.evicted)
+        if update.stats is not None:
+            self.stats.append(update.stats)
+        super().on_update(update)
+
+
+def block_hashes(*token_ids: int) -> set[int]:
+    chain = HashChain("")
+    return {short_hash(chain.hash_of(i, token_ids, BLOCK_SIZE)) for i in range(len(token_ids) // BLOCK_SIZE)}
+
+
+def test_each_follower_of_the_cache_hears_all_of_it_from_its_own_beginning(engine_and_friends):
+    engine, _, deaf = engine_and_friends
+    early, late = Follower(), Follower()
+    engine.submit(make_request("before anyone", prompt=range(8), max_tokens=1), deaf)
+    deaf.wait_for(lambda: "before anyone" in deaf.finished)
+    engine.attach(early)
+    engine.follow_cache(early)
+    engine.submit(make_request("before the second", prompt=range(100, 108), max_tokens=1), early)
+    early.wait_for(lambda: len(early.cached) == 4)
+    engine.attach(late)
+    engine.follow_cache(late)
+    engine.submit(make_request("for both", prompt=range(200, 212), max_tokens=1), late)
+    expected = block_hashes(*range(8)) | block_hashes(*range(100, 108)) | block_hashes(*range(200, 212))
+    for follower in (early, late):
+        follower.wait_for(lambda follower=follower: follower.cached == expected)
+        assert follower.num_told == len(expected), "nothing is told twice"
+
+
+def test_followers_hear_of_evictions(engine_and_friends):
+    engine, *_ = engine_and_friends
+    follower = Follower()
+    engine.attach(follower)
+    engine.follow_cache(follower)
+    for first in range(0, 900, 100):  # 9 x 10 blocks pass through a cache of 64
+        engine.submit(make_request(f"{first}", prompt=range(first, first + 40), max_tokens=1), follower)
+    follower.wait_for(lambda: len(follower.finished) == 9)
+    stats = engine.stats()
+    assert stats.num_evictions > 0
+    assert len(follower.cached) == stats.num_cached_blocks
+    assert block_hashes(*range(800, 840)) <= follower.cached
+    assert not block_hashes(*range(40)) & follower.cached
+
+
+def test_nothing_is_asked_of_the_scheduler_while_nobody_follows(engine_and_friends):
+    engine, _, recorder = engine_and_friends
+    engine._scheduler.take_cache_events = None  # to call it would end the engine
+    engine.submit(make_request("a", prompt=range(40), max_tokens=4), recorder)
+    recorder.wait_for(lambda: "a" in recorder.finished)
+
+
+def test_statistics_come_first_now_and_then_and_when_the_engine_is_idle(engine_and_friends):
+    engine, runner, _ = engine_and_friends
+    follower = Follower()
+    engine.attach(follower)
+    engine.submit(make_request("a", prompt=range(8), max_tokens=100), follower)
+    follower.wait_for(lambda: follower.stats and follower.stats[-1].num_finished == 1)
+    assert len(follower.stats) <= 3 + runner.num_steps // STATS_EVERY_STEPS
+    last = follower.stats[-1]
+    assert (last.num_running, last.num_requests, last.num_tokens_generated) == (0, 1, 100)
+    assert last.num_steps == runner.num_steps
+    assert last == engine.stats()
+
+
+def test_rates_are_zero_before_anything_has_run(engine_and_friends):
+    engine, *_ = engine_and_friends
+    stats = engine.stats()
+    assert (stats.prefix_hit_rate, stats.tokens_per_s) == (0, 0)

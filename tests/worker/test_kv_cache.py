@@ -1,6 +1,7 @@
 """The memory of the paged cache: shaped by its layers, zero at first and when cleared."""
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -29,3 +30,13 @@ def test_pools_are_zeroed_and_shaped_by_layer():
 def test_a_block_holds_whole_tiles_or_a_tile_whole_blocks(block_size):
     with pytest.raises(ValueError, match="block_size"):
         KVCache.allocate([PLAIN], 4, block_size, torch.float32, "cpu")
+
+
+def test_a_large_pool_takes_memory_only_where_it_is_written_to():
+    resident = psutil.Process().memory_info().rss
+    cache = KVCache.allocate([PLAIN], 2**14, 16, torch.float32, "cpu")
+    layer = cache.layers[0]
+    assert layer.keys.nbytes + layer.values.nbytes == 2**27
+    assert not layer.keys[:4].any()
+    layer.values[7] = 1
+    assert psutil.Process().memory_info().rss - resident < 2**25

@@ -10,6 +10,7 @@ import pytest
 
 from holdfast_pb import engine_pb2, engine_pb2_grpc
 from tests.pseudo_model import PseudoRunner, pseudo_completion
+from worker.block_hash import HashChain
 from worker.config import HealthConfig, SchedulerConfig
 from worker.engine import Engine
 from worker.link import LinkServer
@@ -45,6 +46,9 @@ class Router:
         self.rejected: dict[int, engine_pb2.Rejection] = {}
         self.heartbeats: list[engine_pb2.Heartbeat] = []
         self.load: engine_pb2.Load | None = None
+        self.cached: set[int] = set()
+        self.stats: engine_pb2.EngineStats | None = None
+        self.max_cache_events = 0
 
     async def hello(self) -> engine_pb2.Hello:
         return (await self._read()).hello
@@ -59,6 +63,9 @@ class Router:
     async def abort(self, attempt: int) -> None:
         await self._call.write(engine_pb2.LinkRequest(abort=engine_pb2.Abort(attempt=attempt)))
 
+    async def follow_cache(self) -> None:
+        await self._call.write(engine_pb2.LinkRequest(follow_cache=engine_pb2.FollowCache()))
+
     async def read_until(self, condition) -> None:
         while not condition():
             message = await self._read()
@@ -67,6 +74,10 @@ class Router:
                 continue
             step = message.step
             self.load = step.load
+            self.stats = step.stats if step.HasField("stats") else self.stats
+            events = step.cache_events
+            self.cached = (self.cached | set(events.stored)) - set(events.evicted)
+            self.max_cache_events = max(self.max_cache_events, len(events.stored) + len(events.evicted))
             for delta in step.deltas:
                 self.tokens[delta.attempt].extend(delta.token_ids)
                 if delta.finish_reason:
@@ -207,5 +218,32 @@ def test_a_busy_replica_beats_although_its_engine_is_stuck(engine, monkeypatch):
         finally:
             let_go.set()
         await router.read_until(lambda: 1 in router.finished)
+
+    over_a_link(engine, scenario)
+
+
+def test_a_router_that_asks_hears_what_is_cached_in_messages_of_bounded_size(engine):
+    async def scenario(router, server):
+        await router.submit(1, prompt=[1] * 19_000, max_tokens=1)
+        await router.read_until(lambda: 1 in router.finished)
+        assert not router.cached, "it has not asked"
+        await router.follow_cache()
+        await router.read_until(lambda: len(router.cached) == 19_000 // BLOCK_SIZE)
+        assert router.max_cache_events == 4096
+        chain = HashChain("")
+        last = chain.hash_of(4000, [1] * 19_000, BLOCK_SIZE)
+        assert int.from_bytes(last[:8], "little") in router.cached
+
+    over_a_link(engine, scenario)
+
+
+def test_statistics_come_up_the_link(engine):
+    async def scenario(router, server):
+        await router.submit(1, prompt=[1] * 9, max_tokens=3)
+        await router.read_until(lambda: router.stats is not None and router.stats.num_finished == 1)
+        stats = router.stats
+        assert (stats.num_requests, stats.num_tokens_generated, stats.num_prefix_query_tokens) == (1, 3, 9)
+        assert (stats.num_cached_blocks, stats.num_used_blocks, stats.num_free_blocks) == (2, 0, NUM_BLOCKS)
+        assert stats.step_time_s > 0
 
     over_a_link(engine, scenario)

@@ -9,6 +9,7 @@ from worker.errors import ConfigurationError
 from worker.loading import _activation_bytes, full_step, load_parts
 from worker.memory import (
     CPU_CACHE_LIMIT,
+    PREFIX_CACHE_FACTOR,
     MemoryEstimator,
     choose_num_blocks,
     cpu_cache_bytes,
@@ -74,10 +75,23 @@ def test_blocks_and_sequences_that_fit_are_counted_whole(folder_of):
 
 
 def test_memory_settings_go_from_the_most_to_the_least_exact():
-    assert choose_num_blocks(CacheConfig(num_blocks=7, kv_cache_memory=1000), 500, 10, useful_blocks=3) == 7
-    assert choose_num_blocks(CacheConfig(kv_cache_memory=1000), 500, 10, useful_blocks=3) == 100
-    assert choose_num_blocks(CacheConfig(), 500, 10, useful_blocks=None) == 50
-    assert choose_num_blocks(CacheConfig(), 500, 10, useful_blocks=3) == 3
+    assert choose_num_blocks(CacheConfig(num_blocks=7, kv_cache_memory=1000), 500, 10, most_blocks=3) == 7
+    assert choose_num_blocks(CacheConfig(kv_cache_memory=1000), 500, 10, most_blocks=3) == 100
+    assert choose_num_blocks(CacheConfig(), 500, 10, most_blocks=None) == 50
+    assert choose_num_blocks(CacheConfig(), 500, 10, most_blocks=3) == 3
+
+
+def test_a_cpus_cache_has_room_for_prefixes_of_earlier_sequences(folder_of, monkeypatch):
+    monkeypatch.setattr("worker.loading.cpu_cache_bytes", lambda: 2**30)
+    changes = {"scheduler": SchedulerConfig(max_num_seqs=3), "cache": CacheConfig(block_size=4)}
+    config = worker_config(folder_of("llama")).model_copy(update=changes)
+    without = config.model_copy(update={"cache": CacheConfig(block_size=4, enable_prefix_caching=False)})
+    for chosen, factor in ((config, PREFIX_CACHE_FACTOR), (without, 1)):
+        num_blocks = factor * 3 * 128 // 4
+        assert load_parts(chosen, SingleRank(), CPU, lambda *progress: None).info.num_blocks == num_blocks
+        estimator = MemoryEstimator(chosen)
+        estimated = estimator.default_cache_bytes(chosen, 2**30, is_gpu=False)
+        assert estimator.num_blocks(estimated) == num_blocks, "the estimate is what loading finds"
 
 
 def test_a_cache_without_room_for_two_blocks_is_a_wrong_setting_on_every_rank(folder_of):

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from tests.worker.scheduling import BLOCK_SIZE, make_request, make_scheduler, members, run_to_end, shares, step
-from worker.prefix_cache import BlockEvicted, BlockStored, HashChain, PrefixCache, next_hash, root_hash
+from worker.block_hash import HashChain, next_hash, root_hash
+from worker.prefix_cache import BlockEvicted, BlockStored, PrefixCache
 from worker.request import Priority
 
 # --- Hashes ---

@@ -3,7 +3,7 @@
 import pytest
 
 from worker.block_allocator import BlockAllocator
-from worker.prefix_cache import HashChain
+from worker.block_hash import HashChain
 from worker.queues import SequenceQueues
 from worker.request import EngineRequest, Priority, SamplingParams
 from worker.sequence import Sequence, SequenceStatus

@@ -1,0 +1,43 @@
+"""What a full block of tokens is known by, to the worker that caches it and to the router that looks for it.
+
+A block's hash is one of its tokens and of the hash before it, so equal hashes mean the same tokens after the same
+prefix under the same salt. The same in every process and on every machine. What may not live here: who has which block.
+"""
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final
+
+HASH_BYTES: Final = 16
+
+
+def root_hash(salt: str) -> bytes:
+    """The parent of every first block under this salt. Blocks under different salts are never found for each other."""
+    return blake2b(salt.encode(errors="surrogatepass"), digest_size=HASH_BYTES).digest()
+
+
+def next_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Hash of a full block that follows the block `parent`."""
+    return blake2b(parent + struct.pack(f"<{len(token_ids)}q", *token_ids), digest_size=HASH_BYTES).digest()
+
+
+def short_hash(block_hash: bytes) -> int:
+    """The first 64 bits: what goes over the wire. For advice alone, where a false match costs time and not tokens."""
+    return int.from_bytes(block_hash[:8], "little")
+
+
+class HashChain:
+    """The hashes of one sequence's full blocks. Each is worked out once, when it is first asked for."""
+
+    __slots__ = ("_hashes",)
+
+    def __init__(self, salt: str) -> None:
+        self._hashes = [root_hash(salt)]
+
+    def hash_of(self, index: int, token_ids: Sequence[int], block_size: int) -> bytes:
+        """Hash of block number `index`, -1 for the root. `token_ids` are all of the sequence's, and fill that block."""
+        while len(self._hashes) < index + 2:
+            start = (len(self._hashes) - 1) * block_size
+            self._hashes.append(next_hash(self._hashes[-1], token_ids[start : start + block_size]))
+        return self._hashes[index + 1]
