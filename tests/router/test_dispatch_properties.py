@@ -174,7 +174,7 @@ class DispatchMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_while_there_is_room(self):
         for model in set(REPLICAS.values()) if hasattr(self, "dispatch") else ():
-            if self.dispatch._queue.has_waiting(model):
+            if self.dispatch._queue.first(model) is not None:
                 assert self.dispatch._fleet.choose(model) is None
 
     def teardown(self):
