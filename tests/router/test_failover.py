@@ -106,7 +106,7 @@ def test_the_deadline_holds_through_failovers(core):
 
 
 def test_lost_requests_wait_in_front_of_their_class_in_the_order_they_had():
-    core = Core(limits=LimitsConfig(max_queued=3))
+    core = Core(limits=LimitsConfig(max_queued=4))
     core.up("a")
     for name in ("x", "y"):
         core.submit(name)
