@@ -17,7 +17,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.client import AsyncClient, Chunk
+from cluster.chunks import Chunk
+from cluster.client import AsyncClient
 from cluster.config import ClusterConfig, HoldfastConfig
 from cluster.progress import progress
 from cluster.serving import serving
