@@ -4,8 +4,9 @@ What may live here: the bridge between threads. What may not: anything of a requ
 """
 
 import asyncio
+import random
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from cluster.chunks import Chunk
@@ -18,13 +19,20 @@ ResultT = TypeVar("ResultT")
 class Client:
     """As `AsyncClient`, blocking. Use it as a context manager, from any number of threads."""
 
-    def __init__(self, address: str | Sequence[str], *, connect_s: float = 5.0, reconnect_s: float = 60.0) -> None:
-        """`address` is `host:port`, of one router or of several. For the times see `AsyncClient`."""
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        connect_s: float = 5.0,
+        reconnect_s: float = 60.0,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """As `AsyncClient.__init__`."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="holdfast client", daemon=True)
         self._thread.start()
         try:
-            self._client = self._wait(_made(address, connect_s, reconnect_s))
+            self._client = self._wait(_made(address, connect_s, reconnect_s, draw))
         except BaseException:
             self._stop()
             raise
@@ -81,6 +89,8 @@ async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
     return await anext(chunks, None)
 
 
-async def _made(address: str | Sequence[str], connect_s: float, reconnect_s: float) -> AsyncClient:
+async def _made(
+    address: str | Sequence[str], connect_s: float, reconnect_s: float, draw: Callable[[], float]
+) -> AsyncClient:
     """Channels belong to the loop that they are made on."""
-    return AsyncClient(address, connect_s=connect_s, reconnect_s=reconnect_s)
+    return AsyncClient(address, connect_s=connect_s, reconnect_s=reconnect_s, draw=draw)

@@ -8,7 +8,7 @@ from cluster.blocking_client import Client
 from cluster.client import AsyncClient
 from router.config import LimitsConfig
 from tests.fakes import FakeReplica, Wire
-from tests.router.site import Site, eventually, expected, on_a_loop, site
+from tests.router.site import Site, expected, on_a_loop, site
 from worker.errors import CallerError, ReplicaError, RequestSupersededError
 from worker.request import SamplingParams
 
@@ -65,19 +65,15 @@ async def test_the_blocking_client_survives_as_well():
 
         def iterate() -> list:
             chunks = []
-            with Client([first.router.address, second.router.address]) as client:
+            with Client([first.router.address, second.router.address], draw=lambda: 0.0) as client:
                 for chunk in client.stream("hello", params(max_tokens=400)):
                     chunks.append(chunk)
             return chunks
 
         iterating = asyncio.create_task(asyncio.to_thread(iterate))
-        await eventually(lambda: has_worked(mine, other))
-        await (first if mine.submits else second).router.stop()
+        await mine.until(lambda: mine.num_tokens > 3)
+        await first.router.stop()
         await check(await iterating, 400)
-
-
-async def has_worked(*replicas: FakeReplica) -> bool:
-    return any(replica.num_tokens > 3 for replica in replicas)
 
 
 @on_a_loop
@@ -97,7 +93,7 @@ async def test_leaving_a_blocking_iteration_aborts_the_request():
 @on_a_loop
 async def test_an_error_of_the_caller_is_not_tried_elsewhere():
     mine, other = await FakeReplica.start("a"), await FakeReplica.start("b")
-    async with site(mine, limits=LimitsConfig(max_request_id_length=32)) as first, site(other) as second:
+    async with site(other) as second, site(mine, limits=LimitsConfig(max_request_id_length=32)) as first:
         async with AsyncClient([first.router.address, second.router.address], draw=lambda: 0.0) as client:
             with pytest.raises(CallerError):
                 await whole(client, request_id="x" * 33)
@@ -127,7 +123,8 @@ async def test_nobody_there_is_said_soon():
 @on_a_loop
 async def test_what_is_asked_once_finds_the_router_that_is_left():
     async with site(await FakeReplica.start()) as place:
-        async with AsyncClient(["127.0.0.1:1", place.router.address], draw=lambda: 0.0) as client:
+        addresses = ["127.0.0.1:1", place.router.address]
+        async with AsyncClient(addresses, draw=lambda: 0.0) as client:
             assert (await client.list_models()).models[0].name == "fake"
 
 
