@@ -6,7 +6,7 @@ formats (`wire.py`), IO.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from worker.errors import HoldfastError
 from worker.request import EngineLoad, EngineRequest, FinishReason, TokenLogprob
@@ -28,6 +28,16 @@ class ReplicaFacts:
     block_size: int
     num_blocks: int
     row_invariant: bool
+    numerics: str = ""
+    """What else its bits depend on: the weights and the arithmetic, in words that are equal where those are."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Names all that a completion is a function of, the request aside. Equal fingerprints, equal tokens, if
+        arithmetic is row-invariant.
+        """
+        arithmetic = "row-invariant" if self.row_invariant else "row-variant"
+        return "/".join(filter(None, (self.model, f"tp{self.tensor_parallel_size}", self.numerics, arithmetic)))
 
     @property
     def max_sequence_len(self) -> int:
@@ -124,6 +134,21 @@ class TextState(Protocol):
         """The text that was still held back; called once, when the sequence has ended without a stop string."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaughtUp:
+    """What came of the output that a request begins with, when its tokens were pushed again (see `resume.py`)."""
+
+    unsent_text: str = ""
+    """Text that is certain and that the client has not got."""
+    fingerprint: str = ""
+    """Of where the output came from; empty if not known."""
+    is_over: bool = False
+    """A stop string is complete: there is nothing to go on with."""
+
+
+FRESH: Final = CaughtUp()
+"""Of a request without output."""
+
 # --- out: what the shell must do ---
 
 
@@ -167,6 +192,10 @@ class Deliver:
     usage: Usage | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
+    fingerprint: str = ""
+    """`ReplicaFacts.fingerprint` of where the tokens come from."""
+    identity_guaranteed: bool = True
+    """False once the request went on where equal tokens are not certain: the text is sound, another run may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from router.deadlines import Deadlines
-from router.events import Deliver, TextState, Usage
+from router.events import CaughtUp, Deliver, ReplicaFacts, TextState, Usage
 from router.fleet import ReplicaState
 from router.prefix_index import PromptPrefix
 from worker.request import EngineRequest, FinishReason, TokenLogprob
@@ -22,7 +22,7 @@ class Attempt:
     replica: ReplicaState
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RequestRecord:
     """One open request. Its text state is a function of its output tokens: nothing else would have to be rebuilt."""
 
@@ -30,6 +30,9 @@ class RequestRecord:
     model: str
     text: TextState
     output_token_ids: list[int] = field(default_factory=list)
+    """Begins with those of the request, if it is resumed."""
+    unsent_text: str = ""
+    """Text of a resumed request that goes out with the first delivery."""
     num_cached_tokens: int = 0
     attempt: Attempt | None = None
     """None while the request is queued."""
@@ -38,6 +41,32 @@ class RequestRecord:
 
     def __post_init__(self) -> None:
         self.prefix = PromptPrefix(self.request)
+
+    fingerprint: str = ""
+    """Of the last replica that it ran on, here or, of a resumed request, behind another router."""
+    identity_guaranteed: bool = True
+    is_retry: bool = False
+    """The last attempt came to nothing by its replica's fault: the next one is counted."""
+    num_steps: int = 0
+    """Steps with output in the last attempt."""
+    num_refusals: int = 0
+    """Attempts in a row that a replica gave up by itself, with no output in between."""
+    num_replicas_lost: int = 0
+    """Replicas that died suddenly under it, ever; and without progress in between. Kept by `quarantine.py`."""
+    num_replicas_lost_in_a_row: int = 0
+    is_suspect: bool = False
+
+    @classmethod
+    def opened(cls, request: EngineRequest, model: str, text: TextState, caught_up: CaughtUp) -> "RequestRecord":
+        """A request that has just come in, with the output that its client has already."""
+        return cls(
+            request=request,
+            model=model,
+            text=text,
+            output_token_ids=list(request.output_token_ids),
+            unsent_text=caught_up.unsent_text,
+            fingerprint=caught_up.fingerprint,
+        )
 
     @property
     def request_id(self) -> str:
@@ -59,7 +88,7 @@ class RequestRecord:
         """
         first_token_index = len(self.output_token_ids)
         piece = self.text.push(token_ids)
-        kept, text = token_ids[: piece.num_tokens], piece.text
+        kept, text = token_ids[: piece.num_tokens], self.unsent_text + piece.text
         self.output_token_ids.extend(kept)
         if piece.stopped:
             finish_reason = FinishReason.STOP
@@ -67,6 +96,7 @@ class RequestRecord:
             text += self.text.finish()
         if not kept and finish_reason is None:
             return None
+        self.unsent_text = ""
         return Deliver(
             request_id=self.request_id,
             first_token_index=first_token_index,
@@ -75,7 +105,15 @@ class RequestRecord:
             finish_reason=finish_reason,
             usage=None if finish_reason is None else self._usage(),
             logprobs=logprobs[: piece.num_tokens],
+            fingerprint=self.fingerprint,
+            identity_guaranteed=self.identity_guaranteed,
         )
+
+    def note_replica(self, facts: ReplicaFacts) -> None:
+        """The request goes on at a replica. With output, that must be one that works the same to the bit."""
+        if self.output_token_ids and not (facts.row_invariant and facts.fingerprint == self.fingerprint):
+            self.identity_guaranteed = False
+        self.fingerprint = facts.fingerprint
 
     def _usage(self) -> Usage:
         num_prompt_tokens, num_completion_tokens = len(self.request.prompt_token_ids), len(self.output_token_ids)
@@ -124,6 +162,8 @@ class RequestTable:
         assert record.attempt is None, "a request runs in one place at a time"
         self._last_attempt += 1
         record.attempt = Attempt(number=self._last_attempt, replica=replica)
+        record.num_steps = 0
+        record.note_replica(replica.facts)
         self._by_attempt[self._last_attempt] = record
         num_tokens = len(record.request.prompt_token_ids) + len(record.output_token_ids)
         replica.note_sent(self._last_attempt, num_tokens - replica.cached.num_cached_tokens(record.prefix))

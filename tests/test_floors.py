@@ -13,8 +13,9 @@ POLICY |= {"cache_feed", "controls", "static_batching", "step_limits"}
 POLICY |= {"batching_optimizer", "dial", "step_time", "step_tuner"}
 PROCESS = {"engine", "link", "rank", "replica", "watchdog"}
 ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "prefix_index", "record"}
+ROUTER_CORE |= {"circuit_breaker", "placement", "quarantine", "resume", "retry_budget"}
 RELATIVE = "a relative import"
-STUB_FILES = {"wire", "link", "server", "client"}
+STUB_FILES = {"wire", "link", "server", "client", "client_wire"}
 DEVICE = {"torch", "transformers", "safetensors", "numpy"}
 IO = {"asyncio", "grpc", "ray", "random", "secrets", "socket", "subprocess", "threading", "time"}
 
