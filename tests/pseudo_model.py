@@ -40,8 +40,7 @@ class PseudoRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
-        for sequence in plan.sequences:
-            self._write(sequence)
+        self._write_all(plan)
         drawn = tuple(self._draw(sequence) for sequence in plan.sequences)
         return StepResult(step_id=plan.step_id, token_ids=drawn)
 
@@ -55,6 +54,19 @@ class PseudoRunner:
         """What the sequence's blocks hold, up to the last token of the step."""
         end = sequence.first_position + len(sequence.token_ids)
         return [self._slots[self._slot(sequence, position)] for position in range(end)]
+
+    def _write_all(self, plan: StepPlan) -> None:
+        self._copy(plan)
+        for sequence in plan.sequences:
+            self._write(sequence)
+
+    def _copy(self, plan: StepPlan) -> None:
+        """Reads all sources before it writes, and leaves nothing behind the slots that are copied."""
+        size = self._block_size
+        moved = [self._slots[copy.source * size :][: copy.num_tokens] for copy in plan.block_copies]
+        for copy, slots in zip(plan.block_copies, moved, strict=True):
+            start = copy.destination * size
+            self._slots[start : start + size] = slots + [-1] * (size - len(slots))
 
     def _write(self, sequence: ScheduledSequence) -> None:
         for offset, token_id in enumerate(sequence.token_ids):

@@ -153,7 +153,7 @@ class RouterLink:
         request_id = self._request_id(submit.attempt)
         self._attempts[request_id] = submit.attempt
         try:
-            request = _engine_request(request_id, submit)
+            request = _engine_request(request_id, submit, self._group_id(submit.group_id))
         except InvalidRequestError as error:
             rejection = Rejection(request_id=request_id, error=error)
             self._outbox.put_nowait(EngineUpdate(step_id=0, deltas=(), rejections=(rejection,), load=self._engine.load))
@@ -162,6 +162,10 @@ class RouterLink:
 
     def _request_id(self, attempt: int) -> str:
         return f"{self._name}/{attempt}"
+
+    def _group_id(self, group_id: str) -> str:
+        """Groups are known by the names that their router gave them, as its attempts are."""
+        return f"{self._name}/{group_id}" if group_id else ""
 
     def _delta(self, delta: TokenDelta) -> engine_pb2.Delta:
         finished = delta.finish_reason is not None
@@ -173,6 +177,7 @@ class RouterLink:
             token_ids=delta.token_ids,
             finish_reason=_FINISH_REASONS[delta.finish_reason] if delta.finish_reason is not None else 0,
             logprobs=[_logprob_message(item) for item in delta.logprobs],
+            prompt_logprobs=[_logprob_message(item) for item in delta.prompt_logprobs if item is not None],
         )
 
     def _rejection(self, rejection: Rejection) -> engine_pb2.Rejection:
@@ -185,7 +190,7 @@ class RouterLink:
         )
 
 
-def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest:
+def _engine_request(request_id: str, submit: engine_pb2.Submit, group_id: str) -> EngineRequest:
     draw = submit.draw
     params = SamplingParams(
         temperature=draw.temperature,
@@ -203,6 +208,7 @@ def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest
         logit_bias=draw.logit_bias,
         allowed_token_ids=draw.allowed_token_ids or None,
         logprobs=draw.logprobs if draw.HasField("logprobs") else None,
+        prompt_logprobs=draw.prompt_logprobs if draw.HasField("prompt_logprobs") else None,
     )
     return EngineRequest(
         request_id=request_id,
@@ -213,6 +219,7 @@ def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest
         cache_salt=submit.cache_salt,
         bad_word_token_ids=tuple(tuple(word.ids) for word in draw.bad_words),
         grammar=draw.grammar,
+        group_id=group_id,
     )
 
 
