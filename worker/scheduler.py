@@ -300,7 +300,7 @@ def _advance(
         finish_reason=sequence.finish_reason,
         num_cached_tokens=sequence.num_cached_tokens if first_token_index == 0 else 0,
         logprobs=logprobs[: len(token_ids)],
-        prompt_logprobs=tuple(sequence.prompt_logprobs or ()),
+        prompt_logprobs=sequence.take_prompt_logprobs() if first_token_index == 0 else (),
     )
 
 
