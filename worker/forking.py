@@ -29,10 +29,12 @@ class Siblings:
             return cached
         num_common = min(sequence.num_prompt_tokens, sequence.num_skippable_tokens)
         siblings = self._siblings_of(sequence)
-        if num_common <= cached.num_tokens or not siblings:
+        if num_common < cached.num_tokens or not siblings:
             return cached
         parent = max(siblings, key=lambda sibling: sibling.num_computed_tokens)
-        return self._fork(parent, num_common) if parent.num_computed_tokens >= num_common else None
+        if parent.num_computed_tokens >= num_common:
+            return self._fork(parent, num_common)
+        return cached if num_common == cached.num_tokens else None
 
     def add(self, sequence: Sequence) -> None:
         """Another one runs."""
