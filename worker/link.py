@@ -7,6 +7,7 @@ loop. What may not: decisions. When a router's stream ends, for whatever reason,
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import TypeAlias
 
 import grpc
@@ -153,19 +154,17 @@ class RouterLink:
         request_id = self._request_id(submit.attempt)
         self._attempts[request_id] = submit.attempt
         try:
-            request = _engine_request(request_id, submit, self._group_id(submit.group_id))
+            request = _engine_request(request_id, submit)
         except InvalidRequestError as error:
             rejection = Rejection(request_id=request_id, error=error)
             self._outbox.put_nowait(EngineUpdate(step_id=0, deltas=(), rejections=(rejection,), load=self._engine.load))
             return
+        if request.group_id:  # a name that the router gave, as it gave the attempt's
+            request = replace(request, group_id=f"{self._name}/{request.group_id}")
         self._engine.submit(request, self)
 
     def _request_id(self, attempt: int) -> str:
         return f"{self._name}/{attempt}"
-
-    def _group_id(self, group_id: str) -> str:
-        """Groups are known by the names that their router gave them, as its attempts are."""
-        return f"{self._name}/{group_id}" if group_id else ""
 
     def _delta(self, delta: TokenDelta) -> engine_pb2.Delta:
         finished = delta.finish_reason is not None
@@ -190,7 +189,7 @@ class RouterLink:
         )
 
 
-def _engine_request(request_id: str, submit: engine_pb2.Submit, group_id: str) -> EngineRequest:
+def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest:
     draw = submit.draw
     params = SamplingParams(
         temperature=draw.temperature,
@@ -219,7 +218,7 @@ def _engine_request(request_id: str, submit: engine_pb2.Submit, group_id: str) -
         cache_salt=submit.cache_salt,
         bad_word_token_ids=tuple(tuple(word.ids) for word in draw.bad_words),
         grammar=draw.grammar,
-        group_id=group_id,
+        group_id=submit.group_id,
     )
 
 

@@ -7,6 +7,7 @@ from tests.pseudo_model import pseudo_token
 from tests.worker.scheduling import BLOCK_SIZE, make_request, make_scheduler, run_to_end, shares
 from tests.worker.test_controls import VOCAB, LogitsRunner
 from worker import prompt_rating
+from worker.errors import InvalidRequestError
 from worker.logprobs import token_logprobs
 from worker.model_runner import step_result
 from worker.plan import DrawParams, StepPlan, StepResult
@@ -180,6 +181,12 @@ def test_the_static_baseline_rates_too():
     assert told(completed(make_scheduler(policy="static", max_num_batched_tokens=8), request)["a"]) == by_definition(
         request
     )
+
+
+@pytest.mark.parametrize("count", [-1, 21])
+def test_bad_counts_are_refused_by_name(count):
+    with pytest.raises(InvalidRequestError, match=r"sampling_params.prompt_logprobs.*must be in \[0, 20\]"):
+        asking("a", 3, count)
 
 
 def test_an_aborted_request_leaves_nothing():
