@@ -126,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.runner = PseudoRunner(num_blocks, block_size, VOCAB_SIZE)
         self.expected: dict[str, Expected] = {}
         self.by_sequence_id: list[Expected] = []
-        self.last_plan: list[Expected] = []
+        self.last_running: list[Expected] = []
         self.salt_of_block: dict[int, str] = {}
         self.known_to_router: set[bytes] = set()
         self.take_events()
@@ -304,10 +304,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_first_is_served(self, members: list[Expected]) -> None:
         """The first in line of those that ran is never held up: by this, nobody starves."""
-        remaining = [expected for expected in self.last_plan if expected.finish_reason is None]
+        remaining = [expected for expected in self.last_running if expected.finish_reason is None]
         if remaining and self.policy == "continuous":
             assert min(remaining, key=lambda expected: expected.service_order) in members
-        self.last_plan = members
+        running = self.scheduler._queues.running
+        self.last_running = [self.by_sequence_id[sequence.sequence_id] for sequence in running]
 
     @invariant()
     def nothing_is_lost(self):
