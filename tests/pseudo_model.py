@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Sequence
 
 from worker.plan import ScheduledSequence, StepPlan, StepResult
+from worker.request import TokenLogprob
 
 
 def pseudo_token(prefix: Sequence[int], seed: int, vocab_size: int) -> int:
@@ -28,6 +29,13 @@ def pseudo_completion(
     return tokens[len(prompt) :]
 
 
+def pseudo_prompt_logprobs(prompt: Sequence[int], vocab_size: int) -> list[TokenLogprob | None]:
+    """What a request that asks for them is told of its prompt: each number a function of the tokens before it."""
+    numbers = [pseudo_token(prompt[:length], 0, vocab_size) for length in range(1, len(prompt))]
+    rated = zip(prompt[1:], numbers, strict=True)
+    return [None, *(TokenLogprob(token_id=token_id, logprob=-number, rank=1) for token_id, number in rated)]
+
+
 class PseudoRunner:
     """A `StepRunner` over the pseudo-model."""
 
@@ -40,10 +48,10 @@ class PseudoRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         self.num_steps += 1
-        for sequence in plan.sequences:
-            self._write(sequence)
+        self._write_all(plan)
         drawn = tuple(self._draw(sequence) for sequence in plan.sequences)
-        return StepResult(step_id=plan.step_id, token_ids=drawn)
+        rated = tuple(self._rate(sequence) for sequence in plan.sequences)
+        return StepResult(step_id=plan.step_id, token_ids=drawn, prompt_logprobs=rated if any(rated) else ())
 
     def keep_alive(self) -> None:
         pass
@@ -56,6 +64,19 @@ class PseudoRunner:
         end = sequence.first_position + len(sequence.token_ids)
         return [self._slots[self._slot(sequence, position)] for position in range(end)]
 
+    def _write_all(self, plan: StepPlan) -> None:
+        self._copy(plan)
+        for sequence in plan.sequences:
+            self._write(sequence)
+
+    def _copy(self, plan: StepPlan) -> None:
+        """Reads all sources before it writes, and leaves nothing behind the slots that are copied."""
+        size = self._block_size
+        moved = [self._slots[copy.source * size :][: copy.num_tokens] for copy in plan.block_copies]
+        for copy, slots in zip(plan.block_copies, moved, strict=True):
+            start = copy.destination * size
+            self._slots[start : start + size] = slots + [-1] * (size - len(slots))
+
     def _write(self, sequence: ScheduledSequence) -> None:
         for offset, token_id in enumerate(sequence.token_ids):
             self._slots[self._slot(sequence, sequence.first_position + offset)] = token_id
@@ -67,6 +88,15 @@ class PseudoRunner:
         end = len(prefix)
         lengths = range(end - sequence.num_draws + 1, end + 1)
         return tuple(pseudo_token(prefix[:length], sequence.draw.seed, self.vocab_size) for length in lengths)
+
+    def _rate(self, sequence: ScheduledSequence) -> tuple[TokenLogprob, ...]:
+        rating = sequence.rating
+        if rating is None:
+            return ()
+        start, prefix = sequence.first_position + rating.first_row + 1, self.read_back(sequence)
+        numbers = [pseudo_token(prefix[: start + i], 0, self.vocab_size) for i in range(len(rating.token_ids))]
+        rated = zip(rating.token_ids, numbers, strict=True)
+        return tuple(TokenLogprob(token_id=token_id, logprob=-number, rank=1) for token_id, number in rated)
 
     def _slot(self, sequence: ScheduledSequence, position: int) -> int:
         return sequence.block_ids[position // self._block_size] * self._block_size + position % self._block_size

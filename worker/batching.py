@@ -7,6 +7,8 @@ counters (`scheduler.py`), and how blocks change hands (`queues.py`).
 from collections.abc import Iterable
 from typing import Protocol
 
+from worker.forking import Siblings
+from worker.prompt_rating import num_step_tokens
 from worker.queues import SequenceQueues
 from worker.sequence import Sequence, SequenceStatus
 from worker.step_limits import StepLimits
@@ -50,6 +52,7 @@ class ContinuousBatching:
       - While it waits, new or preempted earlier for one who was first then, it is the first of the waiting, and that
         one is never overtaken: until it finds room nobody else is admitted. Of those running the first always goes on
         and ends, by the same argument, so they become fewer until it does find room: at the latest when it is alone.
+        Only while a sibling that runs computes its prompt is it passed over; that one is not held up by those behind.
     Which of the others is preempted does not matter to this. Blocks that are only cached count as free, so they are in
     nobody's way, and what a sequence shares it need not be given.
     """
@@ -91,19 +94,27 @@ class ContinuousBatching:
         return _still_running(decodes), _still_running(prefills)
 
     def _admit(self, queues: SequenceQueues, budget: int) -> list[Share]:
-        """Admit from the front of the waiting while there are places, tokens and blocks."""
+        """Admit from the front of the waiting while there are places, tokens and blocks.
+
+        Those whose sibling is still computing their prompt are passed over.
+        """
         shares: list[Share] = []
-        while queues.waiting and budget > 0 and len(queues.running) < self.limits.max_num_seqs:
+        siblings, num_passed = Siblings(queues), 0
+        while len(queues.waiting) > num_passed and budget > 0 and len(queues.running) < self.limits.max_num_seqs:
+            sequence = queues.waiting[num_passed]
+            if (prefix := siblings.prefix_of(sequence)) is None:
+                num_passed += 1
+                continue
             allocator = queues.allocator
-            num_blocks = allocator.num_blocks_for(len(queues.waiting[0].token_ids))
-            cached = queues.cached_prefix(queues.waiting[0])
-            num_shared = sum(allocator.ref_count(block_id) > 0 for block_id in cached)
+            num_blocks = allocator.num_blocks_for(len(sequence.token_ids))
+            num_shared = sum(allocator.ref_count(block_id) > 0 for block_id in prefix.block_ids)
             # Blocks for all of its tokens at once, and one more for everyone who runs already: a newcomer would often
             # be the next victim, its prefill in vain, as soon as the others grow.
             if num_blocks - num_shared + len(queues.running) > allocator.num_free:
                 break
-            sequence = queues.admit_first(num_blocks, cached)
-            num_tokens = min(sequence.num_uncomputed_tokens, budget)
+            queues.admit(sequence, num_blocks, prefix)
+            siblings.add(sequence)
+            num_tokens = min(num_step_tokens(sequence), budget)
             shares.append((sequence, num_tokens))
             budget -= num_tokens
         return shares
@@ -115,7 +126,7 @@ def share_out(sequences: Iterable[Sequence], budget: int) -> list[Share]:
     for sequence in sequences:
         if budget == 0:
             break
-        num_tokens = min(sequence.num_uncomputed_tokens, budget)
+        num_tokens = min(num_step_tokens(sequence), budget)
         shares.append((sequence, num_tokens))
         budget -= num_tokens
     return shares

@@ -89,6 +89,16 @@ class KVCache:
         ]
         return cls(layers, list(pools.values()), num_blocks, block_size)
 
+    def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
+        """Copies the first `num_tokens` [C] slots of blocks to other ones in all layers, and clears their other slots.
+
+        All sources are read before any destination is written. The destinations differ from each other.
+        """
+        is_beyond = torch.arange(self.block_size, device=num_tokens.device) >= num_tokens[:, None]
+        for pool in self._pools:
+            moved = pool[:, sources].masked_fill_(is_beyond[:, :, None, None], 0)
+            pool.index_copy_(1, destinations, moved)
+
     def clear(self, block_ids: Tensor) -> None:
         """Writes zeros over these blocks in all layers."""
         for pool in self._pools:

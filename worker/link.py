@@ -7,6 +7,7 @@ loop. What may not: decisions. When a router's stream ends, for whatever reason,
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 import grpc
@@ -190,6 +191,8 @@ class RouterLink:
             rejection = Rejection(request_id=request_id, error=error)
             self._outbox.put_nowait(EngineUpdate(step_id=0, deltas=(), rejections=(rejection,), load=self._engine.load))
             return
+        if request.group_id:  # a name that the router gave, as it gave the attempt's
+            request = replace(request, group_id=f"{self._name}/{request.group_id}")
         self._engine.submit(request, self)
 
     def _request_id(self, attempt: int) -> str:
@@ -205,6 +208,7 @@ class RouterLink:
             token_ids=delta.token_ids,
             finish_reason=_FINISH_REASONS[delta.finish_reason] if delta.finish_reason is not None else 0,
             logprobs=[_logprob_message(item) for item in delta.logprobs],
+            prompt_logprobs=[_logprob_message(item) for item in delta.prompt_logprobs if item is not None],
         )
 
     def _rejection(self, rejection: Rejection) -> engine_pb2.Rejection:
@@ -235,6 +239,7 @@ def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest
         logit_bias=draw.logit_bias,
         allowed_token_ids=draw.allowed_token_ids or None,
         logprobs=draw.logprobs if draw.HasField("logprobs") else None,
+        prompt_logprobs=draw.prompt_logprobs if draw.HasField("prompt_logprobs") else None,
     )
     return EngineRequest(
         request_id=request_id,
@@ -245,6 +250,7 @@ def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest
         cache_salt=submit.cache_salt,
         bad_word_token_ids=tuple(tuple(word.ids) for word in draw.bad_words),
         grammar=draw.grammar,
+        group_id=submit.group_id,
     )
 
 

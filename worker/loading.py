@@ -30,6 +30,7 @@ from worker.model import RankModel, build_rank_model, serving_dtype
 from worker.model_info import ModelInfo
 from worker.parallelize import Target
 from worker.plan import DrawParams, ScheduledSequence, StepPlan
+from worker.prompt_rating import MAX_RATED_TOKENS
 from worker.row_tiles import RowTiles
 from worker.step_batch import StepBatch
 from worker.tensor_parallel import TensorParallelGroup
@@ -137,10 +138,10 @@ def _activation_bytes(
 
 
 def full_step(config: SchedulerConfig, block_size: int, max_model_len: int) -> StepPlan:
-    """A step that uses up the budgets of tokens and of draws, with sequences as long as they may be."""
+    """A step that uses up the budgets of tokens and of rows of logits, with sequences as long as they may be."""
     greedy = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
     sequences: list[ScheduledSequence] = []
-    num_draws, num_blocks, left = config.max_num_seqs, 0, config.max_num_batched_tokens
+    num_draws, num_blocks, left = config.max_num_seqs + MAX_RATED_TOKENS, 0, config.max_num_batched_tokens
     while left > 0:
         count = min(left, max_model_len)
         needed = -(-count // block_size)

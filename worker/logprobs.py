@@ -1,4 +1,4 @@
-"""How likely the model itself found the tokens that were drawn: raw log-probabilities, ranks and the best alternatives.
+"""How likely the model itself found tokens, drawn ones and a prompt's: raw log-probabilities, ranks, best alternatives.
 
 All of it is read off the logits as the model gave them; nothing here changes a draw. Rows that ask for none cost
 nothing. A row never feels its neighbours: the softmax is taken in float64 and rounded once, and tokens are put in one
@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from worker.plan import DrawParams
+from worker.plan import DrawParams, PromptRating
 from worker.request import TokenLogprob
 
 _CHUNK_VALUES: Final = 2**22
@@ -27,17 +27,31 @@ def token_logprobs(logits: Tensor, draws: Sequence[DrawParams], token_ids: Seque
     if not asking:
         return []
     said: list[TokenLogprob | None] = [None] * len(draws)
+    counts = [draws[row].num_logprobs or 0 for row in asking]
+    for row, item in zip(asking, _say(logits, asking, [token_ids[row] for row in asking], counts), strict=True):
+        said[row] = item
+    return said
+
+
+def rate(logits: Tensor, ratings: Sequence[PromptRating]) -> list[TokenLogprob]:
+    """What the rows of `logits` [N, vocab], float32, say of the prompt tokens to rate, N in all."""
+    token_ids = [token_id for rating in ratings for token_id in rating.token_ids]
+    counts = [rating.num_logprobs for rating in ratings for _ in rating.token_ids]
+    return _say(logits, range(len(token_ids)), token_ids, counts)
+
+
+def _say(logits: Tensor, rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
+    """What each of some rows says of its token and of so many best ones, a few rows at a time."""
+    said: list[TokenLogprob] = []
     rows_at_once = max(1, _CHUNK_VALUES // logits.shape[1])
-    for start in range(0, len(asking), rows_at_once):
-        rows = asking[start : start + rows_at_once]
-        counts = [draws[row].num_logprobs or 0 for row in rows]
-        for row, item in zip(rows, _read_off(logits[rows], [token_ids[row] for row in rows], counts), strict=True):
-            said[row] = item
+    for start in range(0, len(rows), rows_at_once):
+        chunk = slice(start, start + rows_at_once)
+        said += _read_off(logits[list(rows[chunk])], token_ids[chunk], counts[chunk])
     return said
 
 
 def _read_off(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprob]:
-    """As `token_logprobs`, for rows that ask for `counts` [N] best tokens."""
+    """As `_say`, for all of the rows [N, vocab] at once."""
     logprobs = _log_softmax(logits)
     places = _order(logits)
     drawn = torch.tensor(token_ids, device=logits.device).unsqueeze(1)

@@ -20,11 +20,12 @@ from worker.errors import UnsupportedModelError
 from worker.grammar_masks import GrammarMasks
 from worker.kv_cache import KVCache
 from worker.loading import Parts, load_parts
-from worker.logprobs import token_logprobs
+from worker.logprobs import rate, token_logprobs
 from worker.model import choose_device
 from worker.model_info import ModelInfo
 from worker.plan import StepPlan, StepResult
 from worker.progress import ProgressCounter
+from worker.request import TokenLogprob
 from worker.sampler import draw, draws_of
 from worker.self_check import SelfCheck
 from worker.step_batch import StepBatch
@@ -166,13 +167,22 @@ def _lead_check(check: SelfCheck, leader: LeaderRunner, group: TensorParallelGro
 def step_result(plan: StepPlan, logits: Tensor, masks: Mapping[int, bytes] | None = None) -> StepResult:
     """What a step's `logits` [rows wanted, vocab], float32, come to. `masks` are those of rows that have a grammar."""
     draws = draws_of(plan)
-    token_ids = draw(logits, draws, masks)
-    logprobs = token_logprobs(logits, draws, token_ids)
+    drawn_from, rating = logits[: len(draws)], logits[len(draws) :]
+    token_ids = draw(drawn_from, draws, masks)
+    logprobs = token_logprobs(drawn_from, draws, token_ids)
     return StepResult(
         step_id=plan.step_id,
         token_ids=_of_sequences(plan, token_ids),
         logprobs=_of_sequences(plan, logprobs) if logprobs else (),
+        prompt_logprobs=_prompt_logprobs(plan, rating) if len(rating) else (),
     )
+
+
+def _prompt_logprobs(plan: StepPlan, logits: Tensor) -> tuple[tuple[TokenLogprob, ...], ...]:
+    """What the rows that rate prompt tokens say, for each sequence of a plan."""
+    rated = iter(rate(logits, [sequence.rating for sequence in plan.sequences if sequence.rating is not None]))
+    counts = (len(sequence.rating.token_ids) if sequence.rating else 0 for sequence in plan.sequences)
+    return tuple(tuple(islice(rated, count)) for count in counts)
 
 
 def _of_sequences(plan: StepPlan, drawn: Sequence[Item | None]) -> tuple[tuple[Item, ...], ...]:

@@ -30,6 +30,27 @@ class DrawParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRating:
+    """Which prompt tokens a step says the logprobs of: each is rated by the row of the token before it."""
+
+    first_row: int
+    """Of the sequence's rows in the step, the first that rates; the others follow without a gap."""
+    token_ids: tuple[int, ...]
+    """What the rows rate. The last one may belong to the next step."""
+    num_logprobs: int
+    """Best tokens to report with each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """The first `num_tokens` slots of a block are to be copied to another one, whose other slots become zeros."""
+
+    source: int
+    destination: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledSequence:
     """One sequence's share of a step: `token_ids` are run at absolute positions `first_position`, + 1, + 2, ..."""
 
@@ -43,6 +64,8 @@ class ScheduledSequence:
     """None for a chunk of the prompt that is not the last: nothing is drawn."""
     num_draws: int = 0
     """How many of the last rows are drawn from: 1 when `draw` is set; more when drafted tokens are verified."""
+    rating: PromptRating | None = None
+    """None for nearly all: no logprobs of prompt tokens are asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +74,9 @@ class StepPlan:
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
+    block_copies: tuple[BlockCopy, ...] = ()
+    """To be made before anything is computed, on every rank. A block may be the source of several, and also a
+    destination: all sources are read before any destination is written."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,3 +91,5 @@ class StepResult:
     token_ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """For each sequence, one for each of its tokens, or none where it asks for none. Empty where nobody asks."""
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """For each sequence, one for each token of its `rating`. Empty where nobody asks."""

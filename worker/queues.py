@@ -7,10 +7,24 @@ true. What may not live here: deciding who is admitted or preempted, and when (`
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
 
 from worker.block_allocator import BlockAllocator
+from worker.plan import BlockCopy
 from worker.sequence import Sequence, SequenceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """What a sequence can begin with and need not compute."""
+
+    block_ids: tuple[int, ...] = ()
+    """Full blocks of others."""
+    num_tokens: int = 0
+    """Those in `block_ids` and, in a fork, those that the parent has in its next block as well: they are copied."""
+    parent: Sequence | None = None
+    """A running sequence with the same prompt, which has computed so many tokens; None: all is from the cache."""
 
 
 class SequenceQueues:
@@ -27,27 +41,45 @@ class SequenceQueues:
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
+        self.num_forked_tokens = 0
+        self._copies: dict[int, BlockCopy] = {}  # of the coming step, by destination
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_order)
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
-        """The cached blocks that a waiting sequence can begin with: whole blocks, and never all of its tokens, because
-        it takes computing the last to draw the next."""
-        max_num_blocks = (len(sequence.token_ids) - 1) // self.allocator.block_size
+        """The cached blocks that a waiting sequence can begin with: whole blocks, of tokens that it can skip."""
+        max_num_blocks = sequence.num_skippable_tokens // self.allocator.block_size
         return self.allocator.prefix_cache.find(sequence.hash_chain, sequence.token_ids, max_num_blocks)
 
     def admit_first(self, num_blocks: int, cached: Iterable[int] = ()) -> Sequence:
         """Move the first of the waiting to the running with so many blocks, the first of them its `cached_prefix`."""
-        sequence = self.waiting.pop(0)
-        prefix = tuple(cached)
-        self.allocator.share(prefix)
-        sequence.block_ids = (*prefix, *self.allocator.allocate(num_blocks - len(prefix)))
-        sequence.num_computed_tokens = len(prefix) * self.allocator.block_size
+        sequence, block_ids = self.waiting[0], tuple(cached)
+        self.admit(sequence, num_blocks, SharedPrefix(block_ids, len(block_ids) * self.allocator.block_size))
+        return sequence
+
+    def admit(self, sequence: Sequence, num_blocks: int, prefix: SharedPrefix) -> None:
+        """Move a waiting sequence to the running with so many blocks in all, those of the prefix among them.
+
+        A block has several owners only once all of them have filled it: a fork writes to the parent's last block at its
+        first step, so it gets a copy of it at once, and never owns the original.
+        """
+        self._take_out(self.waiting, sequence)
+        self.allocator.share(prefix.block_ids)
+        own = self.allocator.allocate(num_blocks - len(prefix.block_ids))
+        sequence.block_ids = (*prefix.block_ids, *own)
+        sequence.num_computed_tokens = prefix.num_tokens
         sequence.status = SequenceStatus.RUNNING
         insort(self.running, sequence, key=_order)
-        self._count_prefix(sequence)
-        return sequence
+        if prefix.parent is not None and (num_tokens := prefix.num_tokens % self.allocator.block_size):
+            self._copy(prefix.parent.block_ids[len(prefix.block_ids)], own[0], num_tokens)
+        self._count_prefix(sequence, prefix.parent)
+
+    def take_block_copies(self) -> tuple[BlockCopy, ...]:
+        """What the coming step has to copy before it computes; once."""
+        copies = tuple(self._copies.values())
+        self._copies.clear()
+        return copies
 
     def grow(self, sequence: Sequence) -> None:
         """Give a running sequence one more block."""
@@ -133,14 +165,32 @@ class SequenceQueues:
         assert queue[index] is sequence, f"sequence {sequence.sequence_id} is not where its order says"
         del queue[index]
 
-    def _count_prefix(self, sequence: Sequence) -> None:
-        """Count what a request finds when it is first admitted, not when it comes back from a preemption."""
-        if sequence.num_discarded_tokens == 0:  # whoever was preempted had computed a token
+    def _copy(self, source: int, destination: int, num_tokens: int) -> None:
+        """The source may be a copy that has not been made yet: then it is the original that is copied again."""
+        if (earlier := self._copies.get(source)) is not None:
+            assert num_tokens <= earlier.num_tokens, f"block {source} will not hold {num_tokens} tokens to copy"
+            source = earlier.source
+        self._copies[destination] = BlockCopy(source=source, destination=destination, num_tokens=num_tokens)
+
+    def _count_prefix(self, sequence: Sequence, parent: Sequence | None) -> None:
+        """Count what a request finds when it is first admitted, not when it comes back from a preemption.
+
+        A fork has not asked the cache. What it says of it is what the sequence that did ask was given.
+        """
+        if parent is not None:
+            self.num_forked_tokens += sequence.num_computed_tokens
+        if sequence.num_discarded_tokens > 0:  # whoever was preempted had computed a token
+            return
+        if parent is not None:
+            sequence.num_cached_tokens = min(parent.num_cached_tokens, sequence.num_computed_tokens)
+        else:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self.num_prefix_query_tokens += len(sequence.token_ids)
             self.num_prefix_hit_tokens += sequence.num_computed_tokens
 
     def _free_blocks(self, sequence: Sequence) -> None:
+        for block_id in sequence.block_ids if self._copies else ():
+            self._copies.pop(block_id, None)
         self.allocator.free(sequence.block_ids)
         sequence.block_ids = ()
 

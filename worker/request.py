@@ -23,7 +23,7 @@ MAX_LOGIT_BIAS: Final = 100.0
 """A bias of this size bans a token or forces it, as far as logits go."""
 
 MAX_LOGPROBS: Final = 20
-"""Alternatives that can be asked for at each output token."""
+"""Alternatives that can be asked for at each token."""
 
 
 class Priority(IntEnum):
@@ -91,6 +91,8 @@ class SamplingParams:
     """Leave special tokens, such as the end of sequence, out of the text."""
     logprobs: int | None = None
     """Report each output token's log-probability, and those of so many best tokens. In [0, 20]; None: report none."""
+    prompt_logprobs: int | None = None
+    """Report each prompt token's log-probability, and those of so many best tokens. In [0, 20]; None: report none."""
     structured_outputs: StructuredOutputs | Mapping[str, object] | None = None
     """What shape the output must have; None means any. Stored as `StructuredOutputs`."""
 
@@ -112,6 +114,8 @@ class SamplingParams:
         self._check_tokens()
         logprobs_ok = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
         _require("logprobs", self.logprobs, logprobs_ok, f"must be in [0, {MAX_LOGPROBS}]")
+        prompt_ok = self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS
+        _require("prompt_logprobs", self.prompt_logprobs, prompt_ok, f"must be in [0, {MAX_LOGPROBS}]")
 
     def _check_draw(self) -> None:
         _require("temperature", self.temperature, 0 <= self.temperature <= 100, "must be a number in [0, 100]")
@@ -182,6 +186,8 @@ class EngineRequest:
     """The bad words of `sampling_params` as token ids, each in every way that it may be written."""
     grammar: str = ""
     """The structured outputs of `sampling_params` as a grammar of llguidance; empty: the output may be anything."""
+    group_id: str = ""
+    """Those that have the same one, which is not empty, have the same prompt and salt, and share what is computed."""
 
     def __post_init__(self) -> None:
         assert self.sampling_params.seed is not None, "the seed is resolved before a request reaches the engine"
@@ -191,7 +197,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """How likely the model found an output token: the log-softmax of its logits, before any control or temperature.
+    """How likely the model found a token: the log-softmax of the logits, before any control or temperature.
 
     Taken in float64 and rounded to float32 once, so every wire carries it unchanged.
     """
@@ -201,7 +207,7 @@ class TokenLogprob:
     rank: int
     """1 for the likeliest. Equal logits rank by token id, the lowest first."""
     top: tuple[tuple[int, float], ...] = ()
-    """(token id, logprob) of the likeliest tokens, best first, as many as were asked for. The drawn one may be here."""
+    """(token id, logprob) of the likeliest tokens, best first, as many as were asked for. The token may be here too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,10 +221,13 @@ class TokenDelta:
     finish_reason: FinishReason | None = None
     """Set on the last delta of a request, exactly once."""
     num_cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache, not computed. Told with output token 0 and only there: once
-    for a request, whatever happens to it later."""
+    """Prompt tokens that were found in the prefix cache, not computed: by this request, or by the one of its group that
+    computed the prompt for it. Told with output token 0 and only there: once for a request, whatever happens later."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """One for each token of the prompt, None for the first, where the request asks for them. Told with output token 0
+    and only there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

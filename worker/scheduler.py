@@ -14,6 +14,7 @@ from worker.config import SchedulerConfig
 from worker.errors import InvalidRequestError, QueueFullError
 from worker.plan import ScheduledSequence, StepPlan, StepResult
 from worker.prefix_cache import CacheEvent
+from worker.prompt_rating import bound_rating, rating_of
 from worker.queues import SequenceQueues
 from worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from worker.sequence import Sequence, SequenceStatus
@@ -35,9 +36,11 @@ class SchedulerStats:
     num_tokens_recomputed: int
     """Those of `num_tokens_computed` that had been computed before and were lost by a preemption."""
     num_prefix_query_tokens: int
-    """Tokens of all requests as they were when first admitted."""
+    """Tokens of all requests as they were when first admitted, other than by forking."""
     num_prefix_hit_tokens: int
     """Those of `num_prefix_query_tokens` that were in the prefix cache."""
+    num_forked_tokens: int
+    """Tokens that sequences took over from a running one of their group, other than through the prefix cache."""
     num_preemptions: int
     num_finished: int
     """Requests that came to their own end."""
@@ -144,12 +147,13 @@ class Scheduler:
         assert self._in_flight is None, "the last plan has not been committed"
         if not self._sequences:
             return None
-        shares = self._policy.schedule(self._queues)
+        shares = bound_rating(self._policy.schedule(self._queues))
         assert shares, "requests are alive and the policy found nothing to do"
         self._in_flight = [sequence for sequence, _ in shares]
         self._num_steps += 1
         scheduled = [self._scheduled(sequence, num_tokens) for sequence, num_tokens in shares]
-        return StepPlan(step_id=self._num_steps, sequences=tuple(scheduled))
+        copies = self._queues.take_block_copies()
+        return StepPlan(step_id=self._num_steps, sequences=tuple(scheduled), block_copies=copies)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
         """Take in what the outstanding plan computed and drew; returns a delta for each sequence that gained tokens."""
@@ -160,8 +164,9 @@ class Scheduler:
         block_size = self._allocator.block_size
         deltas = []
         logprobs = result.logprobs or ((),) * len(in_flight)
-        for sequence, scheduled, drawn, likely in zip(
-            in_flight, plan.sequences, result.token_ids, logprobs, strict=True
+        ratings = result.prompt_logprobs or ((),) * len(in_flight)
+        for sequence, scheduled, drawn, likely, rated in zip(
+            in_flight, plan.sequences, result.token_ids, logprobs, ratings, strict=True
         ):
             assert len(drawn) == scheduled.num_draws, f"{len(drawn)} tokens for {scheduled.num_draws} draws"
             if sequence.num_discarded_tokens > scheduled.first_position:
@@ -169,6 +174,8 @@ class Scheduler:
                 self._num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
+            if rated and sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs += rated
             if delta := _advance(sequence, scheduled, drawn, likely):
                 deltas.append(delta)
             if scheduled.first_position % block_size + len(scheduled.token_ids) >= block_size:
@@ -224,6 +231,7 @@ class Scheduler:
             num_tokens_recomputed=self._num_tokens_recomputed,
             num_prefix_query_tokens=self._queues.num_prefix_query_tokens,
             num_prefix_hit_tokens=self._queues.num_prefix_hit_tokens,
+            num_forked_tokens=self._queues.num_forked_tokens,
             num_preemptions=self._queues.num_preemptions,
             num_finished=self._num_finished,
             num_aborted=self._num_aborted,
@@ -276,6 +284,7 @@ class Scheduler:
             block_ids=sequence.block_ids[: self._allocator.num_blocks_for(end)],
             draw=sequence.draw_params() if draws else None,
             num_draws=1 if draws else 0,
+            rating=rating_of(sequence, num_tokens) if sequence.num_unrated_tokens else None,
         )
 
     def _finish(self, request_ids: list[str]) -> None:
@@ -300,6 +309,7 @@ def _advance(
         finish_reason=sequence.finish_reason,
         num_cached_tokens=sequence.num_cached_tokens if first_token_index == 0 else 0,
         logprobs=logprobs[: len(token_ids)],
+        prompt_logprobs=sequence.take_prompt_logprobs() if first_token_index == 0 else (),
     )
 
 

@@ -9,7 +9,7 @@ from enum import Enum
 from worker.block_hash import HashChain
 from worker.controls import LogitControls
 from worker.plan import DrawParams, ScheduledSequence
-from worker.request import EngineRequest, FinishReason
+from worker.request import EngineRequest, FinishReason, TokenLogprob
 
 
 class SequenceStatus(Enum):
@@ -44,6 +44,7 @@ class Sequence:
         "num_computed_tokens",
         "num_discarded_tokens",
         "num_prompt_tokens",
+        "prompt_logprobs",
         "request",
         "sequence_id",
         "status",
@@ -68,7 +69,7 @@ class Sequence:
         self.num_discarded_tokens = 0
         """Tokens that were computed once and lost by a preemption; computing them again is waste."""
         self.num_cached_tokens = 0
-        """Tokens that were in the prefix cache when it was first admitted."""
+        """Tokens that were in the prefix cache when it, or the sequence that it is a fork of, was first admitted."""
         self.hash_chain = HashChain(request.cache_salt)
         """By which the prefix cache knows its full blocks."""
         self.block_ids: tuple[int, ...] = ()
@@ -80,6 +81,9 @@ class Sequence:
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if goes_on else eos_token_ids)
         self.controls = LogitControls.of(request, eos_token_ids)
         """What the request does to its logits; None: nothing."""
+        rates = params.prompt_logprobs is not None and not request.output_token_ids
+        self.prompt_logprobs: list[TokenLogprob | None] | None = [None] if rates else None
+        """Of the prompt's first tokens, to be told with the first output token; None: not asked for, or told."""
 
     @property
     def service_order(self) -> tuple[int, int]:
@@ -99,6 +103,19 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens to compute before the next one is drawn; 1 for a sequence that decodes."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_unrated_tokens(self) -> int:
+        """Prompt tokens whose logprobs are asked for and not known."""
+        return 0 if self.prompt_logprobs is None else self.num_prompt_tokens - len(self.prompt_logprobs)
+
+    @property
+    def num_skippable_tokens(self) -> int:
+        """How many of the first tokens need not be computed if somebody else has: never all, because it takes computing
+        the last to draw the next, and computing any to rate the one after it."""
+        if num_unrated := self.num_unrated_tokens:
+            return self.num_prompt_tokens - num_unrated - 1
+        return len(self.token_ids) - 1
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -126,6 +143,11 @@ class Sequence:
             output_token_ids=tuple(self.token_ids[self.num_prompt_tokens :]) if looks_back else (),
             num_logprobs=params.logprobs,
         )
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        """What is to be told with the first output token; once."""
+        told, self.prompt_logprobs = self.prompt_logprobs or (), None
+        return tuple(told)
 
     def advance(self, scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> tuple[int, ...]:
         """Take in what a step computed and drew for this sequence; returns the tokens that it gained.

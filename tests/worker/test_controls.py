@@ -28,8 +28,7 @@ class LogitsRunner(PseudoRunner):
     """A pseudo-model with logits, a hash of the tokens read back from the blocks; the draws are the sampler's."""
 
     def run(self, plan: StepPlan) -> StepResult:
-        for sequence in plan.sequences:
-            self._write(sequence)
+        self._write_all(plan)
         rows = [self._logits(sequence) for sequence in plan.sequences if sequence.draw is not None]
         return step_result(plan, torch.stack(rows) if rows else torch.empty(0, VOCAB))
 

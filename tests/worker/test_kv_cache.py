@@ -26,6 +26,19 @@ def test_pools_are_zeroed_and_shaped_by_layer():
         assert np.array_equal(layer.values.flatten(1).float().amax(1), [1, 1, 0, 1, 0])
 
 
+def test_copies_read_all_before_they_write_and_clear_what_lies_behind():
+    cache = KVCache.allocate([PLAIN, LATENT], 4, 4, torch.float32, "cpu")
+    for layer in cache.layers:
+        for pool in (layer.keys, layer.values):
+            pool.copy_(torch.arange(1, 17).reshape(4, 4, 1, 1).expand_as(pool))
+            pool[0, 2:] = float("nan")
+    cache.copy(*torch.tensor([[0, 1, 1], [1, 2, 3], [2, 4, 1]]))
+    for layer in cache.layers:
+        for pool in (layer.keys, layer.values):
+            expected = torch.tensor([[1.0, 2, 0, 0], [5, 6, 7, 8], [5, 0, 0, 0]]).reshape(3, 4, 1, 1)
+            assert torch.equal(pool[1:], expected.expand_as(pool[1:]))
+
+
 @pytest.mark.parametrize("block_size", [3, 48, 96])
 def test_a_block_holds_whole_tiles_or_a_tile_whole_blocks(block_size):
     with pytest.raises(ValueError, match="block_size"):

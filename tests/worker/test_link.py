@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from holdfast_pb import engine_pb2, engine_pb2_grpc
-from tests.pseudo_model import PseudoRunner, pseudo_completion
+from tests.pseudo_model import PseudoRunner, pseudo_completion, pseudo_prompt_logprobs
 from worker.block_hash import HashChain
 from worker.config import HealthConfig, SchedulerConfig
 from worker.engine import Engine
@@ -42,6 +42,7 @@ class Router:
         self._channel = grpc.aio.insecure_channel(address)
         self._call = engine_pb2_grpc.EngineStub(self._channel).Link()
         self.tokens: dict[int, list[int]] = defaultdict(list)
+        self.prompt_logprobs: dict[int, list[float]] = defaultdict(list)
         self.finished: dict[int, int] = {}
         self.rejected: dict[int, engine_pb2.Rejection] = {}
         self.heartbeats: list[engine_pb2.Heartbeat] = []
@@ -53,10 +54,14 @@ class Router:
     async def hello(self) -> engine_pb2.Hello:
         return (await self._read()).hello
 
-    async def submit(self, attempt: int, prompt=(1, 2, 3), max_tokens=6, temperature=1.0, output=()) -> None:
-        draw = engine_pb2.DrawSettings(temperature=temperature, top_p=1.0, seed=attempt, max_tokens=max_tokens)
+    async def submit(
+        self, attempt: int, prompt=(1, 2, 3), max_tokens=6, temperature=1.0, output=(), group_id="", **settings
+    ) -> None:
+        draw = engine_pb2.DrawSettings(
+            temperature=temperature, top_p=1.0, seed=attempt, max_tokens=max_tokens, **settings
+        )
         submit = engine_pb2.Submit(
-            attempt=attempt, prompt_token_ids=prompt, output_token_ids=output, draw=draw, priority=2
+            attempt=attempt, prompt_token_ids=prompt, output_token_ids=output, draw=draw, priority=2, group_id=group_id
         )
         await self._call.write(engine_pb2.LinkRequest(submit=submit))
 
@@ -80,6 +85,7 @@ class Router:
             self.max_cache_events = max(self.max_cache_events, len(events.stored) + len(events.evicted))
             for delta in step.deltas:
                 self.tokens[delta.attempt].extend(delta.token_ids)
+                self.prompt_logprobs[delta.attempt] += [item.logprob for item in delta.prompt_logprobs]
                 if delta.finish_reason:
                     self.finished[delta.attempt] = delta.finish_reason
             self.rejected.update({rejection.attempt: rejection for rejection in step.rejections})
@@ -144,6 +150,43 @@ def test_a_continued_attempt_starts_where_the_last_one_ended(engine):
         await router.submit(5, output=whole[:4])
         await router.read_until(lambda: 5 in router.finished)
         assert router.tokens[5] == whole[4:]
+
+    over_a_link(engine, scenario)
+
+
+def test_attempts_of_a_group_share_their_prompt_and_those_of_another_router_do_not(engine):
+    async def scenario(router, server):
+        other = Router(server.address)
+        await other.hello()
+        prompt = range(1, 15)
+        for attempt in (1, 2, 3):
+            await router.submit(attempt, prompt=prompt, max_tokens=50, group_id="g")
+        await router.read_until(lambda: len(router.finished) == 3)
+        num_forked = (await asyncio.to_thread(engine.stats)).num_forked_tokens
+        assert num_forked == 2 * 13
+        for attempt in (1, 2, 3):
+            assert router.tokens[attempt] == pseudo_completion(prompt, attempt, 50, 1000)
+        await router.submit(4, prompt=prompt, max_tokens=0, group_id="h")
+        await router.read_until(lambda: router.tokens[4])
+        await other.submit(1, prompt=prompt, max_tokens=4, group_id="h")
+        await other.read_until(lambda: 1 in other.finished)
+        assert (await asyncio.to_thread(engine.stats)).num_forked_tokens == num_forked
+        await other.close()
+
+    over_a_link(engine, scenario)
+
+
+def test_logprobs_of_a_prompt_come_once_without_the_first_token(engine):
+    async def scenario(router, server):
+        prompt = range(1, 40)
+        await router.submit(1, prompt=prompt, prompt_logprobs=0)
+        await router.submit(2, prompt=prompt)
+        await router.submit(3, prompt=prompt, prompt_logprobs=21)
+        await router.read_until(lambda: len(router.finished) == 2 and router.rejected)
+        expected = pseudo_prompt_logprobs(prompt, 1000)
+        assert router.prompt_logprobs[1] == [item.logprob for item in expected[1:]]
+        assert router.prompt_logprobs[2] == []
+        assert router.rejected[3].field == "sampling_params.prompt_logprobs"
 
     over_a_link(engine, scenario)
 

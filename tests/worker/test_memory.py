@@ -18,6 +18,7 @@ from worker.memory import (
 )
 from worker.model import build_rank_model
 from worker.parallelize import Target, _Share
+from worker.prompt_rating import MAX_RATED_TOKENS
 from worker.row_tiles import RowTiles
 from worker.tensor_parallel import SingleRank
 from worker.weights import load_checkpoint, read_config
@@ -137,9 +138,9 @@ def test_ranks_agree_on_the_smallest_number():
 
 
 def test_the_full_step_uses_up_both_budgets():
-    plan = full_step(SchedulerConfig(max_num_batched_tokens=70, max_num_seqs=40), block_size=4, max_model_len=32)
-    assert plan.num_tokens == 70
-    assert [len(sequence.token_ids) for sequence in plan.sequences] == [32, 32, 6]
-    assert sum(sequence.num_draws for sequence in plan.sequences) == 40
+    plan = full_step(SchedulerConfig(max_num_batched_tokens=198, max_num_seqs=40), block_size=4, max_model_len=96)
+    assert plan.num_tokens == 198
+    assert [len(sequence.token_ids) for sequence in plan.sequences] == [96, 96, 6]
+    assert sum(sequence.num_draws for sequence in plan.sequences) == 40 + MAX_RATED_TOKENS
     blocks = [block for sequence in plan.sequences for block in sequence.block_ids]
-    assert blocks == list(range(8 + 8 + 2))
+    assert blocks == list(range(24 + 24 + 2))

@@ -1,8 +1,8 @@
 """Whatever comes, in whatever order, under whatever memory pressure: the tokens are right and nothing is lost.
 
-One machine plays random requests, alone, with prefixes in common and as later turns of earlier ones, steps, wrong and
-right drafts, and aborts, also in the middle of a step, against the pseudo-model, whose tokens come out wrong if a block
-is shared, lost or replayed badly.
+One machine plays random requests, alone, several of one prompt, with prefixes in common and as later turns of earlier
+ones, some asking for logprobs of their prompt, steps, wrong and right drafts, and aborts, also in the middle of a step,
+against the pseudo-model, whose tokens come out wrong if a block is shared, copied, lost or replayed badly.
 """
 
 from dataclasses import replace
@@ -18,7 +18,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.pseudo_model import PseudoRunner, pseudo_completion
+from tests.pseudo_model import PseudoRunner, pseudo_completion, pseudo_prompt_logprobs
+from worker import prompt_rating
 from worker.config import SchedulerConfig
 from worker.errors import InvalidRequestError, QueueFullError
 from worker.plan import ScheduledSequence, StepPlan, StepResult
@@ -27,6 +28,7 @@ from worker.request import EngineRequest, FinishReason, Priority, SamplingParams
 from worker.scheduler import Scheduler
 
 VOCAB_SIZE, EOS = 60, 0
+MAX_RATED_TOKENS = 5
 MAX_STEPS = 5000
 """Far more than any example needs: reaching it means that somebody starves."""
 
@@ -51,7 +53,14 @@ class Expected:
         assert self.finish_reason is None, "a request ends once"
         assert delta.first_token_index == len(self.received), "indices go on without gap or overlap"
         assert delta.token_ids or delta.finish_reason, "a delta says something"
-        assert delta.num_cached_tokens == (0 if self.received or not delta.token_ids else self.num_cached_tokens)
+        is_first = bool(delta.token_ids) and not self.received
+        if is_first and self.request.group_id:
+            assert delta.num_cached_tokens <= self.num_cached_tokens
+        else:
+            assert delta.num_cached_tokens == (self.num_cached_tokens if is_first else 0)
+        asks = self.request.sampling_params.prompt_logprobs is not None
+        rated = pseudo_prompt_logprobs(self.request.prompt_token_ids, VOCAB_SIZE) if is_first and asks else []
+        assert list(delta.prompt_logprobs) == rated
         self.received += delta.token_ids
         self.finish_reason = delta.finish_reason
         assert self.received == self.outputs[: len(self.received)]
@@ -79,11 +88,12 @@ wishes = st.fixed_dictionaries(
         "ignore_eos": st.sampled_from([True, True, False]),
         "seed": st.integers(0, 3),
         "priority": st.sampled_from(Priority),
-        "num_before": st.sampled_from([0, 0, 0, 0, 1, 5, 24]),
+        "num_before": st.lists(st.sampled_from([0, 0, 0, 0, 1, 5, 24]), min_size=1, max_size=4),
+        "prompt_logprobs": st.sampled_from([None, None, None, 0]),
     }
 )
-"""What a request asks for, whose prompt and tokens come before its own, and how many of its tokens another replica has
-emitted before."""
+"""What a request asks for, whose prompt and tokens come before its own, and for each of its sequences, how many tokens
+another replica has emitted before."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -116,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.runner = PseudoRunner(num_blocks, block_size, VOCAB_SIZE)
         self.expected: dict[str, Expected] = {}
         self.by_sequence_id: list[Expected] = []
-        self.last_plan: list[Expected] = []
+        self.last_running: list[Expected] = []
         self.salt_of_block: dict[int, str] = {}
         self.known_to_router: set[bytes] = set()
         self.take_events()
@@ -126,7 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(wishes=st.lists(wishes, min_size=2, max_size=6))
     def add(self, wishes):
         for wish in wishes:
-            self.add_one(**wish)
+            self.add_group(**wish)
 
     @rule(
         data=st.data(),
@@ -184,14 +194,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert block_id not in self.scheduler._allocator.prefix_cache
             self.salt_of_block[block_id] = salt
 
-    def add_one(self, prompt, turn_of, salt, max_tokens, stop_ids, ignore_eos, seed, priority, num_before):
+    def add_group(self, prompt, turn_of, seed, num_before, **wish):
         if turn_of is not None and self.expected:
             earlier = list(self.expected.values())[turn_of % len(self.expected)]
             prompt = (*earlier.request.prompt_token_ids, *earlier.received, *prompt)[:24]
+        group_id = f"g{len(self.expected)}" if len(num_before) > 1 else ""
+        for index, number in enumerate(num_before):
+            self.add_one(prompt, seed=seed + index, num_before=number, group_id=group_id, **wish)
+
+    def add_one(
+        self, prompt, seed, num_before, group_id, salt, max_tokens, stop_ids, ignore_eos, priority, prompt_logprobs
+    ):
         length = max(0, min(max_tokens or self.max_model_len, self.max_model_len - len(prompt)))
         stop = [*stop_ids, *([] if ignore_eos else [EOS])]
         outputs = pseudo_completion(prompt, seed, length, VOCAB_SIZE, stop)
-        params = SamplingParams(seed=seed, max_tokens=max_tokens, stop_token_ids=stop_ids, ignore_eos=ignore_eos)
+        params = SamplingParams(
+            seed=seed,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_ids,
+            ignore_eos=ignore_eos,
+            prompt_logprobs=prompt_logprobs,
+        )
         request = EngineRequest(
             request_id=f"r{len(self.expected)}",
             prompt_token_ids=prompt,
@@ -199,6 +222,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             sampling_params=params,
             priority=priority,
             cache_salt=salt,
+            group_id=group_id,
         )
         fits = len(prompt) < self.max_model_len and len(prompt) + length - 1 <= self.num_slots
         was_complete = 0 < len(outputs) <= num_before
@@ -260,6 +284,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_plan(self, plan: StepPlan) -> None:
         assert 1 <= plan.num_tokens <= self.config.max_num_batched_tokens
         assert 1 <= len(plan.sequences) <= self.config.max_num_seqs
+        assert sum(len(s.rating.token_ids) for s in plan.sequences if s.rating) <= MAX_RATED_TOKENS
         self.scheduler.check_integrity()
         for sequence in plan.sequences:
             self.check_scheduled(sequence)
@@ -279,10 +304,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_first_is_served(self, members: list[Expected]) -> None:
         """The first in line of those that ran is never held up: by this, nobody starves."""
-        remaining = [expected for expected in self.last_plan if expected.finish_reason is None]
+        remaining = [expected for expected in self.last_running if expected.finish_reason is None]
         if remaining and self.policy == "continuous":
             assert min(remaining, key=lambda expected: expected.service_order) in members
-        self.last_plan = members
+        running = self.scheduler._queues.running
+        self.last_running = [self.by_sequence_id[sequence.sequence_id] for sequence in running]
 
     @invariant()
     def nothing_is_lost(self):
@@ -295,7 +321,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.policy == "continuous":
             assert stats.num_wasted_slots <= load.num_running * (self.block_size - 1)
         else:
-            assert stats.num_preemptions == stats.num_prefix_hit_tokens == 0
+            assert stats.num_preemptions == stats.num_prefix_hit_tokens == stats.num_forked_tokens == 0
 
     def teardown(self):
         num_steps = 0
@@ -317,7 +343,8 @@ class StaticMachine(SchedulerMachine):
 
 
 @pytest.mark.parametrize(("machine", "max_examples"), [(SchedulerMachine, 200), (StaticMachine, 60)])
-def test_every_request_gets_its_own_tokens_whatever_happens(machine, max_examples):
+def test_every_request_gets_its_own_tokens_whatever_happens(machine, max_examples, monkeypatch):
+    monkeypatch.setattr(prompt_rating, "MAX_RATED_TOKENS", MAX_RATED_TOKENS)
     profile = settings(
         max_examples=max_examples,
         stateful_step_count=30,

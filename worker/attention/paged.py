@@ -48,11 +48,14 @@ class AttentionContext:
         """[T]: where each token of the step is written, as block * block_size + offset."""
 
     def begin(self, batch: StepBatch) -> None:
-        """The model runs on this step next. Blocks that it begins and does not fill are cleared.
+        """The model runs on this step next. Its block copies are made; blocks that it begins and does not fill are
+        cleared.
 
         So what lies beyond a sequence's tokens is zeros or its own: masked keys never bring in NaN from a stranger.
         """
         block_size, device = self.cache.block_size, self.slots.device
+        if batch.block_copies.size:
+            self.cache.copy(*torch.from_numpy(batch.block_copies).to(device))
         self.slots = torch.from_numpy(slots_of(batch, block_size)).to(device)
         begun = begun_blocks(batch, block_size)
         if len(begun):

@@ -145,5 +145,6 @@ def _batch(first_position: int, num_tokens: int, num_sequences: int) -> StepBatc
         num_draws=each(0),
         block_ids=np.tile(table, num_sequences),
         num_blocks=each(len(table)),
+        block_copies=np.zeros((3, 0), dtype=np.int64),
         logits_rows=np.zeros(0, dtype=np.int64),
     )
