@@ -4,32 +4,41 @@ The one place where a sequence changes its status and where blocks change hands;
 true. What may not live here: deciding who is admitted or preempted, and when (`batching.py`).
 """
 
+import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from worker.block_allocator import BlockAllocator
 from worker.sequence import Sequence, SequenceStatus
+from worker.tenants import TenantCounters
+from worker.waiting import WaitingSequences
 
 
 class SequenceQueues:
-    """`waiting` and `running` are sorted by `Sequence.service_order`; others read them and change them only from here.
+    """`running` is sorted by `Sequence.service_order`; others read it and `waiting`, and change them only from here.
 
-    Sorted lists rather than heaps: their lengths are bounded by the settings, moving a thousand pointers costs less
-    than a microsecond, and the first, the last and any aborted one are at hand.
+    A sorted list rather than a heap: its length is bounded by the settings, moving a thousand pointers costs less than
+    a microsecond, and the first, the last and any aborted one are at hand.
     """
 
-    def __init__(self, allocator: BlockAllocator) -> None:
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        aging_s: float = math.inf,
+        tenant_shares: Mapping[str, float] | None = None,
+    ) -> None:
         self.allocator = allocator
-        self.waiting: list[Sequence] = []
+        self.waiting = WaitingSequences(TenantCounters(tenant_shares or {}), aging_s)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=_order)
+        self.waiting.add(sequence)
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
         """The cached blocks that a waiting sequence can begin with: whole blocks, and never all of its tokens, because
@@ -37,17 +46,16 @@ class SequenceQueues:
         max_num_blocks = (len(sequence.token_ids) - 1) // self.allocator.block_size
         return self.allocator.prefix_cache.find(sequence.hash_chain, sequence.token_ids, max_num_blocks)
 
-    def admit_first(self, num_blocks: int, cached: Iterable[int] = ()) -> Sequence:
-        """Move the first of the waiting to the running with so many blocks, the first of them its `cached_prefix`."""
-        sequence = self.waiting.pop(0)
+    def admit(self, sequence: Sequence, num_blocks: int, cached: Iterable[int] = ()) -> None:
+        """Move a waiting sequence to the running with so many blocks, the first of them its `cached_prefix`."""
+        self.waiting.remove(sequence)
         prefix = tuple(cached)
         self.allocator.share(prefix)
         sequence.block_ids = (*prefix, *self.allocator.allocate(num_blocks - len(prefix)))
         sequence.num_computed_tokens = len(prefix) * self.allocator.block_size
         sequence.status = SequenceStatus.RUNNING
         insort(self.running, sequence, key=_order)
-        self._count_prefix(sequence)
-        return sequence
+        self._count_prompt(sequence)
 
     def grow(self, sequence: Sequence) -> None:
         """Give a running sequence one more block."""
@@ -64,9 +72,9 @@ class SequenceQueues:
         """Send a running sequence back to wait. It keeps its outputs and loses all that was computed, but for what the
         prefix cache still has of it when it comes back.
 
-        Its place in line is before everyone of its priority who came later, so in effect at their front.
+        It goes back to the class that it ran in, and to its old place in its tenant's line.
         """
-        self._take_out(self.running, sequence)
+        self._take_out(sequence)
         sequence.num_discarded_tokens = max(sequence.num_discarded_tokens, sequence.num_computed_tokens)
         sequence.num_computed_tokens = 0
         self._free_blocks(sequence)
@@ -76,7 +84,10 @@ class SequenceQueues:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a waiting or running sequence out for good and free its blocks."""
-        self._take_out(self.running if sequence.status is SequenceStatus.RUNNING else self.waiting, sequence)
+        if sequence.status is SequenceStatus.RUNNING:
+            self._take_out(sequence)
+        else:
+            self.waiting.remove(sequence)
         self._free_blocks(sequence)
         sequence.status = SequenceStatus.FINISHED
 
@@ -103,9 +114,9 @@ class SequenceQueues:
         for block_id in range(self.allocator.num_blocks):
             counted, found = self.allocator.ref_count(block_id), owners[block_id]
             assert counted == found, f"block {block_id} has {found} owners and a reference count of {counted}"
-        for queue in (self.waiting, self.running):
-            for before, after in pairwise(queue):
-                assert before.service_order < after.service_order, f"{after.sequence_id} stands behind its turn"
+        self.waiting.check_integrity()
+        for before, after in pairwise(self.running):
+            assert before.service_order < after.service_order, f"{after.sequence_id} stands behind its turn"
         for sequence in self.waiting:
             assert sequence.status is SequenceStatus.WAITING, f"waiting {sequence.sequence_id} is {sequence.status}"
             assert not sequence.block_ids, f"waiting sequence {sequence.sequence_id} owns blocks"
@@ -128,22 +139,24 @@ class SequenceQueues:
                 is_right = found == sequence.hash_chain.hash_of(index, sequence.token_ids, block_size)
                 assert is_right, f"block {block_id} is not found by the tokens of sequence {sequence.sequence_id}"
 
-    def _take_out(self, queue: list[Sequence], sequence: Sequence) -> None:
-        index = bisect_left(queue, sequence.service_order, key=_order)
-        assert queue[index] is sequence, f"sequence {sequence.sequence_id} is not where its order says"
-        del queue[index]
+    def _take_out(self, sequence: Sequence) -> None:
+        index = bisect_left(self.running, sequence.service_order, key=_order)
+        assert self.running[index] is sequence, f"sequence {sequence.sequence_id} is not where its order says"
+        del self.running[index]
 
-    def _count_prefix(self, sequence: Sequence) -> None:
-        """Count what a request finds when it is first admitted, not when it comes back from a preemption."""
+    def _count_prompt(self, sequence: Sequence) -> None:
+        """Count what a request finds and what it costs when first admitted, not when it is back from a preemption."""
         if sequence.num_discarded_tokens == 0:  # whoever was preempted had computed a token
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self.num_prefix_query_tokens += len(sequence.token_ids)
             self.num_prefix_hit_tokens += sequence.num_computed_tokens
+            assert sequence.tenant is not None, "whoever waited has a tenant"
+            sequence.tenant.charge(sequence.num_uncomputed_tokens, 0)
 
     def _free_blocks(self, sequence: Sequence) -> None:
         self.allocator.free(sequence.block_ids)
         sequence.block_ids = ()
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
+def _order(sequence: Sequence) -> tuple[int, float, int]:
     return sequence.service_order
