@@ -38,9 +38,7 @@ def parse_shares(value: object) -> object:
     return {name.strip(): share for name, _, share in pairs}
 
 
-TenantShares = Annotated[
-    dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], BeforeValidator(parse_shares)
-]
+TenantShares = Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], BeforeValidator(parse_shares)]
 
 
 class Settings(BaseModel):
@@ -84,7 +82,8 @@ class SchedulerConfig(Settings):
     """The batcher: how a step is filled, and who is served first."""
 
     policy: Literal["continuous", "memory_aware", "static", "bucketed"] = Field(
-        "continuous", description="memory_aware: by estimated peak memory; static, bucketed: whole batches, as baselines"
+        "continuous",
+        description="memory_aware: by estimated peak memory; static, bucketed: whole batches, as baselines",
     )
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens of one step, prompt chunks and decodes together")
     max_num_seqs: int = Field(64, ge=1, description="sequences of one step")

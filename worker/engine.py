@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from worker.errors import HoldfastError, InvalidRequestError, ReplicaError
+from worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError, ReplicaError
 from worker.plan import StepPlan, StepResult
 from worker.request import EngineLoad, EngineRequest, TokenDelta
 from worker.scheduler import Scheduler, SchedulerStats
@@ -84,8 +84,17 @@ class StepRunner(Protocol):
 class Engine:
     """A scheduler and a runner on a thread of their own. All methods are safe to call from any thread."""
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner, *, name: str = "engine", idle_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        *,
+        name: str = "engine",
+        idle_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._scheduler = scheduler
+        self._clock = clock
         self._runner = runner
         self._idle_s = idle_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -176,15 +185,24 @@ class Engine:
             self._inbox.get_nowait()()
 
     def _turn(self) -> None:
-        plan = None if self._stopping else self._scheduler.plan()
+        plan = None if self._stopping else self._scheduler.plan(self._clock())
+        for request_id in self._scheduler.take_expired():
+            self._reject(request_id, DeadlineExceededError("the request's time was up in the replica"))
         if plan is not None:
             started_s = time.perf_counter()
             result = self._runner.run(plan)
-            self._step_time_s += time.perf_counter() - started_s
+            step_time_s = time.perf_counter() - started_s
+            self._step_time_s += step_time_s
+            self._note_speed(plan.num_tokens, step_time_s)
             self._step_id = plan.step_id
             for delta in self._scheduler.commit(plan, result):
                 self._keep(delta)
         self._deliver(stepped=plan is not None)
+
+    def _note_speed(self, num_tokens: int, step_time_s: float) -> None:
+        """The best speed of all steps is what a request can hope for; most steps are slower, having less to do."""
+        if step_time_s > 0:
+            self._scheduler.tokens_per_s = max(num_tokens / step_time_s, self._scheduler.tokens_per_s or 0.0)
 
     def _deliver(self, *, stepped: bool) -> None:
         before, self._load = self._load, self._scheduler.load()
@@ -209,7 +227,7 @@ class Engine:
         try:
             if request.request_id in self._owner:
                 raise InvalidRequestError("request_id", request.request_id, "is in use by a request that has not ended")
-            finished = self._scheduler.add(request)
+            finished = self._scheduler.add(request, self._clock())
         except HoldfastError as error:
             mailbox.rejections.append(Rejection(request_id=request.request_id, error=error))
             return
@@ -234,6 +252,12 @@ class Engine:
         mailbox = self._listeners.get(listener)
         if mailbox is not None:
             mailbox.deltas.append(delta)
+
+    def _reject(self, request_id: str, error: HoldfastError) -> None:
+        """The last word on a request that was taken in and will not be finished."""
+        mailbox = self._listeners.get(self._owner.pop(request_id))
+        if mailbox is not None:
+            mailbox.rejections.append(Rejection(request_id=request_id, error=error))
 
     def _detach(self, listener: StepListener) -> None:
         self._listeners.pop(listener, None)

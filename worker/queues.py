@@ -31,13 +31,16 @@ class SequenceQueues:
         tenant_shares: Mapping[str, float] | None = None,
     ) -> None:
         self.allocator = allocator
-        self.waiting = WaitingSequences(TenantCounters(tenant_shares or {}), aging_s)
+        self._tenants = TenantCounters(tenant_shares or {})
+        self.waiting = WaitingSequences(self._tenants, aging_s)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
+        """Put a new sequence in line."""
+        sequence.tenant = self._tenants.of(sequence.request.tenant)
         self.waiting.add(sequence)
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
@@ -79,7 +82,7 @@ class SequenceQueues:
         sequence.num_computed_tokens = 0
         self._free_blocks(sequence)
         sequence.status = SequenceStatus.WAITING
-        self.add(sequence)
+        self.waiting.add(sequence)
         self.num_preemptions += 1
 
     def remove(self, sequence: Sequence) -> None:
@@ -150,7 +153,6 @@ class SequenceQueues:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self.num_prefix_query_tokens += len(sequence.token_ids)
             self.num_prefix_hit_tokens += sequence.num_computed_tokens
-            assert sequence.tenant is not None, "whoever waited has a tenant"
             sequence.tenant.charge(sequence.num_uncomputed_tokens, 0)
 
     def _free_blocks(self, sequence: Sequence) -> None:

@@ -42,6 +42,9 @@ class Sequence:
     no difference in kind between a prompt, a decode and a replay, only in how many tokens are left to compute.
     """
 
+    tenant: Tenant
+    """Whom its tokens are charged to; set when it first stands in line."""
+
     __slots__ = (
         "block_ids",
         "controls",
@@ -86,8 +89,6 @@ class Sequence:
         """Of one tenant and class, whoever is due first is served first."""
         self.service_class = request.priority
         """The class it is served as: its priority, or a better one after a long wait (`waiting.py`)."""
-        self.tenant: Tenant | None = None
-        """Whom its tokens are charged to; set when it first stands in line."""
         self.waits_since_s = arrived_s
         self.waited_s = 0.0
         """All earlier waits together."""

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from worker.request import Priority
 from worker.sequence import Sequence
-from worker.tenants import Tenant, TenantCounters
+from worker.tenants import TenantCounters
 from worker.timers import SequenceTimers
 
 _Entry = tuple[float, float, int, str]
@@ -43,17 +43,16 @@ class WaitingSequences:
             yield from waiting_class
 
     @property
-    def best_class(self) -> Priority:
-        """The class of the first. There must be one."""
-        return next(priority for priority in Priority if self._classes[priority])
+    def best_class(self) -> Priority | None:
+        """The class of the first, or None if nobody waits."""
+        return next((priority for priority in Priority if self._classes[priority]), None)
 
     def first(self) -> Sequence:
         """The one to be served next. There must be one."""
+        assert self.best_class is not None, "nobody waits"
         return self._classes[self.best_class].first()
 
     def add(self, sequence: Sequence) -> None:
-        if sequence.tenant is None:
-            sequence.tenant = self._tenants.of(sequence.request.tenant)
         self._tenants.note_waiting(sequence.tenant)
         sequence.waits_since_s = self._now
         self._classes[sequence.service_class].add(sequence)
@@ -61,7 +60,6 @@ class WaitingSequences:
         self._expect_promotion(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        assert sequence.tenant is not None, f"sequence {sequence.sequence_id} does not wait"
         self._classes[sequence.service_class].remove(sequence)
         self._num_waiting -= 1
         self._tenants.note_gone(sequence.tenant)
@@ -163,6 +161,4 @@ def _urgency(sequence: Sequence) -> tuple[float, int]:
 
 def _key(line: list[Sequence]) -> _Entry:
     first = line[0]
-    tenant: Tenant | None = first.tenant
-    assert tenant is not None, "whoever waits has a tenant"
-    return (tenant.counter, *first.urgency, tenant.name)
+    return (first.tenant.counter, *first.urgency, first.tenant.name)
