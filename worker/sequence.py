@@ -11,7 +11,7 @@ from typing import Final
 from worker.controls import LogitControls
 from worker.plan import DrawParams, ScheduledSequence
 from worker.prefix_cache import HashChain
-from worker.request import EngineRequest, FinishReason, Priority
+from worker.request import EngineRequest, FinishReason
 from worker.tenants import Tenant
 
 PATIENCE_S: Final = 600.0

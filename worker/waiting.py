@@ -1,7 +1,7 @@
 """Who waits, in order of service: by class, then by tenant, then by deadline, then by arrival.
 
-What may live here: the order, and aging, which moves those who have waited long to a better class. What may not: whether
-there is room for the first (`batching.py`), blocks (`queues.py`), and reading a clock: the time is passed in.
+What may live here: the order, and aging, which moves those who have waited long to a better class. What may not:
+whether there is room for the first (`batching.py`), blocks (`queues.py`), and a clock: the time is passed in.
 """
 
 import heapq
