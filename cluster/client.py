@@ -87,13 +87,14 @@ class AsyncClient:
         request_id: str = "",
         priority: Priority = Priority.NORMAL,
         timeout_s: float | None = None,
+        tenant: str = "",
     ) -> AsyncIterator[Chunk]:
         """The completion as it comes. Leaving the iteration, or cancelling the task, aborts the request.
 
         Raises the error tree of `worker/errors.py`: `CallerError` for what a retry cannot mend, `CapacityError` and
         `ReplicaError` with `retry_after_s`.
         """
-        request = _request(prompt, params or SamplingParams(), model, request_id, priority, timeout_s)
+        request = _request(prompt, params or SamplingParams(), model, request_id, priority, timeout_s, tenant)
         call = self._stub.GenerateStream(request)
         try:
             with _translated():
@@ -122,12 +123,14 @@ def _request(
     request_id: str,
     priority: Priority,
     timeout_s: float | None,
+    tenant: str,
 ) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest(
         model=model,
         request_id=request_id,
         sampling_params=_sampling_params(params),
         priority=_PRIORITIES[priority],
+        tenant=tenant,
     )
     if isinstance(prompt, str):
         request.text = prompt

@@ -70,7 +70,7 @@ class Dispatch:
         if replica is None:
             self._queue.push(record.request_id, model, request.priority)
         self._requests.add(record, deadline)
-        return self._drain(model, now) if replica is None else [self._send(record, replica)]
+        return self._drain(model, now) if replica is None else [self._send(record, replica, now)]
 
     def cancel(self, request_id: str, now: float) -> list[Action]:
         """The client has gone. An id that is not open is ignored."""
@@ -185,16 +185,17 @@ class Dispatch:
         if now >= deadline:
             raise DeadlineExceededError("the request's time was up before it could be queued")
 
-    def _send(self, record: RequestRecord, replica: ReplicaState) -> SendSubmit:
+    def _send(self, record: RequestRecord, replica: ReplicaState, now: float) -> SendSubmit:
         attempt = self._requests.begin_attempt(record, replica)
-        replica_id = replica.facts.replica_id
-        return SendSubmit(replica_id=replica_id, attempt=attempt.number, request=record.continuation())
+        time_left_s = max(0.0, self._requests.deadlines.of(record.request_id) - now)
+        request = record.continuation(time_left_s)
+        return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
 
     def _drain(self, model: str, now: float) -> list[Action]:
         """Sends what waits, while there is room."""
         actions: list[Action] = []
         while self._queue.has_waiting(model) and (replica := self._fleet.choose(model)) is not None:
-            actions.append(self._send(self._requests[self._queue.pop(model, now)], replica))
+            actions.append(self._send(self._requests[self._queue.pop(model, now)], replica, now))
         return actions
 
     def _advance(self, record: RequestRecord, delta: AttemptDelta) -> list[Action]:

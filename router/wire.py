@@ -22,7 +22,13 @@ from router.events import (
     Usage,
 )
 from router.request import GenerationRequest
-from worker.errors import HoldfastError, InvalidRequestError, QueueFullError, ReplicaError
+from worker.errors import (
+    DeadlineExceededError,
+    HoldfastError,
+    InvalidRequestError,
+    QueueFullError,
+    ReplicaError,
+)
 from worker.request import EngineLoad, FinishReason, Priority, SamplingParams, TokenLogprob
 
 _PRIORITIES: Final = {
@@ -76,6 +82,7 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         priority=priority,
         timeout_s=message.timeout_ms / 1000 if message.HasField("timeout_ms") else None,
         cache_salt=message.cache_salt,
+        tenant=message.tenant,
     )
 
 
@@ -234,6 +241,8 @@ def submit_message(action: SendSubmit) -> engine_pb2.LinkRequest:
         draw=draw,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        tenant=request.tenant,
+        time_left_ms=None if request.time_left_s is None else round(1000 * request.time_left_s),
     )
     return engine_pb2.LinkRequest(submit=submit)
 
@@ -303,6 +312,8 @@ def _logprobs(delta: engine_pb2.Delta) -> tuple[TokenLogprob, ...]:
 def _rejection_error(rejection: engine_pb2.Rejection) -> HoldfastError:
     if rejection.field:
         return ReplicaRefusal(rejection.field, rejection.message)
+    if rejection.deadline_exceeded:
+        return DeadlineExceededError(rejection.message)
     if rejection.retry_after_ms:
         return QueueFullError(rejection.message, rejection.retry_after_ms / 1000)
     return ReplicaError(rejection.message)
