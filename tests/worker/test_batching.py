@@ -201,14 +201,15 @@ def test_low_is_served_under_an_endless_stream_of_critical_ones():
 
 def test_one_that_has_aged_is_not_preempted_by_the_class_it_has_caught_up_with():
     scheduler = make_scheduler(max_num_seqs=1, aging_s=10.0)
+    scheduler.add(make_request("blocker", priority=Priority.CRITICAL, max_tokens=2))
     scheduler.add(make_request("low", priority=Priority.LOW))
-    scheduler.add(make_request("first", priority=Priority.CRITICAL, max_tokens=1))
-    step(scheduler, now=0.0)
-    assert members(step(scheduler, now=20.0)[0]) == [0]
-    scheduler.add(make_request("high", priority=Priority.HIGH), 21.0)
-    assert members(step(scheduler, now=21.0)[0]) == [0]
-    scheduler.add(make_request("critical", priority=Priority.CRITICAL), 22.0)
-    assert members(step(scheduler, now=22.0)[0]) == [3]
+    step(scheduler)
+    step(scheduler)
+    assert members(step(scheduler, now=20.0)[0]) == [1], "low counts as HIGH from here on"
+    scheduler.add(make_request("high", priority=Priority.HIGH), 20.0)
+    assert members(step(scheduler, now=20.0)[0]) == [1]
+    scheduler.add(make_request("critical", priority=Priority.CRITICAL), 20.0)
+    assert members(step(scheduler, now=20.0)[0]) == [3]
 
 
 def test_waits_before_and_after_a_preemption_add_up():

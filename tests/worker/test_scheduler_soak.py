@@ -18,8 +18,10 @@ from worker.tenants import OUTPUT_WEIGHT
 
 SHARES = {"gold": 2.0, "silver": 1.0, "bronze": 0.5}
 """The tenants who always have requests waiting."""
+LENGTHS = {"gold": (12, 3), "silver": (2, 12), "bronze": (8, 8)}
+"""The most tokens of a prompt and of an output that they send; others up to twelve of each."""
 
-NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE = 24, 4, 500
+NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE = 16, 4, 500
 STEP_S, AGING_S = 0.02, 20.0
 STEPS_TO_THE_TOP = round(3 * AGING_S / STEP_S)
 """Steps of waiting after which LOW counts as CRITICAL."""
@@ -57,11 +59,12 @@ class Soak:
 
     def add(self, tenant: str, priority: Priority = Priority.NORMAL, time_left_s: float | None = None) -> None:
         rng, seed = self.rng, self.num_added
-        prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 12)))
+        max_prompt_len, max_output_len = LENGTHS.get(tenant, (12, 12))
+        prompt = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, max_prompt_len)))
         request = EngineRequest(
             request_id=f"{tenant}-{seed}",
             prompt_token_ids=prompt,
-            sampling_params=SamplingParams(seed=seed, max_tokens=rng.randint(1, 12)),
+            sampling_params=SamplingParams(seed=seed, max_tokens=rng.randint(1, max_output_len)),
             priority=priority,
             tenant=tenant,
             time_left_s=time_left_s,
