@@ -49,7 +49,7 @@ proto-check: install
 
 check: lint types proto-check  ## All that CI checks, but for the tests.
 
-bench: install   ## Continuous against static batching, on this machine.
+bench: install   ## The batching policies against each other, on this machine.
 	@$(BIN)/python -m benchmarks.batching
 
 model: install   ## Train the bundled models again (minutes).

@@ -87,6 +87,7 @@ class AsyncClient:
         request_id: str = "",
         priority: Priority = Priority.NORMAL,
         timeout_s: float | None = None,
+        tenant: str = "",
     ) -> AsyncGenerator[Chunk, None]:
         """The completion as it comes. Leaving the iteration, or cancelling the task, aborts the request.
 
@@ -94,7 +95,7 @@ class AsyncClient:
         `ReplicaError` with `retry_after_s`.
         """
         request_id = request_id or uuid.uuid4().hex  # chosen here, because an unseeded request draws by it
-        request = generate_request(prompt, params or SamplingParams(), model, request_id, priority, timeout_s)
+        request = generate_request(prompt, params or SamplingParams(), model, request_id, priority, timeout_s, tenant)
         patience, received = self._patience(timeout_s), Received()
         while True:
             at = self._at

@@ -56,12 +56,14 @@ def generate_request(
     request_id: str,
     priority: Priority,
     timeout_s: float | None,
+    tenant: str,
 ) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest(
         model=model,
         request_id=request_id,
         sampling_params=_sampling_params(params),
         priority=_PRIORITIES[priority],
+        tenant=tenant,
     )
     if isinstance(prompt, str):
         request.text = prompt

@@ -115,6 +115,7 @@ class InferenceEngine:
         params: SamplingParams | None = None,
         priority: Priority = Priority.NORMAL,
         callback: Callback | None = None,
+        tenant: str = "",
     ) -> RequestHandle:
         """Queues a request and returns at once.
 
@@ -134,6 +135,7 @@ class InferenceEngine:
             prompt_token_ids=tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
             sampling_params=replace(params, seed=seed),
             priority=priority,
+            tenant=tenant,
             bad_word_token_ids=bad_word_token_ids(self.tokenizer, params.bad_words),
             grammar=self._compiler.compile(params.structure),
         )
@@ -142,10 +144,14 @@ class InferenceEngine:
         return RequestHandle(self, completion)
 
     async def submit_request_async(
-        self, prompt: Prompt, params: SamplingParams | None = None, priority: Priority = Priority.NORMAL
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        priority: Priority = Priority.NORMAL,
+        tenant: str = "",
     ) -> RequestOutput:
         """The finished output. Cancelling the awaiting task aborts the request. Raises what ended it otherwise."""
-        handle = await asyncio.to_thread(self.submit_request, prompt, params, priority)
+        handle = await asyncio.to_thread(self.submit_request, prompt, params, priority, tenant=tenant)
         try:
             return await asyncio.shield(asyncio.wrap_future(handle.future))
         except asyncio.CancelledError:

@@ -24,6 +24,10 @@ class Deadlines:
         self._when[request_id] = when
         heapq.heappush(self._heap, (when, request_id))
 
+    def of(self, request_id: str) -> float:
+        """A deadline that was set."""
+        return self._when[request_id]
+
     def drop(self, request_id: str) -> None:
         """Forgets a deadline that was set."""
         del self._when[request_id]

@@ -120,6 +120,7 @@ class Intake:
             sampling_params=_resolved(wish.sampling_params, request_id, model.facts),
             priority=wish.priority,
             cache_salt=wish.cache_salt,
+            tenant=wish.tenant,
             bad_word_token_ids=await self._tokenizers.bad_words(model.name, wish.sampling_params.bad_words),
             grammar=await self._tokenizers.grammar(model.name, wish.sampling_params.structure),
         )

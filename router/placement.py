@@ -39,8 +39,9 @@ class Placement:
         """Begins an attempt: the request goes on after its output so far."""
         attempt = self._requests.begin_attempt(record, replica)
         replica.breaker.note_sent(now)
-        replica_id = replica.facts.replica_id
-        return SendSubmit(replica_id=replica_id, attempt=attempt.number, request=record.continuation())
+        time_left_s = max(0.0, self._requests.deadlines.of(record.request_id) - now)
+        request = record.continuation(time_left_s)
+        return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
 
     def drain(self, model: str, now: float) -> list[Action]:
         """Sends what waits, while there is room; first what runs where it should not stay."""

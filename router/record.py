@@ -72,9 +72,9 @@ class RequestRecord:
     def request_id(self) -> str:
         return self.request.request_id
 
-    def continuation(self) -> EngineRequest:
-        """What a replica must be asked so that it goes on after the tokens so far."""
-        return replace(self.request, output_token_ids=tuple(self.output_token_ids))
+    def continuation(self, time_left_s: float | None = None) -> EngineRequest:
+        """What a replica must be asked so that it goes on after the tokens so far, for so long at most."""
+        return replace(self.request, output_token_ids=tuple(self.output_token_ids), time_left_s=time_left_s)
 
     def take(
         self,

@@ -31,6 +31,8 @@ class GenerationRequest:
     """Cached prefixes are shared only between requests of the same salt."""
     resume: Resume | None = None
     """What the client has already; None: nothing."""
+    tenant: str = ""
+    """On whose account it runs: tenants get service by their shares."""
 
     def check(self, limits: LimitsConfig) -> None:
         """Raises `InvalidRequestError`, naming field and limit."""
@@ -45,9 +47,10 @@ class GenerationRequest:
             raise InvalidRequestError("request_id", self.request_id, limit)
         if not (self.request_id.isascii() and self.request_id.isprintable()):
             raise InvalidRequestError("request_id", self.request_id, "must consist of printable ASCII characters")
-        if len(self.cache_salt) > limits.max_request_id_length:
-            limit = f"must have at most {limits.max_request_id_length} characters"
-            raise InvalidRequestError("cache_salt", self.cache_salt, limit)
+        for name, value in (("cache_salt", self.cache_salt), ("tenant", self.tenant)):
+            if len(value) > limits.max_request_id_length:
+                limit = f"must have at most {limits.max_request_id_length} characters"
+                raise InvalidRequestError(name, value, limit)
         if self.timeout_s is not None and not 0 < self.timeout_s <= limits.max_timeout_s:
             timeout_ms, max_timeout_ms = round(self.timeout_s * 1000), round(limits.max_timeout_s * 1000)
             raise InvalidRequestError("timeout_ms", timeout_ms, f"must be in [1, {max_timeout_ms}]")

@@ -25,7 +25,13 @@ from router.events import (
 )
 from router.request import GenerationRequest
 from router.resume import Progress, Resume
-from worker.errors import HoldfastError, InvalidRequestError, QueueFullError, ReplicaError
+from worker.errors import (
+    DeadlineExceededError,
+    HoldfastError,
+    InvalidRequestError,
+    QueueFullError,
+    ReplicaError,
+)
 from worker.request import EngineLoad, FinishReason, Priority, SamplingParams, TokenLogprob
 
 _PRIORITIES: Final = {
@@ -80,6 +86,7 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         timeout_s=message.timeout_ms / 1000 if message.HasField("timeout_ms") else None,
         cache_salt=message.cache_salt,
         resume=_resume(message.resume) if message.HasField("resume") else None,
+        tenant=message.tenant,
     )
 
 
@@ -251,6 +258,8 @@ def submit_message(action: SendSubmit) -> engine_pb2.LinkRequest:
         draw=draw,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        tenant=request.tenant,
+        time_left_ms=None if request.time_left_s is None else round(1000 * request.time_left_s),
     )
     return engine_pb2.LinkRequest(submit=submit)
 
@@ -337,6 +346,8 @@ def _logprobs(delta: engine_pb2.Delta) -> tuple[TokenLogprob, ...]:
 def _rejection_error(rejection: engine_pb2.Rejection) -> HoldfastError:
     if rejection.field:
         return ReplicaRefusal(rejection.field, rejection.message)
+    if rejection.deadline_exceeded:
+        return DeadlineExceededError(rejection.message)
     if rejection.retry_after_ms:
         return QueueFullError(rejection.message, rejection.retry_after_ms / 1000)
     return ReplicaError(rejection.message)

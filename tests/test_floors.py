@@ -11,6 +11,7 @@ PLAIN_DATA = {"block_hash", "config", "errors", "model_info", "progress", "reque
 POLICY = PLAIN_DATA | {"batching", "block_allocator", "plan", "prefix_cache", "queues", "scheduler", "sequence"}
 POLICY |= {"cache_feed", "controls", "forking", "prompt_rating", "static_batching", "step_limits"}
 POLICY |= {"batching_optimizer", "dial", "step_time", "step_tuner"}
+POLICY |= {"bucketed_batching", "deadlines", "memory_aware_batching", "tenants", "timers", "waiting"}
 PROCESS = {"engine", "link", "rank", "replica", "watchdog"}
 ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "prefix_index", "record"}
 ROUTER_CORE |= {"circuit_breaker", "placement", "quarantine", "resume", "retry_budget"}

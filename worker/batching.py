@@ -5,11 +5,13 @@ counters (`scheduler.py`), and how blocks change hands (`queues.py`).
 """
 
 from collections.abc import Iterable
+from itertools import groupby
 from typing import Protocol
 
 from worker.forking import Siblings
 from worker.prompt_rating import num_step_tokens
-from worker.queues import SequenceQueues
+from worker.queues import SequenceQueues, SharedPrefix
+from worker.request import Priority
 from worker.sequence import Sequence, SequenceStatus
 from worker.step_limits import StepLimits
 
@@ -37,22 +39,29 @@ class BatchingPolicy(Protocol):
 
 
 class ContinuousBatching:
-    """Every step takes whoever can use it: decodes first, then chunks of prefill, then newcomers.
+    """Every step takes whoever can use it: decodes first, then, class by class, chunks of prefill and newcomers.
 
     Blocks are allocated for the tokens that a sequence has, not for those it may draw. When they run out, one of the
-    lowest priority among those running is preempted: the one with the fewest tokens computed, the newest of several,
-    but never the first in the order of service.
+    worst class among those running is preempted: the one with the fewest tokens computed, the newest of several, but
+    never the first in the order of service. Likewise, one waiting of a better class who finds no place or blocks takes
+    them from running ones of worse classes. Classes are those of `Sequence.service_class`: a priority, bettered by
+    waiting, and unchanged while a sequence runs, so that nobody is preempted by the class it has caught up with.
 
-    No request can starve, other than by an endless stream of requests of higher priority. Take the first in the order
-    of service of all who are alive:
-      - Once it runs it is the first of the running. So it is never preempted, it may take everyone else's blocks, and
-        `Scheduler.add` has seen to it that alone it fits. It gets a token at every step: one is admitted only to a step
-        that has served all who run and has a token left, so there are never more running than tokens in a step. So it
-        ends, and then another one is the first of all.
-      - While it waits, new or preempted earlier for one who was first then, it is the first of the waiting, and that
-        one is never overtaken: until it finds room nobody else is admitted. Of those running the first always goes on
-        and ends, by the same argument, so they become fewer until it does find room: at the latest when it is alone.
-        Only while a sibling that runs computes its prompt is it passed over; that one is not held up by those behind.
+    No request starves, whatever the stream of others, as long as time goes on:
+      - *Everybody gets to the best class*, after waiting for three times `aging_s` in all, or ends before. There nobody
+        else's class preempts it, and it is enough to look at this class.
+      - *Everybody gets to be the first.* By `urgency`, deadline and arrival, each has a fixed place, and whoever comes
+        after the time at which it is due stands behind it. So only finitely many will ever stand before it, and it is
+        enough to show that the most urgent of all alive, A, ends: then another is the most urgent.
+      - *While A runs it ends.* It is the first of the running, so it is never preempted, it may take everyone else's
+        blocks, and `Scheduler.add` has seen to it that alone it fits. It gets a token at every step: one is admitted
+        only where fewer run than a step has tokens, and of these the first is served first.
+      - *While A waits it gets to run.* It is the first in its tenant's line. Served tenants' counters rise and its own
+        does not, newcomers are lifted to the smallest, and equal counters go by urgency: so its tenant comes to be the
+        first and A the first of the waiting. That one is never overtaken: until it finds room nobody else is admitted.
+        Of those running in its class the first always goes on and ends, as above, and the others give way to A, so it
+        does find room: at the latest when it is alone. Only while a sibling that runs computes its prompt is it passed
+        over; that one is not held up by those behind.
     Which of the others is preempted does not matter to this. Blocks that are only cached count as free, so they are in
     nobody's way, and what a sequence shares it need not be given.
     """
@@ -61,12 +70,24 @@ class ContinuousBatching:
         self.limits = limits
 
     def schedule(self, queues: SequenceQueues) -> list[Share]:
+        siblings = Siblings(queues)
+        self._make_way(queues, siblings)
         decodes, prefills = self._split_running(queues)
         shares = [(sequence, 1) for sequence in decodes]
         budget = self._prefill_budget(len(shares))
-        chunks = share_out(prefills, budget)
-        budget -= sum(num_tokens for _, num_tokens in chunks)
-        return shares + chunks + self._admit(queues, budget)
+        if not queues.waiting.num_ready:
+            queues.waiting.return_all()
+            return shares + share_out(prefills, budget)
+        chunks_of = {key: list(group) for key, group in groupby(prefills, lambda sequence: sequence.service_class)}
+        for service_class in Priority:
+            chunks = share_out(chunks_of.get(service_class, ()), budget)
+            budget -= _num_tokens(chunks)
+            # Once the first of a class was refused, nobody of a worse class is the first of the waiting.
+            newcomers = self._admit(queues, siblings, service_class, budget)
+            budget -= _num_tokens(newcomers)
+            shares += chunks + newcomers
+        queues.waiting.return_all()
+        return shares
 
     def release(self, queues: SequenceQueues) -> None:
         queues.release_finished()
@@ -93,38 +114,65 @@ class ContinuousBatching:
             return decodes, prefills
         return _still_running(decodes), _still_running(prefills)
 
-    def _admit(self, queues: SequenceQueues, budget: int) -> list[Share]:
-        """Admit from the front of the waiting while there are places, tokens and blocks.
-
-        Those whose sibling is still computing their prompt are passed over.
-        """
+    def _admit(self, queues: SequenceQueues, siblings: Siblings, service_class: Priority, budget: int) -> list[Share]:
+        """Admit from the front of the waiting, of this class alone, while there are places, tokens and blocks."""
         shares: list[Share] = []
-        siblings, num_passed = Siblings(queues), 0
-        while len(queues.waiting) > num_passed and budget > 0 and len(queues.running) < self.limits.max_num_seqs:
-            sequence = queues.waiting[num_passed]
-            if (prefix := siblings.prefix_of(sequence)) is None:
-                num_passed += 1
-                continue
-            allocator = queues.allocator
-            num_blocks = allocator.num_blocks_for(len(sequence.token_ids))
-            num_shared = sum(allocator.ref_count(block_id) > 0 for block_id in prefix.block_ids)
-            # Blocks for all of its tokens at once, and one more for everyone who runs already: a newcomer would often
-            # be the next victim, its prefill in vain, as soon as the others grow.
-            if num_blocks - num_shared + len(queues.running) > allocator.num_free:
+        while budget > 0 and self._has_place(queues) and (first := siblings.first_ready()) is not None:
+            sequence, prefix = first
+            if sequence.service_class is not service_class or not self._has_memory(queues, sequence, prefix):
                 break
-            queues.admit(sequence, num_blocks, prefix)
+            queues.admit(sequence, queues.allocator.num_blocks_for(len(sequence.token_ids)), prefix)
             siblings.add(sequence)
             num_tokens = min(num_step_tokens(sequence), budget)
             shares.append((sequence, num_tokens))
             budget -= num_tokens
         return shares
 
+    def _has_place(self, queues: SequenceQueues) -> bool:
+        """Whether one more may run; then each of those who run can have a token of a step."""
+        return len(queues.running) < min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+
+    def _has_memory(self, queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> bool:
+        """Whether a waiting sequence that can begin with `prefix` may be admitted as far as blocks go.
+
+        It gets blocks for all of its tokens at once, and one more is kept for everyone who runs already: a newcomer
+        would often be the next victim, its prefill in vain, as soon as the others grow.
+        """
+        return num_blocks_to_take(queues, sequence, prefix) + len(queues.running) <= queues.allocator.num_free
+
+    def _make_way(self, queues: SequenceQueues, siblings: Siblings) -> None:
+        """Preempt running sequences of worse classes for the first of the waiting, if that can make room for it."""
+        best_class = queues.waiting.best_class
+        if best_class is None or not queues.running or queues.running[-1].service_class <= best_class:
+            return
+        ready = siblings.first_ready()
+        if ready is None:
+            return
+        first, prefix = ready
+        worse = [sequence for sequence in reversed(queues.running) if sequence.service_class > first.service_class]
+        worse.sort(key=lambda sequence: (-sequence.service_class, sequence.num_computed_tokens))
+        # Blocks that several share are counted for each of them: then some may be preempted a little too early.
+        num_in_reach = queues.allocator.num_free + sum(len(sequence.block_ids) for sequence in worse)
+        num_left = len(queues.running) - len(worse)
+        if num_blocks_to_take(queues, first, prefix) + num_left > num_in_reach:
+            return
+        for victim in worse:
+            if self._has_place(queues) and self._has_memory(queues, first, prefix):
+                break
+            queues.preempt(victim)
+
+
+def num_blocks_to_take(queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> int:
+    """Free blocks that admitting a waiting sequence takes: all it needs, less those of its prefix that are in use."""
+    num_shared = sum(queues.allocator.ref_count(block_id) > 0 for block_id in prefix.block_ids)
+    return queues.allocator.num_blocks_for(len(sequence.token_ids)) - num_shared
+
 
 def share_out(sequences: Iterable[Sequence], budget: int) -> list[Share]:
     """Divide a budget of tokens among sequences, each getting all it can use before the next gets any."""
     shares: list[Share] = []
     for sequence in sequences:
-        if budget == 0:
+        if budget <= 0:
             break
         num_tokens = min(num_step_tokens(sequence), budget)
         shares.append((sequence, num_tokens))
@@ -144,11 +192,15 @@ def _grow(queues: SequenceQueues, sequences: Iterable[Sequence]) -> bool:
 
 
 def _victim(running: list[Sequence]) -> Sequence:
-    """Whose blocks go when they run out: of the lowest priority, the one that loses least, but never the first."""
+    """Whose blocks go when they run out: of the worst class, the one that loses least, but never the first."""
     assert len(running) > 1, "a sequence that runs alone must fit the cache"
-    lowest = running[-1].request.priority
-    candidates = (sequence for sequence in reversed(running[1:]) if sequence.request.priority == lowest)
+    worst = running[-1].service_class
+    candidates = (sequence for sequence in reversed(running[1:]) if sequence.service_class == worst)
     return min(candidates, key=lambda sequence: sequence.num_computed_tokens)
+
+
+def _num_tokens(shares: Iterable[Share]) -> int:
+    return sum(num_tokens for _, num_tokens in shares)
 
 
 def _still_running(sequences: list[Sequence]) -> list[Sequence]:

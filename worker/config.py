@@ -28,6 +28,19 @@ def parse_bytes(value: object) -> object:
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
+def parse_shares(value: object) -> object:
+    """`"gold=4,free=0.5"` as a mapping. Other values are left to the validator."""
+    if not isinstance(value, str):
+        return value
+    pairs = [pair.rpartition("=") for pair in value.split(",") if pair.strip()]
+    if not all(equals for _, equals, _ in pairs):
+        raise ValueError(f"{value!r} names no shares; write it like gold=4,free=0.5")
+    return {name.strip(): share for name, _, share in pairs}
+
+
+TenantShares = Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], BeforeValidator(parse_shares)]
+
+
 class Settings(BaseModel):
     """A group of settings: immutable, and an unknown key is an error."""
 
@@ -66,12 +79,17 @@ class CacheConfig(Settings):
 
 
 class SchedulerConfig(Settings):
-    """The continuous batcher."""
+    """The batcher: how a step is filled, and who is served first."""
 
-    policy: Literal["continuous", "static"] = Field("continuous", description="static: whole batches, as a baseline")
+    policy: Literal["continuous", "memory_aware", "static", "bucketed"] = Field(
+        "continuous",
+        description="memory_aware: by estimated peak memory; static, bucketed: whole batches, as baselines",
+    )
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens of one step, prompt chunks and decodes together")
     max_num_seqs: int = Field(64, ge=1, description="sequences of one step")
     max_num_waiting: int = Field(1024, ge=1, description="requests that may wait in one replica")
+    aging_s: float = Field(30.0, gt=0, description="seconds of waiting after which a request counts as a class better")
+    tenant_shares: TenantShares = Field({}, description="weights of tenants, e.g. gold=4,free=0.5; others have 1")
     target_tpot_ms: float | None = Field(
         None, gt=0, description="milliseconds from token to token that prompts of others may not exceed; unset: off"
     )

@@ -21,7 +21,7 @@ from typing import Final, Protocol
 
 from worker.batching_optimizer import Recommendation
 from worker.cache_feed import NO_CHANGES, CacheChanges, CacheFeed
-from worker.errors import HoldfastError, InvalidRequestError, ReplicaError
+from worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError, ReplicaError
 from worker.plan import StepPlan, StepResult
 from worker.progress import ProgressCounter
 from worker.request import EngineLoad, EngineRequest, TokenDelta
@@ -119,6 +119,7 @@ class Engine:
         """
         self.progress = progress or ProgressCounter()
         self._scheduler = scheduler
+        self._clock = clock
         self._runner = runner
         self._tuner = tuner
         self._clock = clock
@@ -242,7 +243,9 @@ class Engine:
 
     def _turn(self) -> None:
         began_s = self._clock()
-        plan = None if self._stopping else self._scheduler.plan()
+        plan = None if self._stopping else self._scheduler.plan(began_s)
+        for request_id in self._scheduler.take_expired():
+            self._reject(request_id, DeadlineExceededError("the request's time was up in the replica"))
         if plan is None:
             self._deliver(stepped=False)
             return
@@ -262,6 +265,7 @@ class Engine:
         step_s = self._clock() - started_s
         self.progress.end_step(plan.num_tokens, step_s)
         self._step_time_s += step_s
+        self._note_speed(plan.num_tokens, step_s)
         self._step_id = plan.step_id
         return result
 
@@ -273,6 +277,11 @@ class Engine:
         limits = tuner.next_limits()
         if limits is not None:
             self._scheduler.limits = limits
+
+    def _note_speed(self, num_tokens: int, step_time_s: float) -> None:
+        """The best speed of all steps is what a request can hope for; most steps are slower, having less to do."""
+        if step_time_s > 0:
+            self._scheduler.tokens_per_s = max(num_tokens / step_time_s, self._scheduler.tokens_per_s or 0.0)
 
     def _deliver(self, *, stepped: bool) -> None:
         if self._ended is not None:
@@ -315,7 +324,7 @@ class Engine:
         try:
             if request.request_id in self._owner:
                 raise InvalidRequestError("request_id", request.request_id, "is in use by a request that has not ended")
-            finished = self._scheduler.add(request)
+            finished = self._scheduler.add(request, self._clock())
         except HoldfastError as error:
             mailbox.rejections.append(Rejection(request_id=request.request_id, error=error))
             return
@@ -346,6 +355,12 @@ class Engine:
         mailbox = self._listeners.get(listener)
         if mailbox is not None:
             mailbox.deltas.append(delta)
+
+    def _reject(self, request_id: str, error: HoldfastError) -> None:
+        """The last word on a request that was taken in and will not be finished."""
+        mailbox = self._listeners.get(self._owner.pop(request_id))
+        if mailbox is not None:
+            mailbox.rejections.append(Rejection(request_id=request_id, error=error))
 
     def _detach(self, listener: StepListener) -> None:
         self._listeners.pop(listener, None)

@@ -34,6 +34,18 @@ class Siblings:
             return cached
         return self._fork(parent, num_common)
 
+    def first_ready(self) -> tuple[Sequence, SharedPrefix] | None:
+        """The first of the waiting that need not wait for a sibling, and what it can begin with. Those before it stand
+        aside, until `WaitingSequences.return_all`.
+        """
+        waiting = self._queues.waiting
+        while waiting.num_ready:
+            sequence = waiting.first()
+            if (prefix := self.prefix_of(sequence)) is not None:
+                return sequence, prefix
+            waiting.set_aside(sequence)
+        return None
+
     def add(self, sequence: Sequence) -> None:
         """Another one runs."""
         if self._groups is not None and sequence.request.group_id:

@@ -16,7 +16,7 @@ from holdfast_pb import engine_pb2, engine_pb2_grpc
 from worker.cache_feed import CacheChanges
 from worker.config import HealthConfig
 from worker.engine import Engine, EngineStats, EngineUpdate, Rejection
-from worker.errors import HoldfastError, InvalidRequestError
+from worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError
 from worker.model_info import ModelInfo
 from worker.replica import Replica
 from worker.request import EngineLoad, EngineRequest, FinishReason, Priority, SamplingParams, TokenDelta, TokenLogprob
@@ -218,6 +218,7 @@ class RouterLink:
             field=error.field if isinstance(error, InvalidRequestError) else "",
             message=error.limit if isinstance(error, InvalidRequestError) else str(error),
             retry_after_ms=round(1000 * error.retry_after_s) if error.retry_after_s else 0,
+            deadline_exceeded=isinstance(error, DeadlineExceededError),
         )
 
 
@@ -248,6 +249,8 @@ def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest
         priority=Priority(submit.priority),
         output_token_ids=tuple(submit.output_token_ids),
         cache_salt=submit.cache_salt,
+        tenant=submit.tenant,
+        time_left_s=submit.time_left_ms / 1000 if submit.HasField("time_left_ms") else None,
         bad_word_token_ids=tuple(tuple(word.ids) for word in draw.bad_words),
         grammar=draw.grammar,
         group_id=submit.group_id,

@@ -4,15 +4,18 @@ The one place where a sequence changes its status and where blocks change hands;
 true. What may not live here: deciding who is admitted or preempted, and when (`batching.py`).
 """
 
+import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from worker.block_allocator import BlockAllocator
 from worker.plan import BlockCopy
 from worker.sequence import Sequence, SequenceStatus
+from worker.tenants import TenantCounters
+from worker.waiting import WaitingSequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +30,26 @@ class SharedPrefix:
     """A running sequence with the same prompt, which has computed so many tokens; None: all is from the cache."""
 
 
-class SequenceQueues:
-    """`waiting` and `running` are sorted by `Sequence.service_order`; others read them and change them only from here.
+NOTHING = SharedPrefix()
 
-    Sorted lists rather than heaps: their lengths are bounded by the settings, moving a thousand pointers costs less
-    than a microsecond, and the first, the last and any aborted one are at hand.
+
+class SequenceQueues:
+    """`running` is sorted by `Sequence.service_order`; others read it and `waiting`, and change them only from here.
+
+    A sorted list rather than a heap: its length is bounded by the settings, moving a thousand pointers costs less than
+    a microsecond, and the first, the last and any aborted one are at hand.
     """
 
-    def __init__(self, allocator: BlockAllocator) -> None:
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        aging_s: float = math.inf,
+        tenant_shares: Mapping[str, float] | None = None,
+    ) -> None:
         self.allocator = allocator
-        self.waiting: list[Sequence] = []
+        self._tenants = TenantCounters(tenant_shares or {})
+        self.waiting = WaitingSequences(self._tenants, aging_s)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
@@ -45,26 +58,22 @@ class SequenceQueues:
         self._copies: dict[int, BlockCopy] = {}  # of the coming step, by destination
 
     def add(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=_order)
+        """Put a new sequence in line."""
+        sequence.tenant = self._tenants.of(sequence.request.tenant)
+        self.waiting.add(sequence)
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
         """The cached blocks that a waiting sequence can begin with: whole blocks, of tokens that it can skip."""
         max_num_blocks = sequence.num_skippable_tokens // self.allocator.block_size
         return self.allocator.prefix_cache.find(sequence.hash_chain, sequence.token_ids, max_num_blocks)
 
-    def admit_first(self, num_blocks: int, cached: Iterable[int] = ()) -> Sequence:
-        """Move the first of the waiting to the running with so many blocks, the first of them its `cached_prefix`."""
-        sequence, block_ids = self.waiting[0], tuple(cached)
-        self.admit(sequence, num_blocks, SharedPrefix(block_ids, len(block_ids) * self.allocator.block_size))
-        return sequence
-
-    def admit(self, sequence: Sequence, num_blocks: int, prefix: SharedPrefix) -> None:
+    def admit(self, sequence: Sequence, num_blocks: int, prefix: SharedPrefix = NOTHING) -> None:
         """Move a waiting sequence to the running with so many blocks in all, those of the prefix among them.
 
         A block has several owners only once all of them have filled it: a fork writes to the parent's last block at its
         first step, so it gets a copy of it at once, and never owns the original.
         """
-        self._take_out(self.waiting, sequence)
+        self.waiting.remove(sequence)
         self.allocator.share(prefix.block_ids)
         own = self.allocator.allocate(num_blocks - len(prefix.block_ids))
         sequence.block_ids = (*prefix.block_ids, *own)
@@ -73,7 +82,7 @@ class SequenceQueues:
         insort(self.running, sequence, key=_order)
         if prefix.parent is not None and (num_tokens := prefix.num_tokens % self.allocator.block_size):
             self._copy(prefix.parent.block_ids[len(prefix.block_ids)], own[0], num_tokens)
-        self._count_prefix(sequence, prefix.parent)
+        self._count_prompt(sequence, prefix.parent)
 
     def take_block_copies(self) -> tuple[BlockCopy, ...]:
         """What the coming step has to copy before it computes; once."""
@@ -96,19 +105,22 @@ class SequenceQueues:
         """Send a running sequence back to wait. It keeps its outputs and loses all that was computed, but for what the
         prefix cache still has of it when it comes back.
 
-        Its place in line is before everyone of its priority who came later, so in effect at their front.
+        It goes back to the class that it ran in, and to its old place in its tenant's line.
         """
-        self._take_out(self.running, sequence)
+        self._take_out(sequence)
         sequence.num_discarded_tokens = max(sequence.num_discarded_tokens, sequence.num_computed_tokens)
         sequence.num_computed_tokens = 0
         self._free_blocks(sequence)
         sequence.status = SequenceStatus.WAITING
-        self.add(sequence)
+        self.waiting.add(sequence)
         self.num_preemptions += 1
 
     def remove(self, sequence: Sequence) -> None:
         """Take a waiting or running sequence out for good and free its blocks."""
-        self._take_out(self.running if sequence.status is SequenceStatus.RUNNING else self.waiting, sequence)
+        if sequence.status is SequenceStatus.RUNNING:
+            self._take_out(sequence)
+        else:
+            self.waiting.remove(sequence)
         self._free_blocks(sequence)
         sequence.status = SequenceStatus.FINISHED
 
@@ -135,9 +147,9 @@ class SequenceQueues:
         for block_id in range(self.allocator.num_blocks):
             counted, found = self.allocator.ref_count(block_id), owners[block_id]
             assert counted == found, f"block {block_id} has {found} owners and a reference count of {counted}"
-        for queue in (self.waiting, self.running):
-            for before, after in pairwise(queue):
-                assert before.service_order < after.service_order, f"{after.sequence_id} stands behind its turn"
+        self.waiting.check_integrity()
+        for before, after in pairwise(self.running):
+            assert before.service_order < after.service_order, f"{after.sequence_id} stands behind its turn"
         for sequence in self.waiting:
             assert sequence.status is SequenceStatus.WAITING, f"waiting {sequence.sequence_id} is {sequence.status}"
             assert not sequence.block_ids, f"waiting sequence {sequence.sequence_id} owns blocks"
@@ -160,10 +172,10 @@ class SequenceQueues:
                 is_right = found == sequence.hash_chain.hash_of(index, sequence.token_ids, block_size)
                 assert is_right, f"block {block_id} is not found by the tokens of sequence {sequence.sequence_id}"
 
-    def _take_out(self, queue: list[Sequence], sequence: Sequence) -> None:
-        index = bisect_left(queue, sequence.service_order, key=_order)
-        assert queue[index] is sequence, f"sequence {sequence.sequence_id} is not where its order says"
-        del queue[index]
+    def _take_out(self, sequence: Sequence) -> None:
+        index = bisect_left(self.running, sequence.service_order, key=_order)
+        assert self.running[index] is sequence, f"sequence {sequence.sequence_id} is not where its order says"
+        del self.running[index]
 
     def _copy(self, source: int, destination: int, num_tokens: int) -> None:
         """The source may be a copy that has not been made yet: then it is the original that is copied again."""
@@ -172,8 +184,8 @@ class SequenceQueues:
             source = earlier.source
         self._copies[destination] = BlockCopy(source=source, destination=destination, num_tokens=num_tokens)
 
-    def _count_prefix(self, sequence: Sequence, parent: Sequence | None) -> None:
-        """Count what a request finds when it is first admitted, not when it comes back from a preemption.
+    def _count_prompt(self, sequence: Sequence, parent: Sequence | None) -> None:
+        """Count what a request finds and what it costs when first admitted, not when it is back from a preemption.
 
         A fork has not asked the cache. What it says of it is what the sequence that did ask was given.
         """
@@ -187,6 +199,7 @@ class SequenceQueues:
             sequence.num_cached_tokens = sequence.num_computed_tokens
             self.num_prefix_query_tokens += len(sequence.token_ids)
             self.num_prefix_hit_tokens += sequence.num_computed_tokens
+        sequence.tenant.charge(sequence.num_uncomputed_tokens, 0)
 
     def _free_blocks(self, sequence: Sequence) -> None:
         for block_id in sequence.block_ids if self._copies else ():
@@ -195,5 +208,5 @@ class SequenceQueues:
         sequence.block_ids = ()
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
+def _order(sequence: Sequence) -> tuple[int, float, int]:
     return sequence.service_order

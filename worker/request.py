@@ -188,6 +188,10 @@ class EngineRequest:
     """The structured outputs of `sampling_params` as a grammar of llguidance; empty: the output may be anything."""
     group_id: str = ""
     """Those that have the same one, which is not empty, have the same prompt and salt, and share what is computed."""
+    tenant: str = ""
+    """On whose account it runs: tenants get service by their shares. All without a name are one tenant."""
+    time_left_s: float | None = None
+    """Seconds that the caller will still wait when the request is submitted; None: for ever. Touches no token."""
 
     def __post_init__(self) -> None:
         assert self.sampling_params.seed is not None, "the seed is resolved before a request reaches the engine"

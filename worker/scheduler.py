@@ -10,8 +10,11 @@ from dataclasses import dataclass
 
 from worker.batching import BatchingPolicy, ContinuousBatching
 from worker.block_allocator import BlockAllocator
+from worker.bucketed_batching import BucketedBatching
 from worker.config import SchedulerConfig
+from worker.deadlines import DeadlineWatch
 from worker.errors import InvalidRequestError, QueueFullError
+from worker.memory_aware_batching import MemoryAwareBatching
 from worker.plan import ScheduledSequence, StepPlan, StepResult
 from worker.prefix_cache import CacheEvent
 from worker.prompt_rating import bound_rating, rating_of
@@ -23,7 +26,9 @@ from worker.step_limits import StepLimits
 
 _POLICIES: dict[str, Callable[[StepLimits], BatchingPolicy]] = {
     "continuous": ContinuousBatching,
+    "memory_aware": MemoryAwareBatching,
     "static": StaticBatching,
+    "bucketed": BucketedBatching,
 }
 
 
@@ -45,6 +50,8 @@ class SchedulerStats:
     num_finished: int
     """Requests that came to their own end."""
     num_aborted: int
+    num_expired: int
+    """Requests that were dropped because their time was up, or would have been before their first token."""
     num_used_blocks: int
     num_free_blocks: int
     """Blocks that can be handed out, cached ones among them: used and free ones are all."""
@@ -79,10 +86,12 @@ class Scheduler:
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
-        # The static baseline is as it was in its day, without.
-        prefix_caching = prefix_caching and config.policy != "static"
+        # The baselines are as they were in their day, without.
+        prefix_caching = prefix_caching and config.policy not in ("static", "bucketed")
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
-        self._queues = SequenceQueues(self._allocator)
+        self._queues = SequenceQueues(self._allocator, aging_s=config.aging_s, tenant_shares=config.tenant_shares)
+        self._deadlines = DeadlineWatch(self._queues)
+        self._expired: list[str] = []
         self._policy = _POLICIES[config.policy](StepLimits.of(config))
         self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
         self._in_flight: list[Sequence] | None = None  # those of the outstanding plan, in its order
@@ -92,11 +101,12 @@ class Scheduler:
         self._num_tokens_recomputed = 0
         self._num_finished = 0
         self._num_aborted = 0
+        self._num_expired = 0
 
     # --- Requests ---
 
-    def add(self, request: EngineRequest) -> TokenDelta | None:
-        """Take in a request; its tokens come out of `commit`.
+    def add(self, request: EngineRequest, now: float = 0.0) -> TokenDelta | None:
+        """Take in a request; its tokens come out of `commit`. `now` is in seconds of a clock that does not go back.
 
         Returns None, or the request's one and only delta where nothing is left to do: a continued request whose earlier
         outputs were already complete. Raises `InvalidRequestError` if the request can never run here or its id is in
@@ -108,7 +118,11 @@ class Scheduler:
             limit = "is not possible: the model has no end-of-sequence token to end the output with"
             raise InvalidRequestError("sampling_params.structured_outputs", request.sampling_params.structure, limit)
         sequence = Sequence(
-            self._num_added, request, max_model_len=self._max_model_len, eos_token_ids=self._eos_token_ids
+            self._num_added,
+            request,
+            max_model_len=self._max_model_len,
+            eos_token_ids=self._eos_token_ids,
+            arrived_s=now,
         )
         if (reason := sequence.finish_reason) is not None and request.output_token_ids:
             self._num_finished += 1
@@ -118,7 +132,9 @@ class Scheduler:
             raise QueueFullError(f"{len(self._queues.waiting)} requests are waiting, and no more may")
         self._num_added += 1
         self._sequences[request.request_id] = sequence
+        self._queues.waiting.advance(now)
         self._queues.add(sequence)
+        self._deadlines.watch(sequence)
         return None
 
     def abort(self, request_id: str) -> TokenDelta | None:
@@ -127,11 +143,10 @@ class Scheduler:
         Between `plan` and `commit` the step goes on with these blocks, and `commit` then ignores what it did for the
         request. That is safe because only the next plan can hand the blocks out again.
         """
-        sequence = self._sequences.pop(request_id, None)
+        sequence = self._sequences.get(request_id)
         if sequence is None:
             return None
-        self._queues.remove(sequence)
-        self._policy.release(self._queues)
+        self._drop(sequence)
         self._num_aborted += 1
         return _last_delta(sequence, FinishReason.ABORT)
 
@@ -142,9 +157,14 @@ class Scheduler:
 
     # --- Steps ---
 
-    def plan(self) -> StepPlan | None:
-        """What the next step does, or None if there is nothing to do. To be committed before the next plan."""
+    def plan(self, now: float = 0.0) -> StepPlan | None:
+        """What the next step does, or None if there is nothing to do. To be committed before the next plan.
+
+        Requests whose time is up by `now` are dropped first: see `take_expired`.
+        """
         assert self._in_flight is None, "the last plan has not been committed"
+        self._queues.waiting.advance(now)
+        self._drop_expired(now)
         if not self._sequences:
             return None
         shares = bound_rating(self._policy.schedule(self._queues))
@@ -178,12 +198,22 @@ class Scheduler:
                 sequence.prompt_logprobs += rated
             if delta := _advance(sequence, scheduled, drawn, likely):
                 deltas.append(delta)
+                sequence.tenant.charge(0, len(delta.token_ids))
             if scheduled.first_position % block_size + len(scheduled.token_ids) >= block_size:
                 self._queues.store_full_blocks(sequence, scheduled.first_position)
         ended = [delta.request_id for delta in deltas if delta.finish_reason is not None]
         if ended:
             self._finish(ended)
         return deltas
+
+    def take_expired(self) -> list[str]:
+        """Requests that have been dropped since the last call, for their time was up. There is no delta for them.
+
+        Besides those past their deadline, waiting ones that could not have come to their first token in time; this
+        takes `tokens_per_s`.
+        """
+        expired, self._expired = self._expired, []
+        return expired
 
     def take_cache_events(self) -> list[CacheEvent]:
         """Which prefixes came to be cached here and which went, since the last call; at the first call, all there are.
@@ -207,6 +237,18 @@ class Scheduler:
     def limits(self, limits: StepLimits) -> None:
         assert self._in_flight is None, "limits change between two steps"
         self._policy.limits = limits
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The most tokens that steps compute in a second, as measured by whoever runs them; None: not known.
+
+        Set too low, it drops requests that could have been served; too high, it drops fewer of the hopeless.
+        """
+        return self._deadlines.tokens_per_s
+
+    @tokens_per_s.setter
+    def tokens_per_s(self, tokens_per_s: float | None) -> None:
+        self._deadlines.tokens_per_s = tokens_per_s
 
     @property
     def has_work(self) -> bool:
@@ -235,6 +277,7 @@ class Scheduler:
             num_preemptions=self._queues.num_preemptions,
             num_finished=self._num_finished,
             num_aborted=self._num_aborted,
+            num_expired=self._num_expired,
             num_used_blocks=self._allocator.num_used,
             num_free_blocks=self._allocator.num_free,
             num_cached_blocks=self._allocator.num_cached,
@@ -287,9 +330,24 @@ class Scheduler:
             rating=rating_of(sequence, num_tokens) if sequence.num_unrated_tokens else None,
         )
 
+    def _drop_expired(self, now: float) -> None:
+        while (sequence := self._deadlines.next_expired(now)) is not None:
+            self._drop(sequence)
+            self._expired.append(sequence.request.request_id)
+            self._num_expired += 1
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Take out one that has not come to its own end."""
+        del self._sequences[sequence.request.request_id]
+        self._deadlines.forget(sequence)
+        self._queues.remove(sequence)
+        self._policy.release(self._queues)
+
     def _finish(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            self._sequences.pop(request_id).status = SequenceStatus.FINISHED
+            sequence = self._sequences.pop(request_id)
+            sequence.status = SequenceStatus.FINISHED
+            self._deadlines.forget(sequence)
         self._num_finished += len(request_ids)
         self._policy.release(self._queues)
 

@@ -4,12 +4,19 @@ What may live here: what one sequence can know of itself, above all when it ends
 block allocator, and decisions about who runs (`batching.py`).
 """
 
+import math
 from enum import Enum
+from typing import Final
 
 from worker.block_hash import HashChain
 from worker.controls import LogitControls
 from worker.plan import DrawParams, ScheduledSequence
 from worker.request import EngineRequest, FinishReason, TokenLogprob
+from worker.tenants import Tenant
+
+PATIENCE_S: Final = 600.0
+"""A request that names no deadline, or a later one, stands in line as if it were due so long after its arrival. That
+every place in line is finite keeps those without a deadline from starving behind an endless stream of deadlines."""
 
 
 class SequenceStatus(Enum):
@@ -35,9 +42,14 @@ class Sequence:
     no difference in kind between a prompt, a decode and a replay, only in how many tokens are left to compute.
     """
 
+    tenant: Tenant
+    """Whom its tokens are charged to; set when it first stands in line."""
+
     __slots__ = (
         "block_ids",
         "controls",
+        "deadline_s",
+        "due_s",
         "hash_chain",
         "max_len",
         "num_cached_tokens",
@@ -47,13 +59,23 @@ class Sequence:
         "prompt_logprobs",
         "request",
         "sequence_id",
+        "service_class",
         "status",
         "stop_token_ids",
+        "tenant",
         "token_ids",
+        "waited_s",
+        "waits_since_s",
     )
 
     def __init__(
-        self, sequence_id: int, request: EngineRequest, *, max_model_len: int, eos_token_ids: frozenset[int]
+        self,
+        sequence_id: int,
+        request: EngineRequest,
+        *,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        arrived_s: float = 0.0,
     ) -> None:
         params = request.sampling_params
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
@@ -61,6 +83,16 @@ class Sequence:
         """Also the order of arrival."""
         self.request = request
         self.status = SequenceStatus.WAITING
+        time_left_s = math.inf if request.time_left_s is None else max(0.0, request.time_left_s)
+        self.deadline_s = arrived_s + time_left_s
+        """Nobody waits for it any more after this time."""
+        self.due_s = arrived_s + min(time_left_s, PATIENCE_S)
+        """Of one tenant and class, whoever is due first is served first."""
+        self.service_class = request.priority
+        """The class it is served as: its priority, or a better one after a long wait (`waiting.py`)."""
+        self.waits_since_s = arrived_s
+        self.waited_s = 0.0
+        """All earlier waits together."""
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         """Prompt and output."""
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -86,9 +118,14 @@ class Sequence:
         """Of the prompt's first tokens, to be told with the first output token; None: not asked for, or told."""
 
     @property
-    def service_order(self) -> tuple[int, int]:
-        """Smaller is served first and preempted last: by priority, then by arrival."""
-        return self.request.priority, self.sequence_id
+    def urgency(self) -> tuple[float, int]:
+        """Smaller goes first among those of one tenant and class: by deadline, then by arrival."""
+        return self.due_s, self.sequence_id
+
+    @property
+    def service_order(self) -> tuple[int, float, int]:
+        """Of those that run, smaller is served first and preempted last. Does not change while it runs."""
+        return self.service_class, self.due_s, self.sequence_id
 
     @property
     def max_num_slots(self) -> int:

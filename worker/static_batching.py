@@ -1,8 +1,13 @@
-"""Static batching, the way of serving that continuous batching replaced. Here as a baseline for benchmarks only."""
+"""Static batching, the way of serving that continuous batching replaced, and static batches of similar lengths.
+
+Here as baselines for benchmarks only.
+"""
+
+from collections.abc import Iterable
 
 from worker.batching import Share, share_out
 from worker.queues import SequenceQueues
-from worker.sequence import SequenceStatus
+from worker.sequence import Sequence, SequenceStatus
 from worker.step_limits import StepLimits
 
 
@@ -27,10 +32,14 @@ class StaticBatching:
         if all(sequence.status is SequenceStatus.FINISHED for sequence in queues.running):
             queues.release_finished()
 
+    def candidates(self, queues: SequenceQueues) -> Iterable[Sequence]:
+        """Those who may be in the next batch, in the order in which they are asked. The first that waits is one."""
+        return tuple(queues.waiting)
+
     def _take_batch(self, queues: SequenceQueues) -> None:
         allocator = queues.allocator
-        while queues.waiting and len(queues.running) < self.limits.max_num_seqs:
-            num_blocks = allocator.num_blocks_for(queues.waiting[0].max_num_slots)
-            if num_blocks > allocator.num_free:
+        for sequence in self.candidates(queues):
+            num_blocks = allocator.num_blocks_for(sequence.max_num_slots)
+            if len(queues.running) >= self.limits.max_num_seqs or num_blocks > allocator.num_free:
                 break
-            queues.admit_first(num_blocks)
+            queues.admit(sequence, num_blocks)

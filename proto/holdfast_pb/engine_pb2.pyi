@@ -17,13 +17,15 @@ class LinkRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "draw", "priority", "cache_salt", "group_id")
+    __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "draw", "priority", "cache_salt", "tenant", "time_left_ms", "group_id")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DRAW_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TIME_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -31,8 +33,10 @@ class Submit(_message.Message):
     draw: DrawSettings
     priority: int
     cache_salt: str
+    tenant: str
+    time_left_ms: int
     group_id: str
-    def __init__(self, attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., draw: _Optional[_Union[DrawSettings, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., group_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., draw: _Optional[_Union[DrawSettings, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., group_id: _Optional[str] = ...) -> None: ...
 
 class DrawSettings(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "grammar")
@@ -198,16 +202,18 @@ class DrawnLogprob(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Rejection(_message.Message):
-    __slots__ = ("attempt", "field", "message", "retry_after_ms")
+    __slots__ = ("attempt", "field", "message", "retry_after_ms", "deadline_exceeded")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_EXCEEDED_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     field: str
     message: str
     retry_after_ms: int
-    def __init__(self, attempt: _Optional[int] = ..., field: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+    deadline_exceeded: bool
+    def __init__(self, attempt: _Optional[int] = ..., field: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., deadline_exceeded: bool = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_free_blocks", "num_total_blocks")

@@ -107,6 +107,18 @@ def test_a_bad_value_names_setting_value_and_source():
     assert all(part in message for part in ("parallel.tensor_parallel_size", "'two'", "--tp", "integer"))
 
 
+@pytest.mark.parametrize("shares", ["gold=4, free=0.5", {"gold": 4, "free": 0.5}])
+def test_shares_of_tenants_are_written_as_text_or_as_a_mapping(shares):
+    config = load(flag("scheduler.tenant_shares", shares, "--tenant-shares")).config
+    assert config.scheduler.tenant_shares == {"gold": 4.0, "free": 0.5}
+
+
+@pytest.mark.parametrize("shares", ["gold", "gold=0", "gold=inf", "gold=much", {"gold": -1}])
+def test_bad_shares_are_refused_by_the_name_of_the_setting(shares):
+    with pytest.raises(ConfigurationError, match=r"scheduler.tenant_shares.*from --tenant-shares"):
+        load(flag("scheduler.tenant_shares", shares, "--tenant-shares"))
+
+
 def test_every_bad_value_gets_a_line():
     bad = flag("model.dtype", "int3", "--dtype") | flag("cache.kv_cache_memory", "lots", "--kv-cache-memory")
     with pytest.raises(ConfigurationError) as raised:

@@ -178,6 +178,19 @@ def test_a_deadline_ends_a_running_request(core):
     assert aborts(actions) == [("r", attempt)]
 
 
+def test_a_replica_is_told_what_is_left_of_the_time_when_the_request_is_sent():
+    core = queueing_core()
+    core.submit("x", timeout_s=5)
+    core.now += 2
+    assert sent(core.step()).request.time_left_s == 3.0
+
+
+def test_a_replica_that_finds_the_time_too_short_ends_the_request(core):
+    attempt = sent(core.submit("x")).attempt
+    refusal = AttemptRejection(attempt=attempt, error=DeadlineExceededError("too late"))
+    assert failure(core.step(rejections=[refusal])).error is refusal.error
+
+
 def test_a_deadline_ends_a_queued_request():
     core = queueing_core()
     core.submit("x", timeout_s=5)

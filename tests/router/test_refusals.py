@@ -37,6 +37,7 @@ BAD_REQUESTS = {
     "timeout too long": ({"timeout_ms": 2**32 - 1}, "timeout_ms", "[1, 3600000]"),
     "long request id": ({"request_id": "x" * 129}, "request_id", "at most 128"),
     "request id with a newline": ({"request_id": "a\nb"}, "request_id", "printable ASCII"),
+    "long tenant": ({"text": "x", "tenant": "x" * 129}, "tenant", "at most 128"),
 }
 
 

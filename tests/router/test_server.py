@@ -68,15 +68,19 @@ async def test_what_is_unset_takes_defaults_and_what_is_set_arrives():
             temperature=0.7, top_k=5, top_p=0.9, seed=7, max_tokens=2, stop_token_ids=[3], ignore_eos=True
         )
         priority = inference_pb2.PRIORITY_CRITICAL
-        await place.stub.Generate(inference_pb2.GenerateRequest(text="x", sampling_params=params, priority=priority))
+        wish = inference_pb2.GenerateRequest(
+            text="x", sampling_params=params, priority=priority, tenant="gold", timeout_ms=5000
+        )
+        await place.stub.Generate(wish)
         plain, full = place.replicas[0].submits
         assert (plain.draw.temperature, plain.draw.top_k, plain.draw.top_p, plain.draw.max_tokens) == (1.0, 0, 1.0, 16)
-        assert plain.priority == 2
+        assert (plain.priority, plain.tenant) == (2, "")
         draw = engine_pb2.DrawSettings(
             temperature=0.7, top_k=5, top_p=0.9, seed=7, max_tokens=2, stop_token_ids=[3], ignore_eos=True
         )
         assert full.draw == draw, "0.7 and not 0.699999988"
-        assert full.priority == 0
+        assert (full.priority, full.tenant) == (0, "gold")
+        assert 0 < full.time_left_ms <= 5000
 
 
 @on_a_loop

@@ -172,13 +172,21 @@ def test_a_submission_carries_all_that_a_draw_depends_on_and_the_tokens_so_far()
         sampling_params=params,
         priority=Priority.LOW,
         output_token_ids=(3, 4),
+        tenant="gold",
+        time_left_s=1.5,
     )
     submit = submit_message(SendSubmit(replica_id="r", attempt=2**63, request=request)).submit
     draw = engine_pb2.DrawSettings(
         temperature=0.7, top_k=4, top_p=0.3, seed=2**63 - 1, max_tokens=0, stop_token_ids=[9]
     )
     assert submit == engine_pb2.Submit(
-        attempt=2**63, prompt_token_ids=[1, 2], output_token_ids=[3, 4], draw=draw, priority=3
+        attempt=2**63,
+        prompt_token_ids=[1, 2],
+        output_token_ids=[3, 4],
+        draw=draw,
+        priority=3,
+        tenant="gold",
+        time_left_ms=1500,
     )
 
 
@@ -210,13 +218,17 @@ def test_rejections_say_whose_fault_it_is():
         engine_pb2.Rejection(attempt=1, field="prompt", message="is too long"),
         engine_pb2.Rejection(attempt=2, message="the queue is full", retry_after_ms=1500),
         engine_pb2.Rejection(attempt=3, message="the engine has ended"),
+        engine_pb2.Rejection(attempt=4, message="time was up", deadline_exceeded=True),
     ]
-    invalid, full, lost = (item.error for item in step_news(engine_pb2.StepUpdate(rejections=rejections)).rejections)
+    invalid, full, lost, late = (
+        item.error for item in step_news(engine_pb2.StepUpdate(rejections=rejections)).rejections
+    )
     assert isinstance(invalid, InvalidRequestError)
     assert (invalid.field, invalid.limit) == ("prompt", "is too long")
     assert isinstance(full, QueueFullError)
     assert full.retry_after_s == 1.5
     assert isinstance(lost, ReplicaError)
+    assert isinstance(late, DeadlineExceededError)
 
 
 # --- statuses ---

@@ -20,13 +20,25 @@ def make_scheduler(num_blocks=64, max_model_len=100, prefix_caching=False, **con
     )
 
 
-def make_request(request_id, prompt_len=4, outputs=(), priority=Priority.NORMAL, prompt=None, salt="", **params):
+def make_request(
+    request_id,
+    prompt_len=4,
+    outputs=(),
+    priority=Priority.NORMAL,
+    prompt=None,
+    salt="",
+    tenant="",
+    time_left_s=None,
+    **params,
+):
     return EngineRequest(
         request_id=request_id,
         prompt_token_ids=prompt or tuple(range(100, 100 + prompt_len)),
         output_token_ids=outputs,
         priority=priority,
         cache_salt=salt,
+        tenant=tenant,
+        time_left_s=time_left_s,
         sampling_params=SamplingParams(**{"seed": 1, "max_tokens": 8, **params}),
     )
 
@@ -36,9 +48,9 @@ def make_result(plan: StepPlan, token_id=7) -> StepResult:
     return StepResult(step_id=plan.step_id, token_ids=drawn)
 
 
-def step(scheduler: Scheduler, token_id=7) -> tuple[StepPlan, list[TokenDelta]]:
+def step(scheduler: Scheduler, token_id=7, now=0.0) -> tuple[StepPlan, list[TokenDelta]]:
     """One step in which every draw is `token_id`."""
-    plan = scheduler.plan()
+    plan = scheduler.plan(now)
     deltas = scheduler.commit(plan, make_result(plan, token_id))
     scheduler.check_integrity()
     return plan, deltas

@@ -55,7 +55,7 @@ def test_blocks_are_allocated_for_the_tokens_there_are_not_for_those_to_come():
     assert used == [2, 2, 2, 3, 3]
 
 
-def test_when_blocks_run_out_the_newest_of_the_lowest_priority_is_preempted():
+def test_when_blocks_run_out_the_newest_of_the_worst_class_is_preempted():
     scheduler = make_scheduler(num_blocks=10)
     for request_id, priority in (
         ("a", Priority.NORMAL),
@@ -126,6 +126,111 @@ def test_a_newcomer_that_would_soon_be_preempted_again_is_not_admitted():
     assert members(step(scheduler)[0]) == [0], "b would fit now, but no longer once a needs its third block"
     run_to_end(scheduler)
     assert scheduler.stats().num_preemptions == 0
+
+
+# --- Across classes ---
+
+
+def test_a_better_class_takes_the_place_of_the_worst_that_loses_least():
+    scheduler = make_scheduler(max_num_seqs=3, max_num_batched_tokens=64)
+    for request_id, priority, prompt_len in (
+        ("a", Priority.LOW, 9),
+        ("b", Priority.LOW, 4),
+        ("c", Priority.NORMAL, 3),
+    ):
+        scheduler.add(make_request(request_id, priority=priority, prompt_len=prompt_len))
+    step(scheduler)
+    scheduler.add(make_request("d", priority=Priority.CRITICAL))
+    assert members(step(scheduler)[0]) == [2, 0, 3], "b had to go"
+    assert scheduler.stats().num_preemptions == 1
+
+
+def test_a_better_class_takes_the_blocks_of_as_many_as_it_needs():
+    scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=64)
+    for request_id in "abc":
+        scheduler.add(make_request(request_id, priority=Priority.LOW, prompt_len=7))
+    step(scheduler)
+    scheduler.add(make_request("d", priority=Priority.HIGH, prompt_len=13))
+    assert members(step(scheduler)[0]) == [0, 3]
+    assert scheduler.stats().num_preemptions == 2
+
+
+def test_nobody_is_preempted_for_one_who_would_not_fit_even_so():
+    scheduler = make_scheduler(num_blocks=8, max_num_batched_tokens=64)
+    scheduler.add(make_request("a", priority=Priority.HIGH, prompt_len=14))
+    scheduler.add(make_request("b", priority=Priority.LOW))
+    step(scheduler)
+    scheduler.add(make_request("c", priority=Priority.HIGH, prompt_len=18, max_tokens=1))
+    assert members(step(scheduler)[0]) == [0, 1]
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_an_equal_class_preempts_nobody():
+    scheduler = make_scheduler(max_num_seqs=1)
+    scheduler.add(make_request("a", priority=Priority.HIGH))
+    step(scheduler)
+    scheduler.add(make_request("b", priority=Priority.HIGH))
+    assert members(step(scheduler)[0]) == [0]
+
+
+def test_a_better_class_is_computed_before_the_long_prompt_of_a_worse_one():
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    scheduler.add(make_request("a", priority=Priority.NORMAL, prompt_len=40))
+    step(scheduler)
+    scheduler.add(make_request("b", priority=Priority.HIGH, prompt_len=6))
+    scheduler.add(make_request("c", priority=Priority.LOW, prompt_len=6))
+    assert shares(step(scheduler)[0]) == [(1, 0, 6), (0, 8, 2)]
+
+
+def test_a_better_class_gets_in_where_a_step_has_no_token_left():
+    scheduler = make_scheduler(max_num_batched_tokens=2)
+    for request_id in "ab":
+        scheduler.add(make_request(request_id, prompt_len=1, priority=Priority.LOW))
+    step(scheduler)
+    scheduler.add(make_request("c", priority=Priority.HIGH, prompt_len=1))
+    assert sorted(members(step(scheduler)[0])) == [0, 2]
+
+
+def test_low_is_served_under_an_endless_stream_of_critical_ones():
+    scheduler = make_scheduler(max_num_seqs=1, aging_s=10.0)
+    scheduler.add(make_request("low", priority=Priority.LOW, max_tokens=4))
+    for second in range(100):
+        scheduler.add(make_request(f"critical-{second}", priority=Priority.CRITICAL, max_tokens=1), second)
+        if any(delta.request_id == "low" for delta in step(scheduler, now=second)[1]):
+            break
+    assert second == 30, "three classes, ten seconds each"
+
+
+def test_one_that_has_aged_is_not_preempted_by_the_class_it_has_caught_up_with():
+    scheduler = make_scheduler(max_num_seqs=1, aging_s=10.0)
+    scheduler.add(make_request("blocker", priority=Priority.CRITICAL, max_tokens=2))
+    scheduler.add(make_request("low", priority=Priority.LOW))
+    step(scheduler)
+    step(scheduler)
+    assert members(step(scheduler, now=20.0)[0]) == [1], "low counts as HIGH from here on"
+    scheduler.add(make_request("high", priority=Priority.HIGH), 20.0)
+    assert members(step(scheduler, now=20.0)[0]) == [1]
+    scheduler.add(make_request("critical", priority=Priority.CRITICAL), 20.0)
+    assert members(step(scheduler, now=20.0)[0]) == [3]
+
+
+def test_waits_before_and_after_a_preemption_add_up():
+    scheduler = make_scheduler(max_num_seqs=1, aging_s=10.0)
+    scheduler.add(make_request("blocker", priority=Priority.CRITICAL, max_tokens=2))
+    scheduler.add(make_request("low", priority=Priority.LOW))
+    step(scheduler)
+    step(scheduler, now=6.0)
+    step(scheduler, now=6.0)  # low has waited 6 s, and runs
+    scheduler.add(make_request("normal", priority=Priority.NORMAL, max_tokens=20), 100.0)
+    assert members(step(scheduler, now=100.0)[0]) == [2]
+    sequence = scheduler._sequences["low"]
+    step(scheduler, now=103.9)
+    assert sequence.service_class is Priority.LOW
+    step(scheduler, now=104.0)
+    assert sequence.service_class is Priority.NORMAL
+
+
+# --- Fairness and room ---
 
 
 def test_the_first_of_the_waiting_is_not_overtaken_by_one_that_fits():

@@ -9,7 +9,7 @@ from tests.pseudo_model import PseudoRunner, pseudo_completion
 from worker.block_hash import HashChain, short_hash
 from worker.config import SchedulerConfig
 from worker.engine import STATS_EVERY_STEPS, Engine, EngineStats, EngineUpdate
-from worker.errors import HoldfastError, InvalidRequestError, ReplicaError
+from worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError, ReplicaError
 from worker.plan import StepPlan, StepResult
 from worker.request import EngineLoad, EngineRequest, FinishReason, SamplingParams
 from worker.scheduler import Scheduler
@@ -77,7 +77,7 @@ class Broken(PseudoRunner):
         return super().run(plan)
 
 
-def make_engine(runner: PseudoRunner | None = None) -> tuple[Engine, PseudoRunner, Recorder]:
+def make_engine(runner: PseudoRunner | None = None, **options) -> tuple[Engine, PseudoRunner, Recorder]:
     runner = runner or PseudoRunner(NUM_BLOCKS, BLOCK_SIZE)
     scheduler = Scheduler(
         SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4),
@@ -86,16 +86,19 @@ def make_engine(runner: PseudoRunner | None = None) -> tuple[Engine, PseudoRunne
         max_model_len=200,
         eos_token_ids=frozenset(),
     )
-    engine, recorder = Engine(scheduler, runner, idle_s=0.05), Recorder()
+    engine, recorder = Engine(scheduler, runner, idle_s=0.05, **options), Recorder()
     engine.attach(recorder)
     engine.start()
     return engine, runner, recorder
 
 
-def make_request(request_id: str, prompt=(1, 2, 3), max_tokens=8, seed=7, output=()) -> EngineRequest:
-    params = SamplingParams(max_tokens=max_tokens, seed=seed)
+def make_request(request_id: str, prompt=(1, 2, 3), max_tokens=8, seed=7, output=(), time_left_s=None) -> EngineRequest:
     return EngineRequest(
-        request_id=request_id, prompt_token_ids=tuple(prompt), sampling_params=params, output_token_ids=tuple(output)
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling_params=SamplingParams(max_tokens=max_tokens, seed=seed),
+        output_token_ids=tuple(output),
+        time_left_s=time_left_s,
     )
 
 
@@ -139,6 +142,30 @@ def test_an_abort_during_a_step_is_the_requests_last_word():
     assert engine.stats().num_free_blocks == NUM_BLOCKS
     assert gate.num_steps == 1
     engine.stop()
+
+
+def test_a_request_whose_time_is_up_while_it_runs_is_rejected_after_its_tokens():
+    times = [0.0]
+    engine, gate, recorder = make_engine(Gate(), clock=lambda: times[0])
+    engine.submit(make_request("late", max_tokens=100, time_left_s=5), recorder)
+    assert gate.entered.acquire(timeout=TIMEOUT_S)
+    times[0] = 5.0
+    engine.submit(make_request("patient", max_tokens=2), recorder)
+    gate.go_on.release(100)
+    recorder.wait_for(lambda: "late" in recorder.rejected and "patient" in recorder.finished)
+    assert isinstance(recorder.rejected["late"], DeadlineExceededError)
+    assert len(recorder.tokens["late"]) == 1
+    stats = engine.stats()
+    assert (stats.scheduler.num_expired, stats.load.num_free_blocks) == (1, NUM_BLOCKS)
+    engine.stop()
+
+
+def test_the_id_of_an_expired_request_is_free_again(engine_and_friends):
+    engine, _, recorder = engine_and_friends
+    engine.submit(make_request("r", time_left_s=0), recorder)
+    recorder.wait_for(lambda: "r" in recorder.rejected)
+    engine.submit(make_request("r"), recorder)
+    recorder.wait_for(lambda: "r" in recorder.finished)
 
 
 def test_what_the_scheduler_refuses_is_answered_with_its_reason(engine_and_friends):

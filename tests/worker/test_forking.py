@@ -210,7 +210,7 @@ def test_a_copy_of_a_copy_that_is_not_made_yet_is_one_of_the_original():
 
 def test_a_fork_that_is_sent_back_before_the_step_copies_nothing():
     queues = queues_of(2)
-    parent, fork = queues.running[0], queues.waiting[0]
+    parent, fork = queues.running[0], queues.waiting.first()
     queues.admit(fork, 2, SharedPrefix(parent.block_ids[:1], 5, parent))
     queues.preempt(fork)
     queues.check_integrity()
@@ -219,7 +219,7 @@ def test_a_fork_that_is_sent_back_before_the_step_copies_nothing():
 
 def test_check_integrity_finds_a_fork_that_owns_the_block_it_writes_to():
     queues = queues_of(2)
-    parent, fork = queues.running[0], queues.waiting[0]
+    parent, fork = queues.running[0], queues.waiting.first()
     queues.admit(fork, 2, SharedPrefix(parent.block_ids, 5))
     with pytest.raises(AssertionError, match="block 1 is shared before"):
         queues.check_integrity()

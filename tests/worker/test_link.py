@@ -55,13 +55,27 @@ class Router:
         return (await self._read()).hello
 
     async def submit(
-        self, attempt: int, prompt=(1, 2, 3), max_tokens=6, temperature=1.0, output=(), group_id="", **settings
+        self,
+        attempt: int,
+        prompt=(1, 2, 3),
+        max_tokens=6,
+        temperature=1.0,
+        output=(),
+        group_id="",
+        time_left_ms=None,
+        **settings,
     ) -> None:
         draw = engine_pb2.DrawSettings(
             temperature=temperature, top_p=1.0, seed=attempt, max_tokens=max_tokens, **settings
         )
         submit = engine_pb2.Submit(
-            attempt=attempt, prompt_token_ids=prompt, output_token_ids=output, draw=draw, priority=2, group_id=group_id
+            attempt=attempt,
+            prompt_token_ids=prompt,
+            output_token_ids=output,
+            draw=draw,
+            priority=2,
+            group_id=group_id,
+            time_left_ms=time_left_ms,
         )
         await self._call.write(engine_pb2.LinkRequest(submit=submit))
 
@@ -212,6 +226,17 @@ def test_bad_attempts_are_rejected_by_field_and_the_link_goes_on(engine):
         await router.read_until(lambda: len(router.rejected) == 3 and 4 in router.finished)
         fields = {attempt: rejection.field for attempt, rejection in router.rejected.items()}
         assert fields == {1: "prompt", 2: "sampling_params.temperature", 3: "prompt"}
+
+    over_a_link(engine, scenario)
+
+
+def test_an_attempt_whose_time_is_up_is_rejected_as_late(engine):
+    async def scenario(router, server):
+        await router.submit(1, time_left_ms=0)
+        await router.submit(2, time_left_ms=60_000)
+        await router.read_until(lambda: 1 in router.rejected and 2 in router.finished)
+        assert router.rejected[1].deadline_exceeded
+        assert router.rejected[1].retry_after_ms == 0
 
     over_a_link(engine, scenario)
 

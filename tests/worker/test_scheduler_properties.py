@@ -1,8 +1,9 @@
 """Whatever comes, in whatever order, under whatever memory pressure: the tokens are right and nothing is lost.
 
 One machine plays random requests, alone, several of one prompt, with prefixes in common and as later turns of earlier
-ones, some asking for logprobs of their prompt, steps, wrong and right drafts, and aborts, also in the middle of a step,
-against the pseudo-model, whose tokens come out wrong if a block is shared, copied, lost or replayed badly.
+ones, some asking for logprobs of their prompt, of any tenant and class, with and without a deadline, steps, passing
+time, wrong and right drafts, and aborts, also in the middle of a step, against the pseudo-model, whose tokens come out
+wrong if a block is shared, copied, lost or replayed badly.
 """
 
 from dataclasses import replace
@@ -26,6 +27,7 @@ from worker.plan import ScheduledSequence, StepPlan, StepResult
 from worker.prefix_cache import BlockStored
 from worker.request import EngineRequest, FinishReason, Priority, SamplingParams, TokenDelta
 from worker.scheduler import Scheduler
+from worker.sequence import Sequence
 
 VOCAB_SIZE, EOS = 60, 0
 MAX_RATED_TOKENS = 5
@@ -36,13 +38,18 @@ MAX_STEPS = 5000
 class Expected:
     """What one request must get, worked out in advance by brute force, and what it has got so far."""
 
-    def __init__(self, request: EngineRequest, outputs: list[int], service_order: tuple[int, int]) -> None:
+    def __init__(self, request: EngineRequest, outputs: list[int], sequence: Sequence | None) -> None:
         self.request = request
         self.outputs = outputs
-        self.service_order = service_order
+        self.sequence = sequence
         self.received = list(request.output_token_ids)
         self.num_cached_tokens: int | None = None
         self.finish_reason: FinishReason | None = None
+        self.has_expired = False
+
+    @property
+    def is_alive(self) -> bool:
+        return self.finish_reason is None and not self.has_expired
 
     @property
     def stop_ids(self) -> set[int]:
@@ -50,7 +57,7 @@ class Expected:
         return {*params.stop_token_ids} | (set() if params.ignore_eos else {EOS})
 
     def take(self, delta: TokenDelta) -> None:
-        assert self.finish_reason is None, "a request ends once"
+        assert self.is_alive, "a request ends once"
         assert delta.first_token_index == len(self.received), "indices go on without gap or overlap"
         assert delta.token_ids or delta.finish_reason, "a delta says something"
         is_first = bool(delta.token_ids) and not self.received
@@ -90,6 +97,8 @@ wishes = st.fixed_dictionaries(
         "priority": st.sampled_from(Priority),
         "num_before": st.lists(st.sampled_from([0, 0, 0, 0, 1, 5, 24]), min_size=1, max_size=4),
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
+        "tenant": st.sampled_from(["", "a", "b"]),
+        "time_left_s": st.sampled_from([None, None, None, 0.0, 2.0, 30.0]),
     }
 )
 """What a request asks for, whose prompt and tokens come before its own, and for each of its sequences, how many tokens
@@ -106,13 +115,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([8, 6, 4, 1]),
         max_model_len=st.sampled_from([32, 32, 24, 8]),
         prefix_caching=st.sampled_from([True, True, True, False]),
+        aging_s=st.sampled_from([0.5, 3.0, 1000.0]),
+        tokens_per_s=st.sampled_from([None, None, 5.0]),
     )
-    def start(self, num_blocks, block_size, max_num_batched_tokens, max_num_seqs, max_model_len, prefix_caching):
+    def start(
+        self,
+        num_blocks,
+        block_size,
+        max_num_batched_tokens,
+        max_num_seqs,
+        max_model_len,
+        prefix_caching,
+        aging_s,
+        tokens_per_s,
+    ):
+        self.now = 100.0
         self.config = SchedulerConfig(
             policy=self.policy,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_num_waiting=8,
+            aging_s=aging_s,
+            tenant_shares={"a": 2.0},
         )
         self.num_slots, self.block_size, self.max_model_len = num_blocks * block_size, block_size, max_model_len
         self.scheduler = Scheduler(
@@ -123,6 +147,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos_token_ids=frozenset({EOS}),
             prefix_caching=prefix_caching,
         )
+        self.scheduler.tokens_per_s = tokens_per_s
         self.runner = PseudoRunner(num_blocks, block_size, VOCAB_SIZE)
         self.expected: dict[str, Expected] = {}
         self.by_sequence_id: list[Expected] = []
@@ -141,15 +166,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         num_steps=st.integers(1, 8),
+        step_s=st.sampled_from([0.0, 0.1, 1.0]),
         abort=st.sampled_from([*["nobody"] * 8, "one", "one midway", "one midway", "all midway"]),
         with_drafts=st.booleans(),
     )
-    def run(self, data, num_steps, abort, with_drafts):
+    def run(self, data, num_steps, step_s, abort, with_drafts):
         if abort == "one":
             self.abort_one(data)
         for _ in range(num_steps):
-            plan = self.scheduler.plan()
-            assert (plan is None) == (not self.alive())
+            self.now += step_s
+            plan = self.plan()
             if plan is None:
                 return
             self.check_plan(plan)
@@ -171,6 +197,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 self.known_to_router.remove(event.block_hash)
         assert self.known_to_router == self.scheduler._allocator.prefix_cache._block_ids.keys()
+
+    def plan(self) -> StepPlan | None:
+        """The next step, and who was dropped before it."""
+        plan = self.scheduler.plan(self.now)
+        for request_id in self.scheduler.take_expired():
+            expected = self.expected[request_id]
+            assert expected.is_alive, "a request ends once"
+            is_late = expected.sequence.deadline_s <= self.now
+            assert is_late or (self.scheduler.tokens_per_s and not expected.received)
+            expected.has_expired = True
+        assert (plan is None) == (not self.alive())
+        assert all(expected.sequence.deadline_s > self.now for expected in self.alive().values())
+        return plan
 
     def run_checked(self, plan: StepPlan) -> StepResult:
         """Run a step, looking at what it writes over and at what it leaves behind."""
@@ -203,7 +242,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.add_one(prompt, seed=seed + index, num_before=number, group_id=group_id, **wish)
 
     def add_one(
-        self, prompt, seed, num_before, group_id, salt, max_tokens, stop_ids, ignore_eos, priority, prompt_logprobs
+        self,
+        prompt,
+        seed,
+        num_before,
+        group_id,
+        salt,
+        max_tokens,
+        stop_ids,
+        ignore_eos,
+        priority,
+        prompt_logprobs,
+        tenant,
+        time_left_s,
     ):
         length = max(0, min(max_tokens or self.max_model_len, self.max_model_len - len(prompt)))
         stop = [*stop_ids, *([] if ignore_eos else [EOS])]
@@ -223,11 +274,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             cache_salt=salt,
             group_id=group_id,
+            tenant=tenant,
+            time_left_s=time_left_s,
         )
         fits = len(prompt) < self.max_model_len and len(prompt) + length - 1 <= self.num_slots
         was_complete = 0 < len(outputs) <= num_before
         try:
-            delta = self.scheduler.add(request)
+            delta = self.scheduler.add(request, self.now)
         except InvalidRequestError:
             assert not fits
         except QueueFullError:
@@ -235,7 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             assert fits or was_complete
             assert (delta is not None) == was_complete
-            expected = Expected(request, outputs, (priority, len(self.by_sequence_id)))
+            expected = Expected(request, outputs, self.scheduler._sequences.get(request.request_id))
             self.expected[request.request_id] = expected
             if was_complete:
                 expected.take(delta)
@@ -279,7 +332,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     # --- What must hold ---
 
     def alive(self) -> dict[str, Expected]:
-        return {key: expected for key, expected in self.expected.items() if expected.finish_reason is None}
+        return {key: expected for key, expected in self.expected.items() if expected.is_alive}
 
     def check_plan(self, plan: StepPlan) -> None:
         assert 1 <= plan.num_tokens <= self.config.max_num_batched_tokens
@@ -303,10 +356,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sequence.draw.first_output_index == len(expected.received)
 
     def check_first_is_served(self, members: list[Expected]) -> None:
-        """The first in line of those that ran is never held up: by this, nobody starves."""
-        remaining = [expected for expected in self.last_running if expected.finish_reason is None]
-        if remaining and self.policy == "continuous":
-            assert min(remaining, key=lambda expected: expected.service_order) in members
+        """The first in line of those that ran is never held up, but by a better class: by this, nobody starves."""
+        remaining = [expected for expected in self.last_running if expected.is_alive]
+        if remaining and self.policy in ("continuous", "memory_aware"):
+            first = min(remaining, key=lambda expected: expected.sequence.service_order)
+            best_class = min(expected.sequence.service_class for expected in members)
+            assert first in members or best_class < first.sequence.service_class
         running = self.scheduler._queues.running
         self.last_running = [self.by_sequence_id[sequence.sequence_id] for sequence in running]
 
@@ -316,16 +371,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         load, stats = self.scheduler.load(), self.scheduler.stats()
         assert load.num_running <= self.config.max_num_seqs
         assert load.num_running + load.num_waiting == len(self.alive())
-        assert stats.num_aborted + stats.num_finished == len(self.expected) - len(self.alive())
+        assert stats.num_aborted + stats.num_finished + stats.num_expired == len(self.expected) - len(self.alive())
         assert stats.num_prefix_hit_tokens <= stats.num_prefix_query_tokens
-        if self.policy == "continuous":
+        if self.policy in ("continuous", "memory_aware"):
             assert stats.num_wasted_slots <= load.num_running * (self.block_size - 1)
         else:
             assert stats.num_preemptions == stats.num_prefix_hit_tokens == stats.num_forked_tokens == 0
 
     def teardown(self):
         num_steps = 0
-        while (plan := self.scheduler.plan()) is not None:
+        while (plan := self.plan()) is not None:
             self.check_plan(plan)
             self.take(self.scheduler.commit(plan, self.run_checked(plan)))
             self.nothing_is_lost()
@@ -338,11 +393,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert stats.num_cached_blocks == len(self.known_to_router)
 
 
+class MemoryAwareMachine(SchedulerMachine):
+    policy = "memory_aware"
+
+
 class StaticMachine(SchedulerMachine):
     policy = "static"
 
 
-@pytest.mark.parametrize(("machine", "max_examples"), [(SchedulerMachine, 200), (StaticMachine, 60)])
+class BucketedMachine(SchedulerMachine):
+    policy = "bucketed"
+
+
+@pytest.mark.parametrize(
+    ("machine", "max_examples"),
+    [(SchedulerMachine, 200), (MemoryAwareMachine, 60), (StaticMachine, 40), (BucketedMachine, 40)],
+)
 def test_every_request_gets_its_own_tokens_whatever_happens(machine, max_examples, monkeypatch):
     monkeypatch.setattr(prompt_rating, "MAX_RATED_TOKENS", MAX_RATED_TOKENS)
     profile = settings(
