@@ -156,7 +156,7 @@ def test_a_request_whose_time_is_up_while_it_runs_is_rejected_after_its_tokens()
     assert isinstance(recorder.rejected["late"], DeadlineExceededError)
     assert len(recorder.tokens["late"]) == 1
     stats = engine.stats()
-    assert (stats.scheduler.num_expired, stats.load.num_free_blocks) == (1, NUM_BLOCKS)
+    assert (stats.num_expired, stats.num_free_blocks) == (1, NUM_BLOCKS)
     engine.stop()
 
 
