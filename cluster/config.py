@@ -14,7 +14,16 @@ from pydantic import Field
 
 from cluster.config_sources import Layer, environment_layer, file_layer, resolve
 from router.config import LimitsConfig, RouterConfig
-from worker.config import Bytes, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, Settings, WorkerConfig
+from worker.config import (
+    Bytes,
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    Settings,
+    SpeculationConfig,
+    WorkerConfig,
+)
 
 CONFIG_FILE_VARIABLE: Final = "HOLDFAST_CONFIG"
 """Names a configuration file where no `--config` does."""
@@ -41,6 +50,7 @@ class HoldfastConfig(Settings):
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     router: RouterConfig = RouterConfig()
     limits: LimitsConfig = LimitsConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -48,7 +58,13 @@ class HoldfastConfig(Settings):
     @property
     def worker(self) -> WorkerConfig:
         """The part that one replica needs."""
-        return WorkerConfig(model=self.model, parallel=self.parallel, cache=self.cache, scheduler=self.scheduler)
+        return WorkerConfig(
+            model=self.model,
+            parallel=self.parallel,
+            cache=self.cache,
+            scheduler=self.scheduler,
+            speculation=self.speculation,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

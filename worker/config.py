@@ -5,7 +5,7 @@ What may not live here: reading files or the environment, torch, and values that
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -74,6 +74,27 @@ class SchedulerConfig(Settings):
     max_num_waiting: int = Field(1024, ge=1, description="requests that may wait in one replica")
 
 
+class SpeculationConfig(Settings):
+    """Tokens that are guessed ahead and checked together. They change how fast tokens come, never which."""
+
+    speculative: Literal["none", "ngram", "suffix", "draft"] = Field(
+        "none", description="who guesses: the text so far, earlier outputs too, or a draft model"
+    )
+    num_speculative_tokens: int = Field(8, ge=1, le=64, description="most tokens guessed ahead for one sequence")
+    draft_model: str | None = Field(
+        None, description="folder or hub id of the draft model; `demo` has one of its own, `demo-draft`"
+    )
+    ngram_min: int = Field(2, ge=1, le=16, description="fewest last tokens that must have come before")
+    ngram_max: int = Field(4, ge=1, le=16, description="most last tokens that are looked for")
+    suffix_corpus_tokens: int = Field(32768, ge=0, description="tokens of earlier outputs that are remembered")
+
+    @model_validator(mode="after")
+    def _check_ngrams(self) -> "SpeculationConfig":
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min = {self.ngram_min} must be at most ngram_max, {self.ngram_max}")
+        return self
+
+
 class WorkerConfig(Settings):
     """Everything one replica needs to know."""
 
@@ -81,3 +102,4 @@ class WorkerConfig(Settings):
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = SpeculationConfig()

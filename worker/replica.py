@@ -73,6 +73,7 @@ class Replica:
             max_model_len=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
             prefix_caching=config.cache.enable_prefix_caching,
+            speculation=config.speculation,
         )
         replica = cls(info, Engine(scheduler, LeaderRunner(runner, group)), group, ranks)
         replica._begin()

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 
 from worker.batching import BatchingPolicy, ContinuousBatching
 from worker.block_allocator import BlockAllocator
-from worker.config import SchedulerConfig
+from worker.config import SchedulerConfig, SpeculationConfig
 from worker.errors import InvalidRequestError, QueueFullError
 from worker.plan import ScheduledSequence, StepPlan, StepResult
 from worker.prefix_cache import CacheEvent
 from worker.queues import SequenceQueues
 from worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from worker.sequence import Sequence, SequenceStatus
+from worker.speculation import Drafts, Speculation, max_num_draws
 from worker.static_batching import StaticBatching
 from worker.step_limits import StepLimits
 
@@ -53,6 +54,10 @@ class SchedulerStats:
     num_wasted_slots: int
     """Slots of the used blocks that are kept for no token that exists: with continuous batching, less than a block
     for each sequence; with static batching also what is reserved for the future, and all of a sequence that ended."""
+    num_draft_tokens: int
+    """Guessed tokens that were verified."""
+    num_accepted_tokens: int
+    """Those of `num_draft_tokens` that came true: over them, the acceptance."""
 
 
 class Scheduler:
@@ -67,15 +72,18 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         prefix_caching: bool = True,
+        speculation: SpeculationConfig | None = None,
     ) -> None:
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
-        # The static baseline is as it was in its day, without.
-        prefix_caching = prefix_caching and config.policy != "static"
+        if config.policy == "static":  # the baseline is as it was in its day, without
+            prefix_caching, speculation = False, None
+        speculation = speculation or SpeculationConfig()
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
         self._queues = SequenceQueues(self._allocator)
-        self._policy = _POLICIES[config.policy](StepLimits.of(config))
+        self._policy = _POLICIES[config.policy](StepLimits.of(config, speculation.num_speculative_tokens))
+        self._speculation = Speculation(speculation, max_num_draws(config, speculation))
         self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
         self._in_flight: list[Sequence] | None = None  # those of the outstanding plan, in its order
         self._num_added = 0
@@ -123,6 +131,7 @@ class Scheduler:
         if sequence is None:
             return None
         self._queues.remove(sequence)
+        self._speculation.forget(sequence)
         self._policy.release(self._queues)
         self._num_aborted += 1
         return _last_delta(sequence, FinishReason.ABORT)
@@ -143,7 +152,8 @@ class Scheduler:
         assert shares, "requests are alive and the policy found nothing to do"
         self._in_flight = [sequence for sequence, _ in shares]
         self._num_steps += 1
-        scheduled = [self._scheduled(sequence, num_tokens) for sequence, num_tokens in shares]
+        drafts = self._speculation.drafts(shares, self._queues, self._policy.limits)
+        scheduled = [self._scheduled(*share, drafted) for share, drafted in zip(shares, drafts, strict=True)]
         return StepPlan(step_id=self._num_steps, sequences=tuple(scheduled))
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
@@ -151,6 +161,7 @@ class Scheduler:
         assert self._in_flight is not None, "there is no outstanding plan"
         assert plan.step_id == result.step_id == self._num_steps, "the result is not that of the outstanding plan"
         in_flight, self._in_flight = self._in_flight, None
+        plan = plan.with_drafts(result.drafts)
         self._num_tokens_computed += plan.num_tokens
         block_size = self._allocator.block_size
         deltas = []
@@ -164,8 +175,10 @@ class Scheduler:
                 self._num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
-            if delta := _advance(sequence, scheduled, drawn, likely):
+            delta = _advance(sequence, scheduled, drawn, likely)
+            if delta:
                 deltas.append(delta)
+            self._speculation.settle(sequence, scheduled, delta.token_ids if delta else (), self._queues)
             if scheduled.first_position % block_size + len(scheduled.token_ids) >= block_size:
                 self._queues.store_full_blocks(sequence, scheduled.first_position)
         ended = [delta.request_id for delta in deltas if delta.finish_reason is not None]
@@ -224,6 +237,8 @@ class Scheduler:
             num_evictions=self._allocator.prefix_cache.num_evictions,
             num_total_blocks=self._allocator.num_blocks,
             num_wasted_slots=self._queues.num_wasted_slots(),
+            num_draft_tokens=self._speculation.num_draft_tokens,
+            num_accepted_tokens=self._speculation.num_accepted_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -234,6 +249,7 @@ class Scheduler:
         assert alive == self._sequences.keys(), f"queues and requests differ: {alive ^ self._sequences.keys()}"
         if not alive:
             assert self._allocator.num_used == 0, f"{self._allocator.num_used} blocks are used by no request"
+            assert self._speculation.num_remembered == 0, "speculation remembers sequences that have ended"
 
     # --- Parts ---
 
@@ -256,22 +272,25 @@ class Scheduler:
                 "sampling_params.max_tokens", max_tokens, f"{limit}: the KV cache holds {num_slots} in all"
             )
 
-    def _scheduled(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    def _scheduled(self, sequence: Sequence, num_tokens: int, drafts: Drafts) -> ScheduledSequence:
         first = sequence.num_computed_tokens
         end = first + num_tokens
         draws = end == len(sequence.token_ids)
         return ScheduledSequence(
             sequence_id=sequence.sequence_id,
             first_position=first,
-            token_ids=tuple(sequence.token_ids[first:end]),
-            block_ids=sequence.block_ids[: self._allocator.num_blocks_for(end)],
+            token_ids=(*sequence.token_ids[first:end], *drafts.token_ids),
+            block_ids=sequence.block_ids[: self._allocator.num_blocks_for(end + drafts.num_tokens)],
             draw=sequence.draw_params() if draws else None,
-            num_draws=1 if draws else 0,
+            num_draws=1 + len(drafts.token_ids) if draws else 0,
+            drafting=drafts.drafting,
         )
 
     def _finish(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            self._sequences.pop(request_id).status = SequenceStatus.FINISHED
+            sequence = self._sequences.pop(request_id)
+            sequence.status = SequenceStatus.FINISHED
+            self._speculation.forget(sequence)
         self._num_finished += len(request_ids)
         self._policy.release(self._queues)
 

@@ -16,8 +16,14 @@ class StepLimits:
     """Tokens, of prompts and of decodes together."""
     max_num_seqs: int
     """Sequences that run."""
+    num_speculative_tokens: int = 0
+    """Most tokens guessed ahead for one of them."""
 
     @classmethod
-    def of(cls, config: SchedulerConfig) -> "StepLimits":
+    def of(cls, config: SchedulerConfig, num_speculative_tokens: int = 0) -> "StepLimits":
         """As the settings have them."""
-        return cls(max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
+        return cls(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            num_speculative_tokens=num_speculative_tokens,
+        )
