@@ -10,6 +10,7 @@ OURS = MAY_IMPORT.keys() | {"holdfast", "tests", "benchmarks", "scripts"}
 PLAIN_DATA = {"config", "errors", "model_info", "request", "structured_outputs"}
 POLICY = PLAIN_DATA | {"batching", "block_allocator", "plan", "prefix_cache", "queues", "scheduler", "sequence"}
 POLICY |= {"controls", "static_batching", "step_limits"}
+POLICY |= {"draft_length", "model_drafts", "ngram_drafts", "speculation", "suffix_drafts"}
 PROCESS = {"engine", "link", "rank", "replica"}
 ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "record"}
 RELATIVE = "a relative import"

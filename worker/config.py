@@ -80,13 +80,22 @@ class SpeculationConfig(Settings):
     speculative: Literal["none", "ngram", "suffix", "draft"] = Field(
         "none", description="who guesses: the text so far, earlier outputs too, or a draft model"
     )
-    num_speculative_tokens: int = Field(8, ge=1, le=64, description="most tokens guessed ahead for one sequence")
+    num_speculative_tokens: int | None = Field(
+        None, ge=1, le=64, description="most tokens guessed ahead for one sequence; unset: 8, or 4 by a draft model"
+    )
     draft_model: str | None = Field(
         None, description="folder or hub id of the draft model; `demo` has one of its own, `demo-draft`"
     )
     ngram_min: int = Field(2, ge=1, le=16, description="fewest last tokens that must have come before")
     ngram_max: int = Field(4, ge=1, le=16, description="most last tokens that are looked for")
     suffix_corpus_tokens: int = Field(32768, ge=0, description="tokens of earlier outputs that are remembered")
+
+    @property
+    def max_num_drafts(self) -> int:
+        """Most tokens guessed ahead for one sequence; 0 where nobody guesses. A draft model pays for each of them."""
+        if self.speculative == "none":
+            return 0
+        return self.num_speculative_tokens or (4 if self.speculative == "draft" else 8)
 
     @model_validator(mode="after")
     def _check_ngrams(self) -> "SpeculationConfig":

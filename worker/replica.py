@@ -17,6 +17,7 @@ from worker.errors import HoldfastError, ReplicaError
 from worker.model_info import ModelInfo
 from worker.rank import LocalLauncher, RankLauncher, Ranks, default_device, join, prepare_process
 from worker.scheduler import Scheduler
+from worker.speculation import Speculation
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +74,7 @@ class Replica:
             max_model_len=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
             prefix_caching=config.cache.enable_prefix_caching,
-            speculation=config.speculation,
+            speculation=Speculation(config.speculation, config.scheduler),
         )
         replica = cls(info, Engine(scheduler, LeaderRunner(runner, group)), group, ranks)
         replica._begin()

@@ -17,7 +17,7 @@ from worker.prefix_cache import CacheEvent
 from worker.queues import SequenceQueues
 from worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from worker.sequence import Sequence, SequenceStatus
-from worker.speculation import Drafts, Speculation, max_num_draws
+from worker.speculation import Drafts, Speculation
 from worker.static_batching import StaticBatching
 from worker.step_limits import StepLimits
 
@@ -72,18 +72,17 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         prefix_caching: bool = True,
-        speculation: SpeculationConfig | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         if config.policy == "static":  # the baseline is as it was in its day, without
             prefix_caching, speculation = False, None
-        speculation = speculation or SpeculationConfig()
+        self._speculation = speculation or Speculation(SpeculationConfig(), config)
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
         self._queues = SequenceQueues(self._allocator)
-        self._policy = _POLICIES[config.policy](StepLimits.of(config, speculation.num_speculative_tokens))
-        self._speculation = Speculation(speculation, max_num_draws(config, speculation))
+        self._policy = _POLICIES[config.policy](StepLimits.of(config, self._speculation.num_speculative_tokens))
         self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
         self._in_flight: list[Sequence] | None = None  # those of the outstanding plan, in its order
         self._num_added = 0

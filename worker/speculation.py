@@ -51,8 +51,7 @@ NO_DRAFTS: Final = Drafts()
 
 def max_num_draws(scheduler: SchedulerConfig, speculation: SpeculationConfig) -> int:
     """Rows of logits that a step may ask for: one for each sequence, and one full draft. More sequences draft less."""
-    drafts = speculation.num_speculative_tokens if speculation.speculative != "none" else 0
-    return scheduler.max_num_seqs + drafts
+    return scheduler.max_num_seqs + speculation.max_num_drafts
 
 
 class Speculation:
@@ -61,9 +60,10 @@ class Speculation:
     `drafts` is called for each step, then `settle` for each of its sequences that is still there; `forget` at any time.
     """
 
-    def __init__(self, config: SpeculationConfig, max_num_draws: int, proposer: Proposer | None = None) -> None:
+    def __init__(self, config: SpeculationConfig, scheduler: SchedulerConfig, proposer: Proposer | None = None) -> None:
         """`proposer` takes the place of the configured one."""
-        self._max_num_draws = max_num_draws
+        self.num_speculative_tokens = config.max_num_drafts
+        self._max_num_draws = max_num_draws(scheduler, config)
         self._model = DraftModelProgress() if config.speculative == "draft" and proposer is None else None
         self._proposer = proposer or _proposer(config)
         self._lengths: dict[int, DraftLength] = {}  # by sequence id
