@@ -2,17 +2,17 @@
 
     python -m benchmarks.speculation [--batches 1,4,16] [--requests 16] [--rounds 3] [--threads 1]
 
-Two loads: `repetitive` prompts repeat a pattern that the model goes on with, `chat` prompts are questions as users ask
-the bundled model. Every load is decoded by every method in turns, round after round, and must give the same tokens.
-Printed: drafted tokens that came true, steps, tokens per second, and the median of the ratios to plain decoding.
+Three loads: `repetitive` prompts repeat a pattern and the model runs past its end, until it repeats itself; `json list`
+is a list of like objects, by a schema; `chat` prompts are questions as users ask the bundled model. Every load is
+decoded by every method in turns, round after round, and must give the same tokens. Printed: drafted tokens that came
+true, steps, tokens per second, and the median of the rounds' ratios to plain decoding.
 """
 
 import argparse
 import random
 import statistics
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rich.console import Console
@@ -23,6 +23,7 @@ from cluster.demo.bundled import bundled_path
 from cluster.demo.chats import dialogue
 from cluster.demo.curriculum import Curriculum
 from router.chat import render_chat
+from router.grammar import GrammarCompiler
 from router.tokenizer import Tokenizer
 from worker.config import ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
 from worker.engine import StepRunner
@@ -34,7 +35,20 @@ from worker.speculation import Speculation
 Method = Literal["none", "ngram", "suffix", "draft"]
 METHODS: tuple[Method, ...] = ("none", "ngram", "suffix", "draft")
 
-WORDS = "red green blue north south east west apple pear plum cat dog bird sun moon star Monday Friday".split()
+PEOPLE = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"enum": ["Anna", "Tom", "Ruth"]},
+            "age": {"type": "integer", "minimum": 1, "maximum": 99},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    "minItems": 8,
+    "maxItems": 8,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +61,8 @@ class Outcome:
 
 
 def repetitive_prompts(rng: random.Random, count: int) -> list[str]:
-    """Lists and phrases that have come up several times already."""
-    forms = ("{0} {1} {2} ", "{0}, {1}, {2}, ", "The {0} and the {1}. ", '{{"name": "{0}", "next": "{1}"}}, ')
-    return [(forms[i % len(forms)].format(*rng.sample(WORDS, 3)) * 8).strip() for i in range(count)]
+    """Three letters over and over."""
+    return [" ".join(rng.sample("abcdefghijklmnopqrstuvwxyz", 3) * 8) for _ in range(count)]
 
 
 def chat_prompts(rng: random.Random, count: int, tokenizer: Tokenizer) -> list[str]:
@@ -59,15 +72,29 @@ def chat_prompts(rng: random.Random, count: int, tokenizer: Tokenizer) -> list[s
     return [render_chat(tokenizer.chat_template, talk, special_tokens=tokenizer.special_tokens) for talk in talks]
 
 
-def make_load(prompts: Iterable[str], tokenizer: Tokenizer, max_tokens: int, temperature: float) -> list[EngineRequest]:
-    return [
-        EngineRequest(
-            request_id=f"request-{i}",
-            prompt_token_ids=tuple(tokenizer.encode(prompt)),
-            sampling_params=SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens),
-        )
-        for i, prompt in enumerate(prompts)
-    ]
+def make_loads(tokenizer: Tokenizer, count: int, max_tokens: int, temperature: float) -> dict[str, list[EngineRequest]]:
+    """`count` requests of each kind."""
+    rng = random.Random(0)
+    draw = {"temperature": temperature, "max_tokens": max_tokens}
+    schema = SamplingParams(**draw, structured_outputs={"json": PEOPLE})  # type: ignore[arg-type]
+    grammar = GrammarCompiler(tokenizer).compile(schema.structure)
+    kinds: dict[str, tuple[list[str], SamplingParams, str]] = {
+        "repetitive": (repetitive_prompts(rng, count), SamplingParams(**draw, ignore_eos=True), ""),  # type: ignore[arg-type]
+        "json list": ([f"List of people, part {i}:" for i in range(count)], schema, grammar),
+        "chat": (chat_prompts(rng, count, tokenizer), SamplingParams(**draw), ""),  # type: ignore[arg-type]
+    }
+    return {
+        name: [
+            EngineRequest(
+                request_id=f"request-{i}",
+                prompt_token_ids=tuple(tokenizer.encode(prompt)),
+                sampling_params=replace(params, seed=i),
+                grammar=text,
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        for name, (prompts, params, text) in kinds.items()
+    }
 
 
 def run(method: Method, runner: StepRunner, info: ModelInfo, load: list[EngineRequest], batch: int) -> Outcome:
@@ -136,20 +163,14 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
     runner, info = load_model(arguments.threads)
     tokenizer = Tokenizer.load(str(bundled_path("demo")))
-    rng = random.Random(arguments.seed)
-    prompts = {
-        "repetitive": repetitive_prompts(rng, arguments.requests),
-        "chat": chat_prompts(rng, arguments.requests, tokenizer),
-    }
+    loads = make_loads(tokenizer, arguments.requests, arguments.max_tokens, arguments.temperature)
     table = Table("load", "batch", "drafts", "accepted", "steps", "tokens/s", "speed-up")
-    for name, texts in prompts.items():
-        load = make_load(texts, tokenizer, arguments.max_tokens, arguments.temperature)
-        run("none", runner, info, load[:2], 1)  # warm
+    for name, load in loads.items():
+        run("draft", runner, info, load[:2], 1)  # warm
         for batch in map(int, arguments.batches.split(",")):
             add_rows(table, name, batch, compare(runner, info, load, batch, arguments.rounds))
     Console().print(table)
