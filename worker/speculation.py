@@ -48,6 +48,10 @@ class Drafts:
 
 NO_DRAFTS: Final = Drafts()
 
+_LOOKUP_PAYS_FROM: Final = 0.15
+_MODEL_PAYS_FROM: Final = 0.3
+"""Share of drafts that must come true: a wrong one costs a row of the step, or a pass of the draft model as well."""
+
 
 def max_num_draws(scheduler: SchedulerConfig, speculation: SpeculationConfig) -> int:
     """Rows of logits that a step may ask for: one for each sequence, and one full draft. More sequences draft less."""
@@ -151,7 +155,11 @@ class Speculation:
         longest = min(room.longest, room.num_tokens, room.num_draws, sequence.max_len - len(sequence.token_ids) - 1)
         if longest <= 0:
             return 0
-        return self._lengths.setdefault(sequence.sequence_id, DraftLength()).next(longest)
+        length = self._lengths.get(sequence.sequence_id)
+        if length is None:
+            pays_from = _LOOKUP_PAYS_FROM if self._model is None else _MODEL_PAYS_FROM
+            length = self._lengths[sequence.sequence_id] = DraftLength(pays_from)
+        return length.next(longest)
 
     def _with_slots(self, sequence: Sequence, num_drafts: int, queues: SequenceQueues) -> int:
         """How many of the drafts have a place in the sequence's blocks, after lending it what is free."""
