@@ -168,12 +168,12 @@ def main() -> None:
     runner, info = load_model(arguments.threads)
     tokenizer = Tokenizer.load(str(bundled_path("demo")))
     loads = make_loads(tokenizer, arguments.requests, arguments.max_tokens, arguments.temperature)
-    table = Table("load", "batch", "drafts", "accepted", "steps", "tokens/s", "speed-up")
     for name, load in loads.items():
+        table = Table("load", "batch", "drafts", "accepted", "steps", "tokens/s", "speed-up")
         run("draft", runner, info, load[:2], 1)  # warm
         for batch in map(int, arguments.batches.split(",")):
             add_rows(table, name, batch, compare(runner, info, load, batch, arguments.rounds))
-    Console().print(table)
+        Console().print(table)
 
 
 if __name__ == "__main__":

@@ -272,7 +272,7 @@ def test_a_prefix_out_of_the_cache_has_been_read():
 
 
 def test_after_a_preemption_it_reads_again():
-    requests = [make_request(f"r{i}", prompt_len=8, max_tokens=40, seed=i) for i in range(6)]
+    requests = [make_request(f"r{i}", prompt_len=8, max_tokens=40, seed=i + 2) for i in range(6)]
     stats, _ = serve_guessing(requests, num_blocks=20)
     assert stats.num_preemptions > 0
     assert stats.num_accepted_tokens == stats.num_draft_tokens
