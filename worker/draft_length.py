@@ -14,7 +14,7 @@ _FIRST_SLEEP: Final = 16
 _LONGEST_SLEEP: Final = 256
 """In steps of the sequence."""
 
-_BY_BATCH_SIZE: Final = ((2, 64), (4, 8), (8, 6), (16, 4), (32, 2), (64, 1))
+_BY_BATCH_SIZE: Final = ((2, 64), (4, 4), (8, 2), (16, 1))
 """Up to so many sequences that decode together: at most so many drafts for each. With more, drafts cost other requests
 more time than they save."""
 
