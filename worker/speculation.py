@@ -85,13 +85,16 @@ class Speculation:
         return len(self._lengths)
 
     def drafts(self, shares: Ordered[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
-        """Drafts for each share of a step, from what its sequences leave of tokens, rows and blocks."""
+        """Drafts for each share of a step, from what its sequences leave of tokens, rows and blocks.
+
+        For a draft model, whose guesses take time of their own, a batch counts as twice as large.
+        """
         self._lent = {}
         if not self.enabled:
             return [NO_DRAFTS] * len(shares)
         num_decoding = sum(_decodes(sequence) for sequence, _ in shares)
         room = _Room(
-            longest=min(limits.num_speculative_tokens, longest_for(num_decoding)),
+            longest=min(limits.num_speculative_tokens, longest_for(num_decoding * (1 if self._model is None else 2))),
             num_tokens=limits.max_num_batched_tokens - sum(num_tokens for _, num_tokens in shares),
             num_draws=self._max_num_draws - sum(num_tokens == s.num_uncomputed_tokens for s, num_tokens in shares),
             num_to_read=limits.max_num_batched_tokens,
