@@ -22,6 +22,7 @@ from worker.config import (
     ParallelConfig,
     SchedulerConfig,
     Settings,
+    SpeculationConfig,
     WorkerConfig,
 )
 
@@ -51,6 +52,7 @@ class HoldfastConfig(Settings):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     health: HealthConfig = HealthConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
     router: RouterConfig = RouterConfig()
     limits: LimitsConfig = LimitsConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -64,6 +66,7 @@ class HoldfastConfig(Settings):
             cache=self.cache,
             scheduler=self.scheduler,
             health=self.health,
+            speculation=self.speculation,
         )
 
 

@@ -12,6 +12,7 @@ POLICY = PLAIN_DATA | {"batching", "block_allocator", "plan", "prefix_cache", "q
 POLICY |= {"cache_feed", "controls", "forking", "prompt_rating", "static_batching", "step_limits"}
 POLICY |= {"batching_optimizer", "dial", "step_time", "step_tuner"}
 POLICY |= {"bucketed_batching", "deadlines", "memory_aware_batching", "tenants", "timers", "waiting"}
+POLICY |= {"draft_length", "model_drafts", "ngram_drafts", "speculation", "suffix_drafts"}
 PROCESS = {"engine", "link", "rank", "replica", "watchdog"}
 ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "prefix_index", "record"}
 ROUTER_CORE |= {"circuit_breaker", "placement", "quarantine", "resume", "retry_budget"}

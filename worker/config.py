@@ -5,7 +5,7 @@ What may not live here: reading files or the environment, torch, and values that
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -105,6 +105,36 @@ class HealthConfig(Settings):
     heartbeat_s: float = Field(0.2, gt=0, description="seconds between a busy replica's heartbeats to its routers")
 
 
+class SpeculationConfig(Settings):
+    """Tokens that are guessed ahead and checked together. They change how fast tokens come, never which."""
+
+    speculative: Literal["none", "ngram", "suffix", "draft"] = Field(
+        "none", description="who guesses: the text so far, earlier outputs too, or a draft model"
+    )
+    num_speculative_tokens: int | None = Field(
+        None, ge=1, le=64, description="most tokens guessed ahead for one sequence; unset: 8, or 4 by a draft model"
+    )
+    draft_model: str | None = Field(
+        None, description="folder or hub id of the draft model; `demo` has one of its own, `demo-draft`"
+    )
+    ngram_min: int = Field(2, ge=1, le=16, description="fewest last tokens that must have come before")
+    ngram_max: int = Field(4, ge=1, le=16, description="most last tokens that are looked for")
+    suffix_corpus_tokens: int = Field(32768, ge=0, description="tokens of earlier outputs that are remembered")
+
+    @property
+    def max_num_drafts(self) -> int:
+        """Most tokens guessed ahead for one sequence; 0 where nobody guesses. A draft model pays for each of them."""
+        if self.speculative == "none":
+            return 0
+        return self.num_speculative_tokens or (4 if self.speculative == "draft" else 8)
+
+    @model_validator(mode="after")
+    def _check_ngrams(self) -> "SpeculationConfig":
+        if self.ngram_min > self.ngram_max:
+            raise ValueError(f"ngram_min = {self.ngram_min} must be at most ngram_max, {self.ngram_max}")
+        return self
+
+
 class WorkerConfig(Settings):
     """Everything one replica needs to know."""
 
@@ -113,3 +143,4 @@ class WorkerConfig(Settings):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     health: HealthConfig = HealthConfig()
+    speculation: SpeculationConfig = SpeculationConfig()

@@ -256,7 +256,7 @@ class Engine:
         num_gained = self._num_tokens_generated - num_before
         self._deliver(stepped=True)
         if self._tuner is not None:
-            self._tune(self._tuner, plan, self._clock() - began_s, num_gained)
+            self._tune(self._tuner, plan.with_drafts(result.drafts), self._clock() - began_s, num_gained)
 
     def _run_plan(self, plan: StepPlan) -> StepResult:
         self.progress.begin_step(plan.num_tokens)

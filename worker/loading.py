@@ -6,14 +6,15 @@ What may live here: the order, and the full step that a GPU is measured with. Wh
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 import torch
 
 from worker.attention.paged import AttentionContext, PagedAttention
 from worker.checkpoint_digest import checkpoint_digest
 from worker.checks import choose_max_model_len
-from worker.config import SchedulerConfig, WorkerConfig
+from worker.config import WorkerConfig
+from worker.draft_model import DraftModel
 from worker.errors import ConfigurationError
 from worker.kv_cache import KVCache
 from worker.memory import (
@@ -32,6 +33,7 @@ from worker.parallelize import Target
 from worker.plan import DrawParams, ScheduledSequence, StepPlan
 from worker.prompt_rating import MAX_RATED_TOKENS
 from worker.row_tiles import RowTiles
+from worker.speculation import max_num_draws
 from worker.step_batch import StepBatch
 from worker.tensor_parallel import TensorParallelGroup
 from worker.weights import read_config, read_eos_token_ids, resolve_model
@@ -48,6 +50,8 @@ class Parts:
     cache: KVCache
     tiles: RowTiles
     info: ModelInfo
+    draft: DraftModel | None
+    """On the leading rank of a replica that has one."""
 
 
 def load_parts(
@@ -64,7 +68,10 @@ def load_parts(
     model = build_rank_model(config.model, folder, hf_config, target, lambda *done: progress("load", *done))
     if getattr(hf_config, "kv_lora_rank", None):
         logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
-    cache = _allocate_cache(config, model, target, max_model_len)
+    draft = _load_draft(config, folder, hf_config.vocab_size, target)
+    cache = _allocate_cache(config, model, draft, target, max_model_len)
+    if draft is not None:
+        draft.allocate_cache(cache.num_blocks, cache.block_size)
     num_tokens = cache.num_blocks * cache.block_size
     if num_tokens < max_model_len:
         logger.warning("the KV cache holds %d tokens, and the model could use %d", num_tokens, max_model_len)
@@ -84,7 +91,23 @@ def load_parts(
         device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
         checkpoint_digest=checkpoint_digest(folder),
     )
-    return Parts(model=model, context=_attach(model, cache, target), cache=cache, tiles=target.tiles, info=info)
+    context = _attach(model, cache, target)
+    return Parts(model=model, context=context, cache=cache, tiles=target.tiles, info=info, draft=draft)
+
+
+def _load_draft(config: WorkerConfig, folder: Path, vocab_size: int, target: Target) -> DraftModel | None:
+    """The draft model, whole, on the leading rank: it is small, and ranks that wait for it cost less than its sums."""
+    speculation = config.speculation
+    if speculation.speculative != "draft":
+        return None
+    if speculation.draft_model is None:
+        raise ConfigurationError(
+            f"speculation.draft_model: {config.model.model} has no draft model of its own; name one"
+        )
+    if target.group.rank > 0:
+        return None
+    draft_config = config.model.model_copy(update={"model": speculation.draft_model})
+    return DraftModel.load(draft_config, folder, vocab_size, target)
 
 
 def _attach(model: RankModel, cache: KVCache, target: Target) -> AttentionContext:
@@ -93,15 +116,18 @@ def _attach(model: RankModel, cache: KVCache, target: Target) -> AttentionContex
     return context
 
 
-def _allocate_cache(config: WorkerConfig, model: RankModel, target: Target, max_model_len: int) -> KVCache:
-    """The cache, with the same number of blocks on every rank."""
+def _allocate_cache(
+    config: WorkerConfig, model: RankModel, draft: DraftModel | None, target: Target, max_model_len: int
+) -> KVCache:
+    """The cache, with the same number of blocks on every rank, and memory left for the draft model's."""
     block_size = config.cache.block_size or default_block_size(target.device)
-    block_bytes = kv_bytes_per_token(model.specs, target.dtype) * block_size
+    specs = (*model.specs, *(draft.specs if draft is not None else ()))
+    block_bytes = kv_bytes_per_token(specs, target.dtype) * block_size
     most_blocks = None
     if config.cache.num_blocks is not None or config.cache.kv_cache_memory is not None:
         default_bytes = 0
     elif target.device.type == "cuda":
-        activations = _activation_bytes(config.scheduler, model, target, block_size, max_model_len)
+        activations = _activation_bytes(config, model, target, block_size, max_model_len)
         default_bytes = gpu_cache_bytes(target.device, activations, config.cache.gpu_memory_utilization)
     else:
         default_bytes = cpu_cache_bytes()
@@ -117,7 +143,7 @@ def _allocate_cache(config: WorkerConfig, model: RankModel, target: Target, max_
 
 
 def _activation_bytes(
-    config: SchedulerConfig, model: RankModel, target: Target, block_size: int, max_model_len: int
+    config: WorkerConfig, model: RankModel, target: Target, block_size: int, max_model_len: int
 ) -> int:
     """What the fullest step needs on a GPU besides weights and cache, measured with a cache just large enough."""
     plan = full_step(config, block_size, max_model_len)
@@ -137,11 +163,12 @@ def _activation_bytes(
     return peak
 
 
-def full_step(config: SchedulerConfig, block_size: int, max_model_len: int) -> StepPlan:
+def full_step(config: WorkerConfig, block_size: int, max_model_len: int) -> StepPlan:
     """A step that uses up the budgets of tokens and of rows of logits, with sequences as long as they may be."""
     greedy = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
     sequences: list[ScheduledSequence] = []
-    num_draws, num_blocks, left = config.max_num_seqs + MAX_RATED_TOKENS, 0, config.max_num_batched_tokens
+    num_draws, num_blocks = max_num_draws(config.scheduler, config.speculation) + MAX_RATED_TOKENS, 0
+    left = config.scheduler.max_num_batched_tokens
     while left > 0:
         count = min(left, max_model_len)
         needed = -(-count // block_size)

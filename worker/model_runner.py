@@ -59,6 +59,7 @@ class ModelRunner:
         """The same on all ranks."""
         self._model = parts.model
         self._context = parts.context
+        self.draft = parts.draft
         self._is_leader = rank == 0
 
     @classmethod
@@ -107,9 +108,12 @@ class LeaderRunner:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs one step everywhere and draws. Raises `ReplicaError` if a rank is lost."""
+        drafts = self._runner.draft.guess(plan) if self._runner.draft is not None else ()
+        plan = plan.with_drafts(drafts)
         waiting = self._grammars.start(plan)
         logits = self.logits(plan)
-        return step_result(plan, logits, waiting.result() if waiting is not None else None)
+        result = step_result(plan, logits, waiting.result() if waiting is not None else None)
+        return replace(result, drafts=drafts) if drafts else result
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Runs one step everywhere; the logits [rows wanted, vocab], in float32."""

@@ -4,7 +4,8 @@ A plan is complete and frozen when the scheduler returns it; the runner only rea
 Nothing is filled in by several owners in turn. No torch here: plans cross process borders as plain integers.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from worker.controls import LogitControls
 from worker.request import TokenLogprob
@@ -51,6 +52,17 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """What the draft model does for a sequence before the step: it reads `token_ids`, at positions `first_position`,
+    + 1, + 2, ..., which are up to the last that the step computes without drafts, and then guesses ahead."""
+
+    first_position: int
+    token_ids: tuple[int, ...]
+    num_drafts: int
+    """Tokens to guess; 0: only to keep up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledSequence:
     """One sequence's share of a step: `token_ids` are run at absolute positions `first_position`, + 1, + 2, ..."""
 
@@ -59,13 +71,19 @@ class ScheduledSequence:
     first_position: int
     token_ids: tuple[int, ...]
     block_ids: tuple[int, ...]
-    """Blocks of positions 0 to `first_position + len(token_ids) - 1`, in order."""
+    """Blocks of positions 0 to `first_position + len(token_ids) - 1`, in order; with `drafting`, of its drafts too."""
     draw: DrawParams | None
     """None for a chunk of the prompt that is not the last: nothing is drawn."""
     num_draws: int = 0
     """How many of the last rows are drawn from: 1 when `draw` is set; more when drafted tokens are verified."""
     rating: PromptRating | None = None
     """None for nearly all: no logprobs of prompt tokens are asked for."""
+    drafting: Drafting | None = None
+    """Work for the draft model, where there is one. What it guesses, the step then verifies (`with_drafts`)."""
+
+    def with_drafts(self, drafts: tuple[int, ...]) -> "ScheduledSequence":
+        """This share with these tokens, guessed to follow, to be verified."""
+        return replace(self, token_ids=self.token_ids + drafts, num_draws=self.num_draws + len(drafts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +100,17 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
+    def with_drafts(self, drafts: Sequence[tuple[int, ...]]) -> "StepPlan":
+        """What is run once the draft model has guessed: `drafts` are for each sequence, or empty where it has not."""
+        if not any(drafts):
+            return self
+        pairs = zip(self.sequences, drafts, strict=True)
+        return replace(self, sequences=tuple(sequence.with_drafts(guessed) for sequence, guessed in pairs))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step drew: for each sequence of the plan, in its order, `num_draws` token ids."""
+    """What one step drew: for each sequence of the plan `with_drafts`, in its order, `num_draws` token ids."""
 
     step_id: int
     token_ids: tuple[tuple[int, ...], ...]
@@ -93,3 +118,5 @@ class StepResult:
     """For each sequence, one for each of its tokens, or none where it asks for none. Empty where nobody asks."""
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """For each sequence, one for each token of its `rating`. Empty where nobody asks."""
+    drafts: tuple[tuple[int, ...], ...] = ()
+    """What the draft model guessed for each sequence and the step verified. Empty where there was none."""

@@ -90,9 +90,15 @@ class SequenceQueues:
         self._copies.clear()
         return copies
 
-    def grow(self, sequence: Sequence) -> None:
-        """Give a running sequence one more block."""
-        sequence.block_ids += tuple(self.allocator.allocate(1))
+    def grow(self, sequence: Sequence, num_blocks: int = 1) -> None:
+        """Give a running sequence more blocks."""
+        sequence.block_ids += tuple(self.allocator.allocate(num_blocks))
+
+    def shrink(self, sequence: Sequence, num_blocks: int) -> None:
+        """Take the last blocks of a running sequence, in which nothing is computed that counts."""
+        kept = len(sequence.block_ids) - num_blocks
+        self.allocator.free(sequence.block_ids[kept:])
+        sequence.block_ids = sequence.block_ids[:kept]
 
     def store_full_blocks(self, sequence: Sequence, first_position: int) -> None:
         """Let others find the blocks that a running sequence has filled, by computing from `first_position` on."""

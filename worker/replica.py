@@ -17,6 +17,7 @@ from worker.errors import HoldfastError, ReplicaError
 from worker.model_info import ModelInfo
 from worker.rank import LocalLauncher, RankLauncher, Ranks, default_device, join, prepare_process
 from worker.scheduler import Scheduler
+from worker.speculation import Speculation
 from worker.step_tuner import StepTuner
 from worker.watchdog import Watchdog
 
@@ -79,6 +80,7 @@ class Replica:
             group.close()
             raise
         info = runner.info
+        speculation = Speculation(config.speculation, config.scheduler)
         scheduler = Scheduler(
             config.scheduler,
             num_blocks=info.num_blocks,
@@ -86,8 +88,13 @@ class Replica:
             max_model_len=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
             prefix_caching=config.cache.enable_prefix_caching,
+            speculation=speculation,
         )
-        tuner = StepTuner(config.scheduler, block_size=info.block_size)
+        tuner = StepTuner(
+            config.scheduler,
+            block_size=info.block_size,
+            num_speculative_tokens=speculation.num_speculative_tokens,
+        )
         engine = Engine(scheduler, LeaderRunner(runner, group), progress=runner.progress, tuner=tuner)
         replica = cls(info, engine, group, ranks, config.health)
         replica._begin()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from worker.logit_controls import apply_controls
-from worker.plan import DrawParams, ScheduledSequence, StepPlan
+from worker.plan import DrawParams, StepPlan
 from worker.request import GREEDY_TEMPERATURE
 
 TOKEN_STREAM: Final = 0
@@ -42,16 +42,19 @@ def draws_of(plan: StepPlan) -> list[DrawParams]:
     for sequence in plan.sequences:
         if sequence.draw is not None and sequence.num_draws > 0:
             draws.append(sequence.draw)
-            draws += [_later_draw(sequence, sequence.draw, index) for index in range(1, sequence.num_draws)]
+            drafts = sequence.token_ids[len(sequence.token_ids) - sequence.num_draws + 1 :]
+            draws += [draw_after(sequence.draw, drafts[: index + 1]) for index in range(len(drafts))]
     return draws
 
 
-def _later_draw(sequence: ScheduledSequence, first: DrawParams, index: int) -> DrawParams:
-    """The draw after `index` drafted tokens, which it takes for outputs: it counts only if they are right."""
-    start = len(sequence.token_ids) - sequence.num_draws + 1
+def draw_after(first: DrawParams, drafts: tuple[int, ...]) -> DrawParams:
+    """The draw after these drafted tokens, which it takes for outputs: it counts only if they are right."""
     looks_back = first.controls is not None and first.controls.look_back
-    outputs = first.output_token_ids + sequence.token_ids[start : start + index] if looks_back else ()
-    return replace(first, first_output_index=first.first_output_index + index, output_token_ids=outputs)
+    return replace(
+        first,
+        first_output_index=first.first_output_index + len(drafts),
+        output_token_ids=first.output_token_ids + drafts if looks_back else (),
+    )
 
 
 def draw(logits: Tensor, draws: Sequence[DrawParams], masks: Mapping[int, bytes] | None = None) -> list[int]:

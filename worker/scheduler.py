@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from worker.batching import BatchingPolicy, ContinuousBatching
 from worker.block_allocator import BlockAllocator
 from worker.bucketed_batching import BucketedBatching
-from worker.config import SchedulerConfig
+from worker.config import SchedulerConfig, SpeculationConfig
 from worker.deadlines import DeadlineWatch
 from worker.errors import InvalidRequestError, QueueFullError
 from worker.memory_aware_batching import MemoryAwareBatching
@@ -21,6 +21,7 @@ from worker.prompt_rating import bound_rating, rating_of
 from worker.queues import SequenceQueues
 from worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from worker.sequence import Sequence, SequenceStatus
+from worker.speculation import Drafts, Speculation
 from worker.static_batching import StaticBatching
 from worker.step_limits import StepLimits
 
@@ -63,6 +64,10 @@ class SchedulerStats:
     num_wasted_slots: int
     """Slots of the used blocks that are kept for no token that exists: with continuous batching, less than a block
     for each sequence; with static batching also what is reserved for the future, and all of a sequence that ended."""
+    num_draft_tokens: int
+    """Guessed tokens that were verified."""
+    num_accepted_tokens: int
+    """Those of `num_draft_tokens` that came true: over them, the acceptance."""
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -82,17 +87,19 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         prefix_caching: bool = True,
+        speculation: Speculation | None = None,
     ) -> None:
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
-        # The baselines are as they were in their day, without.
-        prefix_caching = prefix_caching and config.policy not in ("static", "bucketed")
+        if config.policy in ("static", "bucketed"):  # the baselines are as they were in their day, without
+            prefix_caching, speculation = False, None
+        self._speculation = speculation or Speculation(SpeculationConfig(), config)
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
         self._queues = SequenceQueues(self._allocator, aging_s=config.aging_s, tenant_shares=config.tenant_shares)
         self._deadlines = DeadlineWatch(self._queues)
         self._expired: list[str] = []
-        self._policy = _POLICIES[config.policy](StepLimits.of(config))
+        self._policy = _POLICIES[config.policy](StepLimits.of(config, self._speculation.num_speculative_tokens))
         self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
         self._in_flight: list[Sequence] | None = None  # those of the outstanding plan, in its order
         self._num_added = 0
@@ -171,7 +178,8 @@ class Scheduler:
         assert shares, "requests are alive and the policy found nothing to do"
         self._in_flight = [sequence for sequence, _ in shares]
         self._num_steps += 1
-        scheduled = [self._scheduled(sequence, num_tokens) for sequence, num_tokens in shares]
+        drafts = self._speculation.drafts(shares, self._queues, self._policy.limits)
+        scheduled = [self._scheduled(*share, drafted) for share, drafted in zip(shares, drafts, strict=True)]
         copies = self._queues.take_block_copies()
         return StepPlan(step_id=self._num_steps, sequences=tuple(scheduled), block_copies=copies)
 
@@ -180,6 +188,7 @@ class Scheduler:
         assert self._in_flight is not None, "there is no outstanding plan"
         assert plan.step_id == result.step_id == self._num_steps, "the result is not that of the outstanding plan"
         in_flight, self._in_flight = self._in_flight, None
+        plan = plan.with_drafts(result.drafts)
         self._num_tokens_computed += plan.num_tokens
         block_size = self._allocator.block_size
         deltas = []
@@ -196,9 +205,12 @@ class Scheduler:
                 continue
             if rated and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += rated
-            if delta := _advance(sequence, scheduled, drawn, likely):
+            delta = _advance(sequence, scheduled, drawn, likely)
+            gained = delta.token_ids if delta else ()
+            if delta:
                 deltas.append(delta)
-                sequence.tenant.charge(0, len(delta.token_ids))
+                sequence.tenant.charge(0, len(gained))
+            self._speculation.settle(sequence, scheduled, gained, self._queues)
             if scheduled.first_position % block_size + len(scheduled.token_ids) >= block_size:
                 self._queues.store_full_blocks(sequence, scheduled.first_position)
         ended = [delta.request_id for delta in deltas if delta.finish_reason is not None]
@@ -284,6 +296,8 @@ class Scheduler:
             num_evictions=self._allocator.prefix_cache.num_evictions,
             num_total_blocks=self._allocator.num_blocks,
             num_wasted_slots=self._queues.num_wasted_slots(),
+            num_draft_tokens=self._speculation.num_draft_tokens,
+            num_accepted_tokens=self._speculation.num_accepted_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -294,6 +308,7 @@ class Scheduler:
         assert alive == self._sequences.keys(), f"queues and requests differ: {alive ^ self._sequences.keys()}"
         if not alive:
             assert self._allocator.num_used == 0, f"{self._allocator.num_used} blocks are used by no request"
+            assert self._speculation.num_remembered == 0, "speculation remembers sequences that have ended"
 
     # --- Parts ---
 
@@ -316,17 +331,18 @@ class Scheduler:
                 "sampling_params.max_tokens", max_tokens, f"{limit}: the KV cache holds {num_slots} in all"
             )
 
-    def _scheduled(self, sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    def _scheduled(self, sequence: Sequence, num_tokens: int, drafts: Drafts) -> ScheduledSequence:
         first = sequence.num_computed_tokens
         end = first + num_tokens
         draws = end == len(sequence.token_ids)
         return ScheduledSequence(
             sequence_id=sequence.sequence_id,
             first_position=first,
-            token_ids=tuple(sequence.token_ids[first:end]),
-            block_ids=sequence.block_ids[: self._allocator.num_blocks_for(end)],
+            token_ids=(*sequence.token_ids[first:end], *drafts.token_ids),
+            block_ids=sequence.block_ids[: self._allocator.num_blocks_for(end + drafts.num_tokens)],
             draw=sequence.draw_params() if draws else None,
-            num_draws=1 if draws else 0,
+            num_draws=1 + len(drafts.token_ids) if draws else 0,
+            drafting=drafts.drafting,
             rating=rating_of(sequence, num_tokens) if sequence.num_unrated_tokens else None,
         )
 
@@ -341,6 +357,7 @@ class Scheduler:
         del self._sequences[sequence.request.request_id]
         self._deadlines.forget(sequence)
         self._queues.remove(sequence)
+        self._speculation.forget(sequence)
         self._policy.release(self._queues)
 
     def _finish(self, request_ids: list[str]) -> None:
@@ -348,6 +365,7 @@ class Scheduler:
             sequence = self._sequences.pop(request_id)
             sequence.status = SequenceStatus.FINISHED
             self._deadlines.forget(sequence)
+            self._speculation.forget(sequence)
         self._num_finished += len(request_ids)
         self._policy.release(self._queues)
 

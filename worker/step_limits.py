@@ -19,9 +19,13 @@ class StepLimits:
     max_num_prefill_tokens: int | None = None
     """Those of `max_num_batched_tokens` that may be of prompts in a step that also decodes; None: all."""
     num_speculative_tokens: int = 0
-    """Tokens drafted for each sequence; 0: as many as configured."""
+    """Most tokens guessed ahead for one of them."""
 
     @classmethod
-    def of(cls, config: SchedulerConfig) -> "StepLimits":
+    def of(cls, config: SchedulerConfig, num_speculative_tokens: int = 0) -> "StepLimits":
         """As the settings have them."""
-        return cls(max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=config.max_num_seqs)
+        return cls(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            num_speculative_tokens=num_speculative_tokens,
+        )

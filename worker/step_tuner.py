@@ -42,7 +42,7 @@ class StepTuner:
         self._block_size = block_size
         self._next = _NextStep(decodes=StepShape(num_decodes=0, num_tokens=0, num_context_tokens=0), prefill_position=0)
         self._optimizer = BatchingOptimizer(
-            StepLimits.of(config),
+            StepLimits.of(config, num_speculative_tokens),
             self.model,
             target_tpot_s=self._target_s,
             auto_tune=config.auto_tune,

@@ -19,7 +19,7 @@ from worker.structured_outputs import StructuredOutputs
 _SAMPLING = Group.create_ordered("Sampling")
 
 
-@takes_settings("model", "parallel", "cache", "scheduler", without=("model.seed",))
+@takes_settings("model", "parallel", "cache", "scheduler", "speculation", without=("model.seed",))
 def generate(
     prompt: Annotated[str, Parameter(help="the text to go on from; - reads it from stdin")],
     /,

@@ -1,22 +1,32 @@
 """Requests and steps for the tests of the scheduler and its policies: every draw is a token of the test's choice."""
 
-from worker.config import SchedulerConfig
+from worker.config import SchedulerConfig, SpeculationConfig
 from worker.plan import StepPlan, StepResult
 from worker.request import EngineRequest, Priority, SamplingParams, TokenDelta
 from worker.scheduler import Scheduler
+from worker.speculation import Speculation
 
 EOS, BLOCK_SIZE = 0, 4
 
 
-def make_scheduler(num_blocks=64, max_model_len=100, prefix_caching=False, **config):
-    """Without prefix caching unless asked for: all prompts begin alike here, and are to be computed all the same."""
+def make_scheduler(num_blocks=64, max_model_len=100, prefix_caching=False, speculation=None, **config):
+    """Without prefix caching unless asked for: all prompts begin alike here, and are to be computed all the same.
+
+    `speculation` is a proposer, or settings.
+    """
+    settings = SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8, **config})
+    if speculation is not None:
+        proposer = None if isinstance(speculation, SpeculationConfig) else speculation
+        chosen = SpeculationConfig(speculative="ngram") if proposer else speculation
+        speculation = Speculation(chosen, settings, proposer)
     return Scheduler(
-        SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8, **config}),
+        settings,
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=max_model_len,
         eos_token_ids=frozenset({EOS}),
         prefix_caching=prefix_caching,
+        speculation=speculation,
     )
 
 

@@ -4,7 +4,7 @@ import torch
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import worker_config
-from worker.config import CacheConfig, SchedulerConfig
+from worker.config import CacheConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
 from worker.errors import ConfigurationError
 from worker.loading import _activation_bytes, full_step, load_parts
 from worker.memory import (
@@ -128,7 +128,8 @@ def test_a_full_step_is_measured_on_a_cache_of_its_own(folder_of, monkeypatch):
     target = Target(group=SingleRank(), tiles=RowTiles("cpu"), device=CPU, dtype=torch.float32)
     hf_config = read_config(folder_of("llama"))
     model = build_rank_model(config.model, folder_of("llama"), hf_config, target, lambda *progress: None)
-    assert _activation_bytes(SchedulerConfig(max_num_batched_tokens=300), model, target, 16, 128) == 250
+    config = WorkerConfig(scheduler=SchedulerConfig(max_num_batched_tokens=300))
+    assert _activation_bytes(config, model, target, 16, 128) == 250
     with pytest.raises(AttributeError):
         model.detach()  # nothing of that cache is still attached
 
@@ -138,9 +139,16 @@ def test_ranks_agree_on_the_smallest_number():
 
 
 def test_the_full_step_uses_up_both_budgets():
-    plan = full_step(SchedulerConfig(max_num_batched_tokens=198, max_num_seqs=40), block_size=4, max_model_len=96)
+    config = WorkerConfig(scheduler=SchedulerConfig(max_num_batched_tokens=198, max_num_seqs=40))
+    plan = full_step(config, block_size=4, max_model_len=96)
     assert plan.num_tokens == 198
     assert [len(sequence.token_ids) for sequence in plan.sequences] == [96, 96, 6]
     assert sum(sequence.num_draws for sequence in plan.sequences) == 40 + MAX_RATED_TOKENS
     blocks = [block for sequence in plan.sequences for block in sequence.block_ids]
     assert blocks == list(range(24 + 24 + 2))
+
+
+def test_drafts_have_their_rows_in_the_full_step():
+    speculation = SpeculationConfig(speculative="ngram", num_speculative_tokens=5)
+    plan = full_step(WorkerConfig(speculation=speculation), block_size=16, max_model_len=512)
+    assert sum(sequence.num_draws for sequence in plan.sequences) == 64 + 5 + MAX_RATED_TOKENS

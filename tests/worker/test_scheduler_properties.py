@@ -21,13 +21,14 @@ from hypothesis.stateful import (
 
 from tests.pseudo_model import PseudoRunner, pseudo_completion, pseudo_prompt_logprobs
 from worker import prompt_rating
-from worker.config import SchedulerConfig
+from worker.config import SchedulerConfig, SpeculationConfig
 from worker.errors import InvalidRequestError, QueueFullError
 from worker.plan import ScheduledSequence, StepPlan, StepResult
 from worker.prefix_cache import BlockStored
 from worker.request import EngineRequest, FinishReason, Priority, SamplingParams, TokenDelta
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
+from worker.speculation import Speculation
 
 VOCAB_SIZE, EOS = 60, 0
 MAX_RATED_TOKENS = 5
@@ -146,6 +147,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             prefix_caching=prefix_caching,
+            speculation=self.speculation(),
         )
         self.scheduler.tokens_per_s = tokens_per_s
         self.runner = PseudoRunner(num_blocks, block_size, VOCAB_SIZE)
@@ -155,6 +157,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.salt_of_block: dict[int, str] = {}
         self.known_to_router: set[bytes] = set()
         self.take_events()
+
+    def speculation(self) -> Speculation | None:
+        return None
 
     # --- What happens ---
 
@@ -318,7 +323,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         sequences = []
         for sequence in plan.sequences:
             room = len(sequence.block_ids) * self.block_size - sequence.first_position - len(sequence.token_ids)
-            if sequence.draw is not None and room > 0:
+            if sequence.num_draws == 1 and room > 0:
                 sequence = self.drafted(sequence, data.draw(st.lists(st.booleans(), max_size=room)))
             sequences.append(sequence)
         return replace(plan, sequences=tuple(sequences))
@@ -348,10 +353,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         tokens = (*expected.request.prompt_token_ids, *expected.received)
         if expected.num_cached_tokens is None:
             expected.num_cached_tokens = sequence.first_position
-        end = sequence.first_position + len(sequence.token_ids)
-        assert sequence.token_ids == tokens[sequence.first_position : end]
-        assert len(sequence.block_ids) == -(-end // self.block_size)
-        assert (sequence.draw is not None) == (sequence.num_draws == 1) == (end == len(tokens))
+        num_drafts = max(0, sequence.num_draws - 1)
+        end = sequence.first_position + len(sequence.token_ids) - num_drafts
+        assert sequence.token_ids[: end - sequence.first_position] == tokens[sequence.first_position : end]
+        assert len(sequence.block_ids) == -(-(end + num_drafts) // self.block_size)
+        assert (sequence.draw is not None) == (sequence.num_draws > 0) == (end == len(tokens))
+        if num_drafts:
+            assert sequence.first_position == len(tokens) - 1, "only who decodes is drafted"
+            longest = min(expected.request.sampling_params.max_tokens or 99, self.max_model_len)
+            assert len(expected.received) + num_drafts < longest, "a draft that could not be kept"
         if sequence.draw is not None:
             assert sequence.draw.first_output_index == len(expected.received)
 
@@ -405,9 +415,32 @@ class BucketedMachine(SchedulerMachine):
     policy = "bucketed"
 
 
+class SpeculatingMachine(SchedulerMachine):
+    """Every other sequence is guessed right, the others right and wrong by turns."""
+
+    def speculation(self) -> Speculation:
+        config = SpeculationConfig(speculative="ngram", num_speculative_tokens=6)
+        return Speculation(config, self.config, proposer=self)
+
+    def propose(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
+        expected = self.expected[sequence.request.request_id]
+        future = expected.outputs[sequence.num_output_tokens :][:num_tokens]
+        turn = sequence.sequence_id % 2 * sequence.num_output_tokens % 5
+        return tuple(token_id if turn != place else -1 for place, token_id in enumerate(future, 1))
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     ("machine", "max_examples"),
-    [(SchedulerMachine, 200), (MemoryAwareMachine, 60), (StaticMachine, 40), (BucketedMachine, 40)],
+    [
+        (SchedulerMachine, 200),
+        (SpeculatingMachine, 100),
+        (MemoryAwareMachine, 60),
+        (StaticMachine, 40),
+        (BucketedMachine, 40),
+    ],
 )
 def test_every_request_gets_its_own_tokens_whatever_happens(machine, max_examples, monkeypatch):
     monkeypatch.setattr(prompt_rating, "MAX_RATED_TOKENS", MAX_RATED_TOKENS)
