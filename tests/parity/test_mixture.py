@@ -1,5 +1,6 @@
 """The one idea, in one test: random mixtures of all parameters give the same tokens, log-probabilities and endings
-alone and in a batch of strangers, out of the prefix cache, in chunks, and preempted, on one rank and on two.
+alone and in a batch of strangers, out of the prefix cache, in chunks, preempted, and with every kind of drafts, on one
+rank and on two.
 
 Requests are made for the bundled model, whose tokenizer grammars need.
 """
@@ -14,7 +15,7 @@ from cluster.bundled_model import located
 from router.controls import bad_word_token_ids
 from router.grammar import GrammarCompiler
 from router.tokenizer import Tokenizer
-from worker.config import CacheConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from worker.config import CacheConfig, ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
 from worker.engine import EngineUpdate
 from worker.errors import HoldfastError
 from worker.replica import Replica
@@ -29,9 +30,13 @@ VARIANTS = {
     "prefix cache": {"cache": {"enable_prefix_caching": True}},
     "chunks": {"scheduler": {"max_num_batched_tokens": 24}},
     "preemption": {"cache": {"num_blocks": 72}, "scheduler": {"max_num_seqs": 12}},
+    "ngram": {"speculation": {"speculative": "ngram"}},
+    "suffix": {"speculation": {"speculative": "suffix"}},
+    "draft model": {"speculation": {"speculative": "draft"}},
     "all of it": {
         "cache": {"num_blocks": 72, "enable_prefix_caching": True},
         "scheduler": {"max_num_batched_tokens": 32, "max_num_seqs": 10},
+        "speculation": {"speculative": "ngram"},
     },
 }
 
@@ -42,6 +47,7 @@ class Outcome:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     finish_reason: FinishReason | None = None
 
 
@@ -62,6 +68,7 @@ class Listener:
             assert delta.first_token_index == len(outcome.token_ids)
             outcome.token_ids += delta.token_ids
             outcome.logprobs += delta.logprobs
+            outcome.prompt_logprobs += delta.prompt_logprobs
             outcome.finish_reason = delta.finish_reason
             self._left -= delta.finish_reason is not None
         if not self._left:
@@ -92,7 +99,13 @@ def start(tensor_parallel_size: int, variant: dict[str, dict[str, object]]) -> R
     cache = {**ROOMY, "enable_prefix_caching": False, **variant.get("cache", {})}
     scheduler = {"max_num_batched_tokens": 2048, "max_num_seqs": 32, **variant.get("scheduler", {})}
     parallel = ParallelConfig(tensor_parallel_size=tensor_parallel_size, num_threads=1)
-    config = WorkerConfig(parallel=parallel, cache=CacheConfig(**cache), scheduler=SchedulerConfig(**scheduler))
+    speculation = SpeculationConfig(**variant.get("speculation", {}))
+    config = WorkerConfig(
+        parallel=parallel,
+        cache=CacheConfig(**cache),
+        scheduler=SchedulerConfig(**scheduler),
+        speculation=speculation,
+    )
     return Replica.start(located(config))
 
 
@@ -150,6 +163,7 @@ def mixture(request_id: str, rng: random.Random, tokenizer: Tokenizer) -> Engine
         **now_and_then(logit_bias={rng.randrange(tokenizer.vocab_size): rng.uniform(-9, 9) for _ in range(5)}),
         **now_and_then(allowed_token_ids=rng.sample(range(tokenizer.vocab_size), 300)),
         **now_and_then(logprobs=rng.choice((0, 3))),
+        **now_and_then(prompt_logprobs=rng.choice((0, 2))),
     )
     prompt = tokenizer.encode(" ".join(rng.choices(TEXTS, k=rng.randint(1, 3))))
     return EngineRequest(
@@ -179,7 +193,7 @@ def test_the_mixture_is_a_mixture(requests):
     params = [request.sampling_params for request in requests]
     for name in ("top_k", "min_p", "min_tokens", "ignore_eos", "stop_token_ids", "presence_penalty", "logit_bias"):
         assert 3 < sum(bool(getattr(one, name)) for one in params) < NUM_REQUESTS - 3, name
-    for name in ("logprobs", "allowed_token_ids", "structured_outputs"):
+    for name in ("logprobs", "prompt_logprobs", "allowed_token_ids", "structured_outputs"):
         assert 3 < sum(getattr(one, name) is not None for one in params) < NUM_REQUESTS - 3, name
 
 
@@ -195,6 +209,7 @@ def test_a_request_comes_out_the_same_whatever_happens_around_it(alone, requests
     assert stats.num_used_blocks == 0
     assert (stats.num_preemptions > 0) == (name in ("preemption", "all of it"))
     assert (stats.num_prefix_hit_tokens > 0) == (name in ("prefix cache", "all of it"))
+    assert (stats.num_accepted_tokens > 0) == ("speculation" in VARIANTS[name])
 
 
 def test_a_request_goes_on_after_any_token_as_if_nothing_had_been(alone, requests):
@@ -214,7 +229,12 @@ def test_a_request_goes_on_after_any_token_as_if_nothing_had_been(alone, request
     outcomes = listener.wait()
     replica.stop()
     rest = {
-        key: Outcome(outcome.token_ids[cuts[key] :], outcome.logprobs[cuts[key] :], outcome.finish_reason)
+        key: Outcome(
+            outcome.token_ids[cuts[key] :],
+            outcome.logprobs[cuts[key] :],
+            () if cuts[key] else outcome.prompt_logprobs,
+            outcome.finish_reason,
+        )
         for key, outcome in expected.items()
     }
     assert_equal(outcomes, rest)
