@@ -99,6 +99,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             num_blocks=info.num_blocks,
             row_invariant=info.row_invariant,
             load=_load_message(self._engine.load),
+            eos_token_ids=sorted(info.eos_token_ids),
         )
 
 

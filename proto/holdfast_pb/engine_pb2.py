@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18holdfast_pb/engine.proto\x12\x0bholdfast.v1\"d\n\x0bLinkRequest\x12%\n\x06submit\x18\x01 \x01(\x0b\x32\x13.holdfast.v1.SubmitH\x00\x12#\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x12.holdfast.v1.AbortH\x00\x42\t\n\x07message\"\xa4\x01\n\x06Submit\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x04\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x1c\n\x10output_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\'\n\x04\x64raw\x18\x04 \x01(\x0b\x32\x19.holdfast.v1.DrawSettings\x12\x10\n\x08priority\x18\x05 \x01(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\t\"\x96\x04\n\x0c\x44rawSettings\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x03\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x1a\n\x0estop_token_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x01\x12<\n\nlogit_bias\x18\r \x03(\x0b\x32(.holdfast.v1.DrawSettings.LogitBiasEntry\x12\x1d\n\x11\x61llowed_token_ids\x18\x0e \x03(\rB\x02\x10\x01\x12-\n\tbad_words\x18\x0f \x03(\x0b\x32\x1a.holdfast.v1.TokenSequence\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07grammar\x18\x10 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\" \n\rTokenSequence\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\x18\n\x05\x41\x62ort\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x04\"g\n\x0cLinkResponse\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.holdfast.v1.HelloH\x00\x12\'\n\x04step\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.StepUpdateH\x00\x42\t\n\x07message\"\xd3\x01\n\x05Hello\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x15\n\rrow_invariant\x18\x08 \x01(\x08\x12\x1f\n\x04load\x18\t \x01(\x0b\x32\x11.holdfast.v1.Load\"\x8e\x01\n\nStepUpdate\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\"\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x12.holdfast.v1.Delta\x12*\n\nrejections\x18\x03 \x03(\x0b\x32\x16.holdfast.v1.Rejection\x12\x1f\n\x04load\x18\x04 \x01(\x0b\x32\x11.holdfast.v1.Load\"\xa9\x01\n\x05\x44\x65lta\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x04\x12\x19\n\x11\x66irst_token_index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\rfinish_reason\x18\x04 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.holdfast.v1.DrawnLogprob\"b\n\x0c\x44rawnLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x19\n\rtop_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\x02\x10\x01\"T\n\tRejection\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x04\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\"\x7f\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x03 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x05 \x01(\r2I\n\x06\x45ngine\x12?\n\x04Link\x12\x18.holdfast.v1.LinkRequest\x1a\x19.holdfast.v1.LinkResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18holdfast_pb/engine.proto\x12\x0bholdfast.v1\"d\n\x0bLinkRequest\x12%\n\x06submit\x18\x01 \x01(\x0b\x32\x13.holdfast.v1.SubmitH\x00\x12#\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x12.holdfast.v1.AbortH\x00\x42\t\n\x07message\"\xb6\x01\n\x06Submit\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x04\x12\x1c\n\x10prompt_token_ids\x18\x02 \x03(\rB\x02\x10\x01\x12\x1c\n\x10output_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\'\n\x04\x64raw\x18\x04 \x01(\x0b\x32\x19.holdfast.v1.DrawSettings\x12\x10\n\x08priority\x18\x05 \x01(\r\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08group_id\x18\t \x01(\t\"\xc8\x04\n\x0c\x44rawSettings\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\x0c\n\x04seed\x18\x04 \x01(\x03\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x1a\n\x0estop_token_ids\x18\x06 \x03(\rB\x02\x10\x01\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\r\n\x05min_p\x18\x08 \x01(\x01\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x01\x12<\n\nlogit_bias\x18\r \x03(\x0b\x32(.holdfast.v1.DrawSettings.LogitBiasEntry\x12\x1d\n\x11\x61llowed_token_ids\x18\x0e \x03(\rB\x02\x10\x01\x12-\n\tbad_words\x18\x0f \x03(\x0b\x32\x1a.holdfast.v1.TokenSequence\x12\x15\n\x08logprobs\x18\x12 \x01(\rH\x01\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x02\x88\x01\x01\x12\x0f\n\x07grammar\x18\x10 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\" \n\rTokenSequence\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"\x18\n\x05\x41\x62ort\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x04\"g\n\x0cLinkResponse\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.holdfast.v1.HelloH\x00\x12\'\n\x04step\x18\x02 \x01(\x0b\x32\x17.holdfast.v1.StepUpdateH\x00\x42\t\n\x07message\"\xee\x01\n\x05Hello\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x1c\n\x14tensor_parallel_size\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x15\n\rrow_invariant\x18\x08 \x01(\x08\x12\x1f\n\x04load\x18\t \x01(\x0b\x32\x11.holdfast.v1.Load\x12\x19\n\reos_token_ids\x18\x1e \x03(\rB\x02\x10\x01\"\x8e\x01\n\nStepUpdate\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\"\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x12.holdfast.v1.Delta\x12*\n\nrejections\x18\x03 \x03(\x0b\x32\x16.holdfast.v1.Rejection\x12\x1f\n\x04load\x18\x04 \x01(\x0b\x32\x11.holdfast.v1.Load\"\xdd\x01\n\x05\x44\x65lta\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x04\x12\x19\n\x11\x66irst_token_index\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x15\n\rfinish_reason\x18\x04 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12+\n\x08logprobs\x18\x06 \x03(\x0b\x32\x19.holdfast.v1.DrawnLogprob\x12\x32\n\x0fprompt_logprobs\x18\x08 \x03(\x0b\x32\x19.holdfast.v1.DrawnLogprob\"b\n\x0c\x44rawnLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x19\n\rtop_token_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x18\n\x0ctop_logprobs\x18\x04 \x03(\x02\x42\x02\x10\x01\"T\n\tRejection\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x04\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\"\x7f\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x1a\n\x12num_waiting_tokens\x18\x03 \x01(\x04\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x18\n\x10num_total_blocks\x18\x05 \x01(\r2I\n\x06\x45ngine\x12?\n\x04Link\x12\x18.holdfast.v1.LinkRequest\x1a\x19.holdfast.v1.LinkResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,6 +43,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAWSETTINGS'].fields_by_name['allowed_token_ids']._serialized_options = b'\020\001'
   _globals['_TOKENSEQUENCE'].fields_by_name['ids']._loaded_options = None
   _globals['_TOKENSEQUENCE'].fields_by_name['ids']._serialized_options = b'\020\001'
+  _globals['_HELLO'].fields_by_name['eos_token_ids']._loaded_options = None
+  _globals['_HELLO'].fields_by_name['eos_token_ids']._serialized_options = b'\020\001'
   _globals['_DELTA'].fields_by_name['token_ids']._loaded_options = None
   _globals['_DELTA'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_DRAWNLOGPROB'].fields_by_name['top_token_ids']._loaded_options = None
@@ -52,29 +54,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LINKREQUEST']._serialized_start=41
   _globals['_LINKREQUEST']._serialized_end=141
   _globals['_SUBMIT']._serialized_start=144
-  _globals['_SUBMIT']._serialized_end=308
-  _globals['_DRAWSETTINGS']._serialized_start=311
-  _globals['_DRAWSETTINGS']._serialized_end=845
-  _globals['_DRAWSETTINGS_LOGITBIASENTRY']._serialized_start=761
-  _globals['_DRAWSETTINGS_LOGITBIASENTRY']._serialized_end=809
-  _globals['_TOKENSEQUENCE']._serialized_start=847
-  _globals['_TOKENSEQUENCE']._serialized_end=879
-  _globals['_ABORT']._serialized_start=881
-  _globals['_ABORT']._serialized_end=905
-  _globals['_LINKRESPONSE']._serialized_start=907
-  _globals['_LINKRESPONSE']._serialized_end=1010
-  _globals['_HELLO']._serialized_start=1013
-  _globals['_HELLO']._serialized_end=1224
-  _globals['_STEPUPDATE']._serialized_start=1227
-  _globals['_STEPUPDATE']._serialized_end=1369
-  _globals['_DELTA']._serialized_start=1372
-  _globals['_DELTA']._serialized_end=1541
-  _globals['_DRAWNLOGPROB']._serialized_start=1543
-  _globals['_DRAWNLOGPROB']._serialized_end=1641
-  _globals['_REJECTION']._serialized_start=1643
-  _globals['_REJECTION']._serialized_end=1727
-  _globals['_LOAD']._serialized_start=1729
-  _globals['_LOAD']._serialized_end=1856
-  _globals['_ENGINE']._serialized_start=1858
-  _globals['_ENGINE']._serialized_end=1931
+  _globals['_SUBMIT']._serialized_end=326
+  _globals['_DRAWSETTINGS']._serialized_start=329
+  _globals['_DRAWSETTINGS']._serialized_end=913
+  _globals['_DRAWSETTINGS_LOGITBIASENTRY']._serialized_start=809
+  _globals['_DRAWSETTINGS_LOGITBIASENTRY']._serialized_end=857
+  _globals['_TOKENSEQUENCE']._serialized_start=915
+  _globals['_TOKENSEQUENCE']._serialized_end=947
+  _globals['_ABORT']._serialized_start=949
+  _globals['_ABORT']._serialized_end=973
+  _globals['_LINKRESPONSE']._serialized_start=975
+  _globals['_LINKRESPONSE']._serialized_end=1078
+  _globals['_HELLO']._serialized_start=1081
+  _globals['_HELLO']._serialized_end=1319
+  _globals['_STEPUPDATE']._serialized_start=1322
+  _globals['_STEPUPDATE']._serialized_end=1464
+  _globals['_DELTA']._serialized_start=1467
+  _globals['_DELTA']._serialized_end=1688
+  _globals['_DRAWNLOGPROB']._serialized_start=1690
+  _globals['_DRAWNLOGPROB']._serialized_end=1788
+  _globals['_REJECTION']._serialized_start=1790
+  _globals['_REJECTION']._serialized_end=1874
+  _globals['_LOAD']._serialized_start=1876
+  _globals['_LOAD']._serialized_end=2003
+  _globals['_ENGINE']._serialized_start=2005
+  _globals['_ENGINE']._serialized_end=2078
 # @@protoc_insertion_point(module_scope)
