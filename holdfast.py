@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cluster.app import build_app
+    from cluster.beams import BeamSearchParams
     from cluster.inference_engine import InferenceEngine
     from cluster.llm import LLM
     from cluster.outputs import CompletionOutput, RequestOutput
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "FinishReason",
     "HoldfastError",
@@ -33,6 +35,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "cluster.llm",
+    "BeamSearchParams": "cluster.beams",
     "CompletionOutput": "cluster.outputs",
     "FinishReason": "worker.request",
     "HoldfastError": "worker.errors",

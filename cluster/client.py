@@ -1,18 +1,19 @@
 """A client of a router's gRPC API, for programs that run on asyncio.
 
-What may live here: the public stubs, plain data to messages and back, statuses to errors. What may not: anything of Ray
-or of the engine; a client needs neither.
+What may live here: calls, and statuses to errors. What may not: conversion (`wire.py`), and anything of Ray or of the
+engine; a client needs neither.
 """
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 import grpc
 from google.rpc.error_details_pb2 import RetryInfo
 from grpc_status import rpc_status
 
+from cluster.generation import Chunk, Generation
+from cluster.wire import chunk, generate_request, generation
 from holdfast_pb import inference_pb2, inference_pb2_grpc
 from worker.errors import (
     CallerError,
@@ -23,8 +24,7 @@ from worker.errors import (
     ReplicaError,
     RequestAbortedError,
 )
-from worker.request import FinishReason, Priority, SamplingParams, TokenLogprob
-from worker.structured_outputs import StructuredOutputs
+from worker.request import Priority, SamplingParams
 
 _CALLER_CODES: Final = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -33,33 +33,7 @@ _CALLER_CODES: Final = {
     grpc.StatusCode.UNIMPLEMENTED,
     grpc.StatusCode.OUT_OF_RANGE,
 }
-_FINISH_REASONS: Final = {
-    inference_pb2.FINISH_REASON_UNSPECIFIED: None,
-    inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    inference_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
-}
-_PRIORITIES: Final = {
-    Priority.CRITICAL: inference_pb2.PRIORITY_CRITICAL,
-    Priority.HIGH: inference_pb2.PRIORITY_HIGH,
-    Priority.NORMAL: inference_pb2.PRIORITY_NORMAL,
-    Priority.LOW: inference_pb2.PRIORITY_LOW,
-}
 _DEFAULT_RETRY_S: Final = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """What is new of a completion. The chunks of one request continue each other without gap or overlap."""
-
-    request_id: str
-    first_token_index: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason | None
-    """Set on the last chunk."""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each of `token_ids` where the request asks for them; else empty."""
 
 
 class AsyncClient:
@@ -88,19 +62,40 @@ class AsyncClient:
         priority: Priority = Priority.NORMAL,
         timeout_s: float | None = None,
     ) -> AsyncIterator[Chunk]:
-        """The completion as it comes. Leaving the iteration, or cancelling the task, aborts the request.
+        """The completions as they come. Leaving the iteration, or cancelling the task, aborts the request.
 
+        With n > 1, chunks of different completions take turns. `best_of` and `beam_width` are for `generate` alone.
         Raises the error tree of `worker/errors.py`: `CallerError` for what a retry cannot mend, `CapacityError` and
         `ReplicaError` with `retry_after_s`.
         """
-        request = _request(prompt, params or SamplingParams(), model, request_id, priority, timeout_s)
-        call = self._stub.GenerateStream(request)
+        params = params or SamplingParams()
+        call = self._stub.GenerateStream(
+            generate_request(prompt, params, model=model, request_id=request_id, priority=priority, timeout_s=timeout_s)
+        )
         try:
             with _translated():
                 async for message in call:
-                    yield _chunk(message)
+                    yield chunk(message, params)
         finally:
             call.cancel()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        priority: Priority = Priority.NORMAL,
+        timeout_s: float | None = None,
+    ) -> Generation:
+        """All completions, when they have ended. Cancelling the task aborts the request. Raises as `stream` does."""
+        params = params or SamplingParams()
+        request = generate_request(
+            prompt, params, model=model, request_id=request_id, priority=priority, timeout_s=timeout_s
+        )
+        with _translated():
+            return generation(await self._stub.Generate(request), params)
 
     async def get_load(self) -> inference_pb2.GetLoadResponse:
         """How busy the router and its replicas are. Raises as `stream` does."""
@@ -113,80 +108,6 @@ class AsyncClient:
         with _translated():
             models: inference_pb2.ListModelsResponse = await self._stub.ListModels(inference_pb2.ListModelsRequest())
             return models
-
-
-def _request(
-    prompt: str | Sequence[int],
-    params: SamplingParams,
-    model: str,
-    request_id: str,
-    priority: Priority,
-    timeout_s: float | None,
-) -> inference_pb2.GenerateRequest:
-    request = inference_pb2.GenerateRequest(
-        model=model,
-        request_id=request_id,
-        sampling_params=_sampling_params(params),
-        priority=_PRIORITIES[priority],
-    )
-    if isinstance(prompt, str):
-        request.text = prompt
-    else:
-        request.token_ids.ids.extend(prompt)
-    if timeout_s is not None:
-        request.timeout_ms = round(1000 * timeout_s)
-    return request
-
-
-def _sampling_params(params: SamplingParams) -> inference_pb2.SamplingParams:
-    message = inference_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        stop=params.stop_strings,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        min_p=params.min_p,
-        min_tokens=params.min_tokens,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=params.logit_bias,
-        allowed_token_ids=params.allowed_token_ids,
-        bad_words=params.bad_words,
-        include_stop_str_in_output=params.include_stop_str_in_output,
-        skip_special_tokens=params.skip_special_tokens,
-        logprobs=params.logprobs,
-    )
-    if params.structure is not None:
-        message.structured_outputs.CopyFrom(_structured_outputs(params.structure))
-    if params.seed is not None:
-        message.seed = params.seed
-    if params.max_tokens is not None:
-        message.max_tokens = params.max_tokens
-    return message
-
-
-def _structured_outputs(wish: StructuredOutputs) -> inference_pb2.StructuredOutputs:
-    if wish.choice is not None:
-        return inference_pb2.StructuredOutputs(choice=inference_pb2.Choice(texts=wish.choice))
-    return inference_pb2.StructuredOutputs(**{wish.kind: getattr(wish, wish.kind)})
-
-
-def _chunk(message: inference_pb2.GenerateStreamResponse) -> Chunk:
-    return Chunk(
-        request_id=message.request_id,
-        first_token_index=message.first_token_index,
-        token_ids=tuple(message.token_ids),
-        text=message.text,
-        finish_reason=_FINISH_REASONS[message.finish_reason],
-        logprobs=tuple(_logprob(item) for item in message.logprobs),
-    )
-
-
-def _logprob(item: inference_pb2.TokenLogprob) -> TokenLogprob:
-    top = tuple((best.token_id, best.logprob) for best in item.top)
-    return TokenLogprob(token_id=item.token_id, logprob=item.logprob, rank=item.rank, top=top)
 
 
 @contextmanager

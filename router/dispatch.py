@@ -31,6 +31,7 @@ from router.events import (
     TextState,
 )
 from router.fleet import Fleet, ReplicaState
+from router.parallel_sampling import first_sibling_id
 from router.policy import DrawIndex
 from router.record import RequestRecord, RequestTable
 from worker.errors import (
@@ -70,7 +71,7 @@ class Dispatch:
         if replica is None:
             self._queue.push(record.request_id, model, request.priority)
         self._requests.add(record, deadline)
-        return self._drain(model, now) if replica is None else [self._send(record, replica)]
+        return self._drain(model, now) if replica is None else [self._send(record, self._beside(record, replica))]
 
     def cancel(self, request_id: str, now: float) -> list[Action]:
         """The client has gone. An id that is not open is ignored."""
@@ -194,8 +195,16 @@ class Dispatch:
         """Sends what waits, while there is room."""
         actions: list[Action] = []
         while self._queue.has_waiting(model) and (replica := self._fleet.choose(model)) is not None:
-            actions.append(self._send(self._requests[self._queue.pop(model, now)], replica))
+            record = self._requests[self._queue.pop(model, now)]
+            actions.append(self._send(record, self._beside(record, replica)))
         return actions
+
+    def _beside(self, record: RequestRecord, replica: ReplicaState) -> ReplicaState:
+        """Where the request's first sibling runs, while there is room: siblings share their prompt there."""
+        group_id = record.request.group_id
+        first = self._requests.get(first_sibling_id(group_id)) if group_id else None
+        home = None if first is None or first.attempt is None else first.attempt.replica
+        return home if home is not None and self._fleet.takes_more(home) else replica
 
     def _advance(self, record: RequestRecord, delta: AttemptDelta) -> list[Action]:
         """Takes one delta in. A fault of ours ends this request alone, not the others of the link."""
@@ -210,7 +219,7 @@ class Dispatch:
             record.num_cached_tokens = delta.num_cached_tokens
         try:
             token_ids, logprobs = tuple(delta.token_ids[num_seen:]), tuple(delta.logprobs[num_seen:])
-            delivery = record.take(token_ids, delta.finish_reason, logprobs)
+            delivery = record.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
         except Exception as bug:
             logger.exception("request %s: its tokens could not be turned into text", record.request_id)
             error = InternalError(f"the output could not be turned into text: {type(bug).__name__}")

@@ -116,6 +116,10 @@ class Fleet:
         roomy = [replica for replica in replicas if replica.has_room(self._max_waiting)]
         return power_of_two_choices(roomy, self._draw) if roomy else None
 
+    def takes_more(self, replica: ReplicaState) -> bool:
+        """Whether a request may be sent to a replica that is up."""
+        return not replica.is_retiring and replica.has_room(self._max_waiting)
+
     def model(self, name: str) -> ModelState:
         """Raises `UnknownModelError` for a model that has never been served here."""
         if name not in self._models:

@@ -266,6 +266,8 @@ class TokenDelta:
     for a request, whatever happens to it later."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """One for each prompt token, None for the first, where the request asks for them; told with output token 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast_pb import engine_pb2, inference_pb2
 from router import status
+from router.answer import Answer, Completion
 from router.config import LimitsConfig
 from router.events import Deliver, SendSubmit, Usage
 from router.request import derived_seed
@@ -94,6 +95,11 @@ def test_a_chunk_in_the_middle_says_no_more_than_it_knows():
     assert not chunk.HasField("usage")
 
 
+def whole(delivery: Deliver) -> Answer:
+    completions = (Completion(output=delivery),)
+    return Answer(request_id="x", model="m", completions=completions, usage=delivery.usage)
+
+
 def test_the_last_chunk_has_reason_and_usage():
     delivery = Deliver(
         request_id="x",
@@ -106,7 +112,7 @@ def test_the_last_chunk_has_reason_and_usage():
     chunk = stream_response(delivery)
     assert chunk.finish_reason == inference_pb2.FINISH_REASON_STOP
     assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (2, 3)
-    assert unary_response(delivery, "m").usage == chunk.usage
+    assert unary_response(whole(delivery)).usage == chunk.usage
 
 
 def test_logprobs_are_in_chunks_and_in_whole_answers():
@@ -116,7 +122,7 @@ def test_logprobs_are_in_chunks_and_in_whole_answers():
     top = [{"token_id": 4, "logprob": -0.25}, {"token_id": 2, "logprob": -math.inf}]
     message = inference_pb2.TokenLogprob(token_id=7, logprob=-1.5, rank=3, top=top)
     assert list(stream_response(delivery).logprobs) == [message]
-    assert list(unary_response(delivery, "m").completions[0].logprobs) == [message]
+    assert list(unary_response(whole(delivery)).completions[0].logprobs) == [message]
 
 
 # --- the link ---
