@@ -37,7 +37,7 @@ def generate_request(
     request = inference_pb2.GenerateRequest(
         model=model,
         request_id=request_id,
-        sampling_params=_sampling_params(params),
+        sampling_params=sampling_params(params),
         priority=_PRIORITIES[priority],
     )
     if isinstance(prompt, str):
@@ -49,7 +49,7 @@ def generate_request(
     return request
 
 
-def _sampling_params(params: SamplingParams) -> inference_pb2.SamplingParams:
+def sampling_params(params: SamplingParams) -> inference_pb2.SamplingParams:
     message = inference_pb2.SamplingParams(
         temperature=params.temperature,
         top_k=params.top_k,

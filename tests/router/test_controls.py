@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.client import _sampling_params
+from cluster.wire import sampling_params
 from holdfast_pb import engine_pb2, inference_pb2
 from router.controls import bad_word_token_ids
 from router.events import SendSubmit
@@ -93,7 +93,7 @@ def test_one_bad_word_may_be_given_without_a_list():
 
 
 def test_every_parameter_survives_the_way_from_the_client_to_the_router():
-    message = inference_pb2.GenerateRequest(text="x", sampling_params=_sampling_params(EVERYTHING))
+    message = inference_pb2.GenerateRequest(text="x", sampling_params=sampling_params(EVERYTHING))
     assert generation_request(message).sampling_params == EVERYTHING
 
 
