@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from cluster.inference_engine import InferenceEngine, RequestHandle
-from cluster.outputs import BeamSearchSequence, CompletionOutput, Logprob
+from cluster.inference_engine import InferenceEngine, Prompt, RequestHandle
+from cluster.outputs import BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
 from router.beam_search import Beam, BeamSearch
+from router.prompt import echoed_text
 from router.text_stream import TextStream
 from worker.errors import InvalidRequestError
 from worker.request import FinishReason, SamplingParams
@@ -66,16 +67,34 @@ class FoundBeam:
             finish_reason=self.finish_reason,
         )
 
-    def output(self, engine: InferenceEngine, index: int, params: SamplingParams) -> CompletionOutput:
-        """As any other completion."""
-        stream = TextStream(engine.tokenizer, params, self.prompt_token_ids)
-        return CompletionOutput(
-            index=index,
-            text=stream.push(self.beam.token_ids).text + stream.finish(),
-            token_ids=list(self.beam.token_ids),
-            finish_reason=self.finish_reason,
-            cumulative_logprob=self.beam.logprob,
-        )
+
+def search(engine: InferenceEngine, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+    """The `params.n` best beams of one prompt as its completions, best first. Raises `HoldfastError`."""
+    kept = engine.prompt_token_ids(prompt, params)
+    given = prompt if isinstance(prompt, str) else tuple(prompt)
+    echo = echoed_text(engine.tokenizer, given, kept, params) if params.echo else ""
+    (beams,) = find_beams(engine, [kept], params)
+    return RequestOutput(
+        request_id="",
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=list(kept),
+        outputs=[_completion(engine, index, found, params, echo) for index, found in enumerate(beams)],
+        finished=True,
+    )
+
+
+def _completion(
+    engine: InferenceEngine, index: int, found: FoundBeam, params: SamplingParams, echo: str
+) -> CompletionOutput:
+    token_ids = found.beam.token_ids
+    stream = TextStream(engine.tokenizer, params, found.prompt_token_ids)
+    return CompletionOutput(
+        index=index,
+        text=echo + stream.push(token_ids).text + stream.finish(),
+        token_ids=list(token_ids),
+        finish_reason=found.finish_reason,
+        cumulative_logprob=found.beam.logprob,
+    )
 
 
 def find_beams(

@@ -97,6 +97,12 @@ class AsyncClient:
         with _translated():
             return generation(await self._stub.Generate(request), params)
 
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
+        """The text of token ids, without special tokens. Raises as `stream` does."""
+        with _translated():
+            answer = await self._stub.Detokenize(inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids))
+            return str(answer.text)
+
     async def get_load(self) -> inference_pb2.GetLoadResponse:
         """How busy the router and its replicas are. Raises as `stream` does."""
         with _translated():
