@@ -3,13 +3,9 @@
 Pure functions, for the router and for the engine in one process.
 """
 
-from typing import Final
-
+from router.detokenizer import IncrementalDetokenizer
 from router.tokenizer import Tokenizer
 from worker.request import SamplingParams
-
-_REPLACEMENT: Final = "\ufffd"
-"""What decoders write for bytes that are no character, or not yet."""
 
 
 def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence_len: int) -> tuple[int, ...]:
@@ -29,8 +25,8 @@ def echoed_text(
 ) -> str:
     """The text that `echo` puts before the output: a text prompt as it was given, unless it was cut.
 
-    The beginning of a character that the prompt ends in is left out: the output's own text begins with that character.
+    What the output's own text begins with is left out: a character that the prompt may end in the middle of.
     """
     was_cut = params.truncate_prompt_tokens is not None
     text = prompt if isinstance(prompt, str) and not was_cut else tokenizer.decode(kept, params.skip_special_tokens)
-    return text.rstrip(_REPLACEMENT)
+    return text.removesuffix(IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context=kept).finish())

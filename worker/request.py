@@ -131,8 +131,8 @@ class SamplingParams:
         _require("logprobs", self.logprobs, logprobs_ok, f"must be in [0, {MAX_LOGPROBS}]")
         prompt_logprobs_ok = self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS
         _require("prompt_logprobs", self.prompt_logprobs, prompt_logprobs_ok, f"must be in [0, {MAX_LOGPROBS}]")
-        self._check_sequences()
         self._check_beams()
+        self._check_sequences()
 
     def _check_draw(self) -> None:
         _require("temperature", self.temperature, 0 <= self.temperature <= 100, "must be a number in [0, 100]")
