@@ -195,8 +195,7 @@ class Dispatch:
         """Sends what waits, while there is room."""
         actions: list[Action] = []
         while self._queue.has_waiting(model) and (replica := self._fleet.choose(model)) is not None:
-            record = self._requests[self._queue.pop(model, now)]
-            actions.append(self._send(record, self._beside(record, replica)))
+            actions.append(self._send(self._requests[self._queue.pop(model, now)], replica))
         return actions
 
     def _beside(self, record: RequestRecord, replica: ReplicaState) -> ReplicaState:

@@ -176,6 +176,18 @@ def said(logprob: float) -> TokenLogprob:
 
 
 @on_a_loop
+async def test_a_completion_that_says_much_does_not_keep_the_others_waiting():
+    streams = [OutputStream(f"r/{index}", "m") for index in range(3)]
+    answer = SampledAnswer("r", "m", SamplingParams(seed=0, n=3), streams)
+    order = []
+    for step in range(6):
+        for index in range(3):
+            streams[index].push(Deliver(request_id=f"r/{index}", first_token_index=step, token_ids=(5,), text=""))
+        order.append((await anext(answer)).sequence_index)
+    assert order == [0, 1, 2, 0, 1, 2]
+
+
+@on_a_loop
 async def test_an_error_of_any_stream_is_raised():
     streams = [OutputStream("r/0", "m"), OutputStream("r/1", "m")]
     answer = SampledAnswer("r", "m", SamplingParams(seed=0, n=2), streams)

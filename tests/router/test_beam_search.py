@@ -106,6 +106,20 @@ def test_a_search_ends_when_no_live_beam_can_beat_the_worst_finished_one():
     assert search.live == (Beam(token_ids=(1,), logprob=-0.1),)
 
 
+def test_a_live_beam_between_the_best_and_the_worst_finished_one_goes_on():
+    search = BeamSearch(width=2, length_penalty=0.0, max_tokens=100, end_token_ids=(END,))
+    search.advance([[(END, -0.1), (1, -0.2), (2, -9.0)]])
+    search.advance([[(END, -3.0), (3, -0.3)], [(END, -1.0), (4, -1.0)]])
+    assert [beam.logprob for beam in search.best(2)] == pytest.approx([-0.1, -3.2])
+    assert [beam.token_ids for beam in search.live] == [(1, 3), (2, 4)]
+
+
+def test_ends_among_the_best_leave_enough_candidates_to_go_on_with():
+    search = BeamSearch(width=2, length_penalty=1.0, max_tokens=9, end_token_ids=(END,))
+    search.advance([[(END, -0.1), (1, -0.2), (2, -0.3), (3, -0.4)]])
+    assert [beam.token_ids for beam in search.live] == [(1,), (2,)]
+
+
 def test_the_same_candidates_give_the_same_beams_whatever_order_they_come_in():
     model = random_model(3, 6)
     results = []

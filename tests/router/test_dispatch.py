@@ -431,13 +431,3 @@ def test_siblings_go_elsewhere_when_the_first_ones_replica_is_full_or_retiring_o
     over.submit("other")
     over.cancel("g/0")
     assert siblings_sent_to(over, 1) == ["a"]
-
-
-def test_siblings_that_waited_go_together_as_well():
-    core = Core(config=RouterConfig(max_waiting_per_replica=4))
-    core.up("a", load=load(num_waiting=4))
-    core.submit("x")
-    for number in range(3):
-        assert core.submit(f"g/{number}", group_id="g") == []
-    actions = core.up("b")
-    assert [action.replica_id for action in actions if isinstance(action, SendSubmit)] == ["b", "b", "b"]
