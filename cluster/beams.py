@@ -13,7 +13,7 @@ from router.beam_search import Beam, BeamSearch
 from router.prompt import echoed_text
 from router.text_stream import TextStream
 from worker.errors import InvalidRequestError
-from worker.request import FinishReason, SamplingParams
+from worker.request import FinishReason, Priority, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +68,14 @@ class FoundBeam:
         )
 
 
-def search(engine: InferenceEngine, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+def search(
+    engine: InferenceEngine, prompt: Prompt, params: SamplingParams, priority: Priority = Priority.NORMAL
+) -> RequestOutput:
     """The `params.n` best beams of one prompt as its completions, best first. Raises `HoldfastError`."""
     kept = engine.prompt_token_ids(prompt, params)
     given = prompt if isinstance(prompt, str) else tuple(prompt)
     echo = echoed_text(engine.tokenizer, given, kept, params) if params.echo else ""
-    (beams,) = find_beams(engine, [kept], params)
+    (beams,) = find_beams(engine, [kept], params, priority)
     return RequestOutput(
         request_id="",
         prompt=prompt if isinstance(prompt, str) else None,
@@ -98,7 +100,10 @@ def _completion(
 
 
 def find_beams(
-    engine: InferenceEngine, prompts: Sequence[Sequence[int]], params: SamplingParams
+    engine: InferenceEngine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    priority: Priority = Priority.NORMAL,
 ) -> list[list[FoundBeam]]:
     """The `params.n` best beams of each prompt, best first. Raises `HoldfastError`; nothing is left running then."""
     assert params.beam_width is not None, "a request without beams is no search"
@@ -107,17 +112,17 @@ def find_beams(
     for start in range(0, len(prompts), at_once):
         searches = [_Search(engine, tuple(prompt), params) for prompt in prompts[start : start + at_once]]
         while pending := [search for search in searches if search.prefixes]:
-            _step(engine, pending)
+            _step(engine, pending, priority)
         found += [search.best(params.n) for search in searches]
     return found
 
 
-def _step(engine: InferenceEngine, searches: "Sequence[_Search]") -> None:
+def _step(engine: InferenceEngine, searches: "Sequence[_Search]", priority: Priority) -> None:
     """One token more for all live beams of all searches, asked for together."""
     handles: list[RequestHandle] = []
     try:
         for search in searches:
-            handles += [engine.submit_request(prefix, search.one_token) for prefix in search.prefixes]
+            handles += [engine.submit_request(prefix, search.one_token, priority) for prefix in search.prefixes]
         outputs = iter([handle.result().outputs[0] for handle in handles])
     finally:
         for handle in handles:

@@ -95,7 +95,7 @@ def _complete_here(config: WorkerConfig, ask: Ask) -> None:
             output = engine.submit_request(prompt, ask.params, ask.priority).result()
             printer.show(output.outputs)
         else:
-            output = search(engine, prompt, ask.params)
+            output = search(engine, prompt, ask.params, ask.priority)
             printer.show(output.outputs)
         _print_all_logprobs(output, lambda token_id: engine.tokenizer.decode((token_id,), skip_special_tokens=False))
     finally:
