@@ -23,7 +23,7 @@ MAX_LOGIT_BIAS: Final = 100.0
 """A bias of this size bans a token or forces it, as far as logits go."""
 
 MAX_LOGPROBS: Final = 20
-"""Alternatives that can be asked for at each output token."""
+"""Alternatives that can be asked for at each token."""
 
 MAX_BEAM_WIDTH: Final = MAX_LOGPROBS // 2
 """A beam search looks at twice as many candidates as it has beams."""
@@ -94,6 +94,8 @@ class SamplingParams:
     """Leave special tokens, such as the end of sequence, out of the text."""
     logprobs: int | None = None
     """Report each output token's log-probability, and those of so many best tokens. In [0, 20]; None: report none."""
+    prompt_logprobs: int | None = None
+    """Report each prompt token's log-probability, and those of so many best tokens. In [0, 20]; None: report none."""
     structured_outputs: StructuredOutputs | Mapping[str, object] | None = None
     """What shape the output must have; None means any. Stored as `StructuredOutputs`."""
     n: int = 1
@@ -104,8 +106,6 @@ class SamplingParams:
     """Begin the output's text with the prompt's."""
     truncate_prompt_tokens: int | None = None
     """Keep the last tokens of the prompt alone: so many, or with -1 as many as leave room for `max_tokens`."""
-    prompt_logprobs: int | None = None
-    """Report the prompt tokens' log-probabilities, each with those of so many best tokens. In [0, 20]."""
     beam_width: int | None = None
     """Search with so many beams instead of drawing, and return the n best of them. In [1, 10]; None: draw."""
     length_penalty: float = 1.0
@@ -129,8 +129,8 @@ class SamplingParams:
         self._check_tokens()
         logprobs_ok = self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS
         _require("logprobs", self.logprobs, logprobs_ok, f"must be in [0, {MAX_LOGPROBS}]")
-        prompt_logprobs_ok = self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS
-        _require("prompt_logprobs", self.prompt_logprobs, prompt_logprobs_ok, f"must be in [0, {MAX_LOGPROBS}]")
+        prompt_ok = self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS
+        _require("prompt_logprobs", self.prompt_logprobs, prompt_ok, f"must be in [0, {MAX_LOGPROBS}]")
         self._check_beams()
         self._check_sequences()
 
@@ -228,7 +228,7 @@ class EngineRequest:
     grammar: str = ""
     """The structured outputs of `sampling_params` as a grammar of llguidance; empty: the output may be anything."""
     group_id: str = ""
-    """Requests with the same group, unless it is empty, have the same prompt and may share its blocks."""
+    """Those that have the same one, which is not empty, have the same prompt and salt, and share what is computed."""
 
     def __post_init__(self) -> None:
         assert self.sampling_params.seed is not None, "the seed is resolved before a request reaches the engine"
@@ -267,7 +267,8 @@ class TokenDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    """One for each prompt token, None for the first, where the request asks for them; told with output token 0."""
+    """One for each token of the prompt, None for the first, where the request asks for them. Told with output token 0
+    and only there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
