@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cluster.app import build_app
+    from cluster.beams import BeamSearchParams
     from cluster.blocking_client import Client
-    from cluster.chunks import Chunk
     from cluster.client import AsyncClient
+    from cluster.generation import Chunk
     from cluster.inference_engine import InferenceEngine
     from cluster.llm import LLM
     from cluster.outputs import CompletionOutput, RequestOutput
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AsyncClient",
+    "BeamSearchParams",
     "Chunk",
     "Client",
     "CompletionOutput",
@@ -39,9 +41,10 @@ __all__ = [
 
 _HOMES = {
     "AsyncClient": "cluster.client",
-    "Chunk": "cluster.chunks",
+    "Chunk": "cluster.generation",
     "Client": "cluster.blocking_client",
     "LLM": "cluster.llm",
+    "BeamSearchParams": "cluster.beams",
     "CompletionOutput": "cluster.outputs",
     "FinishReason": "worker.request",
     "HoldfastError": "worker.errors",

@@ -9,8 +9,8 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
-from cluster.chunks import Chunk
 from cluster.client import AsyncClient
+from cluster.generation import Chunk, Generation
 from worker.request import Priority, SamplingParams
 
 ResultT = TypeVar("ResultT")
@@ -58,16 +58,41 @@ class Client:
         request_id: str = "",
         priority: Priority = Priority.NORMAL,
         timeout_s: float | None = None,
+        tenant: str = "",
     ) -> Iterator[Chunk]:
-        """The completion as it comes, as `AsyncClient.stream`. Leaving the iteration aborts the request."""
+        """The completions as they come, as `AsyncClient.stream`. Leaving the iteration aborts the request."""
         chunks = self._client.stream(
-            prompt, params, model=model, request_id=request_id, priority=priority, timeout_s=timeout_s
+            prompt, params, model=model, request_id=request_id, priority=priority, timeout_s=timeout_s, tenant=tenant
         )
         try:
             while (chunk := self._wait(_next(chunks))) is not None:
                 yield chunk
         finally:
             self._wait(chunks.aclose())
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        priority: Priority = Priority.NORMAL,
+        timeout_s: float | None = None,
+        tenant: str = "",
+    ) -> Generation:
+        """All completions, when they have ended, as `AsyncClient.generate`."""
+        return self._wait(
+            self._client.generate(
+                prompt,
+                params,
+                model=model,
+                request_id=request_id,
+                priority=priority,
+                timeout_s=timeout_s,
+                tenant=tenant,
+            )
+        )
 
     # --- inside ---
 

@@ -1,7 +1,7 @@
 """A client of one or several routers, for programs that run on asyncio. Streams survive the loss of a router.
 
-What may live here: channels, and when to ask again. What may not: messages field by field (`client_wire.py`), how long
-to go on trying (`patience.py`), anything of Ray or of the engine; a client needs neither.
+What may live here: channels, and when to ask again. What may not: messages field by field (`wire.py`), how long to go
+on trying (`patience.py`), anything of Ray or of the engine; a client needs neither.
 """
 
 import asyncio
@@ -9,17 +9,20 @@ import random
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import grpc
 
-from cluster.chunks import Chunk, Received
-from cluster.client_wire import chunk_of, error_of, generate_request, is_worth_another_try, resume, set_timeout
+from cluster.generation import Chunk, Generation
 from cluster.patience import Patience
+from cluster.received import Received
+from cluster.statuses import error_of, is_worth_another_try
+from cluster.wire import chunk, generate_request, generation, resume, set_timeout
 from holdfast_pb import inference_pb2, inference_pb2_grpc
 from worker.request import Priority, SamplingParams
 
 AnswerT = TypeVar("AnswerT")
+GenerateCall: TypeAlias = "grpc.aio.UnaryUnaryCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"
 
 KEEPALIVE_MS: Final = 5_500
 """Silence after which a router is pinged. Routers take no more than one ping in five seconds."""
@@ -89,26 +92,69 @@ class AsyncClient:
         timeout_s: float | None = None,
         tenant: str = "",
     ) -> AsyncGenerator[Chunk, None]:
-        """The completion as it comes. Leaving the iteration, or cancelling the task, aborts the request.
+        """The completions as they come. Leaving the iteration, or cancelling the task, aborts the request.
 
+        With n > 1, chunks of different completions take turns. `best_of` and `beam_width` are for `generate` alone.
         Raises the error tree of `worker/errors.py`: `CallerError` for what a retry cannot mend, `CapacityError` and
         `ReplicaError` with `retry_after_s`.
         """
-        request_id = request_id or uuid.uuid4().hex  # chosen here, because an unseeded request draws by it
-        request = generate_request(prompt, params or SamplingParams(), model, request_id, priority, timeout_s, tenant)
+        params = params or SamplingParams()
+        request = generate_request(
+            prompt,
+            params,
+            model=model,
+            request_id=request_id or uuid.uuid4().hex,  # chosen here, because an unseeded request draws by it
+            priority=priority,
+            timeout_s=timeout_s,
+            tenant=tenant,
+        )
         patience, received = self._patience(timeout_s), Received()
         while True:
             at = self._at
             try:
-                async with aclosing(self._attempt(request, patience)) as chunks:
-                    async for chunk in chunks:
-                        if (news := received.take(chunk)) is not None:
+                async with aclosing(self._attempt(request, params, patience)) as chunks:
+                    async for piece in chunks:
+                        if (news := received.take(piece)) is not None:
                             yield news
                 return
             except grpc.aio.AioRpcError as error:
                 await self._pause(at, error, patience)
             request.resume.CopyFrom(resume(received))
             set_timeout(request, patience.time_left_s(self._now()))
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        priority: Priority = Priority.NORMAL,
+        timeout_s: float | None = None,
+        tenant: str = "",
+    ) -> Generation:
+        """All completions, when they have ended. Cancelling the task aborts the request. Raises as `stream` does.
+
+        If a router is lost, another one is asked anew: it comes to the same answer.
+        """
+        params = params or SamplingParams()
+        request = generate_request(
+            prompt,
+            params,
+            model=model,
+            request_id=request_id or uuid.uuid4().hex,
+            priority=priority,
+            timeout_s=timeout_s,
+            tenant=tenant,
+        )
+        patience = self._patience(timeout_s)
+        return generation(await self._ask(lambda stub: _whole(stub.Generate(request), patience), patience), params)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
+        """The text of token ids, without special tokens. Raises as `stream` does."""
+        request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
+        answer = await self._ask(lambda stub: stub.Detokenize(request), self._patience(timeout_s=0))
+        return str(answer.text)
 
     async def get_load(self) -> inference_pb2.GetLoadResponse:
         """How busy a router and its replicas are, of the first router that answers. Raises as `stream` does."""
@@ -122,7 +168,9 @@ class AsyncClient:
 
     # --- inside ---
 
-    async def _attempt(self, request: inference_pb2.GenerateRequest, patience: Patience) -> AsyncGenerator[Chunk, None]:
+    async def _attempt(
+        self, request: inference_pb2.GenerateRequest, params: SamplingParams, patience: Patience
+    ) -> AsyncGenerator[Chunk, None]:
         """What one router answers. Raises what gRPC raises."""
         call = self._stubs[self._at].GenerateStream(request)
         try:
@@ -130,7 +178,7 @@ class AsyncClient:
                 patience.note_word()
             async for message in call:
                 patience.note_word()
-                yield chunk_of(message)
+                yield chunk(message, params)
         finally:
             call.cancel()
 
@@ -171,3 +219,14 @@ class AsyncClient:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+async def _whole(call: GenerateCall, patience: Patience) -> inference_pb2.GenerateResponse:
+    """The answer of a unary call. Raises what gRPC raises."""
+    try:
+        if await call.initial_metadata():
+            patience.note_word()
+        answer: inference_pb2.GenerateResponse = await call
+        return answer
+    finally:
+        call.cancel()

@@ -1,4 +1,4 @@
-"""One request on its way through the in-process engine: its tokens, its text, and whoever waits for it.
+"""One request on its way through the in-process engine: its sequences, and whoever waits for them.
 
 What may live here: the state of a single request. What may not: threads, and other requests.
 """
@@ -8,10 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from cluster.outputs import CompletionOutput, Logprob, RequestOutput
-from router.text_stream import TextStream
+from cluster.sequence_output import SequenceOutput, by_token_id
+from router.parallel_sampling import best, is_ranked, siblings
 from router.tokenizer import Tokenizer
 from worker.errors import HoldfastError
-from worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
+from worker.request import EngineRequest, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -19,42 +20,42 @@ Callback = Callable[[RequestOutput], None]
 
 
 class Completion:
-    """Grows with every delta until it ends, once, by its own finish or by an error."""
+    """Grows with every delta until it ends, once, by the finish of its last sequence or by an error.
+
+    `prompt` is the text that was given, if one was; `echo` the text that each output begins with.
+    """
 
     def __init__(
-        self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer, callback: Callback | None
+        self,
+        request: EngineRequest,
+        prompt: str | None,
+        tokenizer: Tokenizer,
+        callback: Callback | None,
+        echo: str = "",
     ) -> None:
         self.request = request
+        self.engine_requests = siblings(request)
+        """What the engine is asked: a request for each sequence."""
         self.future: Future[RequestOutput] = Future()
         self.future.set_running_or_notify_cancel()  # it is cancelled by aborting the request, not through the future
         self._prompt = prompt
         self._tokenizer = tokenizer
-        self._text_stream = TextStream(tokenizer, request.sampling_params)
         self._callback = callback
-        self._token_ids: list[int] = []
-        self._num_cached_tokens = 0
-        self._cumulative_logprob = 0.0
-        self._logprobs: list[dict[int, Logprob]] = []
-        self._text = ""
-        self._finish_reason: FinishReason | None = None
+        self._sequences = {item.request_id: SequenceOutput(item, tokenizer, echo) for item in self.engine_requests}
 
     @property
     def is_finished(self) -> bool:
-        return self._finish_reason is not None
+        return all(sequence.is_finished for sequence in self._sequences.values())
+
+    @property
+    def ended_ids(self) -> list[str]:
+        """The engine requests from which nothing more is wanted."""
+        is_over = self.future.done()
+        return [key for key, sequence in self._sequences.items() if is_over or sequence.is_finished]
 
     def take(self, delta: TokenDelta) -> None:
-        """Adds what a step did and tells whoever waits. A stop string may end what the engine goes on with."""
-        assert delta.first_token_index == len(self._token_ids), "tokens come in order, without gaps"
-        self._num_cached_tokens += delta.num_cached_tokens
-        piece = self._text_stream.push(delta.token_ids)
-        self._token_ids += delta.token_ids[: piece.num_tokens]
-        for item in delta.logprobs[: piece.num_tokens]:
-            self._cumulative_logprob += item.logprob
-            self._logprobs.append(self._by_token_id(item))
-        self._text += piece.text
-        self._finish_reason = FinishReason.STOP if piece.stopped else delta.finish_reason
-        if self.is_finished and not piece.stopped:
-            self._text += self._text_stream.finish()
+        """Adds what a step did for one of the sequences, and tells whoever waits."""
+        self._sequences[delta.request_id].take(delta)
         self._tell()
 
     def fail(self, error: HoldfastError) -> None:
@@ -63,7 +64,9 @@ class Completion:
         self.future.set_exception(error)
 
     def _tell(self) -> None:
-        if self._callback is None and not self.is_finished:
+        """Of a ranked request nothing is told before the ranking is known."""
+        is_secret = self._callback is None or is_ranked(self.request.sampling_params)
+        if is_secret and not self.is_finished:
             return
         output = self._output()
         self._call_back(output)
@@ -78,35 +81,35 @@ class Completion:
         except Exception:  # it is the caller's code: whatever it raises, the request goes on, and so do others
             logger.exception("the callback of request %s failed", output.request_id)
 
-    def _by_token_id(self, item: TokenLogprob) -> dict[int, Logprob]:
-        """The drawn token first, then the best ones."""
-        ranked = [(item.token_id, item.logprob, item.rank)]
-        ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(item.top, start=1)]
-        return {
-            token_id: Logprob(
-                logprob=logprob,
-                rank=rank,
-                decoded_token=self._tokenizer.decode((token_id,), skip_special_tokens=False),
-            )
-            for token_id, logprob, rank in ranked
-        }
-
     def _output(self, error: HoldfastError | None = None) -> RequestOutput:
-        has_logprobs = self.request.sampling_params.logprobs is not None
-        sequence = CompletionOutput(
-            index=0,
-            text=self._text,
-            token_ids=list(self._token_ids),
-            finish_reason=self._finish_reason,
-            cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
-            logprobs=list(self._logprobs) if has_logprobs else None,
-        )
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self._prompt,
             prompt_token_ids=list(self.request.prompt_token_ids),
-            outputs=[sequence],
+            outputs=self._outputs(),
             finished=self.is_finished,
-            num_cached_tokens=self._num_cached_tokens,
+            num_cached_tokens=min(sequence.num_cached_tokens for sequence in self._sequences.values()),
+            prompt_logprobs=self._prompt_logprobs(),
             error=error,
         )
+
+    def _outputs(self) -> list[CompletionOutput]:
+        """Those of all sequences, or of the best ones, best first."""
+        params = self.request.sampling_params
+        sequences = list(self._sequences.values())
+        ranked = is_ranked(params)
+        if ranked:
+            ranking = best([sequence.token_logprobs for sequence in sequences], params.n)
+            sequences = [sequences[index] for index in ranking]
+        has_logprobs = params.logprobs is not None
+        return [
+            sequence.output(index, has_logprobs=has_logprobs, is_ranked=ranked)
+            for index, sequence in enumerate(sequences)
+        ]
+
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """The first sequence has them, if they were asked for."""
+        if self.request.sampling_params.prompt_logprobs is None:
+            return None
+        said = next(iter(self._sequences.values())).prompt_logprobs
+        return [None if item is None else by_token_id(item, self._tokenizer) for item in said]

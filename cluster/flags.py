@@ -15,6 +15,10 @@ from cluster.config import HoldfastConfig
 from cluster.config_sources import Setting, leaves
 
 ESSENTIALS: Final = Group.create_ordered("Essentials")
+SAMPLING: Final = Group.create_ordered("Sampling")
+STRUCTURE: Final = Group.create_ordered("Structured output")
+ENDING: Final = Group.create_ordered("End of the output")
+REPORT: Final = Group.create_ordered("Several completions, and what is reported")
 
 _ESSENTIAL: Final = ("model.model", "parallel.tensor_parallel_size", "model.dtype", "cluster.replicas", "cluster.port")
 _SHORT: Final = {"parallel.tensor_parallel_size": "--tp"}

@@ -1,14 +1,11 @@
 """The whole system in one process, without Ray or gRPC: text in, text out, from any thread or event loop.
 
-What may live here: tokenizing, handing requests to a replica, and giving its answers to whoever waits. Text work runs
-on a delivery thread of its own, so that the engine's thread never waits for it.
+What may live here: making requests of prompts, and handing them to a replica. What may not: what becomes of its answers
+(`delivery.py`).
 """
 
 import asyncio
 import itertools
-import logging
-import queue
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,21 +13,21 @@ from cluster.bundled_model import located
 from cluster.completion import Callback, Completion
 from cluster.config import HoldfastConfig, load_config
 from cluster.config_sources import mapping_layer
+from cluster.delivery import Delivery
 from cluster.outputs import RequestOutput
 from router.controls import bad_word_token_ids, check_controls
 from router.grammar import GrammarCompiler
+from router.prompt import echoed_text, kept_tokens
 from router.request import derived_seed
 from router.tokenizer import Tokenizer
 from worker.batching_optimizer import Recommendation
 from worker.config import WorkerConfig
-from worker.engine import EngineStats, EngineUpdate
-from worker.errors import HoldfastError, InternalError, RequestAbortedError
+from worker.engine import EngineStats
+from worker.errors import InvalidRequestError, RequestAbortedError
 from worker.model_info import ModelInfo
 from worker.rank import RankLauncher
 from worker.replica import Progress, Replica
-from worker.request import EngineRequest, Priority, SamplingParams, TokenDelta
-
-logger = logging.getLogger(__name__)
+from worker.request import EngineRequest, Priority, SamplingParams
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -78,7 +75,7 @@ class InferenceEngine:
         self._progress = progress
         self._numbers = itertools.count()
         self._replica: Replica | None = None
-        self._delivery: _Delivery | None = None
+        self._delivery: Delivery | None = None
         self._tokenizer: Tokenizer | None = None
         self._compiler: GrammarCompiler | None = None
 
@@ -89,7 +86,7 @@ class InferenceEngine:
         try:
             self._tokenizer = Tokenizer.load(replica.info.path)
             self._compiler = GrammarCompiler(self._tokenizer)
-            self._delivery = _Delivery(replica)
+            self._delivery = Delivery(replica)
         except BaseException:  # an interrupt as well: the replica may not be left running
             replica.stop()
             raise
@@ -120,26 +117,18 @@ class InferenceEngine:
         """Queues a request and returns at once.
 
         `callback` gets the whole output so far after every step that brought tokens, the last time with `finished` or
-        `error` set. It runs on the delivery thread, so it should hand over and return. Raises `InvalidRequestError`,
-        and `ReplicaError` if the replica has failed.
+        `error` set; with `best_of` only that last time. It runs on the delivery thread, so it should hand over and
+        return. Raises `InvalidRequestError`, and `ReplicaError` if the replica has failed.
         """
         _, delivery = self._running()
-        assert self._compiler is not None
         params = params or SamplingParams()
-        check_controls(params, self.info.vocab_size)
-        number = next(self._numbers)
-        seed = derived_seed(f"{self._seed}:{number}") if params.seed is None else params.seed
+        self._check(params)
+        request = self._engine_request(prompt, params, priority, tenant)
+        kept = request.prompt_token_ids
+        given = prompt if isinstance(prompt, str) else tuple(prompt)
+        echo = echoed_text(self.tokenizer, given, kept, params) if params.echo else ""
         text = prompt if isinstance(prompt, str) else None
-        request = EngineRequest(
-            request_id=f"request-{number}",
-            prompt_token_ids=tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt),
-            sampling_params=replace(params, seed=seed),
-            priority=priority,
-            tenant=tenant,
-            bad_word_token_ids=bad_word_token_ids(self.tokenizer, params.bad_words),
-            grammar=self._compiler.compile(params.structure),
-        )
-        completion = Completion(request, text, self.tokenizer, callback)
+        completion = Completion(request, text, self.tokenizer, callback, echo)
         delivery.open(completion)
         return RequestHandle(self, completion)
 
@@ -160,8 +149,8 @@ class InferenceEngine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request within one step. Unknown ids are ignored."""
-        if self._replica is not None:
-            self._replica.engine.abort(request_id)
+        if self._delivery is not None:
+            self._delivery.abort(request_id)
 
     def get_stats(self) -> EngineStats:
         """Exact counts between two steps."""
@@ -182,7 +171,45 @@ class InferenceEngine:
         assert self._tokenizer is not None
         return self._tokenizer
 
-    def _running(self) -> "tuple[Replica, _Delivery]":
+    @property
+    def max_sequence_len(self) -> int:
+        """Longest prompt plus output in tokens: the model's context, or all of the KV cache."""
+        return min(self.info.max_model_len, self.info.block_size * self.info.num_blocks)
+
+    @property
+    def max_num_waiting(self) -> int:
+        """Sequences that may wait at once."""
+        return self._config.scheduler.max_num_waiting
+
+    def _check(self, params: SamplingParams) -> None:
+        check_controls(params, self.info.vocab_size)
+        if params.beam_width is not None:
+            raise InvalidRequestError("sampling_params.beam_width", params.beam_width, "is for LLM.beam_search alone")
+        if params.num_sequences > self.max_num_waiting:
+            name = "n" if params.best_of is None else "best_of"
+            limit = f"must be at most {self.max_num_waiting} (scheduler.max_num_waiting)"
+            raise InvalidRequestError(f"sampling_params.{name}", params.num_sequences, limit)
+
+    def _engine_request(self, prompt: Prompt, params: SamplingParams, priority: Priority, tenant: str) -> EngineRequest:
+        assert self._compiler is not None
+        number = next(self._numbers)
+        seed = derived_seed(f"{self._seed}:{number}") if params.seed is None else params.seed
+        return EngineRequest(
+            request_id=f"request-{number}",
+            prompt_token_ids=self.prompt_token_ids(prompt, params),
+            sampling_params=replace(params, seed=seed),
+            priority=priority,
+            tenant=tenant,
+            bad_word_token_ids=bad_word_token_ids(self.tokenizer, params.bad_words),
+            grammar=self._compiler.compile(params.structure),
+        )
+
+    def prompt_token_ids(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
+        """The tokens of a prompt that `params` leave of it."""
+        token_ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        return kept_tokens(token_ids, params, self.max_sequence_len)
+
+    def _running(self) -> tuple[Replica, Delivery]:
         if self._replica is None or self._delivery is None:
             raise RequestAbortedError("the engine is not running: call start(), or use it in a `with` block")
         return self._replica, self._delivery
@@ -194,62 +221,3 @@ def _worker_config(model: str | None, config: WorkerConfig | Mapping[str, object
     if model is None:
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"model": model})})
-
-
-class _Delivery:
-    """A `StepListener` that hands the engine's updates to a thread, which turns them into text and calls back."""
-
-    def __init__(self, replica: Replica) -> None:
-        self._engine = replica.engine
-        self._open: dict[str, Completion] = {}
-        self._inbox: queue.SimpleQueue[EngineUpdate | HoldfastError] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="delivery", daemon=True)
-        self._thread.start()
-        self._engine.attach(self)
-
-    def open(self, completion: Completion) -> None:
-        """Submits a request and remembers who waits for it. Raises `ReplicaError` if the engine has ended."""
-        self._open[completion.request.request_id] = completion
-        try:
-            self._engine.submit(completion.request, self)
-        except HoldfastError:
-            self._open.pop(completion.request.request_id, None)
-            raise
-
-    def join(self) -> None:
-        """Waits until everyone has been answered. The engine must have ended."""
-        self._thread.join()
-
-    def on_update(self, update: EngineUpdate) -> None:
-        self._inbox.put(update)
-
-    def on_failure(self, error: HoldfastError) -> None:
-        self._inbox.put(error)
-
-    def _run(self) -> None:
-        while isinstance(item := self._inbox.get(), EngineUpdate):
-            self._deliver(item)
-        while self._open:
-            _, completion = self._open.popitem()
-            completion.fail(item)
-
-    def _deliver(self, update: EngineUpdate) -> None:
-        for rejection in update.rejections:
-            self._open.pop(rejection.request_id).fail(rejection.error)
-        for delta in update.deltas:
-            completion = self._open.get(delta.request_id)
-            if completion is None:
-                continue  # it ended at a stop string; the engine heard of that a step later
-            self._take(completion, delta)
-
-    def _take(self, completion: Completion, delta: TokenDelta) -> None:
-        """A bug in one request's text ends that request, and no other."""
-        try:
-            completion.take(delta)
-        except Exception as bug:
-            logger.exception("request %s failed", delta.request_id)
-            completion.fail(InternalError(f"turning tokens into text failed: {type(bug).__name__}: {bug}"))
-        if completion.future.done():
-            del self._open[delta.request_id]
-            if delta.finish_reason is None:
-                self._engine.abort(delta.request_id)

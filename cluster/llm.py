@@ -7,12 +7,14 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import TypeVar
 
+from cluster.beams import BeamSearchParams, find_beams
 from cluster.config import HoldfastConfig, load_config
 from cluster.config_sources import keyword_layer
 from cluster.inference_engine import InferenceEngine, Prompt, RequestHandle
-from cluster.outputs import RequestOutput
+from cluster.outputs import BeamSearchOutput, RequestOutput
 from cluster.progress import progress
 from router.chat import render_chat
 from router.tokenizer import Tokenizer
@@ -81,6 +83,22 @@ class LLM:
         prompts: list[Prompt] = [chat_token_ids(self.get_tokenizer(), talk) for talk in conversations]  # type: ignore[arg-type]
         return self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm)
 
+    def beam_search(
+        self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt that a beam search finds, best first.
+
+        Slow: a request for every beam and token, which the prefix cache makes small ones.
+        """
+        sampling = params.sampling_params()
+        chosen = [self._engine.prompt_token_ids(_prompt(item), sampling) for item in _prompt_list(prompts)]
+        return [
+            BeamSearchOutput(
+                sequences=[beam.sequence(self._engine, params.include_stop_str_in_output) for beam in beams]
+            )
+            for beams in find_beams(self._engine, chosen, sampling)
+        ]
+
     def get_tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
 
@@ -107,11 +125,12 @@ class LLM:
         """Keeps as many requests submitted as the engine's queue takes. If one fails, the others are cancelled."""
         handles: list[RequestHandle] = []
         outputs: list[RequestOutput] = []
+        num_ahead = list(accumulate((one.num_sequences for one in params), initial=0))
         bar = progress(sys.stderr) if show and sys.stderr.isatty() else nullcontext(_silent)
         try:
             with bar as report:
                 for index in range(len(prompts)):
-                    while len(handles) < min(len(prompts), index + self._window):
+                    while len(handles) < len(prompts) and self._has_room(num_ahead, index, len(handles)):
                         handles.append(self._engine.submit_request(prompts[len(handles)], params[len(handles)]))
                     outputs.append(handles[index].result())
                     report("generating", len(outputs), len(prompts))
@@ -119,6 +138,10 @@ class LLM:
             for handle in handles[len(outputs) :]:
                 handle.cancel()
         return outputs
+
+    def _has_room(self, num_ahead: Sequence[int], first: int, last: int) -> bool:
+        """Whether the queue takes the sequences of requests `first` to `last`. One request by itself may always try."""
+        return first == last or num_ahead[last + 1] - num_ahead[first] <= self._window
 
 
 def chat_token_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:

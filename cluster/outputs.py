@@ -26,7 +26,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     """`stop`, `length` or `abort`; None while the sequence goes on."""
     cumulative_logprob: float | None = None
-    """Sum of the output tokens' log-probabilities; set with `logprobs`."""
+    """Sum of the output tokens' log-probabilities; set with `logprobs`, `best_of` and beams."""
     logprobs: list[dict[int, Logprob]] | None = None
     """For each output token, by token id: that token, then the best ones that were asked for. None: not asked for."""
 
@@ -46,5 +46,30 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int = 0
     """Those of the prompt's tokens that were found in the prefix cache."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each prompt token, by token id: that token, then the best ones; None for the first. None: not asked for."""
     error: HoldfastError | None = None
     """Why a request ended without finishing. Only callbacks see it; everyone else gets it raised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchSequence:
+    """One beam that a search has found."""
+
+    tokens: list[int]
+    """The prompt's, then the output's."""
+    logprobs: list[dict[int, Logprob]]
+    """For each output token, by token id: the candidates at its place, with that token among them."""
+    cum_logprob: float
+    """Sum of the output tokens' log-probabilities, that of an end of sequence included."""
+    text: str
+    """That of all `tokens`."""
+    finish_reason: str
+    """`stop` or `length`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchOutput:
+    """What a beam search has found for one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

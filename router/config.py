@@ -23,6 +23,7 @@ class LimitsConfig(Settings):
     max_stop_string_length: int = Field(1024, ge=1, description="characters of one stop string")
     max_bad_words: int = Field(256, ge=0, description="bad words of one request")
     max_bad_word_length: int = Field(256, ge=1, description="characters of one bad word")
+    max_sequences: int = Field(64, ge=1, description="completions of one request: its n, or its best_of")
     max_grammar_length: int = Field(
         64 * 2**10, ge=0, description="characters of a schema, a regex, a grammar, or all choices of one request"
     )

@@ -239,7 +239,7 @@ class Dispatch:
             record.num_cached_tokens = delta.num_cached_tokens
         try:
             token_ids, logprobs = tuple(delta.token_ids[num_seen:]), tuple(delta.logprobs[num_seen:])
-            delivery = record.take(token_ids, delta.finish_reason, logprobs)
+            delivery = record.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
         except Exception as bug:
             logger.exception("request %s: its tokens could not be turned into text", record.request_id)
             error = InternalError(f"the output could not be turned into text: {type(bug).__name__}")

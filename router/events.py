@@ -6,7 +6,7 @@ formats (`wire.py`), IO.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from worker.errors import HoldfastError
 from worker.request import EngineLoad, EngineRequest, FinishReason, TokenLogprob
@@ -28,6 +28,8 @@ class ReplicaFacts:
     block_size: int
     num_blocks: int
     row_invariant: bool
+    eos_token_ids: frozenset[int] = frozenset()
+    """The tokens that end a sequence by the model's own word."""
     numerics: str = ""
     """What else its bits depend on: the weights and the arithmetic, in words that are equal where those are."""
 
@@ -45,6 +47,17 @@ class ReplicaFacts:
         return min(self.max_model_len, self.block_size * self.num_blocks)
 
 
+class Likelihood(NamedTuple):
+    """What a replica says of a prompt token, which the router knows already. Fields are those of `TokenLogprob`."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+    def of(self, token_id: int) -> TokenLogprob:
+        return TokenLogprob(token_id=token_id, logprob=self.logprob, rank=self.rank, top=self.top)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptDelta:
     """What one engine step did for one attempt."""
@@ -59,6 +72,8 @@ class AttemptDelta:
     """Prompt tokens that the replica found in its cache; told with output token 0 alone."""
     logprobs: Sequence[TokenLogprob] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
+    prompt_logprobs: Sequence[Likelihood] = ()
+    """One for each prompt token from the second on where the request asks for them; told with output token 0 alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +207,10 @@ class Deliver:
     usage: Usage | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each prompt token from the second on where the request asks for them; on the first delivery alone."""
+    sequence_index: int = 0
+    """Which of the client's completions it belongs to."""
     fingerprint: str = ""
     """`ReplicaFacts.fingerprint` of where the tokens come from."""
     identity_guaranteed: bool = True

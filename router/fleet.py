@@ -171,6 +171,10 @@ class Fleet:
             if replica.breaker.rests_until is not None and not replica.is_retiring:
                 yield replica.breaker.rests_until
 
+    def takes_more(self, replica: ReplicaState) -> bool:
+        """Whether a request may be sent to a replica that is up."""
+        return replica.is_open and replica.has_room(self._max_waiting)
+
     def model(self, name: str) -> ModelState:
         """Raises `UnknownModelError` for a model that has never been served here."""
         if name not in self._models:

@@ -7,20 +7,36 @@ wire formats, decisions about replicas.
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 
+from router.answer import SampledAnswer
+from router.beam_answer import BeamAnswer
+from router.beam_search import BeamSearch
 from router.config import LimitsConfig
 from router.controls import check_controls, check_vocabulary
-from router.events import FRESH, ModelStatus, ReplicaFacts
+from router.events import FRESH, CaughtUp, ModelStatus, ReplicaFacts
+from router.parallel_sampling import siblings
+from router.prompt import kept_tokens
 from router.request import GenerationRequest, check_text, derived_seed
-from router.resume import catch_up, last_words
+from router.resume import Resume, catch_up, last_words
 from router.stream import OutputStream
 from router.switchboard import Switchboard
 from router.text_stream import TextStream
 from router.tokenizer_shelf import TokenizerShelf
 from worker.errors import InvalidRequestError, ReplicaError, RequestAbortedError, UnknownModelError
 from worker.request import EngineRequest, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Admitted:
+    """A request that nothing is wrong with."""
+
+    request: EngineRequest
+    model: ModelStatus
+    deadline: float
+    echo: str
+    """The prompt's text, where the output begins with it."""
 
 
 class Intake:
@@ -37,31 +53,45 @@ class Intake:
         self._is_closed = True
 
     @asynccontextmanager
-    async def open(self, wish: GenerationRequest, time_remaining_s: float | None = None) -> AsyncIterator[OutputStream]:
-        """Opens a request and gives its stream; leaving the context cancels it if it has not ended.
+    async def open(
+        self, wish: GenerationRequest, time_remaining_s: float | None = None
+    ) -> AsyncIterator[SampledAnswer]:
+        """Opens a request and gives its answer as it comes; leaving the context cancels what has not ended.
 
         `time_remaining_s` is what the call's own deadline leaves; the earliest limit holds. Raises `HoldfastError`.
         """
+        admitted = await self._admit(wish, time_remaining_s)
+        request, model = admitted.request, admitted.model.name
+        parts = [await self._part(one, index, wish.resume, admitted) for index, one in enumerate(siblings(request))]
         self._check_open()
-        wish.check(self._limits)
-        deadline = self._switchboard.now() + self._timeout_s(wish, time_remaining_s)
-        model = self.model(wish.model)
-        request = await self._engine_request(wish, model)
-        self._check_open()
-        tokenizer = self._tokenizers[model.name]
-        text = TextStream(tokenizer, request.sampling_params, request.prompt_token_ids)
-        caught_up = FRESH if wish.resume is None else await asyncio.to_thread(catch_up, text, wish.resume, 0)
-        if caught_up.is_over:
-            stream = OutputStream(request.request_id, model.name)
-            stream.push(last_words(request, caught_up))
-        else:
-            stream = self._switchboard.open(
-                request, model=model.name, text=text, deadline=deadline, caught_up=caught_up
-            )
-        try:
-            yield stream
-        finally:
-            self._switchboard.close(stream)
+        with ExitStack() as opened:
+            streams = []
+            for sibling, text, caught_up in parts:
+                stream = self._opened(sibling, text, caught_up, admitted)
+                opened.callback(self._switchboard.close, stream)
+                streams.append(stream)
+            yield SampledAnswer(request.request_id, model, request.sampling_params, streams, admitted.echo)
+
+    @asynccontextmanager
+    async def search(self, wish: GenerationRequest, time_remaining_s: float | None = None) -> AsyncIterator[BeamAnswer]:
+        """As `open`, for a request with a `beam_width`. The search begins when its answer is asked for."""
+        admitted = await self._admit(wish, time_remaining_s)
+        request, model = admitted.request, admitted.model
+        search = BeamSearch.of(
+            request.sampling_params,
+            len(request.prompt_token_ids),
+            model.facts.max_sequence_len,
+            model.facts.eos_token_ids,
+        )
+        yield BeamAnswer(
+            request,
+            search,
+            self._switchboard,
+            model=model.name,
+            tokenizer=self._tokenizers[model.name],
+            deadline=admitted.deadline,
+            echo=admitted.echo,
+        )
 
     async def tokenize(self, model: str, text: str) -> tuple[int, ...]:
         """The token ids that a text prompt would have. Raises `HoldfastError`."""
@@ -93,6 +123,39 @@ class Intake:
             raise UnknownModelError(name, tuple(models))
         return models[name]
 
+    async def _admit(self, wish: GenerationRequest, time_remaining_s: float | None) -> "_Admitted":
+        self._check_open()
+        wish.check(self._limits)
+        deadline = self._switchboard.now() + self._timeout_s(wish, time_remaining_s)
+        model = self.model(wish.model)
+        request = await self._engine_request(wish, model)
+        echo = await self._tokenizers.echo(model.name, wish.prompt, request) if request.sampling_params.echo else ""
+        self._check_open()
+        return _Admitted(request=request, model=model, deadline=deadline, echo=echo)
+
+    async def _part(
+        self, sibling: EngineRequest, index: int, resume: Resume | None, admitted: "_Admitted"
+    ) -> tuple[EngineRequest, TextStream, CaughtUp]:
+        """One completion of a request, brought to where the client is."""
+        tokenizer = self._tokenizers[admitted.model.name]
+        text = TextStream(tokenizer, sibling.sampling_params, sibling.prompt_token_ids)
+        if resume is None:
+            return sibling, text, FRESH
+        received = resume.progress(index).token_ids
+        check_vocabulary(f"resume.sequences[{index}].token_ids", received, admitted.model.facts.vocab_size)
+        caught_up = await asyncio.to_thread(catch_up, text, resume, index, len(admitted.echo))
+        return replace(sibling, output_token_ids=received), text, caught_up
+
+    def _opened(
+        self, sibling: EngineRequest, text: TextStream, caught_up: CaughtUp, admitted: "_Admitted"
+    ) -> OutputStream:
+        model = admitted.model.name
+        if caught_up.is_over:
+            stream = OutputStream(sibling.request_id, model)
+            stream.push(last_words(sibling, caught_up))
+            return stream
+        return self._switchboard.open(sibling, model=model, text=text, deadline=admitted.deadline, caught_up=caught_up)
+
     def _check_open(self) -> None:
         if self._is_closed:
             error = RequestAbortedError("this router is stopping")
@@ -110,13 +173,11 @@ class Intake:
         else:
             token_ids = wish.prompt
             check_vocabulary("token_ids", token_ids, model.facts.vocab_size)
+        token_ids = kept_tokens(token_ids, wish.sampling_params, model.facts.max_sequence_len)
         _check_length(wish.prompt, len(token_ids), model.facts)
-        received = () if wish.resume is None else wish.resume.progress(0).token_ids
-        check_vocabulary("resume.sequences[0].token_ids", received, model.facts.vocab_size)
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            output_token_ids=received,
             sampling_params=_resolved(wish.sampling_params, request_id, model.facts),
             priority=wish.priority,
             cache_salt=wish.cache_salt,

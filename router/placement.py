@@ -10,6 +10,7 @@ from router.admission import AdmissionQueue
 from router.config import LimitsConfig, RouterConfig
 from router.events import Action, SendAbort, SendSubmit
 from router.fleet import Fleet, ReplicaState
+from router.parallel_sampling import first_sibling_id
 from router.quarantine import Quarantine
 from router.record import RequestRecord, RequestTable
 from router.retry_budget import RetryBudget
@@ -120,7 +121,14 @@ class Placement:
     # --- inside ---
 
     def _choose(self, record: RequestRecord) -> ReplicaState | None:
-        return self._fleet.choose(record.model, record.prefix)
+        return self._beside(record) or self._fleet.choose(record.model, record.prefix)
+
+    def _beside(self, record: RequestRecord) -> ReplicaState | None:
+        """Where the request's first sibling runs, while there is room: siblings share their prompt there."""
+        group_id = record.request.group_id
+        first = self._requests.get(first_sibling_id(group_id)) if group_id else None
+        home = None if first is None or first.attempt is None else first.attempt.replica
+        return home if home is not None and self._fleet.takes_more(home) else None
 
     def _next(self, model: str, now: float) -> RequestRecord | None:
         """Those that have lost a replica go before those that arrive, even if the budget then makes all wait."""

@@ -4,11 +4,11 @@ What may live here: what was asked, the tokens so far, which attempt runs where,
 What may not: decisions (`dispatch.py`), clocks, IO.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from router.deadlines import Deadlines
-from router.events import CaughtUp, Deliver, ReplicaFacts, TextState, Usage
+from router.events import CaughtUp, Deliver, Likelihood, ReplicaFacts, TextState, Usage
 from router.fleet import ReplicaState
 from router.prefix_index import PromptPrefix
 from worker.request import EngineRequest, FinishReason, TokenLogprob
@@ -81,6 +81,7 @@ class RequestRecord:
         token_ids: tuple[int, ...],
         finish_reason: FinishReason | None,
         logprobs: tuple[TokenLogprob, ...] = (),
+        prompt_logprobs: Sequence[Likelihood] = (),
     ) -> Deliver | None:
         """Appends new output. Returns what the client gets of it: None if nothing is new.
 
@@ -105,6 +106,7 @@ class RequestRecord:
             finish_reason=finish_reason,
             usage=None if finish_reason is None else self._usage(),
             logprobs=logprobs[: piece.num_tokens],
+            prompt_logprobs=self._of_prompt(prompt_logprobs) if first_token_index == 0 else (),
             fingerprint=self.fingerprint,
             identity_guaranteed=self.identity_guaranteed,
         )
@@ -114,6 +116,12 @@ class RequestRecord:
         if self.output_token_ids and not (facts.row_invariant and facts.fingerprint == self.fingerprint):
             self.identity_guaranteed = False
         self.fingerprint = facts.fingerprint
+
+    def _of_prompt(self, said: Sequence[Likelihood]) -> tuple[TokenLogprob, ...]:
+        if self.request.sampling_params.prompt_logprobs is None:
+            return ()
+        later_tokens = self.request.prompt_token_ids[1:]
+        return tuple(item.of(token_id) for token_id, item in zip(later_tokens, said, strict=True))
 
     def _usage(self) -> Usage:
         num_prompt_tokens, num_completion_tokens = len(self.request.prompt_token_ids), len(self.output_token_ids)

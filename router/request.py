@@ -42,6 +42,7 @@ class GenerationRequest:
         self._check_structure(limits)
         if self.resume is not None:
             self.resume.check(self.request_id, self.sampling_params)
+        self._check_sequences(limits)
         if len(self.request_id) > limits.max_request_id_length:
             limit = f"must have at most {limits.max_request_id_length} characters"
             raise InvalidRequestError("request_id", self.request_id, limit)
@@ -85,6 +86,23 @@ class GenerationRequest:
         if wish is not None and wish.num_chars > limits.max_grammar_length:
             limit = f"must have at most {limits.max_grammar_length} characters (limits.max_grammar_length)"
             raise InvalidRequestError(f"sampling_params.structured_outputs.{wish.kind}", wish.text[:100], limit)
+
+    def _check_sequences(self, limits: LimitsConfig) -> None:
+        params = self.sampling_params
+        name = "n" if params.best_of is None else "best_of"
+        if params.num_sequences > limits.max_sequences:
+            limit = f"must be at most {limits.max_sequences} (limits.max_sequences)"
+            raise InvalidRequestError(f"sampling_params.{name}", params.num_sequences, limit)
+
+    def check_streamable(self) -> None:
+        """Raises `InvalidRequestError` for what can only be answered as a whole."""
+        params = self.sampling_params
+        if params.beam_width is not None:
+            limit = "a beam search cannot be streamed: which beams are returned is known at the end; call Generate"
+            raise InvalidRequestError("sampling_params.beam_width", params.beam_width, limit)
+        if params.num_sequences > params.n:
+            limit = f"more than n, {params.n}, cannot be streamed: which are chosen is known at the end; call Generate"
+            raise InvalidRequestError("sampling_params.best_of", params.best_of, limit)
 
 
 def check_text(text: str, limits: LimitsConfig) -> None:

@@ -31,8 +31,8 @@ class Resume:
 
     def check(self, request_id: str, params: SamplingParams) -> None:
         """Raises `InvalidRequestError` for what cannot be a beginning of the request's output."""
-        if len(self.sequences) > 1:
-            raise InvalidRequestError("resume.sequences", len(self.sequences), "the request has 1 sequence")
+        if len(self.sequences) > params.n:
+            raise InvalidRequestError("resume.sequences", len(self.sequences), f"the request has n = {params.n}")
         if not request_id and params.seed is None:
             limit = "must be that of the stream that was cut off: the seed is derived from it"
             raise InvalidRequestError("request_id", request_id, limit)
@@ -45,8 +45,9 @@ class Resume:
         return self.sequences[index] if index < len(self.sequences) else Progress()
 
 
-def catch_up(text: TextState, resume: Resume, index: int) -> CaughtUp:
-    """Brings the new text state of one sequence to where the client is.
+def catch_up(text: TextState, resume: Resume, index: int, echo_length: int = 0) -> CaughtUp:
+    """Brings the new text state of one sequence to where the client is. `echo_length` characters of its text are the
+    prompt's, which come with the first token.
 
     Raises `InvalidRequestError` if the client cannot be there.
     """
@@ -55,10 +56,11 @@ def catch_up(text: TextState, resume: Resume, index: int) -> CaughtUp:
     if piece.num_tokens < len(progress.token_ids):
         limit = f"must be at most {piece.num_tokens} tokens: a stop string is complete there"
         raise InvalidRequestError(f"{name}.token_ids", len(progress.token_ids), limit)
-    if progress.text_length > len(piece.text):
-        limit = f"must be at most {len(piece.text)}: no more text is certain after {piece.num_tokens} tokens"
+    least, most = (echo_length, echo_length + len(piece.text)) if progress.token_ids else (0, 0)
+    if not least <= progress.text_length <= most:
+        limit = f"must be in [{least}, {most}]: so much text is certain after {piece.num_tokens} tokens"
         raise InvalidRequestError(f"{name}.text_length", progress.text_length, limit)
-    unsent_text = piece.text[progress.text_length :]
+    unsent_text = piece.text[progress.text_length - least :]
     return CaughtUp(unsent_text=unsent_text, fingerprint=resume.fingerprint, is_over=piece.stopped)
 
 

@@ -37,17 +37,19 @@ class InferenceServicer:
         wish = generation_request(message)
         if wish.resume is not None:
             raise InvalidRequestError("resume", "set", "is for GenerateStream; Generate answers with the whole output")
-        async with self._intake.open(wish, context.time_remaining()) as stream:
-            await context.send_initial_metadata(((REQUEST_ID_HEADER, stream.request_id),))
-            return unary_response(await stream.whole(), stream.model)
+        opening = self._intake.open if wish.sampling_params.beam_width is None else self._intake.search
+        async with opening(wish, context.time_remaining()) as answer:
+            await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
+            return unary_response(await answer.whole())
 
     async def GenerateStream(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateStreamResponse, None]:
         wish = generation_request(message)
-        async with self._intake.open(wish, context.time_remaining()) as stream:
-            await context.send_initial_metadata(((REQUEST_ID_HEADER, stream.request_id),))
-            async for delivery in stream:
+        wish.check_streamable()
+        async with self._intake.open(wish, context.time_remaining()) as answer:
+            await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
+            async for delivery in answer:
                 yield stream_response(delivery)
 
     async def Tokenize(

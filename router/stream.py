@@ -5,7 +5,8 @@ it is bounded by what the request may produce at all.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from router.events import Deliver
 from worker.errors import HoldfastError
@@ -39,6 +40,20 @@ class OutputStream:
         await self._wait_until(lambda: bool(self._pending) and self._pending[-1].finish_reason is not None)
         return self._take()
 
+    def poll(self) -> Deliver | None:
+        """What can be read without waiting, if anything. Raises what `fail` was given."""
+        if self._pending:
+            return self._take()
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # one error may end many streams
+        return None
+
+    def announce_to(self, news: asyncio.Event) -> None:
+        """Has `news` set from here on whenever there is something to `poll`: one reader may wait for many streams."""
+        if self._news.is_set():
+            news.set()
+        self._news = news
+
     def push(self, delivery: Deliver) -> None:
         self._pending.append(delivery)
         self._news.set()
@@ -58,18 +73,20 @@ class OutputStream:
     def _take(self) -> Deliver:
         pending, self._pending = self._pending, []
         self._is_read = pending[-1].finish_reason is not None
-        return pending[0] if len(pending) == 1 else _merged(pending)
+        return merged(pending)
 
 
-def _merged(deliveries: list[Deliver]) -> Deliver:
+def merged(deliveries: Sequence[Deliver]) -> Deliver:
+    """Deliveries that follow each other, as one."""
     first, last = deliveries[0], deliveries[-1]
-    return Deliver(
-        request_id=first.request_id,
+    if len(deliveries) == 1:
+        return first
+    return replace(
+        last,
         first_token_index=first.first_token_index,
+        prompt_logprobs=first.prompt_logprobs,
         token_ids=tuple(token_id for delivery in deliveries for token_id in delivery.token_ids),
         text="".join(delivery.text for delivery in deliveries),
-        finish_reason=last.finish_reason,
-        usage=last.usage,
         logprobs=tuple(item for delivery in deliveries for item in delivery.logprobs),
         fingerprint=last.fingerprint,
         identity_guaranteed=last.identity_guaranteed,

@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 
 from router.controls import bad_word_token_ids
 from router.grammar import GrammarCompiler
+from router.prompt import echoed_text
 from router.tokenizer import Tokenizer
+from worker.request import EngineRequest
 from worker.structured_outputs import StructuredOutputs
 
 
@@ -47,6 +49,13 @@ class TokenizerShelf:
     async def grammar(self, model: str, wish: StructuredOutputs | None) -> str:
         """As `GrammarCompiler.compile`, which is short or long work, and nobody can tell before."""
         return "" if wish is None else await asyncio.to_thread(self._compilers[model].compile, wish)
+
+    async def echo(self, model: str, prompt: str | tuple[int, ...], request: EngineRequest) -> str:
+        """As `echoed_text`, for a request that was made of `prompt`."""
+        arguments = self._tokenizers[model], prompt, request.prompt_token_ids, request.sampling_params
+        if 4 * len(request.prompt_token_ids) <= self._inline_bytes:
+            return echoed_text(*arguments)
+        return await asyncio.to_thread(echoed_text, *arguments)
 
     async def decode(self, model: str, token_ids: tuple[int, ...]) -> str:
         """Four bytes a token, as a rule of thumb, for what may be done on the event loop."""

@@ -10,10 +10,12 @@ from dataclasses import asdict, fields
 from typing import Final
 
 from holdfast_pb import engine_pb2, inference_pb2
+from router.answer import Answer, Completion
 from router.events import (
     AttemptDelta,
     AttemptRejection,
     Deliver,
+    Likelihood,
     ModelStatus,
     ReplicaFacts,
     ReplicaLoad,
@@ -47,7 +49,19 @@ _TO_FINISH_REASON: Final = {
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: inference_pb2.FINISH_REASON_ABORT,
 }
-_OPTIONAL: Final = ("top_k", "seed", "max_tokens", "min_tokens", "skip_special_tokens", "logprobs")
+_OPTIONAL: Final = (
+    "top_k",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "skip_special_tokens",
+    "logprobs",
+    "n",
+    "best_of",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+    "beam_width",
+)
 _OPTIONAL_FLOATS: Final = (
     "temperature",
     "top_p",
@@ -55,6 +69,7 @@ _OPTIONAL_FLOATS: Final = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
+    "length_penalty",
 )
 _FROM_FINISH_REASON: Final = {int(number): reason for reason, number in _TO_FINISH_REASON.items()}
 
@@ -109,8 +124,12 @@ def _sampling_params(message: inference_pb2.SamplingParams) -> SamplingParams:
     """Only what is set overrides a default: zero means something."""
     params = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
     params |= {name: _shortest_decimal(getattr(message, name)) for name in _OPTIONAL_FLOATS if message.HasField(name)}
+    if message.no_max_tokens:
+        _check_no_max_tokens(message)
+        params["max_tokens"] = None
     return SamplingParams(
         **params,
+        echo=message.echo,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
@@ -120,6 +139,12 @@ def _sampling_params(message: inference_pb2.SamplingParams) -> SamplingParams:
         include_stop_str_in_output=message.include_stop_str_in_output,
         structured_outputs=_structured(message.structured_outputs) if message.HasField("structured_outputs") else None,
     )
+
+
+def _check_no_max_tokens(message: inference_pb2.SamplingParams) -> None:
+    if message.HasField("max_tokens"):
+        limit = "must not be set with no_max_tokens"
+        raise InvalidRequestError("sampling_params.max_tokens", message.max_tokens, limit)
 
 
 def _structured(message: inference_pb2.StructuredOutputs) -> dict[str, object]:
@@ -147,6 +172,7 @@ def _shortest_decimal(value: float) -> float:
 def stream_response(delivery: Deliver) -> inference_pb2.GenerateStreamResponse:
     message = inference_pb2.GenerateStreamResponse(
         request_id=delivery.request_id,
+        sequence_index=delivery.sequence_index,
         first_token_index=delivery.first_token_index,
         token_ids=delivery.token_ids,
         text=delivery.text,
@@ -154,28 +180,34 @@ def stream_response(delivery: Deliver) -> inference_pb2.GenerateStreamResponse:
         logprobs=[_logprob(item) for item in delivery.logprobs],
         replayed_without_guarantee=not delivery.identity_guaranteed,
         system_fingerprint=delivery.fingerprint,
+        prompt_logprobs=[_logprob(item) for item in delivery.prompt_logprobs],
     )
     if delivery.usage is not None:
         message.usage.CopyFrom(_usage(delivery.usage))
     return message
 
 
-def unary_response(delivery: Deliver, model: str) -> inference_pb2.GenerateResponse:
-    """`delivery` is the whole output."""
-    assert delivery.usage is not None, "the whole output has its usage"
-    completion = inference_pb2.Completion(
-        token_ids=delivery.token_ids,
-        text=delivery.text,
-        finish_reason=_TO_FINISH_REASON[delivery.finish_reason],
-        logprobs=[_logprob(item) for item in delivery.logprobs],
-    )
+def unary_response(answer: Answer) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
-        request_id=delivery.request_id,
-        model=model,
-        completions=[completion],
-        usage=_usage(delivery.usage),
-        replayed_without_guarantee=not delivery.identity_guaranteed,
-        system_fingerprint=delivery.fingerprint,
+        request_id=answer.request_id,
+        model=answer.model,
+        completions=[_completion(completion) for completion in answer.completions],
+        usage=_usage(answer.usage),
+        replayed_without_guarantee=not all(item.output.identity_guaranteed for item in answer.completions),
+        system_fingerprint=answer.completions[0].output.fingerprint,
+    )
+
+
+def _completion(completion: Completion) -> inference_pb2.Completion:
+    output = completion.output
+    return inference_pb2.Completion(
+        sequence_index=output.sequence_index,
+        token_ids=output.token_ids,
+        text=output.text,
+        finish_reason=_TO_FINISH_REASON[output.finish_reason],
+        logprobs=[_logprob(item) for item in output.logprobs],
+        prompt_logprobs=[_logprob(item) for item in output.prompt_logprobs],
+        cumulative_logprob=completion.cumulative_logprob,
     )
 
 
@@ -249,6 +281,7 @@ def submit_message(action: SendSubmit) -> engine_pb2.LinkRequest:
         allowed_token_ids=params.allowed_token_ids,
         bad_words=[engine_pb2.TokenSequence(ids=word) for word in request.bad_word_token_ids],
         logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
         grammar=request.grammar,
     )
     submit = engine_pb2.Submit(
@@ -260,6 +293,7 @@ def submit_message(action: SendSubmit) -> engine_pb2.LinkRequest:
         cache_salt=request.cache_salt,
         tenant=request.tenant,
         time_left_ms=None if request.time_left_s is None else round(1000 * request.time_left_s),
+        group_id=request.group_id,
     )
     return engine_pb2.LinkRequest(submit=submit)
 
@@ -286,6 +320,7 @@ def replica_facts(hello: engine_pb2.Hello) -> ReplicaFacts:
         num_blocks=hello.num_blocks,
         row_invariant=hello.row_invariant,
         numerics=hello.numerics,
+        eos_token_ids=frozenset(hello.eos_token_ids),
     )
 
 
@@ -308,6 +343,7 @@ def step_news(update: engine_pb2.StepUpdate) -> StepNews:
             finish_reason=_FROM_FINISH_REASON[delta.finish_reason],
             num_cached_tokens=delta.num_cached_tokens,
             logprobs=_logprobs(delta) if delta.logprobs else (),
+            prompt_logprobs=[Likelihood(item.logprob, item.rank, _top_tokens(item)) for item in delta.prompt_logprobs],
         )
         for delta in update.deltas
     ]
@@ -337,10 +373,14 @@ def _logprobs(delta: engine_pb2.Delta) -> tuple[TokenLogprob, ...]:
             token_id=token_id,
             logprob=item.logprob,
             rank=item.rank,
-            top=tuple(zip(item.top_token_ids, item.top_logprobs, strict=True)),
+            top=_top_tokens(item),
         )
         for token_id, item in zip(delta.token_ids, delta.logprobs, strict=True)
     )
+
+
+def _top_tokens(item: engine_pb2.DrawnLogprob) -> tuple[tuple[int, float], ...]:
+    return tuple(zip(item.top_token_ids, item.top_logprobs, strict=True))
 
 
 def _rejection_error(rejection: engine_pb2.Rejection) -> HoldfastError:

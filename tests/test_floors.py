@@ -15,9 +15,10 @@ POLICY |= {"bucketed_batching", "deadlines", "memory_aware_batching", "tenants",
 POLICY |= {"draft_length", "model_drafts", "ngram_drafts", "speculation", "suffix_drafts"}
 PROCESS = {"engine", "link", "rank", "replica", "watchdog"}
 ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "prefix_index", "record"}
-ROUTER_CORE |= {"circuit_breaker", "placement", "quarantine", "resume", "retry_budget"}
+ROUTER_CORE |= {"beam_search", "circuit_breaker", "parallel_sampling", "placement", "quarantine", "resume"}
+ROUTER_CORE |= {"retry_budget"}
 RELATIVE = "a relative import"
-STUB_FILES = {"wire", "link", "server", "client", "client_wire"}
+STUB_FILES = {"wire", "link", "server", "client"}
 DEVICE = {"torch", "transformers", "safetensors", "numpy"}
 IO = {"asyncio", "grpc", "ray", "random", "secrets", "socket", "subprocess", "threading", "time"}
 

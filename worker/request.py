@@ -25,6 +25,9 @@ MAX_LOGIT_BIAS: Final = 100.0
 MAX_LOGPROBS: Final = 20
 """Alternatives that can be asked for at each token."""
 
+MAX_BEAM_WIDTH: Final = MAX_LOGPROBS // 2
+"""A beam search looks at twice as many candidates as it has beams."""
+
 
 class Priority(IntEnum):
     """Classes of service. A smaller value goes first and is preempted last."""
@@ -95,6 +98,18 @@ class SamplingParams:
     """Report each prompt token's log-probability, and those of so many best tokens. In [0, 20]; None: report none."""
     structured_outputs: StructuredOutputs | Mapping[str, object] | None = None
     """What shape the output must have; None means any. Stored as `StructuredOutputs`."""
+    n: int = 1
+    """Completions to return. Number i is drawn with seed + i."""
+    best_of: int | None = None
+    """Completions to draw, of which the n with the best mean log-probability are returned; None means n."""
+    echo: bool = False
+    """Begin the output's text with the prompt's."""
+    truncate_prompt_tokens: int | None = None
+    """Keep the last tokens of the prompt alone: so many, or with -1 as many as leave room for `max_tokens`."""
+    beam_width: int | None = None
+    """Search with so many beams instead of drawing, and return the n best of them. In [1, 10]; None: draw."""
+    length_penalty: float = 1.0
+    """A beam's score is its log-probability over its length to this power. In [-10, 10]."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -116,6 +131,8 @@ class SamplingParams:
         _require("logprobs", self.logprobs, logprobs_ok, f"must be in [0, {MAX_LOGPROBS}]")
         prompt_ok = self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS
         _require("prompt_logprobs", self.prompt_logprobs, prompt_ok, f"must be in [0, {MAX_LOGPROBS}]")
+        self._check_beams()
+        self._check_sequences()
 
     def _check_draw(self) -> None:
         _require("temperature", self.temperature, 0 <= self.temperature <= 100, "must be a number in [0, 100]")
@@ -151,6 +168,30 @@ class SamplingParams:
         _require("allowed_token_ids", allowed, allowed is None or len(allowed) > 0, "must allow at least one token")
         _require("allowed_token_ids", allowed, min(allowed or (0,)) >= 0, "token ids must not be negative")
         _require("bad_words", self.bad_words, all(map(str.strip, self.bad_words)), "must not be empty or only spaces")
+
+    def _check_sequences(self) -> None:
+        _require("n", self.n, self.n >= 1, "must be at least 1")
+        best_of_ok = self.best_of is None or self.best_of >= self.n
+        _require("best_of", self.best_of, best_of_ok, f"must be at least n, {self.n}")
+        kept = self.truncate_prompt_tokens
+        kept_ok = kept is None or kept == -1 or kept >= 1
+        _require("truncate_prompt_tokens", kept, kept_ok, "must be at least 1, or -1 for as many as fit")
+
+    def _check_beams(self) -> None:
+        _require("length_penalty", self.length_penalty, -10 <= self.length_penalty <= 10, "must be in [-10, 10]")
+        if self.beam_width is None:
+            return
+        width_ok = 1 <= self.beam_width <= MAX_BEAM_WIDTH
+        _require("beam_width", self.beam_width, width_ok, f"must be in [1, {MAX_BEAM_WIDTH}]")
+        _require("n", self.n, self.n <= self.beam_width, f"must be at most beam_width, {self.beam_width}")
+        for name, neutral in _NOT_WITH_BEAMS.items():
+            value = getattr(self, name)
+            _require(name, value, value == neutral, "must not be set with beam_width: a beam search draws nothing")
+
+    @property
+    def num_sequences(self) -> int:
+        """How many completions are drawn."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def is_greedy(self) -> bool:
@@ -244,6 +285,23 @@ class EngineLoad:
     """Tokens not yet computed for the waiting and running sequences."""
     num_free_blocks: int
     num_total_blocks: int
+
+
+_NOT_WITH_BEAMS: Final[Mapping[str, object]] = {
+    "best_of": None,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "structured_outputs": None,
+    "allowed_token_ids": None,
+    "logit_bias": {},
+    "bad_words": (),
+    "stop": (),
+    "min_tokens": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Beams are ranked by what the model itself says: what changes or cuts that has no meaning for them."""
 
 
 def _require(field: str, value: object, ok: bool, limit: str) -> None:

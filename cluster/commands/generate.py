@@ -1,22 +1,46 @@
-"""`holdfast generate`: one completion, shown as it comes; in this process, or on a server with `--server`."""
+"""`holdfast generate`: completions of a prompt, a single one shown as it comes; here, or on a server."""
 
 import asyncio
 import sys
-import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
+from cluster.commands.printing import Printer, print_logprobs
+from cluster.commands.sampling_flags import SamplingFlags
 from cluster.config import load_config
 from cluster.config_sources import Layer
 from cluster.flags import ESSENTIALS, takes_settings
 from worker.config import WorkerConfig
 from worker.errors import ConfigurationError
-from worker.request import SamplingParams
-from worker.structured_outputs import StructuredOutputs
+from worker.request import Priority, SamplingParams, TokenLogprob
 
-_SAMPLING = Group.create_ordered("Sampling")
+if TYPE_CHECKING:
+    from cluster.client import AsyncClient
+    from cluster.inference_engine import InferenceEngine
+    from cluster.outputs import Logprob, RequestOutput
+
+
+_DEFAULTS: Final = SamplingFlags()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What is to be completed, and how."""
+
+    text: str
+    params: SamplingParams
+    chat: bool = False
+    priority: Priority = Priority.NORMAL
+    tenant: str = ""
+
+    @property
+    def is_streamed(self) -> bool:
+        """One completion is shown as it comes; of several, or of the best ones, nothing before the end."""
+        return self.params.num_sequences == 1 and self.params.beam_width is None
 
 
 @takes_settings("model", "parallel", "cache", "scheduler", "speculation", without=("model.seed",))
@@ -31,29 +55,12 @@ def generate(
             group=ESSENTIALS, help="host:port of running routers, with commas in between, instead of a model here"
         ),
     ] = None,
-    max_tokens: Annotated[int, Parameter(group=_SAMPLING, help="at most this many tokens")] = 64,
-    temperature: Annotated[float, Parameter(group=_SAMPLING, help="0 takes the likeliest token every time")] = 0.0,
-    top_k: Annotated[int, Parameter(group=_SAMPLING, help="draw among the k best; 0 for all")] = 0,
-    top_p: Annotated[float, Parameter(group=_SAMPLING, help="draw among the best with this mass")] = 1.0,
-    min_p: Annotated[float, Parameter(group=_SAMPLING, help="draw among those with this share of the best's")] = 0.0,
-    seed: Annotated[int, Parameter(group=_SAMPLING, help="key of the draws")] = 0,
-    min_tokens: Annotated[int, Parameter(group=_SAMPLING, help="at least this many tokens before it may end")] = 0,
-    repetition_penalty: Annotated[
-        float, Parameter(group=_SAMPLING, help="above 1 avoids tokens of prompt and output")
-    ] = 1.0,
-    presence_penalty: Annotated[float, Parameter(group=_SAMPLING, help="above 0 avoids tokens of the output")] = 0.0,
-    frequency_penalty: Annotated[
-        float, Parameter(group=_SAMPLING, help="above 0 avoids tokens the more often the output has them")
-    ] = 0.0,
-    bad_words: Annotated[
-        list[str] | None, Parameter(group=_SAMPLING, negative=(), help="text that must not come up")
-    ] = None,
-    json_schema: Annotated[
-        str | None, Parameter(group=_SAMPLING, help="a JSON schema that the output follows, or a file that holds one")
-    ] = None,
-    regex: Annotated[str | None, Parameter(group=_SAMPLING, help="what the whole output matches")] = None,
-    stop: Annotated[list[str] | None, Parameter(group=_SAMPLING, negative=(), help="text that ends the output")] = None,
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
+    priority: Annotated[
+        Literal["critical", "high", "normal", "low"], Parameter(group=ESSENTIALS, help="class of service")
+    ] = "normal",
+    tenant: Annotated[str, Parameter(group=ESSENTIALS, help="on whose account; tenants share by `tenant_shares`")] = "",
+    sampling: Annotated[SamplingFlags, Parameter(name="*")] = _DEFAULTS,
     settings: Layer,
 ) -> int:
     """Complete a prompt and show the text as it comes.
@@ -61,98 +68,118 @@ def generate(
     Examples: holdfast generate "The capital of France is"; holdfast generate --chat "What is 2 plus 3?"
     """
     text = sys.stdin.read() if prompt == "-" else prompt
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        bad_words=bad_words or (),
-        stop=stop or (),
-        structured_outputs=_structured_outputs(json_schema, regex),
-    )
+    ask = Ask(text=text, params=sampling.params(), chat=chat, priority=Priority[priority.upper()], tenant=tenant)
     if server is None:
-        _complete_here(load_config(settings, config).config.worker, text, params, chat)
+        _complete_here(load_config(settings, config).config.worker, ask)
         return 0
     if chat:
         raise ConfigurationError("--chat (with --server): chat templates are applied where the model is loaded")
     model = settings.get("model.model")
-    asyncio.run(_complete_on_server(server, text, params, str(model.value) if model else ""))
+    asyncio.run(_complete_on_server(server, ask, str(model.value) if model else ""))
     return 0
 
 
-def _structured_outputs(json_schema: str | None, regex: str | None) -> StructuredOutputs | None:
-    if json_schema is None and regex is None:
-        return None
-    if json_schema is not None and not json_schema.lstrip().startswith("{"):
-        try:
-            json_schema = Path(json_schema).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"--json-schema: neither a JSON object nor a file to be read: {error}") from None
-    return StructuredOutputs(json=json_schema, regex=regex)
+# --- in this process ---
 
 
-class _Printer:
-    """Prints a text as it grows, and keeps the time."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self._started_s = time.perf_counter()
-        self._first_s = 0.0
-        self._num_tokens = 0
-
-    def add(self, text: str, num_tokens: int) -> None:
-        """`text` is new, and so are `num_tokens` tokens."""
-        if not self._num_tokens:
-            self._first_s = time.perf_counter() - self._started_s
-        self._num_tokens += num_tokens
-        self.text += text
-        print(text, end="", flush=True)
-
-    def finish(self, reason: str) -> None:
-        total_s = time.perf_counter() - self._started_s
-        print(flush=True)
-        speed = f"{self._num_tokens / total_s:.0f} tokens/s, first after {1000 * self._first_s:.0f} ms"
-        print(f"{self._num_tokens} tokens in {total_s:.2f} s, {speed}, ended by {reason}", file=sys.stderr)
-
-
-def _complete_here(config: WorkerConfig, text: str, params: SamplingParams, chat: bool) -> None:
+def _complete_here(config: WorkerConfig, ask: Ask) -> None:
+    from cluster.beams import search
     from cluster.inference_engine import InferenceEngine
     from cluster.llm import chat_token_ids
-    from cluster.outputs import RequestOutput
     from cluster.progress import progress
 
     with progress(sys.stderr) as report:
         engine = InferenceEngine(config=config, progress=report)
         engine.start()
     try:
-        prompt = chat_token_ids(engine.tokenizer, [{"role": "user", "content": text}]) if chat else text
-        printer = _Printer()
-        num_tokens = 0
-
-        def show(output: RequestOutput) -> None:
-            nonlocal num_tokens
-            completion = output.outputs[0]
-            printer.add(completion.text[len(printer.text) :], len(completion.token_ids) - num_tokens)
-            num_tokens = len(completion.token_ids)
-
-        output = engine.submit_request(prompt, params, callback=show).result()
-        printer.finish(str(output.outputs[0].finish_reason))
+        prompt = chat_token_ids(engine.tokenizer, [{"role": "user", "content": ask.text}]) if ask.chat else ask.text
+        printer = Printer()
+        if ask.is_streamed:
+            output = _stream_here(engine, prompt, ask, printer)
+        elif ask.params.beam_width is None:
+            output = engine.submit_request(prompt, ask.params, ask.priority, tenant=ask.tenant).result()
+            printer.show(output.outputs)
+        else:
+            output = search(engine, prompt, ask.params, ask.priority)
+            printer.show(output.outputs)
+        _print_all_logprobs(output, lambda token_id: engine.tokenizer.decode((token_id,), skip_special_tokens=False))
     finally:
         engine.stop()
 
 
-async def _complete_on_server(addresses: str, text: str, params: SamplingParams, model: str) -> None:
+def _stream_here(engine: "InferenceEngine", prompt: str | list[int], ask: Ask, printer: Printer) -> "RequestOutput":
+    num_tokens = 0
+
+    def show(output: "RequestOutput") -> None:
+        nonlocal num_tokens
+        completion = output.outputs[0]
+        printer.add(completion.text[len(printer.text) :], len(completion.token_ids) - num_tokens)
+        num_tokens = len(completion.token_ids)
+
+    output = engine.submit_request(prompt, ask.params, ask.priority, show, ask.tenant).result()
+    printer.finish(str(output.outputs[0].finish_reason))
+    return output
+
+
+def _print_all_logprobs(output: "RequestOutput", text_of: Callable[[int], str]) -> None:
+    if output.prompt_logprobs is not None:
+        print_logprobs("prompt", [_ranked(said) for said in output.prompt_logprobs], text_of)
+    for completion in output.outputs:
+        if completion.logprobs is not None:
+            print_logprobs(f"completion {completion.index}", [_ranked(said) for said in completion.logprobs], text_of)
+
+
+def _ranked(said: "dict[int, Logprob] | None") -> TokenLogprob | None:
+    """The token's own entry is the first; among the best it is only if it has its place there."""
+    if said is None:
+        return None
+    (token_id, own), *_ = said.items()
+    by_rank = sorted((one.rank, other, one.logprob) for other, one in said.items())
+    top = tuple((other, logprob) for place, (rank, other, logprob) in enumerate(by_rank, start=1) if rank == place)
+    return TokenLogprob(token_id=token_id, logprob=own.logprob, rank=own.rank, top=top)
+
+
+# --- on a server ---
+
+
+async def _complete_on_server(addresses: str, ask: Ask, model: str) -> None:
     from cluster.client import AsyncClient
 
-    printer = _Printer()
+    printer = Printer()
     async with AsyncClient(addresses.split(",")) as client:
-        async for chunk in client.stream(text, params, model=model):
-            printer.add(chunk.text, len(chunk.token_ids))
-            if chunk.finish_reason is not None:
-                printer.finish(chunk.finish_reason)
+        if ask.is_streamed:
+            prompt_logprobs, logprobs = await _stream_from(client, ask, model, printer)
+            tables = {"completion 0": logprobs}
+        else:
+            answer = await client.generate(ask.text, ask.params, model=model, priority=ask.priority, tenant=ask.tenant)
+            printer.show(answer.completions)
+            prompt_logprobs = answer.prompt_logprobs
+            tables = {f"completion {item.sequence_index}": item.logprobs for item in answer.completions}
+        tables = {title: items for title, items in {"prompt": prompt_logprobs, **tables}.items() if items}
+        token_ids = {token_id for items in tables.values() for token_id in _token_ids(items)}
+        texts = {token_id: await client.detokenize([token_id], model=model) for token_id in sorted(token_ids)}
+    for title, items in tables.items():
+        print_logprobs(title, items, texts.__getitem__)
+
+
+async def _stream_from(
+    client: "AsyncClient", ask: Ask, model: str, printer: Printer
+) -> tuple[tuple[TokenLogprob | None, ...], tuple[TokenLogprob | None, ...]]:
+    """What is said of the prompt's tokens, and of the output's."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    logprobs: tuple[TokenLogprob | None, ...] = ()
+    async for chunk in client.stream(ask.text, ask.params, model=model, priority=ask.priority, tenant=ask.tenant):
+        printer.add(chunk.text, len(chunk.token_ids))
+        prompt_logprobs += chunk.prompt_logprobs
+        logprobs += chunk.logprobs
+        if chunk.finish_reason is not None:
+            printer.finish(chunk.finish_reason)
+    return prompt_logprobs, logprobs
+
+
+def _token_ids(items: Iterable[TokenLogprob | None]) -> Iterator[int]:
+    """All that a table shows."""
+    for item in items:
+        if item is not None:
+            yield item.token_id
+            yield from (token_id for token_id, _ in item.top)

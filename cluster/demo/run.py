@@ -17,9 +17,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.chunks import Chunk
 from cluster.client import AsyncClient
 from cluster.config import ClusterConfig, HoldfastConfig
+from cluster.generation import Chunk
 from cluster.progress import progress
 from cluster.serving import serving
 from worker.config import ParallelConfig

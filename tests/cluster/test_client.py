@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from cluster.chunks import Chunk
 from cluster.client import AsyncClient
+from cluster.generation import Chunk
 from holdfast_pb import inference_pb2, inference_pb2_grpc
 from router.status import call_status
 from worker.errors import (

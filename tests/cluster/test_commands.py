@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import run
-from cluster.commands import generate, stats
+from cluster.commands import stats
 from holdfast_pb import inference_pb2
 from router.tokenizer import Tokenizer
-from worker.request import SamplingParams
-from worker.structured_outputs import StructuredOutputs
 
 
 def test_generate_prints_the_completion_and_what_it_took(
@@ -28,37 +26,19 @@ def test_generate_prints_the_completion_and_what_it_took(
     assert "ended by length" in shown.err
 
 
-def test_generate_has_flags_for_the_common_controls(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_generate_shows_several_completions_with_their_log_probabilities(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
 ):
-    asked: list[SamplingParams] = []
-    monkeypatch.setattr(generate, "_complete_here", lambda config, text, params, chat: asked.append(params))
-    controls = {"min_p": 0.1, "min_tokens": 5, "repetition_penalty": 1.5}
-    controls |= {"presence_penalty": 0.5, "frequency_penalty": -0.5}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in controls.items()]
-    assert run(["generate", "hello", *flags, "--bad-words", "a", "--bad-words", "b"]) == 0
-    assert asked == [SamplingParams(temperature=0.0, seed=0, max_tokens=64, bad_words=["a", "b"], **controls)]
-    capsys.readouterr()
-    assert run(["generate", "hello", "--min-p", "2"]) != 0
-    assert "sampling_params.min_p = 2.0: must be in [0, 1]" in capsys.readouterr().err
-
-
-def test_generate_takes_a_schema_as_text_or_as_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    asked: list[SamplingParams] = []
-    monkeypatch.setattr(generate, "_complete_here", lambda config, text, params, chat: asked.append(params))
-    schema = '{"type": "object"}'
-    (tmp_path / "schema.json").write_text(schema)
-    for flags in (["--json-schema", schema], ["--json-schema", str(tmp_path / "schema.json")], ["--regex", "a+"]):
-        assert run(["generate", "hello", *flags]) == 0
-    assert [params.structured_outputs for params in asked] == [
-        StructuredOutputs(json=schema),
-        StructuredOutputs(json=schema),
-        StructuredOutputs(regex="a+"),
-    ]
-    assert run(["generate", "hello", "--json-schema", "nowhere.json"]) != 0
-    assert "--json-schema" in capsys.readouterr().err
+    settings = ["--model", str(tiny_model), "--dtype", "float32", "--num-threads", "1", "--num-blocks", "16"]
+    assert (
+        run(["generate", "hello", "-n", "2", "--best-of", "3", "--logprobs", "1", "--max-tokens", "4", *settings]) == 0
+    )
+    shown = capsys.readouterr()
+    assert [line[:4] for line in shown.out.splitlines()] == ["[0] ", "[1] "]
+    assert shown.err.count("ended by length, log-probability") == 2
+    assert "completion 1" in shown.err
+    assert run(["generate", "hello", "--beam-width", "2", "--echo", "--max-tokens", "4", *settings]) == 0
+    assert capsys.readouterr().out.startswith("[0] hello")
 
 
 def test_estimate_says_what_a_model_needs(tiny_model: Path, capsys: pytest.CaptureFixture[str]):

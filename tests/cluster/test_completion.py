@@ -1,5 +1,7 @@
 """One request's output as it grows, when a step brings several tokens at once."""
 
+from dataclasses import replace
+
 from cluster.completion import Completion
 from cluster.outputs import RequestOutput
 from tests.fakes import byte_tokenizer
@@ -38,3 +40,21 @@ def test_a_token_comes_once_with_its_rank_and_its_text():
         ("a", -0.5, 2),
         ("z", -0.25, 1),
     ]
+
+
+def test_what_is_said_of_the_prompt_begins_with_nothing():
+    first = TokenLogprob(token_id=ord("p"), logprob=-3.0, rank=9, top=((ord("q"), -0.1),))
+    last = replace(delta(0, "a", FinishReason.LENGTH), prompt_logprobs=(None, first))
+    output = finished(last, prompt_logprobs=1)
+    nothing, said = output.prompt_logprobs
+    assert nothing is None
+    assert [(item.decoded_token, item.rank) for item in said.values()] == [("p", 9), ("q", 1)]
+    assert finished(delta(0, "a", FinishReason.LENGTH)).prompt_logprobs is None
+
+
+def test_the_text_goes_on_from_the_prompt():
+    """The prompt ends within a character that the output ends."""
+    request = EngineRequest(request_id="r", prompt_token_ids=(ord("h"), 0xC3), sampling_params=SamplingParams(seed=1))
+    completion = Completion(request, None, byte_tokenizer(), None)
+    completion.take(TokenDelta(request_id="r", first_token_index=0, token_ids=(0xA9,), finish_reason=FinishReason.STOP))
+    assert completion.future.result(timeout=0).outputs[0].text == "\u00e9"

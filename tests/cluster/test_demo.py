@@ -3,8 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
-from cluster.chunks import Chunk
 from cluster.demo.run import LinePrinter, Stream
+from cluster.generation import Chunk
 from worker.request import FinishReason
 
 

@@ -177,3 +177,26 @@ def test_token_ids_beyond_the_vocabulary_are_refused_by_name(engine, name):
     params = SamplingParams(**{name: {999: 1.0} if name == "logit_bias" else [999]})
     with pytest.raises(InvalidRequestError, match=rf"sampling_params\.{name} = 999"):
         engine.submit_request("hello", params)
+
+
+def test_cancelling_ends_every_completion(engine):
+    recorder = Recorder()
+    handle = engine.submit_request("hello", replace(ENDLESS, n=3), callback=recorder)
+    assert recorder.first.wait(30)
+    handle.cancel()
+    assert [str(one.finish_reason) for one in handle.result(30).outputs] == ["abort"] * 3
+    assert all_blocks_are_free(engine)
+
+
+def test_a_callback_sees_nothing_of_a_ranked_request_before_its_end(engine):
+    recorder = Recorder()
+    output = engine.submit_request("hello", replace(GREEDY, best_of=3), callback=recorder).result(30)
+    assert recorder.outputs == [output]
+
+
+def test_a_completion_that_is_refused_ends_its_siblings(engine):
+    handle = engine.submit_request("x" * 2000, replace(GREEDY, n=3))
+    with pytest.raises(InvalidRequestError):
+        handle.result(30)
+    assert engine.submit_request("hello", GREEDY).result(30).finished
+    assert all_blocks_are_free(engine)

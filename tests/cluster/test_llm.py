@@ -188,3 +188,53 @@ def test_a_schema_that_cannot_be_enforced_is_refused_and_the_engine_goes_on(llm)
         llm.generate("hello", SamplingParams(structured_outputs={"json": {"type": "array", "uniqueItems": True}}))
     output = llm.generate("hello", SamplingParams(structured_outputs={"choice": ["hens", "ducks"]}))
     assert output[0].outputs[0].text in ("hens", "ducks")
+
+
+def test_completion_i_is_what_seed_plus_i_would_have_drawn(llm):
+    params = SamplingParams(temperature=1.5, seed=5, max_tokens=8, ignore_eos=True)
+    (output,) = llm.generate("hello", replace(params, n=3))
+    assert [one.index for one in output.outputs] == [0, 1, 2]
+    for index, one in enumerate(output.outputs):
+        assert one.token_ids == tokens(llm.generate("hello", replace(params, seed=5 + index)))[0]
+    assert len({tuple(one.token_ids) for one in output.outputs}) == 3
+
+
+def test_the_best_by_mean_log_probability_are_returned_best_first(llm):
+    params = SamplingParams(temperature=1.5, seed=5, max_tokens=8, ignore_eos=True, n=4)
+    (every,) = llm.generate("hello", replace(params, logprobs=0))
+    best = sorted(every.outputs, key=lambda one: -one.cumulative_logprob)[:2]
+    (output,) = llm.generate("hello", replace(params, n=2, best_of=4))
+    assert [one.token_ids for one in output.outputs] == [one.token_ids for one in best]
+    assert [one.cumulative_logprob for one in output.outputs] == [one.cumulative_logprob for one in best]
+    assert [(one.index, one.logprobs) for one in output.outputs] == [(0, None), (1, None)]
+
+
+def test_many_prompts_of_several_completions_fit_a_short_queue(llm):
+    """The queue takes 4 sequences."""
+    outputs = llm.generate([f"prompt {number}" for number in range(9)], replace(GREEDY, n=3))
+    assert all(len(output.outputs) == 3 for output in outputs)
+    assert len(llm.generate("hello", replace(GREEDY, n=4))[0].outputs) == 4
+    with pytest.raises(InvalidRequestError, match=r"sampling_params.n = 5: must be at most 4"):
+        llm.generate("hello", replace(GREEDY, n=5))
+
+
+def test_echo_and_truncation(llm):
+    plain = llm.generate("hello", GREEDY)[0].outputs[0]
+    assert llm.generate("hello", replace(GREEDY, echo=True))[0].outputs[0].text == "hello" + plain.text
+    (cut,) = llm.generate("say hello", replace(GREEDY, echo=True, truncate_prompt_tokens=5))
+    assert (cut.prompt, cut.prompt_token_ids) == ("say hello", llm.get_tokenizer().encode("hello"))
+    assert (cut.outputs[0].token_ids, cut.outputs[0].text) == (plain.token_ids, "hello" + plain.text)
+    (fitted,) = llm.generate("x" * 1000, replace(GREEDY, truncate_prompt_tokens=-1))
+    assert len(fitted.prompt_token_ids) == 256 - 12
+
+
+def test_a_stop_string_ends_one_completion_and_not_the_others(llm):
+    params = SamplingParams(temperature=1.5, seed=5, max_tokens=30, ignore_eos=True, n=3)
+    texts = [one.text for one in llm.generate("hello", params)[0].outputs]
+    stop = next(letter for letter in texts[1][3:20] if letter.isascii() and letter not in texts[0] + texts[2])
+    outputs = llm.generate("hello", replace(params, stop=stop))[0].outputs
+    assert [str(one.finish_reason) for one in outputs] == ["length", "stop", "length"]
+    assert [outputs[0].text, outputs[2].text] == [texts[0], texts[2]]
+    llm.generate("hello", GREEDY)
+    load = llm.engine.get_stats().load
+    assert load.num_free_blocks == load.num_total_blocks

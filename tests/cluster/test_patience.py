@@ -1,7 +1,8 @@
 import pytest
 
-from cluster.chunks import Chunk, Received
+from cluster.generation import Chunk
 from cluster.patience import FIRST_PAUSE_S, MAX_PAUSE_S, Patience
+from cluster.received import Received
 from worker.errors import InternalError
 from worker.request import FinishReason
 

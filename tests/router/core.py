@@ -82,13 +82,16 @@ class Core:
         timeout_s: float = 60.0,
         stop_at: int | None = None,
         num_prompt_tokens: int = 3,
+        group_id: str = "",
+        prompt_logprobs: int | None = None,
     ) -> list[Action]:
-        params = SamplingParams(seed=1, max_tokens=100)
+        params = SamplingParams(seed=1, max_tokens=100, prompt_logprobs=prompt_logprobs)
         request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=(7,) * num_prompt_tokens,
             sampling_params=params,
             priority=priority,
+            group_id=group_id,
         )
         deadline = self.now + timeout_s
         text = LetterText(stop_at)

@@ -1,10 +1,11 @@
 """Controls on their way from a client to a replica: what is refused, what arrives, and what bad words turn into."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cluster.client_wire import _sampling_params
+from cluster.wire import sampling_params
 from holdfast_pb import engine_pb2, inference_pb2
 from router.controls import bad_word_token_ids
 from router.events import SendSubmit
@@ -12,7 +13,7 @@ from router.tokenizer import Tokenizer
 from router.wire import generation_request, submit_message
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.router import sample_tokenizers as sample
-from tests.router.site import on_a_loop, refusal, request, site
+from tests.router.site import collected, on_a_loop, refusal, request, site
 from worker.errors import InvalidRequestError
 from worker.link import _engine_request
 from worker.request import EngineRequest, SamplingParams
@@ -32,7 +33,28 @@ EVERYTHING = SamplingParams(
     skip_special_tokens=False,
     logprobs=5,
     structured_outputs={"json": {"type": "object"}},
+    n=2,
+    best_of=5,
+    echo=True,
+    truncate_prompt_tokens=-1,
 )
+BEAMS = SamplingParams(
+    seed=0, n=2, beam_width=3, length_penalty=0.7, max_tokens=None, ignore_eos=True, stop_token_ids=[4]
+)
+BEAM_REFUSALS = {
+    "best_of": 2,
+    "logprobs": 1,
+    "prompt_logprobs": 1,
+    "min_tokens": 1,
+    "stop": ["x"],
+    "bad_words": ["x"],
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": {1: 1.0},
+    "allowed_token_ids": [1],
+    "structured_outputs": inference_pb2.StructuredOutputs(regex="a"),
+}
 
 BAD = {
     "min_p": [({"min_p": -0.1}, "[0, 1]"), ({"min_p": 1.5}, "[0, 1]"), ({"min_p": float("nan")}, "[0, 1]")],
@@ -49,6 +71,21 @@ BAD = {
     ],
     "allowed_token_ids": [({"allowed_token_ids": [1, 256]}, "vocabulary size, 256")],
     "logprobs": [({"logprobs": -1}, "[0, 20]"), ({"logprobs": 21}, "[0, 20]")],
+    "prompt_logprobs": [({"prompt_logprobs": -1}, "[0, 20]"), ({"prompt_logprobs": 21}, "[0, 20]")],
+    "n": [
+        ({"n": 0}, "at least 1"),
+        ({"n": 65}, "at most 64 (limits.max_sequences)"),
+        ({"n": 3, "beam_width": 2}, "at most beam_width, 2"),
+    ],
+    "best_of": [
+        ({"best_of": 0}, "at least n, 1"),
+        ({"n": 3, "best_of": 2}, "at least n, 3"),
+        ({"n": 3, "best_of": 65}, "at most 64 (limits.max_sequences)"),
+    ],
+    "truncate_prompt_tokens": [({"truncate_prompt_tokens": value}, "at least 1, or -1") for value in (0, -2)],
+    "beam_width": [({"beam_width": value}, "[1, 10]") for value in (0, 11)],
+    "length_penalty": [({"length_penalty": value}, "[-10, 10]") for value in (10.5, float("nan"), float("inf"))],
+    "max_tokens": [({"max_tokens": 5, "no_max_tokens": True}, "no_max_tokens")],
     "bad_words": [
         ({"bad_words": ["a", ""]}, "empty"),
         ({"bad_words": [" "]}, "only spaces"),
@@ -93,8 +130,42 @@ def test_one_bad_word_may_be_given_without_a_list():
 
 
 def test_every_parameter_survives_the_way_from_the_client_to_the_router():
-    message = inference_pb2.GenerateRequest(text="x", sampling_params=_sampling_params(EVERYTHING))
-    assert generation_request(message).sampling_params == EVERYTHING
+    for params in (EVERYTHING, replace(EVERYTHING, prompt_logprobs=4), BEAMS):
+        message = inference_pb2.GenerateRequest(text="x", sampling_params=sampling_params(params))
+        assert generation_request(message).sampling_params == params
+
+
+def test_message_and_parameters_have_the_same_fields():
+    in_message = {field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields}
+    assert in_message - {"no_max_tokens"} == set(SamplingParams.__dataclass_fields__)
+
+
+def test_no_max_tokens_means_as_many_as_fit_and_unset_the_default():
+    for fields, max_tokens in (({}, 16), ({"no_max_tokens": True}, None), ({"max_tokens": 3}, 3)):
+        message = inference_pb2.GenerateRequest(text="x", sampling_params=inference_pb2.SamplingParams(**fields))
+        assert generation_request(message).sampling_params.max_tokens == max_tokens
+
+
+@on_a_loop
+async def test_what_a_beam_search_cannot_heed_is_refused_by_name():
+    async with site(await FakeReplica.start()) as place:
+        for name, value in BEAM_REFUSALS.items():
+            params = inference_pb2.SamplingParams(beam_width=2, **{name: value})
+            refused = await refusal(place.stub.Generate(request(sampling_params=params)))
+            assert (refused.code, refused.field) == ("INVALID_ARGUMENT", f"sampling_params.{name}")
+            assert "beam_width" in refused.message
+        assert place.replicas[0].submits == []
+
+
+@on_a_loop
+async def test_what_is_chosen_in_the_end_cannot_be_streamed():
+    async with site(await FakeReplica.start()) as place:
+        for name, fields in {"best_of": {"n": 2, "best_of": 3}, "beam_width": {"beam_width": 2}}.items():
+            params = inference_pb2.SamplingParams(**fields)
+            refused = await refusal(collected(place.stub.GenerateStream(request(sampling_params=params))))
+            assert (refused.code, refused.field) == ("INVALID_ARGUMENT", f"sampling_params.{name}")
+            assert "call Generate" in refused.message
+        assert place.replicas[0].submits == []
 
 
 def test_every_parameter_of_the_token_world_survives_the_link():
@@ -111,6 +182,7 @@ def test_every_parameter_of_the_token_world_survives_the_link():
     assert received.bad_word_token_ids == words
     assert received.grammar == sent.grammar
     text_only = {"stop", "bad_words", "include_stop_str_in_output", "skip_special_tokens", "structured_outputs"}
+    text_only |= {"n", "best_of", "echo", "truncate_prompt_tokens", "beam_width", "length_penalty"}
     for name in set(SamplingParams.__dataclass_fields__) - text_only:
         assert getattr(received.sampling_params, name) == getattr(EVERYTHING, name), name
 

@@ -387,3 +387,39 @@ def test_a_model_without_replicas_is_still_known(core):
     core.down("r")
     (model,) = core.dispatch.models()
     assert (model.name, model.num_replicas) == ("m", 0)
+
+
+# --- siblings ---
+
+
+def siblings_sent_to(core: Core, *numbers: int) -> list[str]:
+    """Where the siblings of one request go, in the order of `numbers`."""
+    return [sent(core.submit(f"g/{number}", group_id="g")).replica_id for number in numbers]
+
+
+def test_siblings_go_where_the_first_one_runs_though_others_are_emptier():
+    core = Core()
+    core.up("a")
+    core.up("b")
+    assert siblings_sent_to(core, 0, 1, 2) == ["a", "a", "a"]
+    assert sent(core.submit("alone")).replica_id == "b"
+
+
+def test_siblings_go_elsewhere_when_the_first_ones_replica_is_full_or_retiring_or_the_first_is_over():
+    full = Core(config=RouterConfig(max_waiting_per_replica=2))
+    full.up("a")
+    full.up("b")
+    assert siblings_sent_to(full, 0, 1, 2) == ["a", "a", "b"]
+    retiring = Core()
+    retiring.up("a")
+    retiring.up("b")
+    assert siblings_sent_to(retiring, 0) == ["a"]
+    retiring.dispatch.replica_retiring("a", True, retiring.now)
+    assert siblings_sent_to(retiring, 1) == ["b"]
+    over = Core()
+    over.up("a")
+    over.up("b")
+    assert siblings_sent_to(over, 0) == ["a"]
+    over.submit("other")
+    over.cancel("g/0")
+    assert siblings_sent_to(over, 1) == ["a"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.client_wire import _sampling_params
+from cluster.wire import sampling_params
 from holdfast_pb import inference_pb2
 from router.config import LimitsConfig
 from router.grammar import GrammarCompiler
@@ -88,7 +88,7 @@ def test_what_the_wire_cannot_say_is_refused_in_process(given: dict, field: str)
 )
 def test_every_kind_survives_the_way_from_the_client_to_the_router(wish: dict):
     params = SamplingParams(structured_outputs=wish)
-    message = inference_pb2.GenerateRequest(text="x", sampling_params=_sampling_params(params))
+    message = inference_pb2.GenerateRequest(text="x", sampling_params=sampling_params(params))
     received = generation_request(message).sampling_params
     assert received == params
     assert received.structure == StructuredOutputs(**wish)

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 from cluster.client import AsyncClient
 from holdfast_pb import inference_pb2
-from tests.router.core import Core, delivered, delta
+from router.events import Likelihood
+from tests.router.core import Core, delivered, delta, failure
 from tests.router.site import on_a_loop, request, site
 from tests.router.test_real_link import RealReplica
 from tests.worker.test_controls import LogitsRunner
+from worker.errors import InternalError
 from worker.request import FinishReason, SamplingParams, TokenLogprob
 
 
@@ -36,6 +38,27 @@ def test_those_of_tokens_that_were_seen_before_are_dropped():
     core.step(saying(1, 0, 0, 1, 2))
     again = delivered(core.step(saying(1, 1, 1, 2, 3, finish=FinishReason.LENGTH)))
     assert (again.first_token_index, again.token_ids, again.logprobs) == (3, (3,), said_of(3))
+
+
+def test_those_of_the_prompt_are_told_once_with_the_tokens_that_the_router_knows():
+    core = Core()
+    core.up()
+    core.submit("a", prompt_logprobs=1)
+    likely = [Likelihood(logprob=-1.0, rank=2, top=((4, -0.5),)), Likelihood(logprob=-2.0, rank=1, top=())]
+    first = delivered(core.step(replace(delta(1, 0, 0, 1), prompt_logprobs=likely)))
+    assert first.prompt_logprobs == (
+        TokenLogprob(token_id=7, logprob=-1.0, rank=2, top=((4, -0.5),)),
+        TokenLogprob(token_id=7, logprob=-2.0, rank=1),
+    )
+    again = delivered(core.step(replace(delta(1, 0, 0, 1, 2), prompt_logprobs=likely)))
+    assert (again.token_ids, again.prompt_logprobs) == ((2,), ())
+
+
+def test_a_prompt_of_which_too_little_is_said_is_a_fault_of_ours():
+    core = Core()
+    core.up()
+    core.submit("a", prompt_logprobs=1)
+    assert isinstance(failure(core.step(delta(1, 0, 0))).error, InternalError)
 
 
 @on_a_loop

@@ -120,5 +120,5 @@ def twofold(wish: inference_pb2.GenerateRequest) -> inference_pb2.GenerateReques
 
 def test_a_text_length_beyond_the_text_names_what_is_certain():
     text = TextStream(byte_tokenizer(), SamplingParams())
-    with pytest.raises(InvalidRequestError, match="at most 2"):
+    with pytest.raises(InvalidRequestError, match=r"must be in \[0, 2\]"):
         catch_up(text, Resume(sequences=(Progress(token_ids=tuple(b"ab"), text_length=3),)), 0)

@@ -10,10 +10,12 @@ from google.rpc.status_pb2 import Status
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.wire import chunk, generation
 from holdfast_pb import engine_pb2, inference_pb2
 from router import status
+from router.answer import Answer, Completion
 from router.config import LimitsConfig
-from router.events import Deliver, SendSubmit, Usage
+from router.events import Deliver, Likelihood, SendSubmit, Usage
 from router.request import derived_seed
 from router.resume import Progress, Resume
 from router.status import call_status
@@ -104,6 +106,11 @@ def test_a_chunk_in_the_middle_says_no_more_than_it_knows():
     assert not chunk.HasField("usage")
 
 
+def whole(delivery: Deliver) -> Answer:
+    completions = (Completion(output=delivery),)
+    return Answer(request_id="x", model="m", completions=completions, usage=delivery.usage)
+
+
 def test_the_last_chunk_has_reason_and_usage():
     delivery = Deliver(
         request_id="x",
@@ -116,7 +123,7 @@ def test_the_last_chunk_has_reason_and_usage():
     chunk = stream_response(delivery)
     assert chunk.finish_reason == inference_pb2.FINISH_REASON_STOP
     assert (chunk.usage.prompt_tokens, chunk.usage.completion_tokens) == (2, 3)
-    assert unary_response(delivery, "m").usage == chunk.usage
+    assert unary_response(whole(delivery)).usage == chunk.usage
 
 
 def test_responses_say_where_they_come_from_and_whether_that_is_certain():
@@ -131,7 +138,7 @@ def test_responses_say_where_they_come_from_and_whether_that_is_certain():
         fingerprint="m/tp2",
         identity_guaranteed=False,
     )
-    for message in (stream_response(delivery), unary_response(delivery, "m")):
+    for message in (stream_response(delivery), unary_response(whole(delivery))):
         assert (message.replayed_without_guarantee, message.system_fingerprint) == (True, "m/tp2")
 
 
@@ -158,7 +165,7 @@ def test_logprobs_are_in_chunks_and_in_whole_answers():
     top = [{"token_id": 4, "logprob": -0.25}, {"token_id": 2, "logprob": -math.inf}]
     message = inference_pb2.TokenLogprob(token_id=7, logprob=-1.5, rank=3, top=top)
     assert list(stream_response(delivery).logprobs) == [message]
-    assert list(unary_response(delivery, "m").completions[0].logprobs) == [message]
+    assert list(unary_response(whole(delivery)).completions[0].logprobs) == [message]
 
 
 # --- the link ---
@@ -283,3 +290,49 @@ def test_what_may_be_tried_again_says_when():
     assert Status.FromString(trailers["grpc-status-details-bin"]).details[1].Unpack(retry)
     assert retry.retry_delay.ToMilliseconds() == 2500
     assert trailers["grpc-retry-pushback-ms"] == "2500"
+
+
+def test_what_is_said_of_the_prompt_comes_up_the_link():
+    items = [{"logprob": -1.5, "rank": 3, "top_token_ids": [4], "top_logprobs": [-0.25]}, {"logprob": -2.0, "rank": 1}]
+    delta = engine_pb2.Delta(attempt=1, token_ids=[7], prompt_logprobs=items)
+    (news,) = step_news(engine_pb2.StepUpdate(deltas=[delta])).deltas
+    assert news.prompt_logprobs == [
+        Likelihood(logprob=-1.5, rank=3, top=((4, -0.25),)),
+        Likelihood(logprob=-2.0, rank=1, top=()),
+    ]
+
+
+def test_a_sibling_tells_its_group_and_what_it_asks_of_the_prompt():
+    params = SamplingParams(seed=1, prompt_logprobs=0)
+    request = EngineRequest(request_id="r/0", prompt_token_ids=(1,), sampling_params=params, group_id="r")
+    submit = submit_message(SendSubmit(replica_id="r0", attempt=1, request=request)).submit
+    assert submit.group_id == "r"
+    assert submit.draw.HasField("prompt_logprobs")
+    assert not submit_message(SendSubmit(replica_id="r0", attempt=1, request=plain_request())).submit.draw.HasField(
+        "prompt_logprobs"
+    )
+
+
+def plain_request() -> EngineRequest:
+    return EngineRequest(request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams(seed=1))
+
+
+def test_what_is_said_of_the_prompt_is_in_chunks_and_in_whole_answers():
+    said = TokenLogprob(token_id=7, logprob=-1.5, rank=3)
+    usage = Usage(num_prompt_tokens=2, num_completion_tokens=1)
+    delivery = Deliver(
+        request_id="x",
+        first_token_index=0,
+        token_ids=(7,),
+        text="a",
+        finish_reason=FinishReason.STOP,
+        usage=usage,
+        prompt_logprobs=(said,),
+    )
+    message = inference_pb2.TokenLogprob(token_id=7, logprob=-1.5, rank=3)
+    assert list(stream_response(delivery).prompt_logprobs) == [message]
+    assert list(unary_response(whole(delivery)).completions[0].prompt_logprobs) == [message]
+    for asked, expected in ((2, (None, said)), (None, ())):
+        params = SamplingParams(prompt_logprobs=asked)
+        assert chunk(stream_response(delivery), params).prompt_logprobs == expected
+        assert generation(unary_response(whole(delivery)), params).prompt_logprobs == expected

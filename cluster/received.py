@@ -1,31 +1,12 @@
-"""What a client receives of a stream, piece by piece and in all: enough to go on elsewhere when the router is lost.
+"""What a client has received of a stream: enough to go on elsewhere when the router is lost.
 
-Plain data. What may not live here: gRPC (`client.py`, `client_wire.py`), time (`patience.py`).
+Plain data. What may not live here: gRPC (`client.py`, `wire.py`), time (`patience.py`).
 """
 
 from dataclasses import dataclass, field, replace
 
+from cluster.generation import Chunk
 from worker.errors import InternalError
-from worker.request import FinishReason, TokenLogprob
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """What is new of one sequence. Its chunks continue each other without gap or overlap."""
-
-    request_id: str
-    sequence_index: int = 0
-    first_token_index: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason | None
-    """Set on the last chunk of a sequence."""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each of `token_ids` where the request asks for them; else empty."""
-    replayed_without_guarantee: bool = False
-    """The request was carried on where equal tokens are not certain: nothing is missing, but another run may differ."""
-    system_fingerprint: str = ""
-    """Names all that the tokens are a function of, the request aside."""
 
 
 @dataclass(slots=True)

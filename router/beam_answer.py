@@ -1,0 +1,94 @@
+"""The answer to a request with beams: a `BeamSearch` whose candidates come from ordinary requests of one token each."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Final
+
+from router.answer import Answer, Completion
+from router.beam_search import Beam, BeamSearch, extension
+from router.events import Deliver, Usage
+from router.stream import OutputStream
+from router.switchboard import Switchboard
+from router.text_stream import TextStream
+from router.tokenizer import Tokenizer
+from worker.request import EngineRequest, FinishReason, SamplingParams
+
+_AS_IT_IS: Final = SamplingParams()
+
+
+class BeamAnswer:
+    """One search on a router. Its requests are opened step by step while `whole` runs, and none is left afterwards."""
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        search: BeamSearch,
+        switchboard: Switchboard,
+        *,
+        model: str,
+        tokenizer: Tokenizer,
+        deadline: float,
+        echo: str = "",
+    ) -> None:
+        self.request_id = request.request_id
+        self.model = model
+        self._request = request
+        self._search = search
+        self._switchboard = switchboard
+        self._tokenizer = tokenizer
+        self._deadline = deadline
+        self._echo = echo
+        self._num_extensions = 0
+        self._num_cached_tokens = 0
+
+    async def whole(self) -> Answer:
+        """The best beams, best first. Raises what ended one of the requests with an error."""
+        while self._search.live:
+            outputs = await self._extend(self._search.live)
+            self._search.advance([output.logprobs[0].top for output in outputs])
+        beams = self._search.best(self._request.sampling_params.n)
+        return Answer(
+            request_id=self.request_id,
+            model=self.model,
+            completions=tuple(self._completion(index, beam) for index, beam in enumerate(beams)),
+            usage=self._usage(),
+        )
+
+    async def _extend(self, beams: Sequence[Beam]) -> list[Deliver]:
+        """One token after each beam, all of them asked for together."""
+        with ExitStack() as opened:
+            streams = [self._open(beam, opened) for beam in beams]
+            outputs = [await stream.whole() for stream in streams]
+        first_usage = outputs[0].usage
+        if not beams[0].token_ids and first_usage is not None:
+            self._num_cached_tokens = first_usage.num_cached_tokens
+        return outputs
+
+    def _open(self, beam: Beam, opened: ExitStack) -> OutputStream:
+        request = extension(self._request, beam, self._num_extensions, self._search.num_candidates)
+        self._num_extensions += 1
+        text = TextStream(self._tokenizer, _AS_IT_IS)
+        stream = self._switchboard.open(request, model=self.model, text=text, deadline=self._deadline)
+        opened.callback(self._switchboard.close, stream)
+        return stream
+
+    def _completion(self, index: int, beam: Beam) -> Completion:
+        params = self._request.sampling_params
+        text = TextStream(self._tokenizer, params, self._request.prompt_token_ids)
+        output = Deliver(
+            request_id=self.request_id,
+            sequence_index=index,
+            first_token_index=0,
+            token_ids=beam.token_ids,
+            text=self._echo + text.push(beam.token_ids).text + text.finish(),
+            finish_reason=FinishReason.STOP if beam.has_ended else FinishReason.LENGTH,
+        )
+        return Completion(output=output, cumulative_logprob=beam.logprob)
+
+    def _usage(self) -> Usage:
+        """Every token that was asked for counts, on whichever beam it was."""
+        return Usage(
+            num_prompt_tokens=len(self._request.prompt_token_ids),
+            num_completion_tokens=self._num_extensions,
+            num_cached_tokens=self._num_cached_tokens,
+        )
