@@ -1,0 +1,31 @@
+"""What simulated processes say to each other, besides the words that the router's core has already (`router/events.py`).
+
+Replica to router: `Hello`, then `StepNews`. Router to replica: `Dial`, then `SendSubmit` and `SendAbort`. Client to
+router: `Generate`. Router to client: `Deliver` and `Fail`.
+"""
+
+from dataclasses import dataclass
+
+from router.events import ReplicaFacts
+from worker.request import EngineLoad, EngineRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dial:
+    """A router asks a replica to take it on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The replica's answer."""
+
+    facts: ReplicaFacts
+    load: EngineLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate:
+    """A client's request; `request.output_token_ids` are what it has received already."""
+
+    request: EngineRequest
+    timeout_s: float

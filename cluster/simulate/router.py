@@ -1,0 +1,183 @@
+"""A router that is simulated: the real dispatch core in virtual time, its links to replicas, its clients' calls.
+
+What `router/switchboard.py`, `links.py` and `server.py` do around the core, without sockets. What may not live here:
+decisions, which are the core's.
+"""
+
+import random
+from typing import Any
+
+from cluster.simulate.messages import Dial, Generate, Hello
+from cluster.simulate.network import Connection, Network
+from cluster.simulate.process import Process
+from cluster.simulate.replica import MODEL, SimulatedReplica
+from router.config import LimitsConfig, RouterConfig
+from router.dispatch import Dispatch
+from router.events import Action, Deliver, Fail, SendAbort, SendSubmit, StepNews, TextState
+from router.text_stream import TextStream
+from router.tokenizer import Tokenizer
+from worker.errors import HoldfastError, ReplicaError
+from worker.request import EngineRequest
+
+FIRST_PAUSE_S = 0.05
+
+
+class SimulatedRouter(Process):
+    """One router, life after life."""
+
+    def __init__(
+        self,
+        site: str,
+        network: Network,
+        replicas: list[SimulatedReplica],
+        config: RouterConfig,
+        limits: LimitsConfig,
+        tokenizer: Tokenizer,
+        seed: int,
+    ) -> None:
+        super().__init__(site, network)
+        self.config = config
+        self.limits = limits
+        self._replicas = replicas
+        self._tokenizer = tokenizer
+        self._rng = random.Random(seed)
+
+    def on_start(self) -> None:
+        self.dispatch = Dispatch(self.config, self.limits, self._rng.randrange)
+        self._links: dict[Connection, SimulatedReplica] = {}
+        self._replica_ids: dict[Connection, str] = {}  # of links that are up
+        self._link_of: dict[str, Connection] = {}  # by replica id
+        self._num_failed = dict.fromkeys(self._replicas, 0)
+        self._calls: dict[str, Connection] = {}
+        self._request_ids: dict[Connection, str] = {}
+        self._timer_s: float | None = None
+        for replica in self._replicas:
+            self._dial(replica)
+
+    # --- messages ---
+
+    def on_message(self, connection: Connection, message: Any) -> None:
+        match message:
+            case StepNews():
+                if connection in self._replica_ids:
+                    self._perform(self.dispatch.step(self._replica_ids[connection], message, self.clock))
+            case Generate():
+                self._open(connection, message)
+            case Hello():
+                if connection in self._links:
+                    self._link_up(connection, message)
+
+    def on_closed(self, connection: Connection) -> None:
+        if connection in self._links:
+            self._link_lost(connection)
+        elif connection in self._request_ids:
+            self._perform(self.dispatch.cancel(self._end_call(connection), self.clock))
+
+    # --- links ---
+
+    def _dial(self, replica: SimulatedReplica) -> None:
+        connection = self.connect(replica.site, replica)
+        self._links[connection] = replica
+        connection.send(self, Dial())
+        self.after(self.config.connect_timeout_s, self._expect_hello, connection)
+
+    def _expect_hello(self, connection: Connection) -> None:
+        if connection in self._links and connection not in self._replica_ids:
+            self.hang_up(connection)
+            self._link_lost(connection)
+
+    def _link_up(self, connection: Connection, hello: Hello) -> None:
+        replica_id = hello.facts.replica_id
+        self._num_failed[self._links[connection]] = 0
+        self._replica_ids[connection] = replica_id
+        self._link_of[replica_id] = connection
+        self._perform(self.dispatch.replica_up(hello.facts, hello.load, self.clock))
+
+    def _link_lost(self, connection: Connection) -> None:
+        replica = self._links.pop(connection)
+        num_failed = self._num_failed[replica]
+        self._num_failed[replica] = num_failed + 1
+        self.after(min(FIRST_PAUSE_S * 2**num_failed, self.config.max_reconnect_s), self._dial, replica)
+        replica_id = self._replica_ids.pop(connection, None)
+        if replica_id is not None:
+            del self._link_of[replica_id]
+            error = ReplicaError(f"replica {replica_id} was lost")
+            self._perform(self.dispatch.replica_down(replica_id, error, self.clock))
+
+    # --- calls ---
+
+    def _open(self, connection: Connection, call: Generate) -> None:
+        request = call.request
+        try:
+            actions = self.dispatch.submit(
+                request, model=MODEL, text=self._text(request), deadline=self.clock + call.timeout_s, now=self.clock
+            )
+        except HoldfastError as error:
+            connection.send(self, Fail(request_id=request.request_id, error=error))
+            self.hang_up(connection)
+            return
+        self._calls[request.request_id] = connection
+        self._request_ids[connection] = request.request_id
+        self._perform(actions)
+
+    def _text(self, request: EngineRequest) -> TextState:
+        return TextStream(self._tokenizer, request.sampling_params)
+
+    def _end_call(self, connection: Connection) -> str:
+        request_id = self._request_ids.pop(connection)
+        del self._calls[request_id]
+        return request_id
+
+    # --- actions ---
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Deliver():
+                    self._tell(action, is_last=action.finish_reason is not None)
+                case SendSubmit() | SendAbort():
+                    self._link_of[action.replica_id].send(self, action)
+                case Fail():
+                    self._tell(action, is_last=True)
+        self._set_timer()
+
+    def _tell(self, word: Deliver | Fail, *, is_last: bool) -> None:
+        connection = self._calls[word.request_id]
+        connection.send(self, word)
+        if is_last:
+            self._end_call(connection)
+            self.hang_up(connection)
+
+    def _set_timer(self) -> None:
+        wanted = self.dispatch.next_tick
+        if wanted is not None and (self._timer_s is None or wanted < self._timer_s):
+            self._timer_s = wanted
+            self.after(max(0.0, wanted - self.clock), self._tick, wanted)
+
+    def _tick(self, wanted: float) -> None:
+        if wanted == self._timer_s:
+            self._timer_s = None
+            self._perform(self.dispatch.tick(self.clock))
+
+    def jump_clock(self, seconds: float) -> None:
+        """The clock is set, forwards or backwards; timers go by the clock."""
+        self.clock_offset_s += seconds
+        self._timer_s = None
+        if self.is_up:
+            self._do(self._set_timer)
+
+    # --- what can be asked ---
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
+    @property
+    def num_links_up(self) -> int:
+        return len(self._link_of)
+
+    def check_integrity(self) -> None:
+        """Asserts that there is a call for each open request, and a link for each replica that is up."""
+        self.dispatch.check_integrity()
+        assert len(self._calls) == self.dispatch.num_open, "calls and open requests differ"
+        assert self._link_of.keys() == {load.replica_id for load in self.dispatch.loads()}, "links and replicas differ"
