@@ -54,6 +54,7 @@ _COMMANDS = (
     ("serve", _FIRST, "Start a cluster, or join one, and serve a model over gRPC."),
     ("generate", _FIRST, "Complete a prompt, in this process or on a server."),
     ("demo", _FIRST, "Start a local cluster, stream four prompts at once, and stop it."),
+    ("simulate", _MORE, "Run the cluster's deciders in virtual time under faults, and check every token."),
     ("estimate", _MORE, "Say how much memory a model needs, without loading it."),
 )
 for _order, (_name, _group, _help) in enumerate(_COMMANDS):

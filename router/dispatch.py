@@ -31,7 +31,7 @@ from router.events import (
     TextState,
 )
 from router.fleet import Fleet, ReplicaState
-from router.policy import DrawIndex
+from router.policy import ChooseReplica, DrawIndex, power_of_two_choices
 from router.record import RequestRecord, RequestTable
 from worker.errors import (
     DeadlineExceededError,
@@ -48,9 +48,15 @@ logger = logging.getLogger(__name__)
 class Dispatch:
     """All open requests of one router. Not safe for threads; never blocks."""
 
-    def __init__(self, config: RouterConfig, limits: LimitsConfig, draw: DrawIndex) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        limits: LimitsConfig,
+        draw: DrawIndex,
+        choose: ChooseReplica = power_of_two_choices,
+    ) -> None:
         self._replica_wait_s = config.replica_wait_s
-        self._fleet = Fleet(config.max_waiting_per_replica, draw)
+        self._fleet = Fleet(config.max_waiting_per_replica, draw, choose)
         self._queue = AdmissionQueue(limits.max_queued)
         self._requests = RequestTable()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from router.events import ModelStatus, ReplicaFacts, ReplicaLoad
-from router.policy import DrawIndex, load_score, power_of_two_choices
+from router.policy import ChooseReplica, DrawIndex, load_score, power_of_two_choices
 from worker.errors import UnknownModelError
 from worker.request import EngineLoad
 
@@ -73,8 +73,11 @@ class ModelState:
 class Fleet:
     """All replicas, by id and by model."""
 
-    def __init__(self, max_waiting_per_replica: int, draw: DrawIndex) -> None:
+    def __init__(
+        self, max_waiting_per_replica: int, draw: DrawIndex, choose: ChooseReplica = power_of_two_choices
+    ) -> None:
         self._max_waiting = max_waiting_per_replica
+        self._choose = choose
         self._draw = draw
         self._replicas: dict[str, ReplicaState] = {}
         self._models: dict[str, ModelState] = {}
@@ -110,11 +113,11 @@ class Fleet:
         replicas = [replica for replica in self._models[model].replicas if not replica.is_retiring]
         if not replicas:
             return None
-        chosen = power_of_two_choices(replicas, self._draw)
+        chosen = self._choose(replicas, self._draw)
         if chosen.has_room(self._max_waiting):
             return chosen
         roomy = [replica for replica in replicas if replica.has_room(self._max_waiting)]
-        return power_of_two_choices(roomy, self._draw) if roomy else None
+        return self._choose(roomy, self._draw) if roomy else None
 
     def model(self, name: str) -> ModelState:
         """Raises `UnknownModelError` for a model that has never been served here."""

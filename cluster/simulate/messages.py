@@ -1,4 +1,4 @@
-"""What simulated processes say to each other, besides the words that the router's core has already (`router/events.py`).
+"""What simulated processes say to each other, besides the words of the router's core (`router/events.py`).
 
 Replica to router: `Hello`, then `StepNews`. Router to replica: `Dial`, then `SendSubmit` and `SendAbort`. Client to
 router: `Generate`. Router to client: `Deliver` and `Fail`.

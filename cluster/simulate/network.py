@@ -7,6 +7,7 @@ on the way may be lost. Messages on different connections overtake each other. W
 
 import random
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Final, Protocol
 
 from cluster.simulate.timeline import Timeline
@@ -14,8 +15,14 @@ from cluster.simulate.timeline import Timeline
 KEEPALIVE_S: Final = 6.0
 """Silence after which a peer is given up: the router's `keepalive_s` and `keepalive_timeout_s` together."""
 
-_END: Final = object()
-"""The last thing that a connection carries."""
+
+class _End(Enum):
+    """The last thing that a connection carries."""
+
+    END = "end"
+
+
+_END: Final = _End.END
 
 
 class Endpoint(Protocol):
@@ -123,8 +130,8 @@ class Connection:
         for side, message in held:
             self._schedule(side, message)
 
-    def is_open(self, end: Endpoint) -> bool:
-        return self._is_open[self._side(end)]
+    def __str__(self) -> str:
+        return f"{self.ends[0]} - {self.ends[1]}"
 
     def _side(self, end: Endpoint) -> int:
         return 0 if end is self.ends[0] else 1

@@ -45,6 +45,9 @@ class Process:
     def on_closed(self, connection: Connection) -> None:
         """The other side has gone, and `connections` has forgotten it."""
 
+    def check_integrity(self) -> None:
+        """Asserts that its books agree with each other."""
+
     def after(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
         """Schedules something that this life does: late if frozen then, never if dead."""
         self.timeline.after(delay_s, self._due, self.num_lives, action, args)

@@ -17,10 +17,10 @@ from worker.plan import ScheduledSequence, StepPlan, StepResult
 EOS_TOKEN_ID: Final = 0
 _LETTERS: Final = "abcdefgh"
 _PIECES: Final = (
-    "</s>".encode(),
+    b"</s>",
     *(letter.encode() for letter in _LETTERS),
     *((one + other).encode() for one in _LETTERS[:4] for other in _LETTERS[:4]),
-    *(" ".encode(), ".".encode(), "é".encode(), "京".encode()),
+    *(b" ", b".", "é".encode(), "京".encode()),
     *(b"\xc3", b"\xa9", b"\xe4\xba", b"\xac"),
 )
 WHOLE_TOKEN_IDS: Final = tuple(range(1, len(_PIECES) - 4))

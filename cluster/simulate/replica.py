@@ -18,7 +18,7 @@ from worker.config import SchedulerConfig
 from worker.errors import HoldfastError
 from worker.plan import StepPlan, StepResult
 from worker.progress import FrozenVerdict
-from worker.request import EngineLoad, TokenDelta
+from worker.request import TokenDelta
 from worker.scheduler import Scheduler
 
 MODEL: Final = "pseudo"
@@ -71,6 +71,8 @@ class SimulatedReplica(Process):
         """Factor on the time of a step."""
         self.num_condemned = 0
         """Times it was killed because it was frozen."""
+        self.busy_s = 0.0
+        """Spent in steps, in all lives."""
         self.num_steps = 0
         """In all lives."""
         self.num_tokens = 0
@@ -149,7 +151,9 @@ class SimulatedReplica(Process):
             self._deliver(stepped=False)
             return
         self._is_stepping = True
-        self.after(self.shape.step_model.seconds(plan) * self.slowness, self._finish_step, plan)
+        seconds = self.shape.step_model.seconds(plan) * self.slowness
+        self.busy_s += seconds
+        self.after(seconds, self._finish_step, plan)
 
     def _finish_step(self, plan: StepPlan) -> None:
         for delta in self.scheduler.commit(plan, self._runner.run(plan)):

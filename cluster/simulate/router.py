@@ -5,6 +5,7 @@ decisions, which are the core's.
 """
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from cluster.simulate.messages import Dial, Generate, Hello
@@ -14,8 +15,7 @@ from cluster.simulate.replica import MODEL, SimulatedReplica
 from router.config import LimitsConfig, RouterConfig
 from router.dispatch import Dispatch
 from router.events import Action, Deliver, Fail, SendAbort, SendSubmit, StepNews, TextState
-from router.text_stream import TextStream
-from router.tokenizer import Tokenizer
+from router.policy import ChooseReplica, power_of_two_choices
 from worker.errors import HoldfastError, ReplicaError
 from worker.request import EngineRequest
 
@@ -32,18 +32,21 @@ class SimulatedRouter(Process):
         replicas: list[SimulatedReplica],
         config: RouterConfig,
         limits: LimitsConfig,
-        tokenizer: Tokenizer,
+        *,
+        make_text: Callable[[EngineRequest], TextState],
         seed: int,
+        choose: ChooseReplica = power_of_two_choices,
     ) -> None:
         super().__init__(site, network)
         self.config = config
         self.limits = limits
         self._replicas = replicas
-        self._tokenizer = tokenizer
+        self._make_text = make_text
+        self._choose = choose
         self._rng = random.Random(seed)
 
     def on_start(self) -> None:
-        self.dispatch = Dispatch(self.config, self.limits, self._rng.randrange)
+        self.dispatch = Dispatch(self.config, self.limits, self._rng.randrange, self._choose)
         self._links: dict[Connection, SimulatedReplica] = {}
         self._replica_ids: dict[Connection, str] = {}  # of links that are up
         self._link_of: dict[str, Connection] = {}  # by replica id
@@ -110,7 +113,11 @@ class SimulatedRouter(Process):
         request = call.request
         try:
             actions = self.dispatch.submit(
-                request, model=MODEL, text=self._text(request), deadline=self.clock + call.timeout_s, now=self.clock
+                request,
+                model=MODEL,
+                text=self._make_text(request),
+                deadline=self.clock + call.timeout_s,
+                now=self.clock,
             )
         except HoldfastError as error:
             connection.send(self, Fail(request_id=request.request_id, error=error))
@@ -119,9 +126,6 @@ class SimulatedRouter(Process):
         self._calls[request.request_id] = connection
         self._request_ids[connection] = request.request_id
         self._perform(actions)
-
-    def _text(self, request: EngineRequest) -> TextState:
-        return TextStream(self._tokenizer, request.sampling_params)
 
     def _end_call(self, connection: Connection) -> str:
         request_id = self._request_ids.pop(connection)

@@ -44,7 +44,7 @@ def draw_scenario(seed: int) -> Scenario:
         num_replicas=num_replicas,
         latency_s=rng.choice((0.0002, 0.002, 0.02)),
         router=RouterConfig(max_waiting_per_replica=rng.choice((1, 2, 8, 64)), replica_wait_s=rng.choice((5.0, 30.0))),
-        limits=LimitsConfig(max_queued=rng.choice((4, 64, 1024))),
+        limits=LimitsConfig(max_queued=rng.choice((4, 1024, 1024, 1024))),
         replica=replica,
         wishes=draw_wishes(rng, rng.randint(60, 160), span_s, replica.max_model_len),
         faults=draw_faults(rng, span_s, num_routers, num_replicas),
@@ -61,7 +61,7 @@ def _draw_shape(rng: random.Random) -> ReplicaShape:
         scheduler=SchedulerConfig(
             max_num_batched_tokens=rng.choice((4, 16, 64, 256)),
             max_num_seqs=max_num_seqs,
-            max_num_waiting=rng.choice((4, 64, 1024)),
+            max_num_waiting=rng.choice((4, 1024, 1024, 1024)),
         ),
         num_blocks=-(-num_slots // block_size),
         block_size=block_size,

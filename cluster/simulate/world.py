@@ -19,6 +19,7 @@ from cluster.simulate.replica import SimulatedReplica
 from cluster.simulate.router import SimulatedRouter
 from cluster.simulate.scenario import Scenario, draw_scenario
 from cluster.simulate.timeline import Event, Timeline
+from router.text_stream import TextStream
 
 ANSWER_S: Final = 60.0
 """After the last fault is over and the last request has come, everyone has an answer within so many seconds."""
@@ -93,8 +94,8 @@ class World:
                 self.replicas,
                 scenario.router,
                 scenario.limits,
-                tokenizer,
-                rng.getrandbits(32),
+                make_text=lambda request: TextStream(tokenizer, request.sampling_params),
+                seed=rng.getrandbits(32),
             )
             for i in range(scenario.num_routers)
         ]
