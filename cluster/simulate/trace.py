@@ -40,7 +40,7 @@ class Arrival:
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """A load in order of arrival, from JSON lines or CSV with a header. Raises `ConfigurationError`, naming the place."""
+    """A load in order of arrival, from JSON lines or CSV with a header. Raises `ConfigurationError`, saying where."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
