@@ -1,10 +1,12 @@
 """The bounded queue of requests that wait in this router for a replica: by priority, then by arrival.
 
-What may live here: the order, the bound, and how long until there is room. What may not: when a request may leave
-(`dispatch.py`), what it contains, clocks.
+Requests that have lost their replica come first in their class. Held ones keep out of the order until they are called
+by name. What may live here: the order, the bound, and how long until there is room. What may not: when a request may
+leave (`dispatch.py`), what it contains, clocks.
 """
 
 from collections.abc import Iterator
+from enum import IntEnum
 
 from worker.errors import QueueFullError
 from worker.request import Priority
@@ -15,13 +17,25 @@ SMOOTHING = 0.1
 """Weight of the newest pause between two departures in the running mean."""
 
 
+class Standing(IntEnum):
+    """What brought a request into the queue. Within a priority, the smaller goes first."""
+
+    RETURNED = 0
+    ARRIVED = 1
+
+
+Lane = tuple[Priority, Standing]
+
+
 class AdmissionQueue:
-    """Requests by id, in one lane per model and priority. Every operation takes constant time."""
+    """Requests by id, in one lane per model, priority and standing. Every operation takes constant time."""
 
     def __init__(self, max_queued: int) -> None:
         self._max_queued = max_queued
-        self._lanes: dict[str, dict[Priority, dict[str, None]]] = {}
-        self._place: dict[str, tuple[str, Priority]] = {}
+        self._lanes: dict[str, dict[Lane, dict[str, None]]] = {}
+        self._held: dict[str, dict[str, None]] = {}
+        self._place: dict[str, tuple[str, Lane | None]] = {}
+        """Model and lane; no lane for what is held."""
         self._last_pop: float | None = None
         self._mean_pause_s: float | None = None
 
@@ -36,30 +50,46 @@ class AdmissionQueue:
         if len(self._place) >= self._max_queued:
             message = f"{len(self._place)} requests wait for a replica already (limits.max_queued)"
             raise QueueFullError(message, self.retry_after_s())
-        lanes = self._lanes.setdefault(model, {level: {} for level in Priority})
-        lanes[priority][request_id] = None
-        self._place[request_id] = (model, priority)
+        self._enter(request_id, model, (priority, Standing.ARRIVED))
 
-    def pop(self, model: str, now: float) -> str:
-        """The next request of a model, which must have one waiting. `now` keeps the estimate of the pace."""
-        lane = next(lane for lane in self._lanes[model].values() if lane)
-        request_id = next(iter(lane))
+    def put_back(self, request_id: str, model: str, priority: Priority) -> None:
+        """Queues a request that was admitted before: ahead of all that arrive in its class, and whatever the bound."""
+        self._enter(request_id, model, (priority, Standing.RETURNED))
+
+    def hold(self, request_id: str, model: str) -> None:
+        """Keeps a request that was admitted before, until somebody pops it by name."""
+        self._held.setdefault(model, {})[request_id] = None
+        self._place[request_id] = (model, None)
+
+    def pop(self, request_id: str, now: float) -> None:
+        """Takes out a request that goes to a replica. `now` keeps the estimate of the pace."""
         self.remove(request_id)
         self._note_departure(now)
-        return request_id
 
     def remove(self, request_id: str) -> None:
         """Takes out a request that waits here and will not wait any longer."""
-        model, priority = self._place.pop(request_id)
-        del self._lanes[model][priority][request_id]
+        model, lane = self._place.pop(request_id)
+        del (self._held[model] if lane is None else self._lanes[model][lane])[request_id]
 
-    def has_waiting(self, model: str) -> bool:
-        return bool(self._place) and any(self._lanes.get(model, {}).values())
+    def first(self, model: str) -> str | None:
+        """The request of a model that is next to leave, those held aside; None if none waits."""
+        if not self._place:
+            return None
+        return next((next(iter(lane)) for lane in self._lanes.get(model, {}).values() if lane), None)
+
+    def first_held(self, model: str) -> str | None:
+        """The request of a model that has been held the longest."""
+        return next(iter(self._held.get(model, {})), None)
+
+    def has_any(self, model: str) -> bool:
+        """Whether a request of a model is here, held or not."""
+        return self.first(model) is not None or self.first_held(model) is not None
 
     def waiting(self, model: str) -> Iterator[str]:
-        """The requests of a model, first to leave first."""
+        """The requests of a model, first to leave first, then those held."""
         for lane in self._lanes.get(model, {}).values():
             yield from lane
+        yield from self._held.get(model, {})
 
     def retry_after_s(self) -> float:
         """Seconds until half of what waits now will have left, at the pace of late."""
@@ -69,15 +99,22 @@ class AdmissionQueue:
 
     def check_integrity(self) -> None:
         """Asserts that every request is in exactly one lane, the right one."""
-        found = [
-            (request_id, (model, priority))
+        found: list[tuple[str, tuple[str, Lane | None]]] = [
+            (request_id, (model, key))
             for model, lanes in self._lanes.items()
-            for priority, lane in lanes.items()
+            for key, lane in lanes.items()
             for request_id in lane
         ]
+        found += [(request_id, (model, None)) for model, held in self._held.items() for request_id in held]
         assert len(found) == len(self._place), f"{len(found)} in lanes, {len(self._place)} known"
         assert dict(found) == self._place
-        assert len(found) <= self._max_queued
+        num_arrived = sum(lane is not None and lane[1] is Standing.ARRIVED for _, lane in self._place.values())
+        assert num_arrived <= self._max_queued
+
+    def _enter(self, request_id: str, model: str, lane: Lane) -> None:
+        lanes = self._lanes.setdefault(model, {(level, standing): {} for level in Priority for standing in Standing})
+        lanes[lane][request_id] = None
+        self._place[request_id] = (model, lane)
 
     def _note_departure(self, now: float) -> None:
         """Pauses count only while somebody waits: an idle night says nothing of the pace."""

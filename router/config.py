@@ -35,6 +35,12 @@ class RouterConfig(Settings):
     replica_wait_s: float = Field(
         30.0, ge=0, description="seconds that requests wait for a replica of a model that has lost its last one"
     )
+    max_replicas_lost: int = Field(
+        2, ge=1, description="replicas that may die in a row under one request before it is not tried again"
+    )
+    retry_burst: int = Field(1000, ge=1, description="lost requests that are sent again at once; more are paced")
+    retries_per_s: float = Field(20.0, gt=0, description="lost requests that are sent again a second, at least")
+    retry_share: float = Field(0.2, ge=0, description="lost requests that are sent again for each new request")
     connect_timeout_s: float = Field(5.0, gt=0, description="seconds until a replica must have said hello")
     max_reconnect_s: float = Field(2.0, gt=0, description="longest pause between two attempts to reach a replica")
     keepalive_s: float = Field(3.0, gt=0, description="seconds of silence after which a peer is pinged")

@@ -3,20 +3,26 @@
 Events come in as method calls, with the time; what must be done comes out as a list of actions (`events.py`), in the
 order in which to do it. No sockets, tasks, clocks, randomness or wire formats here.
 
+                   a replica
+                   has room
     submit ──► QUEUED ──────────► RUNNING ──────────► over: one Deliver with a finish reason, or one Fail
-                 │   a replica       │    last delta, stop string, rejection,
-                 │   has room        │    cancel, deadline, replica lost
+                 │ ▲                 │    last delta, stop string, the request's own fault,
+                 │ └─────────────────┤    cancel, deadline, too many replicas lost
+                 │   replica lost    │
                  └───────────────────┴──► cancel, deadline, no replica for too long
 
 A request that runs has an *attempt*: a number that this router never uses twice. Whatever a replica says of an attempt
 that is not running any more is dropped, so a late answer does no harm. Output is counted by index: tokens that were
 seen before are dropped, a gap is a bug. Of a cancelled request nothing more is said.
+
+A lost attempt is made up for by a new one, which is asked with the output so far and goes on after it; the text state
+stays as it is. A replica that retires is emptied in the same way. Nothing of this can be seen by the client.
 """
 
 import logging
 from collections.abc import Iterable
+from typing import Final
 
-from router.admission import AdmissionQueue
 from router.config import LimitsConfig, RouterConfig
 from router.events import (
     Action,
@@ -26,23 +32,32 @@ from router.events import (
     ReplicaFacts,
     ReplicaLoad,
     SendAbort,
-    SendSubmit,
     StepNews,
     TextState,
 )
-from router.fleet import Fleet, ReplicaState
+from router.fleet import Fleet
+from router.placement import Placement
 from router.policy import ChooseReplica, DrawIndex, power_of_two_choices
 from router.record import RequestRecord, RequestTable
 from worker.errors import (
+    CapacityError,
     DeadlineExceededError,
+    Fault,
     HoldfastError,
     InternalError,
-    InvalidRequestError,
     ReplicaError,
+    RequestQuarantinedError,
+    RequestSupersededError,
 )
 from worker.request import EngineLoad, EngineRequest, FinishReason
 
 logger = logging.getLogger(__name__)
+
+MAX_FULL_S: Final = 1.0
+"""Longest time that a replica gets nothing new after it has said that it is full."""
+
+MAX_REFUSALS: Final = 4
+"""So many attempts in a row may be given up by replicas that stay up. More, and the request is the likelier cause."""
 
 
 class Dispatch:
@@ -57,8 +72,9 @@ class Dispatch:
     ) -> None:
         self._replica_wait_s = config.replica_wait_s
         self._fleet = Fleet(config.max_waiting_per_replica, draw, choose)
-        self._queue = AdmissionQueue(limits.max_queued)
         self._requests = RequestTable()
+        self._placement = Placement(config, limits, self._fleet, self._requests)
+        self._queue = self._placement.queue
 
     # --- events from clients ---
 
@@ -67,44 +83,52 @@ class Dispatch:
     ) -> list[Action]:
         """Opens a request, which from here on is owed exactly one last word.
 
-        Raises, and then has recorded nothing: `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for
-        too long), `DeadlineExceededError`, and `InvalidRequestError` for an id that an open request has already.
+        Its id must not be open: see `supersede`. Raises, and then has recorded nothing: `UnknownModelError`,
+        `QueueFullError`, `ReplicaError` (no replica for too long), `DeadlineExceededError`.
         """
-        self._check_admissible(request, model, deadline, now)
+        self._check_admissible(model, deadline, now)
         record = RequestRecord(request=request, model=model, text=text)
-        replica = None if self._queue.has_waiting(model) else self._fleet.choose(model)
-        if replica is None:
-            self._queue.push(record.request_id, model, request.priority)
+        replica = self._placement.admit(record)
         self._requests.add(record, deadline)
-        return self._drain(model, now) if replica is None else [self._send(record, replica)]
+        return self._placement.drain(model, now) if replica is None else [self._placement.send(record, replica, now)]
+
+    def supersede(self, request_id: str, now: float) -> list[Action]:
+        """The same id is about to be submitted again: the newer submission wins. An id that is not open is ignored."""
+        record = self._requests.get(request_id)
+        if record is None:
+            return []
+        error = RequestSupersededError(f"request {request_id} was submitted again; the newer submission goes on")
+        return [*self._fail(record, error), *self._placement.drain(record.model, now)]
 
     def cancel(self, request_id: str, now: float) -> list[Action]:
         """The client has gone. An id that is not open is ignored."""
         record = self._requests.get(request_id)
-        return [] if record is None else [*self._close(record), *self._drain(record.model, now)]
+        return [] if record is None else [*self._close(record), *self._placement.drain(record.model, now)]
 
     # --- events from replicas ---
 
     def replica_up(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> list[Action]:
         """A link came up. The replica must not be up already."""
-        self._fleet.add(facts, load)
-        return self._drain(facts.model, now)
+        self._fleet.add(facts, load, now)
+        return self._placement.drain(facts.model, now)
 
     def replica_retiring(self, replica_id: str, is_retiring: bool, now: float) -> list[Action]:
-        """A replica takes nothing new (or does so again); what runs there goes on."""
+        """A replica takes nothing new (or does so again). What runs there moves to others, as far as they have room."""
         replica = self._fleet.get(replica_id)
         if replica is None:
             return []
-        replica.is_retiring = is_retiring
-        return self._drain(replica.facts.model, now)
+        self._fleet.retire(replica, is_retiring)
+        return self._placement.drain(replica.facts.model, now)
 
     def replica_down(self, replica_id: str, error: HoldfastError, now: float) -> list[Action]:
-        """A link was lost, and all that ran there with it."""
+        """A link was lost, and all that ran there with it: it goes on elsewhere."""
         replica = self._fleet.remove(replica_id, now)
         if replica is None:
             return []
-        actions = [action for record in self._requests.on(replica) for action in self._lose(record, error)]
-        return actions + self._drain(replica.facts.model, now)
+        actions: list[Action] = []
+        for record in self._placement.lose_all(replica, now):
+            actions += self._fail(record, _quarantined(record, error), replica_has_it=False)
+        return actions + self._placement.drain(replica.facts.model, now)
 
     def step(self, replica_id: str, news: StepNews, now: float) -> list[Action]:
         """What one engine step did. News of a replica that is not up, or of an old attempt, is dropped."""
@@ -116,34 +140,36 @@ class Dispatch:
         for delta in news.deltas:
             record = self._requests.running(replica, delta.attempt)
             if record is not None:
-                actions += self._advance(record, delta)
+                actions += self._advance(record, delta, now)
         for rejection in news.rejections:
             record = self._requests.running(replica, rejection.attempt)
             if record is not None:
-                actions += self._fail(record, rejection.error, replica_has_it=False)
-        return actions + self._drain(replica.facts.model, now)
+                actions += self._reject(record, rejection.error, now)
+        return actions + self._placement.drain(replica.facts.model, now)
 
     # --- time, and the end ---
 
     def tick(self, now: float) -> list[Action]:
-        """Ends what has run out of time. To be called at `next_tick`, or at any other time."""
+        """Does what is due by the time alone. To be called at `next_tick`, or at any other time."""
         late = [self._requests[request_id] for request_id in self._requests.deadlines.passed(now)]
         actions = [action for record in late for action in self._expire(record)]
-        for model in dict.fromkeys(record.model for record in late):
-            actions += self._drain(model, now)
         for model, down_since in self._fleet.outages():
             if now >= down_since + self._replica_wait_s:
                 actions += self._fail_all(self._queue.waiting(model), _no_replica(model))
+        self._placement.refresh(now)
+        for status in self._fleet.models():
+            actions += self._placement.drain(status.name, now)
         return actions
 
     @property
     def next_tick(self) -> float | None:
-        """When the next request will have run out of time, or None."""
+        """When time alone will change something, or None."""
         waits = [
             down_since + self._replica_wait_s
             for model, down_since in self._fleet.outages()
-            if self._queue.has_waiting(model)
+            if self._queue.has_any(model)
         ]
+        waits += self._placement.wake_ups()
         deadline = self._requests.deadlines.next
         return min(waits if deadline is None else [*waits, deadline], default=None)
 
@@ -171,39 +197,21 @@ class Dispatch:
         return self._fleet.loads()
 
     def check_integrity(self) -> None:
-        """Asserts that every request is either queued or running on a replica that is up."""
-        self._queue.check_integrity()
+        """Asserts that the books agree: every request is either queued or running on a replica that is up."""
         self._fleet.check_integrity()
         self._requests.check_integrity()
-        num_running = sum(len(replica.attempts) for replica in self._fleet)
-        assert len(self._requests) == len(self._queue) + num_running
-        for request_id in self._requests:
-            assert (self._requests[request_id].attempt is None) == (request_id in self._queue)
+        self._placement.check_integrity()
 
     # --- inside ---
 
-    def _check_admissible(self, request: EngineRequest, model: str, deadline: float, now: float) -> None:
-        if request.request_id in self._requests:
-            raise InvalidRequestError("request_id", request.request_id, "is in use by a request that has not ended")
+    def _check_admissible(self, model: str, deadline: float, now: float) -> None:
         down_since = self._fleet.model(model).down_since
         if down_since is not None and now >= down_since + self._replica_wait_s:
             raise _no_replica(model)
         if now >= deadline:
             raise DeadlineExceededError("the request's time was up before it could be queued")
 
-    def _send(self, record: RequestRecord, replica: ReplicaState) -> SendSubmit:
-        attempt = self._requests.begin_attempt(record, replica)
-        replica_id = replica.facts.replica_id
-        return SendSubmit(replica_id=replica_id, attempt=attempt.number, request=record.continuation())
-
-    def _drain(self, model: str, now: float) -> list[Action]:
-        """Sends what waits, while there is room."""
-        actions: list[Action] = []
-        while self._queue.has_waiting(model) and (replica := self._fleet.choose(model)) is not None:
-            actions.append(self._send(self._requests[self._queue.pop(model, now)], replica))
-        return actions
-
-    def _advance(self, record: RequestRecord, delta: AttemptDelta) -> list[Action]:
+    def _advance(self, record: RequestRecord, delta: AttemptDelta, now: float) -> list[Action]:
         """Takes one delta in. A fault of ours ends this request alone, not the others of the link."""
         replica_has_it = delta.finish_reason is None
         num_seen = len(record.output_token_ids) - delta.first_token_index
@@ -211,7 +219,7 @@ class Dispatch:
             gap = f"{-num_seen} output tokens are missing before token {delta.first_token_index}"
             return self._fail(record, InternalError(gap), replica_has_it=replica_has_it)
         if delta.finish_reason is FinishReason.ABORT:
-            return self._lose(record, ReplicaError("the replica gave the request up"))
+            return self._lose(record, ReplicaError("the replica gave the request up"), now)
         if not record.output_token_ids:
             record.num_cached_tokens = delta.num_cached_tokens
         try:
@@ -223,13 +231,31 @@ class Dispatch:
             return self._fail(record, error, replica_has_it=replica_has_it)
         if delivery is None:
             return []
+        self._placement.note_step(record)
         if delivery.finish_reason is None:
             return [delivery]
         return [delivery, *self._close(record, replica_has_it=replica_has_it)]
 
-    def _lose(self, record: RequestRecord, error: HoldfastError) -> list[Action]:
-        """An attempt came to nothing by no fault of the request. The request fails; its caller may send it again."""
+    def _reject(self, record: RequestRecord, error: HoldfastError, now: float) -> list[Action]:
+        """A replica will not run an attempt: by its own fault, for lack of room, or because the request is wrong."""
+        assert record.attempt is not None
+        if error.fault is Fault.REPLICA:
+            return self._lose(record, error, now)
+        if isinstance(error, CapacityError):
+            record.attempt.replica.breaker.rest_until(now + min(error.retry_after_s or 1.0, MAX_FULL_S))
+            self._placement.put_back(record, is_retry=False)
+            return []
         return self._fail(record, error, replica_has_it=False)
+
+    def _lose(self, record: RequestRecord, error: HoldfastError, now: float) -> list[Action]:
+        """A replica that is up gave an attempt up. Another may do better."""
+        assert record.attempt is not None
+        record.attempt.replica.breaker.note_failure(now)
+        record.num_refusals += 1
+        if record.num_refusals > MAX_REFUSALS:
+            return self._fail(record, error, replica_has_it=False)
+        self._placement.put_back(record, is_retry=True)
+        return []
 
     def _expire(self, record: RequestRecord) -> list[Action]:
         state = "waited for a replica" if record.attempt is None else "ran"
@@ -252,8 +278,17 @@ class Dispatch:
             attempt = self._requests.end_attempt(record)
             if replica_has_it:
                 actions.append(SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number))
+        self._placement.quarantine.end_trial(record)
         self._requests.remove(record)
         return actions
+
+
+def _quarantined(record: RequestRecord, error: HoldfastError) -> RequestQuarantinedError:
+    num_lost, num_tokens = record.num_replicas_lost, len(record.output_token_ids)
+    return RequestQuarantinedError(
+        f"{num_lost} replicas were lost while they ran this request, which has {num_tokens} output tokens; it is not "
+        f"tried again (router.max_replicas_lost). The last one: {error}"
+    )
 
 
 def _no_replica(model: str) -> ReplicaError:

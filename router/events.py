@@ -28,6 +28,16 @@ class ReplicaFacts:
     block_size: int
     num_blocks: int
     row_invariant: bool
+    numerics: str = ""
+    """What else its bits depend on: the weights and the arithmetic, in words that are equal where those are."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Names all that a completion is a function of, the request aside. Equal fingerprints, equal tokens, if
+        arithmetic is row-invariant.
+        """
+        arithmetic = "row-invariant" if self.row_invariant else "row-variant"
+        return "/".join(filter(None, (self.model, f"tp{self.tensor_parallel_size}", self.numerics, arithmetic)))
 
     @property
     def max_sequence_len(self) -> int:
@@ -139,6 +149,10 @@ class Deliver:
     usage: Usage | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
+    fingerprint: str = ""
+    """`ReplicaFacts.fingerprint` of where the tokens come from."""
+    identity_guaranteed: bool = True
+    """False once the request went on where equal tokens are not certain: the text is sound, another run may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

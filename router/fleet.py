@@ -7,6 +7,7 @@ A replica is *up* between its hello and the loss of its link; *retiring* while i
 from collections.abc import Iterator
 from dataclasses import replace
 
+from router.circuit_breaker import CircuitBreaker
 from router.events import ModelStatus, ReplicaFacts, ReplicaLoad
 from router.policy import ChooseReplica, DrawIndex, load_score, power_of_two_choices
 from worker.errors import UnknownModelError
@@ -16,9 +17,10 @@ from worker.request import EngineLoad
 class ReplicaState:
     """One replica that is up."""
 
-    def __init__(self, facts: ReplicaFacts, load: EngineLoad) -> None:
+    def __init__(self, facts: ReplicaFacts, load: EngineLoad, breaker: CircuitBreaker) -> None:
         self.facts = facts
         self.load = load
+        self.breaker = breaker
         self.attempts: set[int] = set()
         """Attempts of this router that run or wait there."""
         self.is_retiring = False
@@ -40,6 +42,11 @@ class ReplicaState:
         self.load = load
         self._num_sent = 0
         self._num_sent_tokens = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may get new attempts at all."""
+        return not self.is_retiring and self.breaker.rests_until is None
 
     def has_room(self, max_waiting: int) -> bool:
         """Whether a request sent now would find fewer than `max_waiting` before it.
@@ -81,11 +88,17 @@ class Fleet:
         self._draw = draw
         self._replicas: dict[str, ReplicaState] = {}
         self._models: dict[str, ModelState] = {}
+        self._breakers: dict[str, CircuitBreaker] = {}
+        """Of replicas that are up, and of those that failed a while ago."""
+        self._retiring: dict[str, ReplicaState] = {}
 
-    def add(self, facts: ReplicaFacts, load: EngineLoad) -> None:
+    def add(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> None:
         """A replica came up. It must not be up already."""
         assert facts.replica_id not in self._replicas, f"replica {facts.replica_id} is up already"
-        replica = ReplicaState(facts, load)
+        self._forget_breakers(now)
+        breaker = self._breakers.setdefault(facts.replica_id, CircuitBreaker())
+        breaker.end_rest(now)
+        replica = ReplicaState(facts, load, breaker)
         self._replicas[facts.replica_id] = replica
         model = self._models.setdefault(facts.model, ModelState(facts))
         model.replicas.append(replica)
@@ -95,6 +108,7 @@ class Fleet:
     def remove(self, replica_id: str, now: float) -> ReplicaState | None:
         """A replica was lost. Returns what was known of it, or None if it was not up."""
         replica = self._replicas.pop(replica_id, None)
+        self._retiring.pop(replica_id, None)
         if replica is not None:
             model = self._models[replica.facts.model]
             model.replicas.remove(replica)
@@ -110,7 +124,7 @@ class Fleet:
 
     def choose(self, model: str) -> ReplicaState | None:
         """The replica that the next request should go to, or None if none is up and has room."""
-        replicas = [replica for replica in self._models[model].replicas if not replica.is_retiring]
+        replicas = [replica for replica in self._models[model].replicas if replica.is_open]
         if not replicas:
             return None
         chosen = self._choose(replicas, self._draw)
@@ -118,6 +132,29 @@ class Fleet:
             return chosen
         roomy = [replica for replica in replicas if replica.has_room(self._max_waiting)]
         return self._choose(roomy, self._draw) if roomy else None
+
+    def retire(self, replica: ReplicaState, is_retiring: bool) -> None:
+        """A replica takes nothing new, or does so again."""
+        replica.is_retiring = is_retiring
+        if is_retiring:
+            self._retiring[replica.facts.replica_id] = replica
+        else:
+            self._retiring.pop(replica.facts.replica_id, None)
+
+    def retiring(self, model: str) -> list[ReplicaState]:
+        """Replicas of a model that are to be emptied, and are not empty."""
+        return [replica for replica in self._retiring.values() if replica.facts.model == model and replica.attempts]
+
+    def end_rests(self, now: float) -> None:
+        """Lets replicas have attempts again whose rest is over."""
+        for replica in self._replicas.values():
+            replica.breaker.end_rest(now)
+
+    def rests(self) -> Iterator[float]:
+        """When replicas that rest will have rested."""
+        for replica in self._replicas.values():
+            if replica.breaker.rests_until is not None and not replica.is_retiring:
+                yield replica.breaker.rests_until
 
     def model(self, name: str) -> ModelState:
         """Raises `UnknownModelError` for a model that has never been served here."""
@@ -153,4 +190,12 @@ class Fleet:
             assert all(replica.facts.model == name for replica in model.replicas)
         for replica_id, replica in self._replicas.items():
             assert replica.facts.replica_id == replica_id
+            assert replica.is_retiring == (replica_id in self._retiring)
+            assert replica.breaker is self._breakers[replica_id]
             assert replica in by_model
+
+    def _forget_breakers(self, now: float) -> None:
+        """Keeps what is known of replicas that are gone from piling up."""
+        for replica_id, breaker in list(self._breakers.items()):
+            if replica_id not in self._replicas and breaker.is_forgotten(now):
+                del self._breakers[replica_id]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from router.deadlines import Deadlines
-from router.events import Deliver, TextState, Usage
+from router.events import Deliver, ReplicaFacts, TextState, Usage
 from router.fleet import ReplicaState
 from worker.request import EngineRequest, FinishReason, TokenLogprob
 
@@ -21,7 +21,7 @@ class Attempt:
     replica: ReplicaState
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RequestRecord:
     """One open request. Its text state is a function of its output tokens: nothing else would have to be rebuilt."""
 
@@ -32,6 +32,19 @@ class RequestRecord:
     num_cached_tokens: int = 0
     attempt: Attempt | None = None
     """None while the request is queued."""
+    fingerprint: str = ""
+    """Of the last replica that it ran on, here or, of a resumed request, behind another router."""
+    identity_guaranteed: bool = True
+    is_retry: bool = False
+    """The last attempt came to nothing by its replica's fault: the next one is counted."""
+    num_steps: int = 0
+    """Steps with output in the last attempt."""
+    num_refusals: int = 0
+    """Attempts in a row that a replica gave up by itself, with no output in between."""
+    num_replicas_lost: int = 0
+    """Replicas that died suddenly under it, ever; and without progress in between. Kept by `quarantine.py`."""
+    num_replicas_lost_in_a_row: int = 0
+    is_suspect: bool = False
 
     @property
     def request_id(self) -> str:
@@ -69,7 +82,15 @@ class RequestRecord:
             finish_reason=finish_reason,
             usage=None if finish_reason is None else self._usage(),
             logprobs=logprobs[: piece.num_tokens],
+            fingerprint=self.fingerprint,
+            identity_guaranteed=self.identity_guaranteed,
         )
+
+    def note_replica(self, facts: ReplicaFacts) -> None:
+        """The request goes on at a replica. With output, that must be one that works the same to the bit."""
+        if self.output_token_ids and not (facts.row_invariant and facts.fingerprint == self.fingerprint):
+            self.identity_guaranteed = False
+        self.fingerprint = facts.fingerprint
 
     def _usage(self) -> Usage:
         num_prompt_tokens, num_completion_tokens = len(self.request.prompt_token_ids), len(self.output_token_ids)
@@ -118,6 +139,8 @@ class RequestTable:
         assert record.attempt is None, "a request runs in one place at a time"
         self._last_attempt += 1
         record.attempt = Attempt(number=self._last_attempt, replica=replica)
+        record.num_steps = 0
+        record.note_replica(replica.facts)
         self._by_attempt[self._last_attempt] = record
         num_tokens = len(record.request.prompt_token_ids) + len(record.output_token_ids)
         replica.note_sent(self._last_attempt, num_tokens)

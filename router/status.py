@@ -25,6 +25,8 @@ from worker.errors import (
     QueueFullError,
     ReplicaError,
     RequestAbortedError,
+    RequestQuarantinedError,
+    RequestSupersededError,
     UnknownModelError,
     UnsupportedModelError,
 )
@@ -41,8 +43,10 @@ CODES: Final[dict[type[HoldfastError], tuple[grpc.StatusCode, str]]] = {
     CapacityError: (grpc.StatusCode.RESOURCE_EXHAUSTED, "CAPACITY"),
     ReplicaError: (grpc.StatusCode.UNAVAILABLE, "REPLICA_UNAVAILABLE"),
     DeadlineExceededError: (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
+    RequestSupersededError: (grpc.StatusCode.ABORTED, "SUPERSEDED"),
     # A caller that has cancelled hears nothing; what is left is a server that is stopping.
     RequestAbortedError: (grpc.StatusCode.UNAVAILABLE, "STOPPING"),
+    RequestQuarantinedError: (grpc.StatusCode.INTERNAL, "QUARANTINED"),
     InternalError: (grpc.StatusCode.INTERNAL, "INTERNAL"),
     HoldfastError: (grpc.StatusCode.INTERNAL, "INTERNAL"),
 }

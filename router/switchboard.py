@@ -57,7 +57,11 @@ class Switchboard:
         return self._loop.time()
 
     def open(self, request: EngineRequest, *, model: str, text: TextState, deadline: float) -> OutputStream:
-        """Opens a request. Raises what `Dispatch.submit` raises. Whoever opens a stream closes it."""
+        """Opens a request. Raises what `Dispatch.submit` raises. Whoever opens a stream closes it.
+
+        An open request of the same id ends first: most likely its client has lost the connection and comes again.
+        """
+        self._perform(self._dispatch.supersede(request.request_id, self.now()))
         actions = self._dispatch.submit(request, model=model, text=text, deadline=deadline, now=self.now())
         stream = OutputStream(request.request_id, model)
         self._streams[request.request_id] = stream

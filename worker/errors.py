@@ -14,6 +14,8 @@ to gRPC or HTTP codes (`router/wire.py`), and anything that imports torch or Ray
     ├── ReplicaError             a replica was lost or is not there yet; try again after `retry_after_s`
     ├── DeadlineExceededError    the caller's own deadline passed
     ├── RequestAbortedError      the caller went away, or the server is stopping
+    │   └── RequestSupersededError   the same request id was submitted again
+    ├── RequestQuarantinedError  replicas died under the request again and again; it is not tried any more
     └── InternalError            our bug
 """
 
@@ -112,6 +114,14 @@ class RequestAbortedError(HoldfastError):
     """The caller cancelled, or the server is stopping."""
 
     fault = Fault.CALLER
+
+
+class RequestSupersededError(RequestAbortedError):
+    """The same request id was submitted again: the newer submission goes on, this one ends."""
+
+
+class RequestQuarantinedError(HoldfastError):
+    """Replicas died under the request again and again. It is not tried any more, lest it take all of them."""
 
 
 class InternalError(HoldfastError):

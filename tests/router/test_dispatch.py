@@ -12,6 +12,7 @@ from worker.errors import (
     QueueFullError,
     ReplicaError,
     RequestAbortedError,
+    RequestSupersededError,
     UnknownModelError,
 )
 from worker.request import FinishReason, Priority
@@ -292,7 +293,7 @@ def test_models_are_kept_apart():
     assert sent(core.submit("x", model="two")).replica_id == "b"
 
 
-def test_a_retiring_replica_gets_nothing_new_and_finishes_what_it_has(core):
+def test_a_retiring_replica_without_another_gets_nothing_new_and_finishes_what_it_has(core):
     attempt = sent(core.submit("x")).attempt
     core.dispatch.replica_retiring("r", True, core.now)
     assert core.submit("y") == []
@@ -301,32 +302,6 @@ def test_a_retiring_replica_gets_nothing_new_and_finishes_what_it_has(core):
 
 
 # --- replicas come and go ---
-
-
-def test_a_lost_replica_fails_what_ran_there_and_nothing_else(core):
-    lost = sent(core.submit("x")).attempt
-    core.up("other", load=load())
-    core.submit("y")
-    core.step(delta(lost, 0, 1))
-    actions = core.down("r")
-    fail = failure(actions)
-    assert fail.request_id == "x"
-    assert isinstance(fail.error, ReplicaError)
-    assert fail.error.retry_after_s == 1.0
-    assert aborts(actions) == []
-    assert core.dispatch.num_open == 1
-
-
-def test_a_link_that_broke_by_our_fault_says_so(core):
-    core.submit("x")
-    assert isinstance(failure(core.down("r", InternalError("oops"))).error, InternalError)
-
-
-def test_a_replica_that_gives_a_request_up_has_lost_it(core):
-    attempt = sent(core.submit("x")).attempt
-    actions = core.step(delta(attempt, 0, finish=FinishReason.ABORT))
-    assert isinstance(failure(actions).error, ReplicaError)
-    assert aborts(actions) == []
 
 
 def test_a_rejection_is_the_last_word(core):
@@ -370,11 +345,15 @@ def test_everything_can_be_ended_at_once():
     assert core.dispatch.num_open == 0
 
 
-def test_an_id_in_use_is_refused_and_the_first_request_goes_on(core):
-    attempt = sent(core.submit("x")).attempt
-    with pytest.raises(InvalidRequestError, match="request_id"):
-        core.submit("x")
-    assert delivered(core.step(delta(attempt, 0, 1))).request_id == "x"
+def test_of_two_submissions_of_one_id_the_newer_wins(core):
+    older = sent(core.submit("x")).attempt
+    actions = core.dispatch.supersede("x", core.now)
+    assert isinstance(failure(actions).error, RequestSupersededError)
+    assert aborts(actions) == [("r", older)]
+    newer = sent(core.submit("x")).attempt
+    assert core.step(delta(older, 0, 9)) == []
+    assert delivered(core.step(delta(newer, 0, 1))).token_ids == (1,)
+    assert core.dispatch.supersede("never heard of", core.now) == []
 
 
 # --- what is known of models ---

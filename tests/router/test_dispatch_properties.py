@@ -75,12 +75,15 @@ class Client:
 
 
 class DispatchMachine(RuleBasedStateMachine):
+    config = RouterConfig(max_waiting_per_replica=2, replica_wait_s=20)
+    limits = LimitsConfig(max_queued=3)
+    least_timeout_s = 0
+
     @initialize(draws=st.lists(st.integers(0, 5), min_size=1))
     def begin(self, draws):
         self.draws = deque(draws)
         self.now = 0.0
-        config = RouterConfig(max_waiting_per_replica=2, replica_wait_s=20)
-        self.dispatch = Dispatch(config, LimitsConfig(max_queued=3), self.draw)
+        self.dispatch = Dispatch(self.config, self.limits, self.draw)
         self.replicas: dict[str, Replica] = {}
         self.clients: dict[str, Client] = {}
         for replica_id in REPLICAS:
@@ -108,9 +111,10 @@ class DispatchMachine(RuleBasedStateMachine):
             sampling_params=SamplingParams(seed=0),
             priority=priority,
         )
+        deadline = self.now + max(timeout_s, self.least_timeout_s)
         try:
             actions = self.dispatch.submit(
-                request, model=model, text=LetterText(client.stop_at), deadline=self.now + timeout_s, now=self.now
+                request, model=model, text=LetterText(client.stop_at), deadline=deadline, now=self.now
             )
         except HoldfastError:
             client.num_last_words += 1
@@ -174,8 +178,13 @@ class DispatchMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_while_there_is_room(self):
         for model in set(REPLICAS.values()) if hasattr(self, "dispatch") else ():
-            if self.dispatch._queue.has_waiting(model):
+            if self.dispatch._placement._next(model, self.now) is not None:
                 assert self.dispatch._fleet.choose(model) is None
+
+    @invariant()
+    def whoever_waits_for_time_alone_is_woken(self):
+        if hasattr(self, "dispatch") and self.dispatch.num_open:
+            assert self.dispatch.next_tick > self.now - 1e-6
 
     def teardown(self):
         """Whatever has happened, it comes to an end, and nothing is left over."""

@@ -127,9 +127,17 @@ async def test_a_replicas_refusals_reach_the_client():
         refused = await refusal(place.stub.Generate(request()))
         assert (refused.code, refused.field) == ("INVALID_ARGUMENT", "prompt")
         assert refused.message == "prompt: needs 9 blocks, there are 8"
-        replica.refusal = engine_pb2.Rejection(message="1024 requests wait already", retry_after_ms=250)
-        refused = await refusal(place.stub.Generate(request()))
-        assert (refused.code, refused.retry_after_s) == ("RESOURCE_EXHAUSTED", 0.25)
+
+
+@on_a_loop
+async def test_what_a_full_replica_refuses_waits_in_the_router():
+    replica = await FakeReplica.start()
+    async with site(replica) as place:
+        replica.refusal = engine_pb2.Rejection(message="1024 requests wait already", retry_after_ms=50)
+        call = place.stub.Generate(request())
+        await replica.until(lambda: replica.refusal.attempt > 1)
+        replica.refusal = None
+        assert (await call).usage.completion_tokens == 8
 
 
 @on_a_loop
@@ -149,13 +157,14 @@ async def test_a_full_queue_says_when_to_come_back():
 
 
 @on_a_loop
-async def test_an_id_in_use_is_refused():
+async def test_of_two_calls_with_one_id_the_newer_wins():
     replica = await FakeReplica.start()
     replica.pause()
     async with site(replica) as place:
         first = place.stub.Generate(request(request_id="same"))
         await replica.until(lambda: replica.running)
-        refused = await refusal(place.stub.Generate(request(request_id="same")))
-        assert (refused.code, refused.field) == ("INVALID_ARGUMENT", "request_id")
+        second = place.stub.Generate(request(request_id="same"))
+        refused = await refusal(first)
+        assert (refused.code, refused.reason) == ("ABORTED", "SUPERSEDED")
         replica.resume()
-        assert (await first).usage.completion_tokens == 8
+        assert (await second).usage.completion_tokens == 8

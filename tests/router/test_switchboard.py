@@ -11,7 +11,7 @@ from router.stream import OutputStream
 from router.switchboard import Switchboard
 from tests.router.core import NO_LOAD, LetterText, delta, facts
 from tests.router.site import on_a_loop
-from worker.errors import DeadlineExceededError, InternalError, InvalidRequestError
+from worker.errors import DeadlineExceededError, InternalError, RequestSupersededError
 from worker.request import EngineRequest, FinishReason, SamplingParams
 
 
@@ -75,13 +75,15 @@ async def test_closing_a_stream_that_is_over_leaves_a_newer_request_of_the_same_
 
 
 @on_a_loop
-async def test_a_refusal_leaves_the_open_request_of_the_same_id_its_stream():
+async def test_of_two_streams_with_one_id_the_newer_goes_on():
     board = Board()
-    first = board.open("x")
-    with pytest.raises(InvalidRequestError):
-        board.open("x")
-    board.news(delta(board.port.attempts[0], 0, 3, finish=FinishReason.STOP))
-    assert (await first.whole()).token_ids == (3,)
+    older, newer = board.open("x"), board.open("x")
+    with pytest.raises(RequestSupersededError):
+        await older.whole()
+    board.switchboard.close(older)
+    board.news(delta(board.port.attempts[1], 0, 3, finish=FinishReason.STOP))
+    assert (await newer.whole()).token_ids == (3,)
+    assert board.port.aborted == board.port.attempts[:1]
 
 
 @on_a_loop

@@ -1,0 +1,141 @@
+"""Which request runs where: what waits and in which order, the choice of a replica, and the way from one to another.
+
+What may live here: the queue, the retry budget, the trials of suspects, and attempts as they begin and are taken back.
+What may not: how a request ends and what its client hears (`dispatch.py`), IO, clocks.
+"""
+
+from collections.abc import Iterator
+
+from router.admission import AdmissionQueue
+from router.config import LimitsConfig, RouterConfig
+from router.events import Action, SendAbort, SendSubmit
+from router.fleet import Fleet, ReplicaState
+from router.quarantine import Quarantine
+from router.record import RequestRecord, RequestTable
+from router.retry_budget import RetryBudget
+
+
+class Placement:
+    """Brings requests and replicas together. Of one request, at most one attempt runs at a time."""
+
+    def __init__(self, config: RouterConfig, limits: LimitsConfig, fleet: Fleet, requests: RequestTable) -> None:
+        self.queue = AdmissionQueue(limits.max_queued)
+        self.quarantine = Quarantine(config.max_replicas_lost)
+        self._budget = RetryBudget(burst=config.retry_burst, per_s=config.retries_per_s, share=config.retry_share)
+        self._fleet = fleet
+        self._requests = requests
+
+    # --- attempts begin ---
+
+    def admit(self, record: RequestRecord) -> ReplicaState | None:
+        """Where a new request can go at once; None if it must wait, and then it is queued. Raises `QueueFullError`."""
+        replica = None if self.queue.first(record.model) is not None else self._fleet.choose(record.model)
+        if replica is None:
+            self.queue.push(record.request_id, record.model, record.request.priority)
+        self._budget.note_submission()
+        return replica
+
+    def send(self, record: RequestRecord, replica: ReplicaState, now: float) -> SendSubmit:
+        """Begins an attempt: the request goes on after its output so far."""
+        attempt = self._requests.begin_attempt(record, replica)
+        replica.breaker.note_sent(now)
+        replica_id = replica.facts.replica_id
+        return SendSubmit(replica_id=replica_id, attempt=attempt.number, request=record.continuation())
+
+    def drain(self, model: str, now: float) -> list[Action]:
+        """Sends what waits, while there is room; first what runs where it should not stay."""
+        actions = self._vacate(model, now)
+        while (record := self._next(model, now)) is not None and (replica := self._fleet.choose(model)) is not None:
+            self.queue.pop(record.request_id, now)
+            if record.is_suspect:
+                self.quarantine.begin_trial(record)
+            if record.is_retry:
+                self._budget.spend()
+            actions.append(self.send(record, replica, now))
+        return actions
+
+    # --- attempts come to something, or to nothing ---
+
+    def note_step(self, record: RequestRecord) -> None:
+        """An attempt has brought something: to the credit of the request, and of its replica."""
+        assert record.attempt is not None
+        record.num_refusals = 0
+        self.quarantine.note_step(record)
+        if record.num_steps == 1:
+            record.attempt.replica.breaker.note_success()
+
+    def put_back(self, record: RequestRecord, *, is_retry: bool) -> None:
+        """Ends an attempt that came to nothing. The request waits at the front of its class, a suspect for its trial.
+
+        A retry, which a fault of the replica has made necessary, is counted against the budget.
+        """
+        self._requests.end_attempt(record)
+        self.quarantine.end_trial(record)
+        record.is_retry = is_retry
+        if record.is_suspect:
+            self.queue.hold(record.request_id, record.model)
+        else:
+            self.queue.put_back(record.request_id, record.model, record.request.priority)
+
+    def lose_all(self, replica: ReplicaState, now: float) -> list[RequestRecord]:
+        """A replica was lost. Puts back what ran there, but for what must not be tried again: that is returned.
+
+        One that was to leave anyway has not died of its requests.
+        """
+        lost = self._requests.on(replica)
+        is_sudden = bool(lost) and not replica.is_retiring
+        culprits = self.quarantine.culprits(lost) if is_sudden else []
+        if is_sudden:
+            replica.breaker.note_failure(now)
+        for record in lost:
+            if record not in culprits:
+                self.put_back(record, is_retry=is_sudden)
+        return culprits
+
+    # --- time ---
+
+    def refresh(self, now: float) -> None:
+        """Ends rests that are over and fills the budget. To be called when `wake_ups` says so."""
+        self._fleet.end_rests(now)
+        self._budget.has_token(now)
+
+    def wake_ups(self) -> Iterator[float]:
+        """When what waits may go on although nothing else happens."""
+        if not len(self.queue):
+            return
+        if self._budget.ready_at is not None:
+            yield self._budget.ready_at
+        yield from self._fleet.rests()
+
+    def check_integrity(self) -> None:
+        """Asserts that every request is either queued or running on a replica that is up."""
+        self.queue.check_integrity()
+        self.quarantine.check_integrity()
+        num_running = sum(len(replica.attempts) for replica in self._fleet)
+        assert len(self._requests) == len(self.queue) + num_running
+        for request_id in self._requests:
+            assert (self._requests[request_id].attempt is None) == (request_id in self.queue)
+
+    # --- inside ---
+
+    def _next(self, model: str, now: float) -> RequestRecord | None:
+        """Those that have lost a replica go before those that arrive, even if the budget then makes all wait."""
+        suspect = self.queue.first_held(model) if self.quarantine.is_free(model) else None
+        request_id = suspect or self.queue.first(model)
+        if request_id is None:
+            return None
+        record = self._requests[request_id]
+        return record if not record.is_retry or self._budget.has_token(now) else None
+
+    def _vacate(self, model: str, now: float) -> list[Action]:
+        """Moves requests off replicas that retire. With nowhere to go, they go on where they are."""
+        actions: list[Action] = []
+        for replica in self._fleet.retiring(model):
+            for record in self._requests.on(replica):
+                target = self._fleet.choose(model)
+                if target is None:
+                    return actions
+                attempt = self._requests.end_attempt(record)
+                actions.append(SendAbort(replica_id=replica.facts.replica_id, attempt=attempt.number))
+                actions.append(self.send(record, target, now))
+        return actions

@@ -1,0 +1,79 @@
+"""Which request killed a replica: so that a poisonous one cannot sweep the cluster, and its neighbours live on.
+
+All that ran on a replica when it died suddenly is under suspicion. Suspicion grows with each death in a row and ends as
+soon as the request has got on for some steps elsewhere. That also finds a poison which works late: its next attempt
+begins where the last one ended, so it strikes again at once. Once suspicion is full,
+
+    alone in that:   it is the culprit, and is not tried again;
+    one of several:  each is put on trial, one at a time and so that the next death tells. Who gets on is cleared.
+
+What may not live here: queues and actions (`dispatch.py`), what counts as sudden (draining and refusals do not).
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from router.record import RequestRecord
+
+NUM_STEPS_TO_CLEAR: Final = 8
+"""Steps with output that clear a request. A replica may have been a few steps ahead of what we have heard of."""
+
+LIFETIME_FACTOR: Final = 4
+"""A request that has outlived this many times the deaths in a row fails as well: some poisons need a long time."""
+
+
+class Quarantine:
+    """Suspicion against requests, and the one trial that each model may have under way."""
+
+    def __init__(self, max_replicas_lost: int) -> None:
+        self._max_lost = max_replicas_lost
+        self._on_trial: dict[str, RequestRecord] = {}
+
+    def culprits(self, lost: Sequence[RequestRecord]) -> list[RequestRecord]:
+        """Judges those that ran on a replica when it died, and notes who is a suspect. Culprits must not run again."""
+        for record in lost:
+            record.num_replicas_lost += 1
+        on_trial = [record for record in lost if self.is_on_trial(record)]
+        if on_trial:
+            return on_trial
+        for record in lost:
+            record.num_replicas_lost_in_a_row += 1
+        culprits = [record for record in lost if record.num_replicas_lost >= LIFETIME_FACTOR * self._max_lost]
+        suspects = [record for record in lost if record.num_replicas_lost_in_a_row >= self._max_lost]
+        if len(suspects) == 1:
+            return [*culprits, *(suspect for suspect in suspects if suspect not in culprits)]
+        for suspect in suspects:
+            suspect.is_suspect = True
+        return culprits
+
+    def note_step(self, record: RequestRecord) -> None:
+        """An attempt brought output."""
+        record.num_steps += 1
+        if record.num_steps == NUM_STEPS_TO_CLEAR and record.num_replicas_lost_in_a_row:
+            record.num_replicas_lost_in_a_row = 0
+            record.is_suspect = False
+            self.end_trial(record)
+
+    def begin_trial(self, record: RequestRecord) -> None:
+        assert record.is_suspect
+        assert self.is_free(record.model)
+        self._on_trial[record.model] = record
+
+    def end_trial(self, record: RequestRecord) -> None:
+        """If the request was on trial: it is over, or waits again, or was cleared."""
+        if self.is_on_trial(record):
+            del self._on_trial[record.model]
+
+    def is_on_trial(self, record: RequestRecord) -> bool:
+        return self._on_trial.get(record.model) is record
+
+    def is_free(self, model: str) -> bool:
+        """Whether the model has no trial under way."""
+        return model not in self._on_trial
+
+    def check_integrity(self) -> None:
+        """Asserts that whoever is on trial is a suspect that runs."""
+        for model, record in self._on_trial.items():
+            assert record.model == model
+            assert record.is_suspect
+            assert record.attempt is not None
