@@ -1,22 +1,14 @@
-"""What must hold whatever happens, and the word for when it does not.
+"""What must hold of a cluster whatever happens to it.
 
 Cheap checks run after every event, deep ones now and then and at the end. What each client gets is checked where it
 arrives (`client.py`). What may not live here: making things happen.
 """
 
+from cluster.simulate.promises import Violation, require
 from cluster.simulate.replica import SimulatedReplica
 from cluster.simulate.router import SimulatedRouter
 
 EVENTS_PER_DEEP_CHECK = 400
-
-
-class Violation(Exception):
-    """A promise was broken. The message says which, and what was found."""
-
-
-def require(holds: bool, promise: str) -> None:
-    if not holds:
-        raise Violation(promise)
 
 
 class Checks:
@@ -29,14 +21,8 @@ class Checks:
 
     def after_event(self) -> None:
         for router in self._routers:
-            if router.is_up:
-                dispatch = router.dispatch
-                if dispatch.num_queued > router.limits.max_queued:
-                    raise Violation(
-                        f"{router}: {dispatch.num_queued} are queued, and only {router.limits.max_queued} may"
-                    )
-                if dispatch.num_open != router.num_calls:
-                    raise Violation(f"{router}: {dispatch.num_open} open requests for {router.num_calls} calls")
+            if router.is_up and router.dispatch.num_open != router.num_calls:
+                raise Violation(f"{router}: {router.dispatch.num_open} open requests for {router.num_calls} calls")
         for replica in self._replicas:
             if replica.is_up and replica.load.num_waiting > replica.max_num_waiting:
                 raise Violation(f"{replica}: {replica.load.num_waiting} wait, and only {replica.max_num_waiting} may")

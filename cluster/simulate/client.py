@@ -8,13 +8,20 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.simulate.checks import Violation, require
 from cluster.simulate.messages import Generate
 from cluster.simulate.network import Connection, Network
 from cluster.simulate.oracle import Completion, right_completion
+from cluster.simulate.promises import Violation, require
 from cluster.simulate.router import SimulatedRouter
 from router.events import Deliver, Fail
-from worker.errors import CapacityError, DeadlineExceededError, HoldfastError, ReplicaError, UnknownModelError
+from worker.errors import (
+    CapacityError,
+    DeadlineExceededError,
+    HoldfastError,
+    ReplicaError,
+    RequestQuarantinedError,
+    UnknownModelError,
+)
 from worker.request import EngineRequest
 
 SITE = "clients"
@@ -41,7 +48,7 @@ class SimulatedClient:
     ) -> None:
         self.wish = wish
         self.outcome: str | None = None
-        """`completed`, `cancelled`, `expired`, `shed` or `lost`; None while it goes on."""
+        """`completed`, `cancelled`, `expired`, `shed`, `quarantined` or `lost`; None while it goes on."""
         self.num_tokens = 0
         self.num_connections = 0
         self._network = network
@@ -91,9 +98,13 @@ class SimulatedClient:
         self._connection = Connection(self._network, self._network.path(SITE, router.site), (self, router))
         self._connection.send(self, Generate(request=self.wish.request, timeout_s=self._left_s()))
 
-    def _reconnect(self) -> None:
+    def _reconnect(self, after_s: float = RETRY_S) -> None:
+        """Goes on at the next router."""
+        if self._connection is not None:
+            self._connection.close(self)
+            self._connection = None
         self._router = (self._router + 1) % len(self._routers)
-        self._timeline.after(RETRY_S, self._connect)
+        self._timeline.after(after_s, self._connect)
 
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - self._timeline.now)
@@ -127,12 +138,16 @@ class SimulatedClient:
 
     def _fail(self, error: HoldfastError) -> None:
         match error:
+            case CapacityError() if self.num_connections > 1:
+                self._reconnect(error.retry_after_s or RETRY_S)  # it was admitted once, and may have output
             case CapacityError():
                 self._over("shed")
             case DeadlineExceededError():
                 is_due = self._timeline.now + self.clock_error_s >= self._deadline_s
                 require(is_due, f"{self}: {error}, {self._left_s():.3f} s before its time")
                 self._over("expired")
+            case RequestQuarantinedError():
+                self._over("quarantined")
             case UnknownModelError():
                 self._reconnect()
             case ReplicaError():

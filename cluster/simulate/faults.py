@@ -76,6 +76,16 @@ def _freeze_replica(cluster: Cluster, fault: Fault) -> None:
         cluster.timeline.after(fault.duration_s, replica.thaw)
 
 
+def _drain_replica(cluster: Cluster, fault: Fault) -> None:
+    """It is to go, and goes when its time is up; or it is called back."""
+    replica = cluster.replicas[fault.replica]
+    replica.retire(True)
+    if fault.size < 0.3:
+        cluster.timeline.after(fault.duration_s, replica.retire, False)
+    else:
+        cluster.timeline.after(fault.duration_s, replica.replace)
+
+
 def _slow_replica(cluster: Cluster, fault: Fault) -> None:
     replica = cluster.replicas[fault.replica]
     replica.slowness = 1 + 9 * fault.size
@@ -142,6 +152,7 @@ def _calls(cluster: Cluster, fault: Fault) -> Path:
 KINDS: Final[dict[str, Callable[[Cluster, Fault], None]]] = {
     "kill replica": _kill_replica,
     "freeze replica": _freeze_replica,
+    "drain replica": _drain_replica,
     "slow replica": _slow_replica,
     "kill router": _kill_router,
     "freeze router": _freeze_router,

@@ -1,7 +1,7 @@
 """What simulated processes say to each other, besides the words of the router's core (`router/events.py`).
 
-Replica to router: `Hello`, then `StepNews`. Router to replica: `Dial`, then `SendSubmit` and `SendAbort`. Client to
-router: `Generate`. Router to client: `Deliver` and `Fail`.
+Replica to router: `Hello`, then `StepNews` and `Retiring`. Router to replica: `Dial`, then `SendSubmit` and
+`SendAbort`. Client to router: `Generate`. Router to client: `Deliver` and `Fail`.
 """
 
 from dataclasses import dataclass
@@ -21,6 +21,13 @@ class Hello:
 
     facts: ReplicaFacts
     load: EngineLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retiring:
+    """A replica takes nothing new, or does so again."""
+
+    is_retiring: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
-from cluster.simulate.messages import Dial, Hello
+from cluster.simulate.messages import Dial, Hello, Retiring
 from cluster.simulate.network import Connection, Network
 from cluster.simulate.process import Process
 from cluster.simulate.step_model import StepModel
@@ -66,7 +66,8 @@ class SimulatedReplica(Process):
     def __init__(self, site: str, network: Network, shape: ReplicaShape) -> None:
         super().__init__(site, network)
         self.shape = shape
-        self.max_num_waiting = shape.scheduler.max_num_waiting
+        # Those that wait anew, after a preemption, come on top of those that have never run.
+        self.max_num_waiting = shape.scheduler.max_num_waiting + shape.scheduler.max_num_seqs
         self.slowness = 1.0
         """Factor on the time of a step."""
         self.num_condemned = 0
@@ -96,6 +97,7 @@ class SimulatedReplica(Process):
         self._inbox: list[tuple[Connection, Any]] = []
         self._is_stepping = False
         self._num_links = 0
+        self.is_retiring = False
 
     # --- what the world does to it ---
 
@@ -103,6 +105,19 @@ class SimulatedReplica(Process):
         """Its supervisor watches how long it stands still."""
         super().freeze()
         self.timeline.after(WATCH_S, self._watch, self.num_lives)
+
+    def retire(self, is_retiring: bool) -> None:
+        """Tells every router that it takes nothing new, or does so again."""
+        if self.is_up and not self.is_frozen:
+            self.is_retiring = is_retiring
+            for connection in self.sessions:
+                connection.send(self, Retiring(is_retiring=is_retiring))
+
+    def replace(self) -> None:
+        """A rolling update: if it was to go, it goes, and the next one comes."""
+        if self.is_up and self.is_retiring:
+            self.kill()
+            self.timeline.after(RESTART_S, self.revive)
 
     def recover(self) -> None:
         """It is as fast as ever again."""
@@ -126,6 +141,8 @@ class SimulatedReplica(Process):
             self._num_links += 1
             self.sessions[connection] = Session(f"link-{self._num_links}")
             connection.send(self, Hello(facts=self._facts(), load=self.load))
+            if self.is_retiring:
+                connection.send(self, Retiring(is_retiring=True))
         else:
             self._post(connection, message)
 

@@ -8,15 +8,16 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from cluster.simulate.messages import Dial, Generate, Hello
+from cluster.simulate.messages import Dial, Generate, Hello, Retiring
 from cluster.simulate.network import Connection, Network
 from cluster.simulate.process import Process
+from cluster.simulate.promises import require
 from cluster.simulate.replica import MODEL, SimulatedReplica
 from router.config import LimitsConfig, RouterConfig
 from router.dispatch import Dispatch
 from router.events import Action, Deliver, Fail, SendAbort, SendSubmit, StepNews, TextState
 from router.policy import ChooseReplica, power_of_two_choices
-from worker.errors import HoldfastError, ReplicaError
+from worker.errors import HoldfastError, ReplicaError, RequestQuarantinedError
 from worker.request import EngineRequest
 
 FIRST_PAUSE_S = 0.05
@@ -54,6 +55,8 @@ class SimulatedRouter(Process):
         self._calls: dict[str, Connection] = {}
         self._request_ids: dict[Connection, str] = {}
         self._timer_s: float | None = None
+        self.num_links_lost = 0
+        """In this life, of links that were up."""
         for replica in self._replicas:
             self._dial(replica)
 
@@ -69,6 +72,10 @@ class SimulatedRouter(Process):
             case Hello():
                 if connection in self._links:
                     self._link_up(connection, message)
+            case Retiring():
+                if connection in self._replica_ids:
+                    replica_id = self._replica_ids[connection]
+                    self._perform(self.dispatch.replica_retiring(replica_id, message.is_retiring, self.clock))
 
     def on_closed(self, connection: Connection) -> None:
         if connection in self._links:
@@ -104,6 +111,7 @@ class SimulatedRouter(Process):
         replica_id = self._replica_ids.pop(connection, None)
         if replica_id is not None:
             del self._link_of[replica_id]
+            self.num_links_lost += 1
             error = ReplicaError(f"replica {replica_id} was lost")
             self._perform(self.dispatch.replica_down(replica_id, error, self.clock))
 
@@ -111,6 +119,8 @@ class SimulatedRouter(Process):
 
     def _open(self, connection: Connection, call: Generate) -> None:
         request = call.request
+        self._perform(self.dispatch.supersede(request.request_id, self.clock))
+        num_queued = self.dispatch.num_queued
         try:
             actions = self.dispatch.submit(
                 request,
@@ -123,6 +133,8 @@ class SimulatedRouter(Process):
             connection.send(self, Fail(request_id=request.request_id, error=error))
             self.hang_up(connection)
             return
+        most = max(num_queued, self.limits.max_queued)
+        require(self.dispatch.num_queued <= most, f"{self}: {request.request_id} is queued beyond {most}")
         self._calls[request.request_id] = connection
         self._request_ids[connection] = request.request_id
         self._perform(actions)
@@ -142,6 +154,7 @@ class SimulatedRouter(Process):
                 case SendSubmit() | SendAbort():
                     self._link_of[action.replica_id].send(self, action)
                 case Fail():
+                    self._check_excuse(action)
                     self._tell(action, is_last=True)
         self._set_timer()
 
@@ -151,6 +164,15 @@ class SimulatedRouter(Process):
         if is_last:
             self._end_call(connection)
             self.hang_up(connection)
+
+    def _check_excuse(self, failure: Fail) -> None:
+        """A router may give up for lack of replicas alone, and if several have died under the request."""
+        match failure.error:
+            case ReplicaError():
+                require(not self._link_of, f"{self}: {failure}, and {len(self._link_of)} replicas are up")
+            case RequestQuarantinedError():
+                enough = self.num_links_lost >= self.config.max_replicas_lost
+                require(enough, f"{self}: {failure}, and {self.num_links_lost} replicas were lost")
 
     def _set_timer(self) -> None:
         wanted = self.dispatch.next_tick

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from cluster.simulate.checks import Checks, Violation, require
+from cluster.simulate.checks import Checks
 from cluster.simulate.client import SimulatedClient
 from cluster.simulate.faults import Fault, strike
 from cluster.simulate.network import KEEPALIVE_S, Network
+from cluster.simulate.promises import Violation, require
 from cluster.simulate.pseudo_model import pseudo_tokenizer
 from cluster.simulate.replica import SimulatedReplica
 from cluster.simulate.router import SimulatedRouter
@@ -23,6 +24,8 @@ from router.text_stream import TextStream
 
 ANSWER_S: Final = 60.0
 """After the last fault is over and the last request has come, everyone has an answer within so many seconds."""
+MAX_EVENTS: Final = 200_000
+"""Many times what any simulation needs: beyond it, processes keep each other busy for nothing."""
 SETTLE_S: Final = 2 * KEEPALIVE_S + 5.0
 """Then, after so many more, nothing is left of any request."""
 
@@ -146,6 +149,7 @@ class World:
         timeline, after_event = self.timeline, self._checks.after_event
         while timeline.next_s <= time_s and timeline.step():
             after_event()
+            require(timeline.num_events < MAX_EVENTS, "there is no end to it")
             if timeline.num_events % 64 == 0 and is_enough():
                 return
 
