@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cluster.app import build_app
+    from cluster.blocking_client import Client
+    from cluster.chunks import Chunk
+    from cluster.client import AsyncClient
     from cluster.inference_engine import InferenceEngine
     from cluster.llm import LLM
     from cluster.outputs import CompletionOutput, RequestOutput
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncClient",
+    "Chunk",
+    "Client",
     "CompletionOutput",
     "FinishReason",
     "HoldfastError",
@@ -32,6 +38,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncClient": "cluster.client",
+    "Chunk": "cluster.chunks",
+    "Client": "cluster.blocking_client",
     "LLM": "cluster.llm",
     "CompletionOutput": "cluster.outputs",
     "FinishReason": "worker.request",

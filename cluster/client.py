@@ -1,73 +1,72 @@
-"""A client of a router's gRPC API, for programs that run on asyncio.
+"""A client of one or several routers, for programs that run on asyncio. Streams survive the loss of a router.
 
-What may live here: the public stubs, plain data to messages and back, statuses to errors. What may not: anything of Ray
-or of the engine; a client needs neither.
+What may live here: channels, and when to ask again. What may not: messages field by field (`client_wire.py`), how long
+to go on trying (`patience.py`), anything of Ray or of the engine; a client needs neither.
 """
 
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final
+import asyncio
+import random
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Final, TypeVar
 
 import grpc
-from google.rpc.error_details_pb2 import RetryInfo
-from grpc_status import rpc_status
 
+from cluster.chunks import Chunk, Received
+from cluster.client_wire import chunk_of, error_of, generate_request, is_worth_another_try, resume, set_timeout
+from cluster.patience import Patience
 from holdfast_pb import inference_pb2, inference_pb2_grpc
-from worker.errors import (
-    CallerError,
-    CapacityError,
-    DeadlineExceededError,
-    HoldfastError,
-    InternalError,
-    ReplicaError,
-    RequestAbortedError,
+from worker.request import Priority, SamplingParams
+
+AnswerT = TypeVar("AnswerT")
+
+KEEPALIVE_MS: Final = 5_500
+"""Silence after which a router is pinged. Routers take no more than one ping in five seconds."""
+
+PING_TIMEOUT_MS: Final = 3_000
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # the one that newer gRPC cores go by
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 64 * 2**20),
+    # A router that comes back is found soon. A pool shared by the process would impose its own, longer pauses.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_retries", 0),
 )
-from worker.request import FinishReason, Priority, SamplingParams, TokenLogprob
-from worker.structured_outputs import StructuredOutputs
-
-_CALLER_CODES: Final = {
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.OUT_OF_RANGE,
-}
-_FINISH_REASONS: Final = {
-    inference_pb2.FINISH_REASON_UNSPECIFIED: None,
-    inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    inference_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
-}
-_PRIORITIES: Final = {
-    Priority.CRITICAL: inference_pb2.PRIORITY_CRITICAL,
-    Priority.HIGH: inference_pb2.PRIORITY_HIGH,
-    Priority.NORMAL: inference_pb2.PRIORITY_NORMAL,
-    Priority.LOW: inference_pb2.PRIORITY_LOW,
-}
-_DEFAULT_RETRY_S: Final = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """What is new of a completion. The chunks of one request continue each other without gap or overlap."""
-
-    request_id: str
-    first_token_index: int
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason | None
-    """Set on the last chunk."""
-    logprobs: tuple[TokenLogprob, ...] = ()
-    """One for each of `token_ids` where the request asks for them; else empty."""
 
 
 class AsyncClient:
-    """One connection to one router. Use it as an async context manager, on one event loop."""
+    """Talks to one router at a time. Use it as an async context manager, on one event loop.
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address)
-        self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]  # generated
+    When its router is lost, a stream goes on at another (or at the same one, once it is back) after the last token and
+    character that was received; whoever iterates cannot tell. It gives up `connect_s` seconds after the start if no
+    router has ever answered, `reconnect_s` seconds after the last word otherwise, and at the request's own timeout.
+    """
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        connect_s: float = 5.0,
+        reconnect_s: float = 60.0,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """`address` is `host:port`, of one router or of several. `draw` is uniform in [0, 1)."""
+        addresses = (address,) if isinstance(address, str) else tuple(address)
+        if not addresses:
+            raise ValueError("address = (): must name at least one router")
+        self._channels = [grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) for address in addresses]
+        self._stubs = [inference_pb2_grpc.InferenceStub(channel) for channel in self._channels]  # type: ignore[no-untyped-call]
+        self._connect_s = connect_s
+        self._reconnect_s = reconnect_s
+        self._draw = draw
+        self._at = int(draw() * len(addresses))  # clients spread over the routers
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -76,7 +75,8 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        await self._channel.close(None)
+        for channel in self._channels:
+            await channel.close(None)
 
     async def stream(
         self,
@@ -87,136 +87,83 @@ class AsyncClient:
         request_id: str = "",
         priority: Priority = Priority.NORMAL,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """The completion as it comes. Leaving the iteration, or cancelling the task, aborts the request.
 
         Raises the error tree of `worker/errors.py`: `CallerError` for what a retry cannot mend, `CapacityError` and
         `ReplicaError` with `retry_after_s`.
         """
-        request = _request(prompt, params or SamplingParams(), model, request_id, priority, timeout_s)
-        call = self._stub.GenerateStream(request)
-        try:
-            with _translated():
-                async for message in call:
-                    yield _chunk(message)
-        finally:
-            call.cancel()
+        request_id = request_id or uuid.uuid4().hex  # chosen here, because an unseeded request draws by it
+        request = generate_request(prompt, params or SamplingParams(), model, request_id, priority, timeout_s)
+        patience, received = self._patience(timeout_s), Received()
+        while True:
+            at = self._at
+            try:
+                async with aclosing(self._attempt(request)) as chunks:
+                    async for chunk in chunks:
+                        patience.note_word(self._now())
+                        if (news := received.take(chunk)) is not None:
+                            yield news
+                return
+            except grpc.aio.AioRpcError as error:
+                await self._pause(at, error, patience)
+            request.resume.CopyFrom(resume(received))
+            set_timeout(request, patience.time_left_s(self._now()))
 
     async def get_load(self) -> inference_pb2.GetLoadResponse:
-        """How busy the router and its replicas are. Raises as `stream` does."""
-        with _translated():
-            load: inference_pb2.GetLoadResponse = await self._stub.GetLoad(inference_pb2.GetLoadRequest())
-            return load
+        """How busy a router and its replicas are. Raises as `stream` does."""
+        return await self._ask(lambda stub: stub.GetLoad(inference_pb2.GetLoadRequest()))
 
     async def list_models(self) -> inference_pb2.ListModelsResponse:
         """The models that are served, and by how many replicas. Raises as `stream` does."""
-        with _translated():
-            models: inference_pb2.ListModelsResponse = await self._stub.ListModels(inference_pb2.ListModelsRequest())
-            return models
+        return await self._ask(lambda stub: stub.ListModels(inference_pb2.ListModelsRequest()))
 
+    # --- inside ---
 
-def _request(
-    prompt: str | Sequence[int],
-    params: SamplingParams,
-    model: str,
-    request_id: str,
-    priority: Priority,
-    timeout_s: float | None,
-) -> inference_pb2.GenerateRequest:
-    request = inference_pb2.GenerateRequest(
-        model=model,
-        request_id=request_id,
-        sampling_params=_sampling_params(params),
-        priority=_PRIORITIES[priority],
-    )
-    if isinstance(prompt, str):
-        request.text = prompt
-    else:
-        request.token_ids.ids.extend(prompt)
-    if timeout_s is not None:
-        request.timeout_ms = round(1000 * timeout_s)
-    return request
+    async def _attempt(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """What one router answers. Raises what gRPC raises."""
+        call = self._stubs[self._at].GenerateStream(request)
+        try:
+            async for message in call:
+                yield chunk_of(message)
+        finally:
+            call.cancel()
 
+    async def _ask(self, call: Callable[[inference_pb2_grpc.InferenceStub], Awaitable[AnswerT]]) -> AnswerT:
+        """A unary call whose answer is the same whoever gives it: each router is asked once."""
+        for num_left in reversed(range(len(self._stubs))):
+            at = self._at
+            try:
+                return await call(self._stubs[at])
+            except grpc.aio.AioRpcError as error:
+                if num_left == 0 or not is_worth_another_try(error):
+                    raise error_of(error) from error
+                self._leave(at)
+        raise AssertionError("the last router has answered or has raised")
 
-def _sampling_params(params: SamplingParams) -> inference_pb2.SamplingParams:
-    message = inference_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        stop=params.stop_strings,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        min_p=params.min_p,
-        min_tokens=params.min_tokens,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=params.logit_bias,
-        allowed_token_ids=params.allowed_token_ids,
-        bad_words=params.bad_words,
-        include_stop_str_in_output=params.include_stop_str_in_output,
-        skip_special_tokens=params.skip_special_tokens,
-        logprobs=params.logprobs,
-    )
-    if params.structure is not None:
-        message.structured_outputs.CopyFrom(_structured_outputs(params.structure))
-    if params.seed is not None:
-        message.seed = params.seed
-    if params.max_tokens is not None:
-        message.max_tokens = params.max_tokens
-    return message
+    async def _pause(self, at: int, error: grpc.aio.AioRpcError, patience: Patience) -> None:
+        """Gets ready for the next try, after what the router `at` has said. Raises if there is no use in one."""
+        failure = error_of(error)
+        pause_s = patience.pause_s(self._now(), failure.retry_after_s) if is_worth_another_try(error) else None
+        if pause_s is None:
+            raise failure from error
+        self._leave(at)
+        await asyncio.sleep(pause_s)
 
+    def _leave(self, at: int) -> None:
+        """Talks to the next router from here on, unless another task has moved on already."""
+        if self._at == at:
+            self._at = (at + 1) % len(self._stubs)
 
-def _structured_outputs(wish: StructuredOutputs) -> inference_pb2.StructuredOutputs:
-    if wish.choice is not None:
-        return inference_pb2.StructuredOutputs(choice=inference_pb2.Choice(texts=wish.choice))
-    return inference_pb2.StructuredOutputs(**{wish.kind: getattr(wish, wish.kind)})
+    def _patience(self, timeout_s: float | None) -> Patience:
+        return Patience(
+            num_routers=len(self._stubs),
+            connect_s=self._connect_s,
+            reconnect_s=self._reconnect_s,
+            timeout_s=timeout_s,
+            draw=self._draw,
+            now=self._now(),
+        )
 
-
-def _chunk(message: inference_pb2.GenerateStreamResponse) -> Chunk:
-    return Chunk(
-        request_id=message.request_id,
-        first_token_index=message.first_token_index,
-        token_ids=tuple(message.token_ids),
-        text=message.text,
-        finish_reason=_FINISH_REASONS[message.finish_reason],
-        logprobs=tuple(_logprob(item) for item in message.logprobs),
-    )
-
-
-def _logprob(item: inference_pb2.TokenLogprob) -> TokenLogprob:
-    top = tuple((best.token_id, best.logprob) for best in item.top)
-    return TokenLogprob(token_id=item.token_id, logprob=item.logprob, rank=item.rank, top=top)
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise _error(error) from error
-
-
-def _error(error: grpc.aio.AioRpcError) -> HoldfastError:
-    """The error tree's word for a status."""
-    code, message = error.code(), error.details() or error.code().name
-    if code in _CALLER_CODES:
-        return CallerError(message)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return CapacityError(message, _retry_after_s(error))
-    if code is grpc.StatusCode.UNAVAILABLE:
-        return ReplicaError(message, _retry_after_s(error))
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineExceededError(message)
-    if code is grpc.StatusCode.CANCELLED:
-        return RequestAbortedError(message)
-    return InternalError(f"{code.name}: {message}")
-
-
-def _retry_after_s(error: grpc.aio.AioRpcError) -> float:
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]  # it asks for less than a Call
-    info = RetryInfo()
-    for detail in status.details if status is not None else ():
-        if detail.Unpack(info):
-            return float(info.retry_delay.ToTimedelta().total_seconds())
-    return _DEFAULT_RETRY_S
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -24,7 +24,7 @@ class ClusterConfig(Settings):
     """How many of what, and on which Ray cluster."""
 
     replicas: int = Field(1, ge=1, description="copies of the model")
-    routers: int = Field(1, ge=1, description="front doors; on one machine they take one port each")
+    routers: int = Field(2, ge=1, description="front doors; on one machine they take one port each")
     host: str | None = Field(None, description="address routers listen on; unset: loopback, or 0.0.0.0 with `address`")
     port: int = Field(50051, ge=0, le=65535, description="gRPC port of the first router; 0: any free port")
     address: str | None = Field(None, description="an existing Ray cluster to join (`auto`, host:port); unset: our own")

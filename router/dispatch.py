@@ -25,8 +25,10 @@ from typing import Final
 
 from router.config import LimitsConfig, RouterConfig
 from router.events import (
+    FRESH,
     Action,
     AttemptDelta,
+    CaughtUp,
     Fail,
     ModelStatus,
     ReplicaFacts,
@@ -79,15 +81,23 @@ class Dispatch:
     # --- events from clients ---
 
     def submit(
-        self, request: EngineRequest, *, model: str, text: TextState, deadline: float, now: float
+        self,
+        request: EngineRequest,
+        *,
+        model: str,
+        text: TextState,
+        deadline: float,
+        now: float,
+        caught_up: CaughtUp = FRESH,
     ) -> list[Action]:
         """Opens a request, which from here on is owed exactly one last word.
 
-        Its id must not be open: see `supersede`. Raises, and then has recorded nothing: `UnknownModelError`,
-        `QueueFullError`, `ReplicaError` (no replica for too long), `DeadlineExceededError`.
+        One with output goes on after it: `text` has had that pushed, and `caught_up` says what came of it. Its id must
+        not be open: see `supersede`. Raises, and then has recorded nothing: `UnknownModelError`, `QueueFullError`,
+        `ReplicaError` (no replica for too long), `DeadlineExceededError`.
         """
         self._check_admissible(model, deadline, now)
-        record = RequestRecord(request=request, model=model, text=text)
+        record = RequestRecord.opened(request, model, text, caught_up)
         replica = self._placement.admit(record)
         self._requests.add(record, deadline)
         return self._placement.drain(model, now) if replica is None else [self._placement.send(record, replica, now)]

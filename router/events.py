@@ -6,7 +6,7 @@ formats (`wire.py`), IO.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from worker.errors import HoldfastError
 from worker.request import EngineLoad, EngineRequest, FinishReason, TokenLogprob
@@ -105,6 +105,21 @@ class TextState(Protocol):
     def finish(self) -> str:
         """The text that was still held back; called once, when the sequence has ended without a stop string."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaughtUp:
+    """What came of the output that a request begins with, when its tokens were pushed again (see `resume.py`)."""
+
+    unsent_text: str = ""
+    """Text that is certain and that the client has not got."""
+    fingerprint: str = ""
+    """Of where the output came from; empty if not known."""
+    is_over: bool = False
+    """A stop string is complete: there is nothing to go on with."""
+
+
+FRESH: Final = CaughtUp()
+"""Of a request without output."""
 
 # --- out: what the shell must do ---
 

@@ -4,6 +4,7 @@ What may live here: everything between a wire format and the dispatch core that 
 wire formats, decisions about replicas.
 """
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -11,8 +12,9 @@ from dataclasses import replace
 
 from router.config import LimitsConfig
 from router.controls import check_controls, check_vocabulary
-from router.events import ModelStatus, ReplicaFacts
+from router.events import FRESH, ModelStatus, ReplicaFacts
 from router.request import GenerationRequest, check_text, derived_seed
+from router.resume import catch_up, last_words
 from router.stream import OutputStream
 from router.switchboard import Switchboard
 from router.text_stream import TextStream
@@ -48,7 +50,14 @@ class Intake:
         self._check_open()
         tokenizer = self._tokenizers[model.name]
         text = TextStream(tokenizer, request.sampling_params, request.prompt_token_ids)
-        stream = self._switchboard.open(request, model=model.name, text=text, deadline=deadline)
+        caught_up = FRESH if wish.resume is None else await asyncio.to_thread(catch_up, text, wish.resume, 0)
+        if caught_up.is_over:
+            stream = OutputStream(request.request_id, model.name)
+            stream.push(last_words(request, caught_up))
+        else:
+            stream = self._switchboard.open(
+                request, model=model.name, text=text, deadline=deadline, caught_up=caught_up
+            )
         try:
             yield stream
         finally:
@@ -102,9 +111,12 @@ class Intake:
             token_ids = wish.prompt
             check_vocabulary("token_ids", token_ids, model.facts.vocab_size)
         _check_length(wish.prompt, len(token_ids), model.facts)
+        received = () if wish.resume is None else wish.resume.progress(0).token_ids
+        check_vocabulary("resume.sequences[0].token_ids", received, model.facts.vocab_size)
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
+            output_token_ids=received,
             sampling_params=_resolved(wish.sampling_params, request_id, model.facts),
             priority=wish.priority,
             cache_salt=wish.cache_salt,

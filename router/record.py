@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from router.deadlines import Deadlines
-from router.events import Deliver, ReplicaFacts, TextState, Usage
+from router.events import CaughtUp, Deliver, ReplicaFacts, TextState, Usage
 from router.fleet import ReplicaState
 from worker.request import EngineRequest, FinishReason, TokenLogprob
 
@@ -29,6 +29,9 @@ class RequestRecord:
     model: str
     text: TextState
     output_token_ids: list[int] = field(default_factory=list)
+    """Begins with those of the request, if it is resumed."""
+    unsent_text: str = ""
+    """Text of a resumed request that goes out with the first delivery."""
     num_cached_tokens: int = 0
     attempt: Attempt | None = None
     """None while the request is queued."""
@@ -45,6 +48,18 @@ class RequestRecord:
     """Replicas that died suddenly under it, ever; and without progress in between. Kept by `quarantine.py`."""
     num_replicas_lost_in_a_row: int = 0
     is_suspect: bool = False
+
+    @classmethod
+    def opened(cls, request: EngineRequest, model: str, text: TextState, caught_up: CaughtUp) -> "RequestRecord":
+        """A request that has just come in, with the output that its client has already."""
+        return cls(
+            request=request,
+            model=model,
+            text=text,
+            output_token_ids=list(request.output_token_ids),
+            unsent_text=caught_up.unsent_text,
+            fingerprint=caught_up.fingerprint,
+        )
 
     @property
     def request_id(self) -> str:
@@ -66,7 +81,7 @@ class RequestRecord:
         """
         first_token_index = len(self.output_token_ids)
         piece = self.text.push(token_ids)
-        kept, text = token_ids[: piece.num_tokens], piece.text
+        kept, text = token_ids[: piece.num_tokens], self.unsent_text + piece.text
         self.output_token_ids.extend(kept)
         if piece.stopped:
             finish_reason = FinishReason.STOP
@@ -74,6 +89,7 @@ class RequestRecord:
             text += self.text.finish()
         if not kept and finish_reason is None:
             return None
+        self.unsent_text = ""
         return Deliver(
             request_id=self.request_id,
             first_token_index=first_token_index,

@@ -8,6 +8,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from router.config import LimitsConfig
+from router.resume import Resume
 from worker.errors import InvalidRequestError
 from worker.request import Priority, SamplingParams
 
@@ -28,6 +29,8 @@ class GenerationRequest:
     """None: the server's default."""
     cache_salt: str = ""
     """Cached prefixes are shared only between requests of the same salt."""
+    resume: Resume | None = None
+    """What the client has already; None: nothing."""
 
     def check(self, limits: LimitsConfig) -> None:
         """Raises `InvalidRequestError`, naming field and limit."""
@@ -35,6 +38,8 @@ class GenerationRequest:
         self._check_stop(limits)
         self._check_bad_words(limits)
         self._check_structure(limits)
+        if self.resume is not None:
+            self.resume.check(self.request_id, self.sampling_params)
         if len(self.request_id) > limits.max_request_id_length:
             limit = f"must have at most {limits.max_request_id_length} characters"
             raise InvalidRequestError("request_id", self.request_id, limit)

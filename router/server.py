@@ -18,6 +18,7 @@ from router.health import HealthServicer
 from router.intake import Intake
 from router.switchboard import Switchboard
 from router.wire import generation_request, load_response, models_response, stream_response, unary_response
+from worker.errors import InvalidRequestError
 
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 REQUEST_ID_HEADER: Final = "x-request-id"
@@ -34,6 +35,8 @@ class InferenceServicer:
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
         wish = generation_request(message)
+        if wish.resume is not None:
+            raise InvalidRequestError("resume", "set", "is for GenerateStream; Generate answers with the whole output")
         async with self._intake.open(wish, context.time_remaining()) as stream:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, stream.request_id),))
             return unary_response(await stream.whole(), stream.model)

@@ -71,4 +71,6 @@ def _merged(deliveries: list[Deliver]) -> Deliver:
         finish_reason=last.finish_reason,
         usage=last.usage,
         logprobs=tuple(item for delivery in deliveries for item in delivery.logprobs),
+        fingerprint=last.fingerprint,
+        identity_guaranteed=last.identity_guaranteed,
     )

@@ -11,7 +11,9 @@ from typing import Protocol
 
 from router.dispatch import Dispatch
 from router.events import (
+    FRESH,
     Action,
+    CaughtUp,
     Deliver,
     Fail,
     ModelStatus,
@@ -56,13 +58,17 @@ class Switchboard:
         """The clock that deadlines are set by, in seconds."""
         return self._loop.time()
 
-    def open(self, request: EngineRequest, *, model: str, text: TextState, deadline: float) -> OutputStream:
+    def open(
+        self, request: EngineRequest, *, model: str, text: TextState, deadline: float, caught_up: CaughtUp = FRESH
+    ) -> OutputStream:
         """Opens a request. Raises what `Dispatch.submit` raises. Whoever opens a stream closes it.
 
         An open request of the same id ends first: most likely its client has lost the connection and comes again.
         """
         self._perform(self._dispatch.supersede(request.request_id, self.now()))
-        actions = self._dispatch.submit(request, model=model, text=text, deadline=deadline, now=self.now())
+        actions = self._dispatch.submit(
+            request, model=model, text=text, deadline=deadline, now=self.now(), caught_up=caught_up
+        )
         stream = OutputStream(request.request_id, model)
         self._streams[request.request_id] = stream
         self._idle.clear()

@@ -22,6 +22,7 @@ from router.events import (
     Usage,
 )
 from router.request import GenerationRequest
+from router.resume import Progress, Resume
 from worker.errors import HoldfastError, InvalidRequestError, QueueFullError, ReplicaError
 from worker.request import EngineLoad, FinishReason, Priority, SamplingParams, TokenLogprob
 
@@ -76,7 +77,13 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         priority=priority,
         timeout_s=message.timeout_ms / 1000 if message.HasField("timeout_ms") else None,
         cache_salt=message.cache_salt,
+        resume=_resume(message.resume) if message.HasField("resume") else None,
     )
+
+
+def _resume(message: inference_pb2.Resume) -> Resume:
+    sequences = [Progress(token_ids=tuple(item.token_ids), text_length=item.text_length) for item in message.sequences]
+    return Resume(sequences=tuple(sequences), fingerprint=message.system_fingerprint)
 
 
 def _prompt(message: inference_pb2.GenerateRequest) -> str | tuple[int, ...]:
@@ -136,6 +143,8 @@ def stream_response(delivery: Deliver) -> inference_pb2.GenerateStreamResponse:
         text=delivery.text,
         finish_reason=_TO_FINISH_REASON[delivery.finish_reason],
         logprobs=[_logprob(item) for item in delivery.logprobs],
+        replayed_without_guarantee=not delivery.identity_guaranteed,
+        system_fingerprint=delivery.fingerprint,
     )
     if delivery.usage is not None:
         message.usage.CopyFrom(_usage(delivery.usage))
@@ -152,7 +161,12 @@ def unary_response(delivery: Deliver, model: str) -> inference_pb2.GenerateRespo
         logprobs=[_logprob(item) for item in delivery.logprobs],
     )
     return inference_pb2.GenerateResponse(
-        request_id=delivery.request_id, model=model, completions=[completion], usage=_usage(delivery.usage)
+        request_id=delivery.request_id,
+        model=model,
+        completions=[completion],
+        usage=_usage(delivery.usage),
+        replayed_without_guarantee=not delivery.identity_guaranteed,
+        system_fingerprint=delivery.fingerprint,
     )
 
 
@@ -255,6 +269,7 @@ def replica_facts(hello: engine_pb2.Hello) -> ReplicaFacts:
         block_size=hello.block_size,
         num_blocks=hello.num_blocks,
         row_invariant=hello.row_invariant,
+        numerics=hello.numerics,
     )
 
 

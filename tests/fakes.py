@@ -213,9 +213,14 @@ class Wire:
 
     async def stop(self) -> None:
         self._server.close()
-        for task in self._tasks:
+        await self.cut()
+
+    async def cut(self) -> None:
+        """Breaks the connections that there are; new ones can be made."""
+        tasks, self._tasks = self._tasks, set()
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)

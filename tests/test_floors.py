@@ -12,9 +12,9 @@ POLICY = PLAIN_DATA | {"batching", "block_allocator", "plan", "prefix_cache", "q
 POLICY |= {"controls", "static_batching", "step_limits"}
 PROCESS = {"engine", "link", "rank", "replica"}
 ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "record"}
-ROUTER_CORE |= {"circuit_breaker", "placement", "quarantine", "retry_budget"}
+ROUTER_CORE |= {"circuit_breaker", "placement", "quarantine", "resume", "retry_budget"}
 RELATIVE = "a relative import"
-STUB_FILES = {"wire", "link", "server", "client"}
+STUB_FILES = {"wire", "link", "server", "client", "client_wire"}
 DEVICE = {"torch", "transformers", "safetensors", "numpy"}
 IO = {"asyncio", "grpc", "ray", "random", "secrets", "socket", "subprocess", "threading", "time"}
 

@@ -98,6 +98,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             block_size=info.block_size,
             num_blocks=info.num_blocks,
             row_invariant=info.row_invariant,
+            numerics=info.numerics,
             load=_load_message(self._engine.load),
         )
 

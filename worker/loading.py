@@ -11,6 +11,7 @@ from pathlib import PurePath
 import torch
 
 from worker.attention.paged import AttentionContext, PagedAttention
+from worker.checkpoint_digest import checkpoint_digest
 from worker.checks import choose_max_model_len
 from worker.config import SchedulerConfig, WorkerConfig
 from worker.errors import ConfigurationError
@@ -79,6 +80,8 @@ def load_parts(
         num_blocks=cache.num_blocks,
         kv_bytes_per_token=kv_bytes_per_token(model.specs, target.dtype),
         row_invariant=False,
+        device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+        checkpoint_digest=checkpoint_digest(folder),
     )
     return Parts(model=model, context=_attach(model, cache, target), cache=cache, tiles=target.tiles, info=info)
 

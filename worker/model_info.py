@@ -24,3 +24,12 @@ class ModelInfo:
     """On one rank, all layers together."""
     row_invariant: bool
     """The start-up check found each row's bits independent of its neighbours, on the machine at hand."""
+    device: str = ""
+    """The kind of device: kinds differ in their bits."""
+    checkpoint_digest: str = ""
+    """Of samples of the weights; empty where they were made up."""
+
+    @property
+    def numerics(self) -> str:
+        """What the bits of the output depend on besides the model's name and the number of ranks."""
+        return "/".join(filter(None, (self.dtype, self.device, self.checkpoint_digest)))

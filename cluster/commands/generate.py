@@ -26,7 +26,10 @@ def generate(
     *,
     chat: Annotated[bool, Parameter(group=ESSENTIALS, negative=(), help="ask as a user, by the chat template")] = False,
     server: Annotated[
-        str | None, Parameter(group=ESSENTIALS, help="host:port of a running router, instead of loading a model here")
+        str | None,
+        Parameter(
+            group=ESSENTIALS, help="host:port of running routers, with commas in between, instead of a model here"
+        ),
     ] = None,
     max_tokens: Annotated[int, Parameter(group=_SAMPLING, help="at most this many tokens")] = 64,
     temperature: Annotated[float, Parameter(group=_SAMPLING, help="0 takes the likeliest token every time")] = 0.0,
@@ -144,11 +147,11 @@ def _complete_here(config: WorkerConfig, text: str, params: SamplingParams, chat
         engine.stop()
 
 
-async def _complete_on_server(address: str, text: str, params: SamplingParams, model: str) -> None:
+async def _complete_on_server(addresses: str, text: str, params: SamplingParams, model: str) -> None:
     from cluster.client import AsyncClient
 
     printer = _Printer()
-    async with AsyncClient(address) as client:
+    async with AsyncClient(addresses.split(",")) as client:
         async for chunk in client.stream(text, params, model=model):
             printer.add(chunk.text, len(chunk.token_ids))
             if chunk.finish_reason is not None:

@@ -64,5 +64,5 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 def _announce(cluster: "Serving", config: HoldfastConfig, seconds: float) -> None:
     ranks = config.parallel.tensor_parallel_size
     replicas = f"{cluster.num_replicas} replica{'s' if cluster.num_replicas > 1 else ''} x tensor parallel {ranks}"
-    print(f"ready after {seconds:.1f} s: {cluster.model}, {replicas}, gRPC on {', '.join(cluster.routers)}")
-    print(f'try: holdfast generate --server {cluster.routers[0]} "The capital of France is"', flush=True)
+    print(f"ready after {seconds:.1f} s: {cluster.model}, {replicas}, gRPC on {' and '.join(cluster.routers)}")
+    print(f'try: holdfast generate --server {",".join(cluster.routers)} "The capital of France is"', flush=True)

@@ -17,7 +17,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.client import AsyncClient, Chunk
+from cluster.chunks import Chunk
+from cluster.client import AsyncClient
 from cluster.config import ClusterConfig, HoldfastConfig
 from cluster.progress import progress
 from cluster.serving import serving
@@ -77,16 +78,19 @@ def main() -> int:
     with ExitStack() as stack:
         with progress(sys.stderr) as report:
             cluster = stack.enter_context(serving(config, report))
-        console.print(f"up after {time.monotonic() - started_s:.1f} s, gRPC on {cluster.routers[0]}\n", highlight=False)
+        addresses = " and ".join(cluster.routers)
+        console.print(f"up after {time.monotonic() - started_s:.1f} s, gRPC on {addresses}\n", highlight=False)
         with _display(console) as show:
-            streams = asyncio.run(stream_all(cluster.routers[0], PROMPTS, PARAMS, show))
+            streams = asyncio.run(stream_all(cluster.routers, PROMPTS, PARAMS, show))
         console.print(_figures(streams))
     console.print(f"stopped; {time.monotonic() - started_s:.1f} s in all", highlight=False)
     return 0
 
 
-async def stream_all(address: str, prompts: Sequence[str], params: SamplingParams, show: Show) -> list[Stream]:
-    """Streams all prompts at the same time from one router."""
+async def stream_all(
+    routers: Sequence[str], prompts: Sequence[str], params: SamplingParams, show: Show
+) -> list[Stream]:
+    """Streams all prompts at the same time, from one of the routers as long as it lives."""
     streams = [Stream(number, prompt) for number, prompt in enumerate(prompts, 1)]
 
     async def follow(client: AsyncClient, stream: Stream) -> None:
@@ -95,7 +99,7 @@ async def stream_all(address: str, prompts: Sequence[str], params: SamplingParam
             stream.take(chunk, time.perf_counter())
             show(streams, stream)
 
-    async with AsyncClient(address) as client:
+    async with AsyncClient(routers) as client:
         await asyncio.gather(*(follow(client, stream) for stream in streams))
     return streams
 

@@ -71,7 +71,7 @@ def test_config_show_prints_value_and_source(tmp_path, capsys, monkeypatch):
     assert f"cluster.replicas = 3  # {path}" in lines
     assert "parallel.tensor_parallel_size = 2  # --tensor-parallel-size" in lines
     assert "router.reuse_port = True  # --reuse-port" in lines
-    assert "cluster.routers = 1  # default" in lines
+    assert "cluster.routers = 2  # default" in lines
 
 
 def test_a_failed_command_exits_with_its_code():

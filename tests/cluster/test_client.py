@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from cluster.client import AsyncClient, Chunk
+from cluster.chunks import Chunk
+from cluster.client import AsyncClient
 from holdfast_pb import inference_pb2, inference_pb2_grpc
 from router.status import call_status
 from worker.errors import (
@@ -64,7 +65,7 @@ async def _ask(router: FakeRouter, **options: object) -> list[Chunk]:
     await server.start()
     chunks = []
     try:
-        async with AsyncClient(f"127.0.0.1:{port}") as client:
+        async with AsyncClient(f"127.0.0.1:{port}", reconnect_s=0) as client:
             async for chunk in client.stream(**{"prompt": "hello", **options}):
                 chunks.append(chunk)
                 if options.get("prompt") == "endless":

@@ -95,7 +95,8 @@ def test_serve_prints_a_command_that_works_and_a_signal_lets_streams_finish(star
     shown = subprocess.run([sys.executable, "-m", "cluster.cli", *tried], capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.strip()
-    address = tried[tried.index("--server") + 1]
+    address, other = tried[tried.index("--server") + 1].split(",")
+    assert other != address
     processes = command.descendants()
     assert asyncio.run(_stream_through_a_signal(address, command.process)) == (150, FinishReason.LENGTH)
     printed = command.finish()

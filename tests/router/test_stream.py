@@ -1,6 +1,7 @@
 """Output on its way to a reader that may be slow."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -26,6 +27,17 @@ def piece(first: int, *token_ids: int, finish: FinishReason | None = None) -> De
 
 def said_of(*token_ids: int) -> tuple[TokenLogprob, ...]:
     return tuple(TokenLogprob(token_id=token_id, logprob=-0.5, rank=1) for token_id in token_ids)
+
+
+def test_what_is_merged_comes_from_where_the_last_of_it_came_from():
+    async def scenario():
+        stream = OutputStream("x", "m")
+        stream.push(replace(piece(0, 0), fingerprint="first"))
+        stream.push(replace(piece(1, 1), fingerprint="second", identity_guaranteed=False))
+        return await anext(stream)
+
+    merged = asyncio.run(scenario())
+    assert (merged.fingerprint, merged.identity_guaranteed) == ("second", False)
 
 
 def test_what_is_not_read_yet_is_merged():

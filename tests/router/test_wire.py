@@ -15,8 +15,16 @@ from router import status
 from router.config import LimitsConfig
 from router.events import Deliver, SendSubmit, Usage
 from router.request import derived_seed
+from router.resume import Progress, Resume
 from router.status import call_status
-from router.wire import generation_request, step_news, stream_response, submit_message, unary_response
+from router.wire import (
+    generation_request,
+    replica_facts,
+    step_news,
+    stream_response,
+    submit_message,
+    unary_response,
+)
 from worker.errors import (
     CapacityError,
     ConfigurationError,
@@ -27,6 +35,8 @@ from worker.errors import (
     QueueFullError,
     ReplicaError,
     RequestAbortedError,
+    RequestQuarantinedError,
+    RequestSupersededError,
     UnknownModelError,
     UnsupportedModelError,
 )
@@ -109,6 +119,38 @@ def test_the_last_chunk_has_reason_and_usage():
     assert unary_response(delivery, "m").usage == chunk.usage
 
 
+def test_responses_say_where_they_come_from_and_whether_that_is_certain():
+    usage = Usage(num_prompt_tokens=1, num_completion_tokens=1)
+    delivery = Deliver(
+        request_id="x",
+        first_token_index=0,
+        token_ids=(1,),
+        text="a",
+        finish_reason=FinishReason.STOP,
+        usage=usage,
+        fingerprint="m/tp2",
+        identity_guaranteed=False,
+    )
+    for message in (stream_response(delivery), unary_response(delivery, "m")):
+        assert (message.replayed_without_guarantee, message.system_fingerprint) == (True, "m/tp2")
+
+
+def test_what_a_client_has_received_comes_by_sequence():
+    progress = inference_pb2.SequenceProgress(token_ids=[1, 2], text_length=3)
+    message = inference_pb2.GenerateRequest(
+        text="x", resume=inference_pb2.Resume(sequences=[progress], system_fingerprint="f")
+    )
+    resume = generation_request(message).resume
+    assert resume == Resume(sequences=(Progress(token_ids=(1, 2), text_length=3),), fingerprint="f")
+    assert resume.progress(1) == Progress()
+    assert generation_request(inference_pb2.GenerateRequest(text="x")).resume is None
+
+
+def test_facts_name_all_that_bits_depend_on():
+    hello = engine_pb2.Hello(model="m", tensor_parallel_size=2, row_invariant=True, numerics="float32/cpu/12ab")
+    assert replica_facts(hello).fingerprint == "m/tp2/float32/cpu/12ab/row-invariant"
+
+
 def test_logprobs_are_in_chunks_and_in_whole_answers():
     said = TokenLogprob(token_id=7, logprob=-1.5, rank=3, top=((4, -0.25), (2, -math.inf)))
     usage = Usage(num_prompt_tokens=2, num_completion_tokens=1)
@@ -189,6 +231,8 @@ STATUSES = [
     (ReplicaError("x"), "UNAVAILABLE", "REPLICA_UNAVAILABLE"),
     (DeadlineExceededError("x"), "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),
     (RequestAbortedError("x"), "UNAVAILABLE", "STOPPING"),
+    (RequestSupersededError("x"), "ABORTED", "SUPERSEDED"),
+    (RequestQuarantinedError("x"), "INTERNAL", "QUARANTINED"),
     (InternalError("x"), "INTERNAL", "INTERNAL"),
 ]
 

@@ -1,0 +1,58 @@
+"""How long a client goes on asking when its routers are lost, and how long it pauses in between.
+
+No clock or randomness here: time and draws are passed in.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+FIRST_PAUSE_S: Final = 0.05
+MAX_PAUSE_S: Final = 2.0
+
+
+class Patience:
+    """One request's. Each router is asked once without a pause; then pauses grow.
+
+    Pauses have jitter, so that the clients of a lost router do not all come at the same time.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_routers: int,
+        connect_s: float,
+        reconnect_s: float,
+        timeout_s: float | None,
+        draw: Callable[[], float],
+        now: float,
+    ) -> None:
+        """It ends `connect_s` after now, or `reconnect_s` after the last word of a router, or with the timeout."""
+        self._num_routers = num_routers
+        self._reconnect_s = reconnect_s
+        self._deadline = None if timeout_s is None else now + timeout_s
+        self._draw = draw
+        self._ends_at = now + connect_s
+        self._num_failed = 0
+
+    def note_word(self, now: float) -> None:
+        """A router has answered."""
+        self._ends_at = now + self._reconnect_s
+        self._num_failed = 0
+
+    def pause_s(self, now: float, hint_s: float | None = None) -> float | None:
+        """A try has failed: how long to wait before the next, or None if there is no use in it.
+
+        `hint_s` is what the router said of that; it counts once all have been asked.
+        """
+        self._num_failed += 1
+        if self._num_failed < self._num_routers:
+            return 0.0
+        num_rounds = min(self._num_failed - self._num_routers, 10)
+        longest_s = max(hint_s or 0.0, min(FIRST_PAUSE_S * 2.0**num_rounds, MAX_PAUSE_S))
+        pause_s = longest_s * (0.5 + self._draw() / 2)
+        end = self._ends_at if self._deadline is None else min(self._ends_at, self._deadline)
+        return pause_s if now + pause_s < end else None
+
+    def time_left_s(self, now: float) -> float | None:
+        """Of the request's own timeout; None if it has none."""
+        return None if self._deadline is None else self._deadline - now

@@ -1,0 +1,76 @@
+"""A stream that goes on after what its client has already received, be it from this router or from another.
+
+Nothing is kept for it: the text state is a function of the tokens, so they are pushed again, and what of their text the
+client has not got is sent first. What may not live here: wire formats, how a request is continued (`dispatch.py`).
+"""
+
+from dataclasses import dataclass
+
+from router.events import CaughtUp, Deliver, TextState, Usage
+from worker.errors import InvalidRequestError
+from worker.request import EngineRequest, FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a client has of one sequence."""
+
+    token_ids: tuple[int, ...] = ()
+    text_length: int = 0
+    """In characters. The text may lag behind the tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """What a client has of a request."""
+
+    sequences: tuple[Progress, ...] = ()
+    """By sequence index; what is missing has not begun."""
+    fingerprint: str = ""
+    """Of where the tokens came from; empty if not known."""
+
+    def check(self, request_id: str, params: SamplingParams) -> None:
+        """Raises `InvalidRequestError` for what cannot be a beginning of the request's output."""
+        if len(self.sequences) > 1:
+            raise InvalidRequestError("resume.sequences", len(self.sequences), "the request has 1 sequence")
+        if not request_id and params.seed is None:
+            limit = "must be that of the stream that was cut off: the seed is derived from it"
+            raise InvalidRequestError("request_id", request_id, limit)
+        for index, progress in enumerate(self.sequences):
+            if params.max_tokens is not None and len(progress.token_ids) > params.max_tokens:
+                limit = f"must have at most max_tokens = {params.max_tokens} tokens"
+                raise InvalidRequestError(f"resume.sequences[{index}].token_ids", len(progress.token_ids), limit)
+
+    def progress(self, index: int) -> Progress:
+        return self.sequences[index] if index < len(self.sequences) else Progress()
+
+
+def catch_up(text: TextState, resume: Resume, index: int) -> CaughtUp:
+    """Brings the new text state of one sequence to where the client is.
+
+    Raises `InvalidRequestError` if the client cannot be there.
+    """
+    progress, name = resume.progress(index), f"resume.sequences[{index}]"
+    piece = text.push(progress.token_ids)
+    if piece.num_tokens < len(progress.token_ids):
+        limit = f"must be at most {piece.num_tokens} tokens: a stop string is complete there"
+        raise InvalidRequestError(f"{name}.token_ids", len(progress.token_ids), limit)
+    if progress.text_length > len(piece.text):
+        limit = f"must be at most {len(piece.text)}: no more text is certain after {piece.num_tokens} tokens"
+        raise InvalidRequestError(f"{name}.text_length", progress.text_length, limit)
+    unsent_text = piece.text[progress.text_length :]
+    return CaughtUp(unsent_text=unsent_text, fingerprint=resume.fingerprint, is_over=piece.stopped)
+
+
+def last_words(request: EngineRequest, caught_up: CaughtUp) -> Deliver:
+    """The end of an output that is over already."""
+    num_tokens = len(request.output_token_ids)
+    return Deliver(
+        request_id=request.request_id,
+        first_token_index=num_tokens,
+        token_ids=(),
+        text=caught_up.unsent_text,
+        finish_reason=FinishReason.STOP,
+        usage=Usage(num_prompt_tokens=len(request.prompt_token_ids), num_completion_tokens=num_tokens),
+        fingerprint=caught_up.fingerprint,
+    )

@@ -1,0 +1,136 @@
+"""Clients of several routers: whoever iterates does not notice that a router was lost."""
+
+import asyncio
+
+import pytest
+
+from cluster.blocking_client import Client
+from cluster.client import AsyncClient
+from router.config import LimitsConfig
+from tests.fakes import FakeReplica, Wire
+from tests.router.site import Site, expected, on_a_loop, site
+from worker.errors import CallerError, ReplicaError, RequestSupersededError
+from worker.request import SamplingParams
+
+NUM_TOKENS = 60
+
+
+def params(**changes: object) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": NUM_TOKENS, "seed": 1} | changes))
+
+
+async def check(chunks: list, num_tokens: int = NUM_TOKENS) -> None:
+    token_ids, text = expected("hello", 1, num_tokens)
+    assert [token_id for chunk in chunks for token_id in chunk.token_ids] == token_ids
+    assert "".join(chunk.text for chunk in chunks) == text
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"]
+    assert len({chunk.request_id for chunk in chunks}) == 1
+
+
+@on_a_loop
+async def test_a_stream_goes_on_at_another_router():
+    mine, other = await FakeReplica.start("a"), await FakeReplica.start("b")
+    async with site(mine) as first, site(other) as second:
+        chunks = []
+        async with AsyncClient([first.router.address, second.router.address], draw=lambda: 0.0) as client:
+            async for chunk in client.stream("hello", params()):
+                chunks.append(chunk)
+                if len(chunks) == 5:
+                    await first.router.stop()
+        await check(chunks)
+        assert len(other.submits[0].output_token_ids) >= 5
+        assert not chunks[-1].replayed_without_guarantee
+
+
+@on_a_loop
+async def test_a_connection_that_breaks_is_made_again():
+    replica = await FakeReplica.start()
+    async with site(replica) as place:
+        wire = await Wire.start(port_of(place))
+        chunks = []
+        async with AsyncClient(f"127.0.0.1:{wire.port}") as client:
+            async for chunk in client.stream("hello", params()):
+                chunks.append(chunk)
+                if len(chunks) == 5:
+                    await wire.cut()
+        await check(chunks)
+        assert len(replica.submits) == 2
+        await wire.stop()
+
+
+@on_a_loop
+async def test_the_blocking_client_survives_as_well():
+    mine, other = await FakeReplica.start("a"), await FakeReplica.start("b")
+    async with site(mine) as first, site(other) as second:
+
+        def iterate() -> list:
+            chunks = []
+            with Client([first.router.address, second.router.address], draw=lambda: 0.0) as client:
+                for chunk in client.stream("hello", params(max_tokens=400)):
+                    chunks.append(chunk)
+            return chunks
+
+        iterating = asyncio.create_task(asyncio.to_thread(iterate))
+        await mine.until(lambda: mine.num_tokens > 3)
+        await first.router.stop()
+        await check(await iterating, 400)
+
+
+@on_a_loop
+async def test_leaving_a_blocking_iteration_aborts_the_request():
+    replica = await FakeReplica.start()
+    async with site(replica) as place:
+
+        def look_at_one() -> None:
+            with Client(place.router.address) as client:
+                assert next(iter(client.stream("hello", params(max_tokens=10_000)))).token_ids
+
+        await asyncio.to_thread(look_at_one)
+        await place.until_idle()
+        assert replica.aborted
+
+
+@on_a_loop
+async def test_an_error_of_the_caller_is_not_tried_elsewhere():
+    mine, other = await FakeReplica.start("a"), await FakeReplica.start("b")
+    async with site(other) as second, site(mine, limits=LimitsConfig(max_request_id_length=32)) as first:
+        async with AsyncClient([first.router.address, second.router.address], draw=lambda: 0.0) as client:
+            with pytest.raises(CallerError):
+                await whole(client, request_id="x" * 33)
+        assert not other.submits
+
+
+@on_a_loop
+async def test_whoever_was_superseded_does_not_come_back():
+    replica = await FakeReplica.start()
+    async with site(replica) as place, AsyncClient(place.router.address) as client:
+        older = asyncio.create_task(whole(client, request_id="same", max_tokens=10_000))
+        await replica.until(lambda: replica.running)
+        await whole(client, request_id="same")
+        with pytest.raises(RequestSupersededError):
+            await older
+
+
+@on_a_loop
+async def test_nobody_there_is_said_soon():
+    async with AsyncClient(["127.0.0.1:1", "127.0.0.1:2"], connect_s=0.1) as client:
+        with pytest.raises(ReplicaError):
+            await whole(client)
+        with pytest.raises(ReplicaError):
+            await client.get_load()
+
+
+@on_a_loop
+async def test_what_is_asked_once_finds_the_router_that_is_left():
+    async with site(await FakeReplica.start()) as place:
+        addresses = ["127.0.0.1:1", place.router.address]
+        async with AsyncClient(addresses, draw=lambda: 0.0) as client:
+            assert (await client.list_models()).models[0].name == "fake"
+
+
+async def whole(client: AsyncClient, request_id: str = "", **changes: object) -> list:
+    return [chunk async for chunk in client.stream("hello", params(**changes), request_id=request_id)]
+
+
+def port_of(place: Site) -> int:
+    return int(place.router.address.rpartition(":")[2])

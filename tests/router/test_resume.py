@@ -1,0 +1,124 @@
+"""Streams that go on where an earlier one was cut off: no token and no character is lost or repeated."""
+
+import pytest
+
+from holdfast_pb import inference_pb2
+from router.events import CaughtUp
+from router.record import RequestRecord
+from router.resume import Progress, Resume, catch_up
+from router.text_stream import TextStream
+from tests.fakes import FakeReplica, byte_tokenizer
+from tests.router.core import LetterText, facts
+from tests.router.site import collected, expected, on_a_loop, refusal, request, site
+from worker.errors import InvalidRequestError
+from worker.request import EngineRequest, FinishReason, SamplingParams
+
+OUTPUT = "Grüße! ENDE"
+
+
+def resumed(token_ids: list[int], text_length: int, **fields: object) -> inference_pb2.GenerateRequest:
+    progress = inference_pb2.SequenceProgress(token_ids=token_ids, text_length=text_length)
+    return request(resume=inference_pb2.Resume(sequences=[progress], system_fingerprint=fingerprint()), **fields)
+
+
+def fingerprint() -> str:
+    return facts(model="fake").fingerprint
+
+
+@pytest.mark.parametrize("num_tokens", range(len(OUTPUT.encode())))
+def test_wherever_it_is_cut_the_text_goes_on_exactly(num_tokens):
+    """A character of two bytes, and the beginning of a stop string, are held back at the cut."""
+    params = SamplingParams(stop=["ENDEN"], max_tokens=100)
+    tokens = tuple(OUTPUT.encode())
+    before = TextStream(byte_tokenizer(), params)
+    received = before.push(tokens[:num_tokens]).text
+    for text_length in {len(received), max(len(received) - 1, 0)}:
+        text = TextStream(byte_tokenizer(), params)
+        progress = Progress(token_ids=tokens[:num_tokens], text_length=text_length)
+        caught_up = catch_up(text, Resume(sequences=(progress,)), 0)
+        rest = caught_up.unsent_text + text.push(tokens[num_tokens:]).text + text.finish()
+        assert received[:text_length] + rest == OUTPUT
+
+
+def test_unsent_text_leads_the_first_delivery_and_comes_once():
+    request = EngineRequest(
+        request_id="x", prompt_token_ids=(1,), sampling_params=SamplingParams(seed=0), output_token_ids=(0, 1)
+    )
+    text = LetterText()
+    text.push((0, 1))
+    record = RequestRecord.opened(request, "m", text, CaughtUp(unsent_text="a", fingerprint="f"))
+    first, second = record.take((2,), None), record.take((3,), FinishReason.LENGTH)
+    assert (first.first_token_index, first.token_ids, first.text) == (2, (2,), "ab")
+    assert second.text == "cd"
+    assert second.usage.num_completion_tokens == 4
+
+
+@on_a_loop
+async def test_a_stream_goes_on_at_another_router():
+    async with site(await FakeReplica.start()) as place:
+        token_ids, text = expected("hello", 1, 8)
+        chunks = await collected(place.stub.GenerateStream(resumed(token_ids[:5], 3)))
+        assert chunks[0].first_token_index == 5
+        assert [token_id for chunk in chunks for token_id in chunk.token_ids] == token_ids[5:]
+        assert "".join(chunk.text for chunk in chunks) == text[3:]
+        assert chunks[-1].usage.completion_tokens == 8
+        assert not chunks[-1].replayed_without_guarantee
+        assert chunks[-1].system_fingerprint == fingerprint()
+
+
+@on_a_loop
+async def test_where_the_first_tokens_came_from_elsewhere_the_stream_says_so():
+    async with site(await FakeReplica.start()) as place:
+        wish = resumed(expected("hello", 1, 8)[0][:5], 5)
+        wish.resume.system_fingerprint = "another model"
+        assert (await collected(place.stub.GenerateStream(wish)))[-1].replayed_without_guarantee
+
+
+@on_a_loop
+async def test_an_output_that_was_complete_is_ended():
+    async with site(await FakeReplica.start()) as place:
+        token_ids, text = expected("hello", 1, 8)
+        wish = resumed(token_ids[:5], 1)
+        wish.sampling_params.stop.append(text[3:5])
+        (chunk,) = await collected(place.stub.GenerateStream(wish))
+        assert (chunk.first_token_index, chunk.text, chunk.usage.completion_tokens) == (5, text[1:3], 5)
+        assert chunk.finish_reason == inference_pb2.FINISH_REASON_STOP
+
+
+@on_a_loop
+async def test_what_cannot_be_a_beginning_of_the_output_is_refused():
+    token_ids, text = expected("hello", 1, 8)
+    async with site(await FakeReplica.start()) as place:
+        for wish, field in (
+            (resumed(token_ids[:5], 6), "resume.sequences[0].text_length"),
+            (resumed([256], 0), "resume.sequences[0].token_ids"),
+            (resumed(token_ids, 0, max_tokens=7), "resume.sequences[0].token_ids"),
+            (stopped(resumed(token_ids[:5], 0), text[1:3]), "resume.sequences[0].token_ids"),
+            (unseeded(resumed(token_ids[:5], 0)), "request_id"),
+            (twofold(resumed(token_ids[:5], 0)), "resume.sequences"),
+        ):
+            refused = await refusal(collected(place.stub.GenerateStream(wish)))
+            assert (refused.code, refused.field) == ("INVALID_ARGUMENT", field)
+        refused = await refusal(place.stub.Generate(resumed(token_ids[:5], 0)))
+        assert (refused.code, refused.field) == ("INVALID_ARGUMENT", "resume")
+
+
+def stopped(wish: inference_pb2.GenerateRequest, stop: str) -> inference_pb2.GenerateRequest:
+    wish.sampling_params.stop.append(stop)
+    return wish
+
+
+def unseeded(wish: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:
+    wish.sampling_params.ClearField("seed")
+    return wish
+
+
+def twofold(wish: inference_pb2.GenerateRequest) -> inference_pb2.GenerateRequest:
+    wish.resume.sequences.add()
+    return wish
+
+
+def test_a_text_length_beyond_the_text_names_what_is_certain():
+    text = TextStream(byte_tokenizer(), SamplingParams())
+    with pytest.raises(InvalidRequestError, match="at most 2"):
+        catch_up(text, Resume(sequences=(Progress(token_ids=tuple(b"ab"), text_length=3),)), 0)
