@@ -120,7 +120,9 @@ class MeteredClient:
             sampling_params=SamplingParams(seed=0, ignore_eos=True, max_tokens=self._arrival.num_output_tokens),
         )
         path = self._network.path("clients", self._router.site)
-        Connection(self._network, path, (self, self._router)).send(self, Generate(request=request, timeout_s=1e9))
+        Connection(self._network, path, (self, self._router)).send(
+            self, Generate(request=request, resume=None, timeout_s=1e9)
+        )
 
     def receive(self, connection: Connection, message: Any) -> None:
         if isinstance(message, Deliver) and message.token_ids:

@@ -14,6 +14,7 @@ from cluster.simulate.oracle import Completion, right_completion
 from cluster.simulate.promises import Violation, require
 from cluster.simulate.router import SimulatedRouter
 from router.events import Deliver, Fail
+from router.resume import Progress, Resume
 from worker.errors import (
     CapacityError,
     DeadlineExceededError,
@@ -48,7 +49,7 @@ class SimulatedClient:
     ) -> None:
         self.wish = wish
         self.outcome: str | None = None
-        """`completed`, `cancelled`, `expired`, `shed`, `quarantined` or `lost`; None while it goes on."""
+        """`completed`, `cancelled`, `expired`, `shed` or `quarantined`; None while it goes on."""
         self.num_tokens = 0
         self.num_connections = 0
         self._network = network
@@ -58,6 +59,7 @@ class SimulatedClient:
         self._max_model_len = max_model_len
         self._right: Completion | None = None
         self._text = ""
+        self._fingerprint = ""
         self._connection: Connection | None = None
         self._deadline_s = 0.0
         self.clock_error_s = 0.0
@@ -96,7 +98,9 @@ class SimulatedClient:
         self.num_connections += 1
         router = self._routers[self._router]
         self._connection = Connection(self._network, self._network.path(SITE, router.site), (self, router))
-        self._connection.send(self, Generate(request=self.wish.request, timeout_s=self._left_s()))
+        self._connection.send(
+            self, Generate(request=self.wish.request, resume=self._resume(), timeout_s=self._left_s())
+        )
 
     def _reconnect(self, after_s: float = RETRY_S) -> None:
         """Goes on at the next router."""
@@ -105,6 +109,12 @@ class SimulatedClient:
             self._connection = None
         self._router = (self._router + 1) % len(self._routers)
         self._timeline.after(after_s, self._connect)
+
+    def _resume(self) -> Resume | None:
+        if self._right is None or self.num_connections == 1:
+            return None
+        progress = Progress(token_ids=self._right.token_ids[: self.num_tokens], text_length=len(self._text))
+        return Resume(sequences=(progress,), fingerprint=self._fingerprint)
 
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - self._timeline.now)
@@ -119,6 +129,8 @@ class SimulatedClient:
             raise Violation(f"{self}: tokens {delivery.token_ids} at {first}, right are {right.token_ids}")
         self.num_tokens = end
         self._text += delivery.text
+        self._fingerprint = delivery.fingerprint
+        require(delivery.identity_guaranteed, f"{self}: {delivery} says that it may differ")
         if not right.text.startswith(self._text):
             raise Violation(f"{self}: text {self._text!r}, right is {right.text!r}")
         if delivery.finish_reason is not None:
@@ -148,10 +160,8 @@ class SimulatedClient:
                 self._over("expired")
             case RequestQuarantinedError():
                 self._over("quarantined")
-            case UnknownModelError():
+            case ReplicaError() | UnknownModelError():
                 self._reconnect()
-            case ReplicaError():
-                self._over("lost")
             case _:
                 raise Violation(f"{self}: {type(error).__name__}: {error}")
 

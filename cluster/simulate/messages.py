@@ -7,6 +7,7 @@ Replica to router: `Hello`, then `StepNews` and `Retiring`. Router to replica: `
 from dataclasses import dataclass
 
 from router.events import ReplicaFacts
+from router.resume import Resume
 from worker.request import EngineLoad, EngineRequest
 
 
@@ -32,7 +33,8 @@ class Retiring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
-    """A client's request; `request.output_token_ids` are what it has received already."""
+    """A client's request; where its stream was cut off, with what it has received already."""
 
     request: EngineRequest
+    resume: Resume | None
     timeout_s: float

@@ -6,6 +6,7 @@ decisions, which are the core's.
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from cluster.simulate.messages import Dial, Generate, Hello, Retiring
@@ -15,8 +16,9 @@ from cluster.simulate.promises import require
 from cluster.simulate.replica import MODEL, SimulatedReplica
 from router.config import LimitsConfig, RouterConfig
 from router.dispatch import Dispatch
-from router.events import Action, Deliver, Fail, SendAbort, SendSubmit, StepNews, TextState
+from router.events import FRESH, Action, Deliver, Fail, SendAbort, SendSubmit, StepNews, TextState
 from router.policy import ChooseReplica, power_of_two_choices
+from router.resume import catch_up, last_words
 from worker.errors import HoldfastError, ReplicaError, RequestQuarantinedError
 from worker.request import EngineRequest
 
@@ -118,26 +120,33 @@ class SimulatedRouter(Process):
     # --- calls ---
 
     def _open(self, connection: Connection, call: Generate) -> None:
-        request = call.request
-        self._perform(self.dispatch.supersede(request.request_id, self.clock))
-        num_queued = self.dispatch.num_queued
         try:
-            actions = self.dispatch.submit(
-                request,
-                model=MODEL,
-                text=self._make_text(request),
-                deadline=self.clock + call.timeout_s,
-                now=self.clock,
-            )
+            word: Deliver | Fail | None = self._admit(connection, call)
         except HoldfastError as error:
-            connection.send(self, Fail(request_id=request.request_id, error=error))
+            word = Fail(request_id=call.request.request_id, error=error)
+        if word is not None:
+            connection.send(self, word)
             self.hang_up(connection)
-            return
-        most = max(num_queued, self.limits.max_queued)
+
+    def _admit(self, connection: Connection, call: Generate) -> Deliver | None:
+        """What `router/intake.py` does. Returns the answer if there is nothing left to do."""
+        request, text, caught_up = call.request, self._make_text(call.request), FRESH
+        if call.resume is not None:
+            caught_up = catch_up(text, call.resume, 0)
+            request = replace(request, output_token_ids=call.resume.progress(0).token_ids)
+        if caught_up.is_over:
+            return last_words(request, caught_up)
+        self._perform(self.dispatch.supersede(request.request_id, self.clock))
+        most = max(self.dispatch.num_queued, self.limits.max_queued)
+        deadline = self.clock + call.timeout_s
+        actions = self.dispatch.submit(
+            request, model=MODEL, text=text, deadline=deadline, now=self.clock, caught_up=caught_up
+        )
         require(self.dispatch.num_queued <= most, f"{self}: {request.request_id} is queued beyond {most}")
         self._calls[request.request_id] = connection
         self._request_ids[connection] = request.request_id
         self._perform(actions)
+        return None
 
     def _end_call(self, connection: Connection) -> str:
         request_id = self._request_ids.pop(connection)

@@ -97,7 +97,7 @@ class World:
                 self.replicas,
                 scenario.router,
                 scenario.limits,
-                make_text=lambda request: TextStream(tokenizer, request.sampling_params),
+                make_text=lambda request: TextStream(tokenizer, request.sampling_params, request.prompt_token_ids),
                 seed=rng.getrandbits(32),
             )
             for i in range(scenario.num_routers)
