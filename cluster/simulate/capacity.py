@@ -23,6 +23,7 @@ from worker.plan import StepPlan, StepResult
 from worker.request import EngineRequest, SamplingParams
 
 LATENCY_S: Final = 0.0005
+PATIENCE_S: Final = 1e9
 BEGIN_S: Final = 1.0
 """When the load begins: the links are up."""
 
@@ -120,9 +121,8 @@ class MeteredClient:
             sampling_params=SamplingParams(seed=0, ignore_eos=True, max_tokens=self._arrival.num_output_tokens),
         )
         path = self._network.path("clients", self._router.site)
-        Connection(self._network, path, (self, self._router)).send(
-            self, Generate(request=request, resume=None, timeout_s=1e9)
-        )
+        connection = Connection(self._network, path, (self, self._router))
+        connection.send(self, Generate(request=request, resume=None, timeout_s=PATIENCE_S))
 
     def receive(self, connection: Connection, message: Any) -> None:
         if isinstance(message, Deliver) and message.token_ids:

@@ -98,9 +98,8 @@ class SimulatedClient:
         self.num_connections += 1
         router = self._routers[self._router]
         self._connection = Connection(self._network, self._network.path(SITE, router.site), (self, router))
-        self._connection.send(
-            self, Generate(request=self.wish.request, resume=self._resume(), timeout_s=self._left_s())
-        )
+        call = Generate(request=self.wish.request, resume=self._resume(), timeout_s=self._left_s())
+        self._connection.send(self, call)
 
     def _reconnect(self, after_s: float = RETRY_S) -> None:
         """Goes on at the next router."""

@@ -7,7 +7,7 @@ decisions, which are the core's.
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from cluster.simulate.messages import Dial, Generate, Hello, Retiring
 from cluster.simulate.network import Connection, Network
@@ -22,7 +22,9 @@ from router.resume import catch_up, last_words
 from worker.errors import HoldfastError, ReplicaError, RequestQuarantinedError
 from worker.request import EngineRequest
 
-FIRST_PAUSE_S = 0.05
+FIRST_PAUSE_S: Final = 0.05
+TIMER_S: Final = 1e-6
+"""A timer is never set for sooner than a clock can tell: sums of floats are not exact."""
 
 
 class SimulatedRouter(Process):
@@ -187,7 +189,7 @@ class SimulatedRouter(Process):
         wanted = self.dispatch.next_tick
         if wanted is not None and (self._timer_s is None or wanted < self._timer_s):
             self._timer_s = wanted
-            self.after(max(0.0, wanted - self.clock), self._tick, wanted)
+            self.after(max(TIMER_S, wanted - self.clock), self._tick, wanted)
 
     def _tick(self, wanted: float) -> None:
         if wanted == self._timer_s:
