@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
+from cluster.simulate.attempts import AttemptBooks
 from cluster.simulate.messages import Dial, Generate, Hello, Retiring
 from cluster.simulate.network import Connection, Network
 from cluster.simulate.process import Process
@@ -56,6 +57,7 @@ class SimulatedRouter(Process):
         self._replica_ids: dict[Connection, str] = {}  # of links that are up
         self._link_of: dict[str, Connection] = {}  # by replica id
         self._num_failed = dict.fromkeys(self._replicas, 0)
+        self._books = AttemptBooks(self)
         self._calls: dict[str, Connection] = {}
         self._request_ids: dict[Connection, str] = {}
         self._timer_s: float | None = None
@@ -70,6 +72,7 @@ class SimulatedRouter(Process):
         match message:
             case StepNews():
                 if connection in self._replica_ids:
+                    self._books.note_news(message)
                     self._perform(self.dispatch.step(self._replica_ids[connection], message, self.clock))
             case Generate():
                 self._open(connection, message)
@@ -116,6 +119,7 @@ class SimulatedRouter(Process):
         if replica_id is not None:
             del self._link_of[replica_id]
             self.num_links_lost += 1
+            self._books.note_lost(replica_id)
             error = ReplicaError(f"replica {replica_id} was lost")
             self._perform(self.dispatch.replica_down(replica_id, error, self.clock))
 
@@ -158,23 +162,34 @@ class SimulatedRouter(Process):
     # --- actions ---
 
     def _perform(self, actions: list[Action]) -> None:
+        over: list[str] = []
         for action in actions:
             match action:
                 case Deliver():
-                    self._tell(action, is_last=action.finish_reason is not None)
-                case SendSubmit() | SendAbort():
+                    self._tell(action)
+                    if action.finish_reason is not None:
+                        over.append(self._hang_up(action.request_id))
+                case SendSubmit():
+                    self._books.note_submit(action)
+                    self._link_of[action.replica_id].send(self, action)
+                case SendAbort():
+                    self._books.note_abort(action)
                     self._link_of[action.replica_id].send(self, action)
                 case Fail():
                     self._check_excuse(action)
-                    self._tell(action, is_last=True)
+                    self._tell(action)
+                    over.append(self._hang_up(action.request_id))
+        self._books.check_over(over)
         self._set_timer()
 
-    def _tell(self, word: Deliver | Fail, *, is_last: bool) -> None:
-        connection = self._calls[word.request_id]
-        connection.send(self, word)
-        if is_last:
-            self._end_call(connection)
-            self.hang_up(connection)
+    def _tell(self, word: Deliver | Fail) -> None:
+        self._calls[word.request_id].send(self, word)
+
+    def _hang_up(self, request_id: str) -> str:
+        connection = self._calls[request_id]
+        self._end_call(connection)
+        self.hang_up(connection)
+        return request_id
 
     def _check_excuse(self, failure: Fail) -> None:
         """A router may give up for lack of replicas alone, and if several have died under the request."""
