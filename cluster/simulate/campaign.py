@@ -6,6 +6,7 @@ What may not live here: printing (`report.py`), and what a simulation is (`world
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 
 from cluster.simulate.world import Failure, Outcome, Tally, simulate
 
@@ -37,7 +38,7 @@ def _outcomes(seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:
     if jobs == 1:
         yield from map(simulate, seeds)
         return
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         try:
             yield from pool.map(simulate, seeds, chunksize=8)
         finally:

@@ -112,7 +112,7 @@ class Connection:
 
     def cut(self, *, loses: bool) -> None:
         """The connection breaks. With `loses`, so does what is on its way; else that still arrives."""
-        self._has_lost = loses
+        self._has_lost = self._has_lost or loses
         self._held.clear()
         for side in (0, 1):
             self._schedule(side, _END)
