@@ -45,8 +45,8 @@ class AsyncClient:
     """Talks to one router at a time. Use it as an async context manager, on one event loop.
 
     When its router is lost, a stream goes on at another (or at the same one, once it is back) after the last token and
-    character that was received; whoever iterates cannot tell. It gives up `connect_s` seconds after the start if no
-    router has ever answered, `reconnect_s` seconds after the last word otherwise, and at the request's own timeout.
+    character that was received; whoever iterates cannot tell. It gives up `reconnect_s` seconds after that if no router
+    answers, after `connect_s` if none has ever taken the request, and at the request's own timeout.
     """
 
     def __init__(
@@ -99,9 +99,8 @@ class AsyncClient:
         while True:
             at = self._at
             try:
-                async with aclosing(self._attempt(request)) as chunks:
+                async with aclosing(self._attempt(request, patience)) as chunks:
                     async for chunk in chunks:
-                        patience.note_word(self._now())
                         if (news := received.take(chunk)) is not None:
                             yield news
                 return
@@ -111,35 +110,39 @@ class AsyncClient:
             set_timeout(request, patience.time_left_s(self._now()))
 
     async def get_load(self) -> inference_pb2.GetLoadResponse:
-        """How busy a router and its replicas are. Raises as `stream` does."""
-        return await self._ask(lambda stub: stub.GetLoad(inference_pb2.GetLoadRequest()))
+        """How busy a router and its replicas are, of the first router that answers. Raises as `stream` does."""
+        request = inference_pb2.GetLoadRequest()
+        return await self._ask(lambda stub: stub.GetLoad(request), self._patience(timeout_s=0))
 
     async def list_models(self) -> inference_pb2.ListModelsResponse:
         """The models that are served, and by how many replicas. Raises as `stream` does."""
-        return await self._ask(lambda stub: stub.ListModels(inference_pb2.ListModelsRequest()))
+        request = inference_pb2.ListModelsRequest()
+        return await self._ask(lambda stub: stub.ListModels(request), self._patience(timeout_s=0))
 
     # --- inside ---
 
-    async def _attempt(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def _attempt(self, request: inference_pb2.GenerateRequest, patience: Patience) -> AsyncGenerator[Chunk, None]:
         """What one router answers. Raises what gRPC raises."""
         call = self._stubs[self._at].GenerateStream(request)
         try:
+            if await call.initial_metadata():  # comes when the request is taken, which may be long before a token
+                patience.note_word()
             async for message in call:
+                patience.note_word()
                 yield chunk_of(message)
         finally:
             call.cancel()
 
-    async def _ask(self, call: Callable[[inference_pb2_grpc.InferenceStub], Awaitable[AnswerT]]) -> AnswerT:
-        """A unary call whose answer is the same whoever gives it: each router is asked once."""
-        for num_left in reversed(range(len(self._stubs))):
+    async def _ask(
+        self, call: Callable[[inference_pb2_grpc.InferenceStub], Awaitable[AnswerT]], patience: Patience
+    ) -> AnswerT:
+        """A unary call whose answer is the same whichever router gives it."""
+        while True:
             at = self._at
             try:
                 return await call(self._stubs[at])
             except grpc.aio.AioRpcError as error:
-                if num_left == 0 or not is_worth_another_try(error):
-                    raise error_of(error) from error
-                self._leave(at)
-        raise AssertionError("the last router has answered or has raised")
+                await self._pause(at, error, patience)
 
     async def _pause(self, at: int, error: grpc.aio.AioRpcError, patience: Patience) -> None:
         """Gets ready for the next try, after what the router `at` has said. Raises if there is no use in one."""

@@ -26,17 +26,21 @@ class Patience:
         draw: Callable[[], float],
         now: float,
     ) -> None:
-        """It ends `connect_s` after now, or `reconnect_s` after the last word of a router, or with the timeout."""
+        """It ends with the timeout, counted from now, or some time after the first of the failures in a row.
+
+        That is `connect_s` until a router has taken the request, and `reconnect_s` from then on.
+        """
         self._num_routers = num_routers
+        self._limit_s = connect_s
         self._reconnect_s = reconnect_s
         self._deadline = None if timeout_s is None else now + timeout_s
         self._draw = draw
-        self._ends_at = now + connect_s
+        self._first_failed_at = now
         self._num_failed = 0
 
-    def note_word(self, now: float) -> None:
-        """A router has answered."""
-        self._ends_at = now + self._reconnect_s
+    def note_word(self) -> None:
+        """A router has taken the request, or has sent some of the answer."""
+        self._limit_s = self._reconnect_s
         self._num_failed = 0
 
     def pause_s(self, now: float, hint_s: float | None = None) -> float | None:
@@ -44,14 +48,16 @@ class Patience:
 
         `hint_s` is what the router said of that; it counts once all have been asked.
         """
+        if self._num_failed == 0:
+            self._first_failed_at = now
         self._num_failed += 1
         if self._num_failed < self._num_routers:
             return 0.0
         num_rounds = min(self._num_failed - self._num_routers, 10)
         longest_s = max(hint_s or 0.0, min(FIRST_PAUSE_S * 2.0**num_rounds, MAX_PAUSE_S))
         pause_s = longest_s * (0.5 + self._draw() / 2)
-        end = self._ends_at if self._deadline is None else min(self._ends_at, self._deadline)
-        return pause_s if now + pause_s < end else None
+        end = self._first_failed_at + self._limit_s
+        return pause_s if now + pause_s < (end if self._deadline is None else min(end, self._deadline)) else None
 
     def time_left_s(self, now: float) -> float | None:
         """Of the request's own timeout; None if it has none."""

@@ -59,6 +59,23 @@ async def test_a_connection_that_breaks_is_made_again():
 
 
 @on_a_loop
+async def test_a_router_that_is_lost_before_the_first_token_is_replaced_as_well():
+    """It has taken the request, so the short time for those whom nobody answers does not hold."""
+    replica = await FakeReplica.start()
+    replica.pause()
+    async with site(replica) as place:
+        wire = await Wire.start(port_of(place))
+        async with AsyncClient(f"127.0.0.1:{wire.port}", connect_s=0) as client:
+            asking = asyncio.create_task(whole(client))
+            await replica.until(lambda: replica.running)
+            await wire.cut()
+            await replica.until(lambda: len(replica.submits) == 2)
+            replica.resume()
+            await check(await asking)
+        await wire.stop()
+
+
+@on_a_loop
 async def test_the_blocking_client_survives_as_well():
     mine, other = await FakeReplica.start("a"), await FakeReplica.start("b")
     async with site(mine) as first, site(other) as second:

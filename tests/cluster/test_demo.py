@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from cluster.client import Chunk
+from cluster.chunks import Chunk
 from cluster.demo.run import LinePrinter, Stream
 from worker.request import FinishReason
 

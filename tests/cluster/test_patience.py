@@ -28,20 +28,22 @@ def test_a_hint_of_the_router_counts_once_all_were_asked():
     assert [asked.pause_s(0.0, 3.0), asked.pause_s(0.0, 3.0)] == [0.0, 3.0]
 
 
-@pytest.mark.parametrize(("heard_at", "timeout_s", "last"), [(None, None, 5), (2, None, 62), (2, 10, 10), (None, 3, 3)])
-def test_it_ends(heard_at, timeout_s, last):
+@pytest.mark.parametrize(("is_taken", "timeout_s", "lasts_s"), [(False, None, 5), (True, None, 60), (True, 150, 50)])
+def test_it_ends_some_time_after_the_loss(is_taken, timeout_s, lasts_s):
     asked = patience(timeout_s=timeout_s)
-    if heard_at is not None:
-        asked.note_word(heard_at)
-    assert asked.pause_s(last - 1.0) is not None
-    assert asked.pause_s(last) is None
+    if is_taken:
+        asked.note_word()
+    lost_at = 100.0
+    assert asked.pause_s(lost_at) is not None
+    assert asked.pause_s(lost_at + lasts_s - 1.0) is not None
+    assert asked.pause_s(lost_at + lasts_s) is None
 
 
 def test_a_word_of_a_router_starts_it_afresh():
     asked = patience()
     for _ in range(5):
         asked.pause_s(0.0)
-    asked.note_word(1.0)
+    asked.note_word()
     assert asked.pause_s(1.0) == FIRST_PAUSE_S
 
 

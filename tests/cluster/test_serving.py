@@ -23,7 +23,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("eight_cores")
 def test_our_own_ray_counts_enough_cpus_for_every_rank_and_router():
     assert num_cpus_of_our_own(config(2, 2)) == 8
-    assert num_cpus_of_our_own(config(4, 4)) == 17
+    assert num_cpus_of_our_own(config(4, 4)) == 18
 
 
 @pytest.mark.usefixtures("eight_cores")

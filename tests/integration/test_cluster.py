@@ -52,9 +52,18 @@ def wish(number: int) -> Wish:
     return Wish(f"{number}. {WORDS[number % len(WORDS)]}", params, leaves_after=4 if number % 3 == 0 else None)
 
 
+LONG_KINDS = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "logprobs": 2},
+    {"temperature": 0.8, "structured_outputs": {"regex": "[a-z ,.]{150,400}"}, "ignore_eos": False},
+    {"temperature": 0.9, "stop": ["zebra", "qu"], "min_tokens": 60, "logit_bias": {5: 1.0}, "bad_words": ["the"]},
+)
+
+
 def long_wish(number: int) -> Wish:
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=150, ignore_eos=True)
-    return Wish(WORDS[number % len(WORDS)], params)
+    """One of each kind of request: plain, penalized, structured, and with text that is held back."""
+    kind = {"seed": number % len(WORDS), "max_tokens": 150, "ignore_eos": True} | LONG_KINDS[number % len(LONG_KINDS)]
+    return Wish(WORDS[number % len(WORDS)], SamplingParams(**kind))
 
 
 @pytest.fixture(scope="module")

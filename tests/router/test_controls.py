@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.client import _sampling_params
+from cluster.client_wire import _sampling_params
 from holdfast_pb import engine_pb2, inference_pb2
 from router.controls import bad_word_token_ids
 from router.events import SendSubmit

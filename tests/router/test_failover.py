@@ -5,8 +5,10 @@ import pytest
 from router.circuit_breaker import NUM_FAILURES_TO_REST
 from router.config import LimitsConfig, RouterConfig
 from router.dispatch import MAX_REFUSALS
-from router.events import AttemptRejection, Usage
+from router.events import AttemptRejection, Deliver, Usage
 from router.quarantine import NUM_STEPS_TO_CLEAR
+from router.text_stream import TextStream
+from tests.fakes import byte_tokenizer
 from tests.router.core import Core, aborts, delivered, delta, facts, failure, load, sent
 from worker.errors import (
     DeadlineExceededError,
@@ -16,7 +18,7 @@ from worker.errors import (
     ReplicaError,
     RequestQuarantinedError,
 )
-from worker.request import FinishReason, Priority
+from worker.request import EngineRequest, FinishReason, Priority, SamplingParams
 
 
 @pytest.fixture
@@ -59,6 +61,29 @@ def test_a_stop_string_half_seen_is_still_held_back(core):
     again = sent(core.down("a"))
     last = delivered(core.step(delta(again.attempt, 2, 4, 5), replica_id="b"))
     assert (last.token_ids, last.text, last.finish_reason) == ((4,), "de", "stop")
+
+
+OUTPUT = "Grüße aus Köln, ENDEN wollend. ENDE und mehr"
+
+
+@pytest.mark.parametrize("num_seen", range(len(OUTPUT.encode())))
+def test_wherever_it_is_lost_the_text_is_the_same(core, num_seen):
+    """Half a character or half a stop string may be held back at that time."""
+    params = SamplingParams(seed=0, max_tokens=100, stop=["ENDE ", "Köln!"])
+    request = EngineRequest(request_id="x", prompt_token_ids=(1,), sampling_params=params)
+    text = TextStream(byte_tokenizer(), params)
+    actions = core.dispatch.submit(request, model="m", text=text, deadline=core.now + 60, now=core.now)
+    tokens = OUTPUT.encode()
+    said = core.step(delta(sent(actions).attempt, 0, *tokens[:num_seen]), replica_id="a")
+    again = core.down("a")
+    if again:
+        submission = sent(again)
+        assert submission.request.output_token_ids == tuple(tokens[:num_seen])
+        for index in range(num_seen, len(tokens)):
+            said += core.step(delta(submission.attempt, index, tokens[index]), replica_id="b")
+    deliveries = [action for action in said if isinstance(action, Deliver)]
+    assert "".join(delivery.text for delivery in deliveries) == OUTPUT[: OUTPUT.index("ENDE und")]
+    assert deliveries[-1].finish_reason is FinishReason.STOP
 
 
 def test_cached_tokens_are_told_once_even_if_the_first_replica_is_lost(core):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.client import _sampling_params
+from cluster.client_wire import _sampling_params
 from holdfast_pb import inference_pb2
 from router.config import LimitsConfig
 from router.grammar import GrammarCompiler
