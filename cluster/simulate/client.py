@@ -39,6 +39,8 @@ class Wish:
     timeout_s: float
     cancel_after: int | None
     """Leaves once it has so many tokens; None: stays to the end."""
+    is_poison: bool = False
+    """It kills the replicas that run it."""
 
 
 class SimulatedClient:

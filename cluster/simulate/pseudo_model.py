@@ -23,7 +23,10 @@ _PIECES: Final = (
     *(b" ", b".", "é".encode(), "京".encode()),
     *(b"\xc3", b"\xa9", b"\xe4\xba", b"\xac"),
 )
-WHOLE_TOKEN_IDS: Final = tuple(range(1, len(_PIECES) - 4))
+POISON_TOKEN_ID: Final = len(_PIECES) - 5
+"""A prompt that begins with it kills its replica, `seed % NUM_POISON_STEPS` output tokens later."""
+NUM_POISON_STEPS: Final = 4
+WHOLE_TOKEN_IDS: Final = tuple(range(1, POISON_TOKEN_ID))
 """Tokens that are whole characters, and no end of sequence: prompts are made of them."""
 VOCAB_SIZE: Final = len(_PIECES)
 
@@ -36,6 +39,10 @@ def next_token(prefix: bytes, seed: int, output_index: int, banned: Sequence[int
         if drawn % VOCAB_SIZE == token_id:
             return next_token(prefix, seed + 1, output_index, banned)
     return drawn % VOCAB_SIZE
+
+
+class PoisonedError(Exception):
+    """A request has brought the runner down."""
 
 
 class PseudoCodec:
@@ -85,6 +92,8 @@ class PseudoRunner:
         size, end = self._block_size, sequence.first_position + len(sequence.token_ids)
         blocks = [self._slots[block_id * size : (block_id + 1) * size] for block_id in sequence.block_ids]
         prefix = bytes(b"".join(blocks)[:end])
+        if prefix[0] == POISON_TOKEN_ID and draw.first_output_index >= draw.seed % NUM_POISON_STEPS:
+            raise PoisonedError
         tokens: list[int] = []
         for output_index in range(sequence.num_draws):
             num_read = end - sequence.num_draws + 1 + output_index

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 from cluster.simulate.messages import Dial, Hello, Retiring
 from cluster.simulate.network import Connection, Network
 from cluster.simulate.process import Process
+from cluster.simulate.pseudo_model import PoisonedError
 from cluster.simulate.step_model import StepModel
 from router.events import AttemptDelta, AttemptRejection, ReplicaFacts, SendAbort, SendSubmit, StepNews
 from worker.config import SchedulerConfig
@@ -72,6 +73,8 @@ class SimulatedReplica(Process):
         """Factor on the time of a step."""
         self.num_condemned = 0
         """Times it was killed because it was frozen."""
+        self.num_poisoned = 0
+        """Times that a request brought it down."""
         self.busy_s = 0.0
         """Spent in steps, in all lives."""
         self.num_steps = 0
@@ -173,7 +176,14 @@ class SimulatedReplica(Process):
         self.after(seconds, self._finish_step, plan)
 
     def _finish_step(self, plan: StepPlan) -> None:
-        for delta in self.scheduler.commit(plan, self._runner.run(plan)):
+        try:
+            result = self._runner.run(plan)
+        except PoisonedError:
+            self.num_poisoned += 1
+            self.kill()
+            self.timeline.after(RESTART_S, self.revive)
+            return
+        for delta in self.scheduler.commit(plan, result):
             self._keep(delta)
         self.num_steps += 1
         self.verdict.note_progress(plan.step_id, self.timeline.now)

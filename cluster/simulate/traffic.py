@@ -3,7 +3,7 @@
 import random
 
 from cluster.simulate.client import Wish
-from cluster.simulate.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE, WHOLE_TOKEN_IDS
+from cluster.simulate.pseudo_model import POISON_TOKEN_ID, VOCAB_SIZE, WHOLE_TOKEN_IDS
 from worker.request import EngineRequest, Priority, SamplingParams
 
 _STOPS = ("ab", "ba", "cd", "abc", "dd", "e", "éa", "a.", "hgf", "bb ")
@@ -28,7 +28,19 @@ def draw_wishes(rng: random.Random, num_requests: int, span_s: float, max_model_
                 cancel_after=rng.randint(0, 6) if rng.random() < 0.05 else None,
             )
         )
+    for number in range(rng.choice((0,) * 8 + (1, 2))):
+        wishes.append(_draw_poison(rng, f"poison-{number}", rng.uniform(0, span_s)))
     return wishes
+
+
+def _draw_poison(rng: random.Random, request_id: str, arrival_s: float) -> Wish:
+    """A request that kills whoever runs it, soon or a little later."""
+    request = EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=(POISON_TOKEN_ID, *rng.choices(WHOLE_TOKEN_IDS, k=3)),
+        sampling_params=SamplingParams(seed=rng.getrandbits(40), max_tokens=16, ignore_eos=True),
+    )
+    return Wish(request=request, arrival_s=arrival_s, timeout_s=PATIENCE_S, cancel_after=None, is_poison=True)
 
 
 def _draw_request(rng: random.Random, request_id: str, prefix: tuple[int, ...], max_model_len: int) -> EngineRequest:
@@ -54,6 +66,3 @@ def _draw_params(rng: random.Random) -> SamplingParams:
         stop_token_ids=(rng.randrange(VOCAB_SIZE),) if rng.random() < 0.1 else (),
         ignore_eos=rng.random() < 0.3,
     )
-
-
-EOS_TOKEN_IDS = frozenset({EOS_TOKEN_ID})

@@ -22,6 +22,8 @@ from cluster.simulate.scenario import Scenario, draw_scenario
 from cluster.simulate.timeline import Event, Timeline
 from router.text_stream import TextStream
 
+LOSSES: Final = frozenset({"kill replica", "freeze replica", "cut link", "partition link", "freeze router"})
+"""Faults that take a replica from a router, so that whatever ran there may come under suspicion."""
 ANSWER_S: Final = 60.0
 """After the last fault is over and the last request has come, everyone has an answer within so many seconds."""
 MAX_EVENTS: Final = 200_000
@@ -122,6 +124,7 @@ class World:
             require(client.outcome is not None, f"{client} was not answered within {ANSWER_S:g} s after all was well")
         self._run_until(max(healed_s, self.timeline.now) + SETTLE_S)
         self._checks.at_end()
+        self._check_poison()
 
     def strike(self, fault: Fault) -> None:
         strike(self, fault)
@@ -152,6 +155,17 @@ class World:
             require(timeline.num_events < MAX_EVENTS, "there is no end to it")
             if timeline.num_events % 64 == 0 and is_enough():
                 return
+
+    def _check_poison(self) -> None:
+        """A poison takes so many replicas and no more, at each router that it comes to; nobody is taken for one."""
+        num_killed = sum(replica.num_poisoned for replica in self.replicas)
+        num_sent = sum(client.num_connections for client in self.clients if client.wish.is_poison)
+        most = (self.scenario.router.max_replicas_lost + 1) * num_sent
+        require(num_killed <= most, f"poison killed {num_killed} replicas, and {most} would do to know it")
+        has_other_losses = any(fault.kind in LOSSES for fault in self.scenario.faults)
+        for client in self.clients:
+            is_wronged = client.outcome == "quarantined" and not client.wish.is_poison and not has_other_losses
+            require(not is_wronged, f"{client} was taken for poison")
 
     def _healed_s(self) -> float:
         """When the last fault is over and the last request has come."""
