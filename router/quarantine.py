@@ -6,7 +6,6 @@ begins where the last one ended, so it strikes again at once. Once suspicion is 
 
     alone in that:   it is the culprit, and is not tried again;
     one of several:  each is put on trial, one at a time and so that the next death tells. Who gets on is cleared.
-                     A death tells nothing if somebody else who ran there has lost a replica before: then all go on.
 
 What may not live here: queues and actions (`dispatch.py`), what counts as sudden (draining and refusals do not).
 """
@@ -34,15 +33,12 @@ class Quarantine:
         """Judges those that ran on a replica when it died, and notes who is a suspect. Culprits must not run again."""
         for record in lost:
             record.num_replicas_lost += 1
-        on_trial = [record for record in lost if self.is_on_trial(record)]
-        is_clear = not any(record.num_replicas_lost_in_a_row for record in lost if record not in on_trial)
-        if on_trial and is_clear:
-            return on_trial
-        for record in lost:
             record.num_replicas_lost_in_a_row += 1
-        culprits = [record for record in lost if record.num_replicas_lost >= LIFETIME_FACTOR * self._max_lost]
+        on_trial = [record for record in lost if self.is_on_trial(record)]
+        outlived = [record for record in lost if record.num_replicas_lost >= LIFETIME_FACTOR * self._max_lost]
+        culprits = on_trial or outlived
         suspects = [record for record in lost if record.num_replicas_lost_in_a_row >= self._max_lost]
-        if len(suspects) == 1:
+        if len(suspects) == 1 and not on_trial:
             return [*culprits, *(suspect for suspect in suspects if suspect not in culprits)]
         for suspect in suspects:
             suspect.is_suspect = True
