@@ -9,7 +9,7 @@ MAY_IMPORT = {"proto": set(), "worker": set(), "router": {"worker"}, "cluster": 
 OURS = MAY_IMPORT.keys() | {"holdfast", "tests", "benchmarks", "scripts"}
 PLAIN_DATA = {"config", "errors", "model_info", "request", "structured_outputs"}
 POLICY = PLAIN_DATA | {"batching", "block_allocator", "plan", "prefix_cache", "queues", "scheduler", "sequence"}
-POLICY |= {"controls", "static_batching", "step_limits"}
+POLICY |= {"controls", "progress", "static_batching", "step_limits"}
 PROCESS = {"engine", "link", "rank", "replica"}
 ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "record"}
 ROUTER_CORE |= {"circuit_breaker", "placement", "quarantine", "resume", "retry_budget"}
@@ -77,6 +77,14 @@ def test_the_router_core_does_no_io_and_reads_no_clock():
     for path in files("router", ROUTER_CORE):
         assert not tops(path) & IO, path
         assert rooms_of("router", path) <= ROUTER_CORE, path
+
+
+def test_the_simulator_does_no_io_and_loads_no_torch():
+    simulator = sorted((ROOT / "cluster" / "simulate").glob("*.py"))
+    assert len(simulator) > 10
+    for path in simulator:
+        assert not tops(path) & (DEVICE | (IO - {"random"})), path
+        assert rooms_of("worker", path) <= POLICY, path
 
 
 def test_only_wire_files_import_the_stubs():

@@ -19,7 +19,10 @@ KEEPALIVE_S: Final = 6.0
 class _End(Enum):
     """The last thing that a connection carries."""
 
-    END = "end"
+    END = "the end"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 _END: Final = _End.END

@@ -4,7 +4,7 @@ What may not live here: running them.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, Final
 
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.simulate.campaign import Campaign
+from cluster.simulate.network import Connection
 from cluster.simulate.timeline import Event
 from cluster.simulate.world import Outcome, simulate
 
@@ -31,6 +32,7 @@ def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
         ("", _counts(tally.faults)),
         ("resumed", f"{tally.num_resumed:,} times, a client went on at another router"),
         ("condemned", f"{tally.num_condemned:,} frozen replicas"),
+        ("poisoned", f"{tally.num_poisoned:,} replicas, by requests that kill whoever runs them"),
         ("promises broken", str(len(campaign.failures))),
     )
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -57,13 +59,17 @@ def replay(console: Console, seed: int, num_events: int) -> Outcome:
 
 def describe(event: Event) -> str:
     """One line: number, time, who, what."""
-    who = getattr(event.action, "__self__", None)
-    line = f"{event.number:>7} {event.time_s:11.6f} s  {who} {event.action.__name__.strip('_')} {_told(event.args)}"
+    line = f"{event.number:>7} {event.time_s:11.6f} s  {_what(event.action, event.args)}"
     return line if len(line) <= _MAX_WIDTH else line[: _MAX_WIDTH - 3] + "..."
 
 
-def _told(args: Iterable[Any]) -> str:
-    return " ".join(arg.__name__.strip("_") if callable(arg) else str(arg) for arg in args)
+def _what(action: Callable[..., None], args: tuple[Any, ...]) -> str:
+    owner = getattr(action, "__self__", None)
+    if isinstance(owner, Connection):
+        side, message = args
+        return f"{owner.ends[1 - side]} > {owner.ends[side]}: {message}"
+    told = (arg.__name__.strip("_") if callable(arg) else str(arg) for arg in args)
+    return " ".join([str(owner), action.__name__.strip("_"), *told])
 
 
 def _counts(counter: Counter[str]) -> str:
