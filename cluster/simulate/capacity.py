@@ -42,12 +42,12 @@ class ClusterShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """What one request got. Seconds; None where it was never served."""
+    """What one request got, in seconds."""
 
     ttft_s: float | None
-    """From its arrival to its first token."""
+    """From its arrival to its first token; None if it was not served to the end."""
     tpot_s: float | None
-    """From its first token to its last, for each token after the first."""
+    """From its first token to its last, for each token after the first; None where there is none after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +137,9 @@ class MeteredClient:
     def service(self) -> Service:
         if self._num_tokens < self._arrival.num_output_tokens:
             return Service(ttft_s=None, tpot_s=None)
-        num_pauses = max(1, self._num_tokens - 1)
-        return Service(ttft_s=self._first_s - self._began_s, tpot_s=(self.last_s - self._first_s) / num_pauses)
+        num_pauses = self._num_tokens - 1
+        tpot_s = (self.last_s - self._first_s) / num_pauses if num_pauses else None
+        return Service(ttft_s=self._first_s - self._began_s, tpot_s=tpot_s)
 
 
 def serve(
@@ -198,6 +199,6 @@ def _replica_shape(shape: ClusterShape) -> ReplicaShape:
 
 
 def _is_good(service: Service, slo_ttft_s: float, slo_tpot_s: float) -> bool:
-    if service.ttft_s is None or service.tpot_s is None:
+    if service.ttft_s is None or service.ttft_s > slo_ttft_s:
         return False
-    return service.ttft_s <= slo_ttft_s and service.tpot_s <= slo_tpot_s
+    return service.tpot_s is None or service.tpot_s <= slo_tpot_s

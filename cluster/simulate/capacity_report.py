@@ -6,6 +6,7 @@ What may not live here: serving loads (`capacity.py`).
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -15,21 +16,21 @@ from worker.errors import ConfigurationError
 
 def print_results(console: Console, results: Sequence[CapacityResult], slo_ttft_s: float, slo_tpot_s: float) -> None:
     """Milliseconds at the median, the 90th and the 99th percentile; requests a second; busiest over mean replica."""
-    table = Table(
-        "routing", "TTFT ms p50", "p90", "p99", "TPOT ms p50", "p90", "p99", "goodput/s", "of", "max/mean load"
-    )
+    table = Table(box=SIMPLE)
+    for name in ("routing", "TTFT ms", "TPOT ms"):
+        table.add_column(name, no_wrap=True)
+    for name in ("good/s", "served/s", "max/mean"):
+        table.add_column(name, justify="right")
     for result in results:
         ttft, tpot = _served(result)
+        goodput = result.goodput(slo_ttft_s, slo_tpot_s)
+        rate = len(ttft) / result.duration_s
         table.add_row(
-            result.routing,
-            *(f"{1000 * percentile(ttft, share):.1f}" for share in (0.5, 0.9, 0.99)),
-            *(f"{1000 * percentile(tpot, share):.1f}" for share in (0.5, 0.9, 0.99)),
-            f"{result.goodput(slo_ttft_s, slo_tpot_s):.1f}",
-            f"{len(result.services) / result.duration_s:.1f}",
-            f"{result.imbalance:.2f}",
+            result.routing, _told(ttft), _told(tpot), f"{goodput:.1f}", f"{rate:.1f}", f"{result.imbalance:.2f}"
         )
     console.print(table)
-    console.print(f"goodput: requests a second with TTFT up to {slo_ttft_s:g} s and TPOT up to {slo_tpot_s:g} s")
+    console.print("TTFT and TPOT: median / 90th / 99th percentile; max/mean: seconds in steps, of replicas")
+    console.print(f"good: requests a second with TTFT up to {slo_ttft_s:g} s and TPOT up to {slo_tpot_s:g} s")
 
 
 def plot(results: Sequence[CapacityResult], path: Path) -> None:
@@ -43,10 +44,10 @@ def plot(results: Sequence[CapacityResult], path: Path) -> None:
     axes = figure.subplots(1, 2)
     for result in results:
         for axis, values in zip(axes, _served(result), strict=True):
-            shares = [(rank + 1) / len(result.services) for rank in range(len(values))]
+            shares = [(rank + 1) / len(values) for rank in range(len(values))]
             axis.plot([1000 * value for value in values], shares, label=result.routing)
     for axis, name in zip(axes, ("time to first token", "time per output token"), strict=True):
-        axis.set(xlabel=f"{name}, ms", ylabel="share of requests", xscale="log", ylim=(0, 1))
+        axis.set(xlabel=f"{name}, ms", ylabel="share of requests", xlim=(0, None), ylim=(0, 1))
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.savefig(path, dpi=150)
@@ -55,6 +56,10 @@ def plot(results: Sequence[CapacityResult], path: Path) -> None:
 def percentile(ordered: Sequence[float], share: float) -> float:
     """The value that `share` of the ordered values do not exceed; NaN of none."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def _told(ordered: Sequence[float]) -> str:
+    return " / ".join(f"{1000 * percentile(ordered, share):.1f}" for share in (0.5, 0.9, 0.99))
 
 
 def _served(result: CapacityResult) -> tuple[list[float], list[float]]:
