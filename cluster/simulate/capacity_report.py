@@ -20,7 +20,7 @@ def print_results(console: Console, results: Sequence[CapacityResult], slo_ttft_
     for name in ("routing", "TTFT ms", "TPOT ms"):
         table.add_column(name, no_wrap=True)
     for name in ("good/s", "served/s", "max/mean"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for result in results:
         ttft, tpot = _served(result)
         goodput = result.goodput(slo_ttft_s, slo_tpot_s)
@@ -29,7 +29,7 @@ def print_results(console: Console, results: Sequence[CapacityResult], slo_ttft_
             result.routing, _told(ttft), _told(tpot), f"{goodput:.1f}", f"{rate:.1f}", f"{result.imbalance:.2f}"
         )
     console.print(table)
-    console.print("TTFT and TPOT: median / 90th / 99th percentile; max/mean: seconds in steps, of replicas")
+    console.print("TTFT and TPOT: median / 90th / 99th percentile; max/mean: of the replicas' seconds in steps")
     console.print(f"good: requests a second with TTFT up to {slo_ttft_s:g} s and TPOT up to {slo_tpot_s:g} s")
 
 
@@ -59,7 +59,8 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def _told(ordered: Sequence[float]) -> str:
-    return " / ".join(f"{1000 * percentile(ordered, share):.1f}" for share in (0.5, 0.9, 0.99))
+    values = [1000 * percentile(ordered, share) for share in (0.5, 0.9, 0.99)]
+    return " / ".join(f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values)
 
 
 def _served(result: CapacityResult) -> tuple[list[float], list[float]]:

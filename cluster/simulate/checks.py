@@ -4,11 +4,13 @@ Cheap checks run after every event, deep ones now and then and at the end. What 
 arrives (`client.py`). What may not live here: making things happen.
 """
 
+from typing import Final
+
 from cluster.simulate.promises import Violation, require
 from cluster.simulate.replica import SimulatedReplica
 from cluster.simulate.router import SimulatedRouter
 
-EVENTS_PER_DEEP_CHECK = 400
+EVENTS_PER_DEEP_CHECK: Final = 400
 
 
 class Checks:

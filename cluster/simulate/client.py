@@ -6,7 +6,7 @@ Everything that it receives is compared at once with the one right output. What 
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from cluster.simulate.messages import Generate
 from cluster.simulate.network import Connection, Network
@@ -25,9 +25,8 @@ from worker.errors import (
 )
 from worker.request import EngineRequest
 
-SITE = "clients"
-CONNECT_TIMEOUT_S = 5.0
-RETRY_S = 0.2
+SITE: Final = "clients"
+RETRY_S: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +78,8 @@ class SimulatedClient:
     # --- as an endpoint ---
 
     def receive(self, connection: Connection, message: Any) -> None:
-        require(self.outcome is None, f"{self}: {message} came after the end")
+        if self.outcome is not None:
+            raise Violation(f"{self}: {message} came after the end")
         if isinstance(message, Deliver):
             self._take(message)
         elif isinstance(message, Fail):
@@ -131,7 +131,8 @@ class SimulatedClient:
         self.num_tokens = end
         self._text += delivery.text
         self._fingerprint = delivery.fingerprint
-        require(delivery.identity_guaranteed, f"{self}: {delivery} says that it may differ")
+        if not delivery.identity_guaranteed:
+            raise Violation(f"{self}: {delivery} says that it may differ")
         if not right.text.startswith(self._text):
             raise Violation(f"{self}: text {self._text!r}, right is {right.text!r}")
         if delivery.finish_reason is not None:
@@ -152,7 +153,7 @@ class SimulatedClient:
     def _fail(self, error: HoldfastError) -> None:
         match error:
             case CapacityError() if self.num_connections > 1:
-                self._reconnect(error.retry_after_s or RETRY_S)  # it was admitted once, and may have output
+                self._reconnect(error.retry_after_s or RETRY_S)  # it has come before, and may have output
             case CapacityError():
                 self._over("shed")
             case DeadlineExceededError():

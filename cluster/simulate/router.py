@@ -13,7 +13,7 @@ from cluster.simulate.attempts import AttemptBooks
 from cluster.simulate.messages import Dial, Generate, Hello, Retiring
 from cluster.simulate.network import Connection, Network
 from cluster.simulate.process import Process
-from cluster.simulate.promises import require
+from cluster.simulate.promises import Violation, require
 from cluster.simulate.replica import MODEL, SimulatedReplica
 from router.config import LimitsConfig, RouterConfig
 from router.dispatch import Dispatch
@@ -148,7 +148,8 @@ class SimulatedRouter(Process):
         actions = self.dispatch.submit(
             request, model=MODEL, text=text, deadline=deadline, now=self.clock, caught_up=caught_up
         )
-        require(self.dispatch.num_queued <= most, f"{self}: {request.request_id} is queued beyond {most}")
+        if self.dispatch.num_queued > most:
+            raise Violation(f"{self}: {request.request_id} is queued beyond {most}")
         self._calls[request.request_id] = connection
         self._request_ids[connection] = request.request_id
         self._perform(actions)
