@@ -22,7 +22,9 @@ from cluster.simulate.scenario import Scenario, draw_scenario
 from cluster.simulate.timeline import Event, Timeline
 from router.text_stream import TextStream
 
-LOSSES: Final = frozenset({"kill replica", "freeze replica", "cut link", "partition link", "freeze router"})
+LOSSES: Final = frozenset(
+    {"kill replica", "freeze replica", "drain replica", "cut link", "partition link", "freeze router"}
+)
 """Faults that take a replica from a router, so that whatever ran there may come under suspicion."""
 ANSWER_S: Final = 60.0
 """After the last fault is over and the last request has come, everyone has an answer within so many seconds."""
@@ -169,11 +171,12 @@ class World:
         """
         num_killed = sum(replica.num_poisoned for replica in self.replicas)
         num_sent = sum(client.num_connections for client in self.clients if client.wish.is_poison)
-        most = (self.scenario.router.max_replicas_lost + 1) * num_sent
+        # A replica that was to go, or that a router had lost already, dies without being counted.
+        num_losses = sum(fault.kind in LOSSES for fault in self.scenario.faults)
+        most = (self.scenario.router.max_replicas_lost + 1) * num_sent + num_losses
         require(num_killed <= most, f"poison killed {num_killed} replicas, and {most} would do to know it")
         has_one_poison = sum(client.wish.is_poison for client in self.clients) == 1
-        has_other_losses = any(fault.kind in LOSSES for fault in self.scenario.faults)
-        is_plain = len(self.routers) == 1 and has_one_poison and not has_other_losses
+        is_plain = len(self.routers) == 1 and has_one_poison and num_losses == 0
         for client in self.clients:
             is_wronged = client.outcome == "quarantined" and not client.wish.is_poison and is_plain
             require(not is_wronged, f"{client} was taken for poison")
