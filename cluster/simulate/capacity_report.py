@@ -6,7 +6,6 @@ What may not live here: serving loads (`capacity.py`).
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -16,7 +15,7 @@ from worker.errors import ConfigurationError
 
 def print_results(console: Console, results: Sequence[CapacityResult], slo_ttft_s: float, slo_tpot_s: float) -> None:
     """Milliseconds at the median, the 90th and the 99th percentile; requests a second; busiest over mean replica."""
-    table = Table(box=SIMPLE)
+    table = Table(box=None, pad_edge=False)
     for name in ("routing", "TTFT ms", "TPOT ms"):
         table.add_column(name, no_wrap=True)
     for name in ("good/s", "served/s", "max/mean"):
@@ -29,7 +28,7 @@ def print_results(console: Console, results: Sequence[CapacityResult], slo_ttft_
             result.routing, _told(ttft), _told(tpot), f"{goodput:.1f}", f"{rate:.1f}", f"{result.imbalance:.2f}"
         )
     console.print(table)
-    console.print("TTFT and TPOT: median / 90th / 99th percentile; max/mean: of the replicas' seconds in steps")
+    console.print("TTFT, TPOT: median/90th/99th percentile; max/mean: seconds of the replicas in steps")
     console.print(f"good: requests a second with TTFT up to {slo_ttft_s:g} s and TPOT up to {slo_tpot_s:g} s")
 
 
@@ -60,7 +59,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 def _told(ordered: Sequence[float]) -> str:
     values = [1000 * percentile(ordered, share) for share in (0.5, 0.9, 0.99)]
-    return " / ".join(f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values)
+    return "/".join(f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values)
 
 
 def _served(result: CapacityResult) -> tuple[list[float], list[float]]:

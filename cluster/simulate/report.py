@@ -30,7 +30,7 @@ def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
         ("events", f"{tally.num_events:,}"),
         ("faults", f"{sum(tally.faults.values()):,}"),
         ("", _counts(tally.faults)),
-        ("resumed", f"{tally.num_resumed:,} times, a client went on at another router"),
+        ("reconnects", f"{tally.num_reconnects:,}, with what a client had received until then"),
         ("condemned", f"{tally.num_condemned:,} frozen replicas"),
         ("poisoned", f"{tally.num_poisoned:,} replicas, by requests that kill whoever runs them"),
         ("promises broken", str(len(campaign.failures))),

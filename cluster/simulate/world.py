@@ -46,8 +46,8 @@ class Tally:
     """By replicas: the rest was lost on the way, or drawn again elsewhere."""
     num_steps: int = 0
     num_events: int = 0
-    num_resumed: int = 0
-    """Times that a client went on at another router."""
+    num_reconnects: int = 0
+    """Times that a client went to the next router, with what it had."""
     num_condemned: int = 0
     num_poisoned: int = 0
     simulated_s: float = 0.0
@@ -147,7 +147,7 @@ class World:
             num_tokens_drawn=sum(replica.num_tokens for replica in self.replicas),
             num_steps=sum(replica.num_steps for replica in self.replicas),
             num_events=self.timeline.num_events,
-            num_resumed=sum(max(0, client.num_connections - 1) for client in self.clients),
+            num_reconnects=sum(max(0, client.num_connections - 1) for client in self.clients),
             num_condemned=sum(replica.num_condemned for replica in self.replicas),
             num_poisoned=sum(replica.num_poisoned for replica in self.replicas),
             simulated_s=self.timeline.now,

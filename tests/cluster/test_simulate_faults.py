@@ -28,7 +28,7 @@ def test_two_hundred_simulations_keep_every_promise():
     assert tally.num_requests > 15_000
     assert tally.outcomes["completed"] > 0.8 * tally.num_requests
     assert tally.faults.keys() == KINDS.keys()
-    assert min(tally.num_resumed, tally.num_condemned) > 0
+    assert min(tally.num_reconnects, tally.num_condemned) > 0
 
 
 @pytest.mark.slow
