@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
 	$(shell $(name) -c 'import sys; print("$(name)" if (3, 11) <= sys.version_info[:2] <= (3, 13) else "")' 2>/dev/null)))
 
-.PHONY: help install demo test test-fast lint format types proto proto-check check bench model clean
+.PHONY: help install demo test test-fast lint format types proto proto-check check bench nightly model clean
 
 help:            ## Show this list.
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -51,6 +51,9 @@ check: lint types proto-check  ## All that CI checks, but for the tests.
 
 bench: install   ## The batching policies against each other, on this machine.
 	@$(BIN)/python -m benchmarks.batching
+
+nightly: install ## Ten thousand simulations on all cores: every promise, under every fault.
+	@$(BIN)/holdfast simulate --seeds 0:10000 --jobs 0 --max-failures 10
 
 model: install   ## Train the bundled models again (minutes).
 	@$(BIN)/python -m cluster.demo.train

@@ -55,6 +55,7 @@ _COMMANDS = (
     ("generate", _FIRST, "Complete a prompt, in this process or on a server."),
     ("demo", _FIRST, "Start a local cluster, stream four prompts at once, and stop it."),
     ("stats", _MORE, "Show how busy a running cluster's replicas are, and what their caches do."),
+    ("simulate", _MORE, "Run the cluster's deciders in virtual time under faults, and check every token."),
     ("estimate", _MORE, "Say how much memory a model needs, without loading it."),
 )
 for _order, (_name, _group, _help) in enumerate(_COMMANDS):

@@ -39,7 +39,7 @@ from router.events import (
 )
 from router.fleet import Fleet
 from router.placement import Placement
-from router.policy import DrawIndex
+from router.policy import ChooseReplica, DrawIndex, power_of_two_choices
 from router.record import RequestRecord, RequestTable
 from worker.errors import (
     CapacityError,
@@ -65,9 +65,15 @@ MAX_REFUSALS: Final = 4
 class Dispatch:
     """All open requests of one router. Not safe for threads; never blocks."""
 
-    def __init__(self, config: RouterConfig, limits: LimitsConfig, draw: DrawIndex) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        limits: LimitsConfig,
+        draw: DrawIndex,
+        choose: ChooseReplica = power_of_two_choices,
+    ) -> None:
         self._replica_wait_s = config.replica_wait_s
-        self._fleet = Fleet(config, draw)
+        self._fleet = Fleet(config, draw, choose)
         self._requests = RequestTable()
         self._placement = Placement(config, limits, self._fleet, self._requests)
         self._queue = self._placement.queue

@@ -10,7 +10,7 @@ from dataclasses import replace
 from router.circuit_breaker import CircuitBreaker
 from router.config import RouterConfig
 from router.events import ModelStatus, ReplicaFacts, ReplicaLoad, ReplicaStats, StepNews
-from router.policy import DrawIndex, load_score, longest_prefix, power_of_two_choices
+from router.policy import ChooseReplica, DrawIndex, load_score, longest_prefix, power_of_two_choices
 from router.prefix_index import PrefixIndex, PromptPrefix
 from worker.errors import UnknownModelError
 from worker.request import EngineLoad
@@ -91,9 +91,11 @@ class ModelState:
 class Fleet:
     """All replicas, by id and by model."""
 
-    def __init__(self, config: RouterConfig, draw: DrawIndex) -> None:
+    def __init__(self, config: RouterConfig, draw: DrawIndex, choose: ChooseReplica = power_of_two_choices) -> None:
+        """`choose` decides among replicas that have none of the prompt cached."""
         self._is_prefix_aware = config.routing_policy == "prefix_aware"
         self._max_waiting = config.max_waiting_per_replica
+        self._choose = choose
         self._draw = draw
         self._replicas: dict[str, ReplicaState] = {}
         self._models: dict[str, ModelState] = {}
@@ -143,9 +145,9 @@ class Fleet:
         """By the routing policy; None of none."""
         if not replicas:
             return None
-        if not self._is_prefix_aware:
-            return power_of_two_choices(replicas, self._draw)
-        num_cached = [replica.cached.num_cached_tokens(prefix) for replica in replicas]
+        num_cached = [replica.cached.num_cached_tokens(prefix) for replica in replicas] if self._is_prefix_aware else ()
+        if not any(num_cached):
+            return self._choose(replicas, self._draw)
         return longest_prefix(replicas, num_cached, self._draw)
 
     def retire(self, replica: ReplicaState, is_retiring: bool) -> None:

@@ -29,6 +29,12 @@ class Loaded(Protocol):
 ReplicaT = TypeVar("ReplicaT", bound=Loaded)
 
 
+class ChooseReplica(Protocol):
+    """A way to choose one of several replicas that have room. Never called with none."""
+
+    def __call__(self, replicas: Sequence[ReplicaT], draw: DrawIndex) -> ReplicaT: ...
+
+
 def load_score(load: EngineLoad, num_sent: int = 0, num_sent_tokens: int = 0, num_open: int = 0) -> float:
     """How full a replica is: sequences, plus prompt tokens to compute in units of `TOKENS_PER_SEQUENCE`.
 

@@ -33,14 +33,12 @@ class Quarantine:
         """Judges those that ran on a replica when it died, and notes who is a suspect. Culprits must not run again."""
         for record in lost:
             record.num_replicas_lost += 1
-        on_trial = [record for record in lost if self.is_on_trial(record)]
-        if on_trial:
-            return on_trial
-        for record in lost:
             record.num_replicas_lost_in_a_row += 1
-        culprits = [record for record in lost if record.num_replicas_lost >= LIFETIME_FACTOR * self._max_lost]
+        on_trial = [record for record in lost if self.is_on_trial(record)]
+        outlived = [record for record in lost if record.num_replicas_lost >= LIFETIME_FACTOR * self._max_lost]
+        culprits = on_trial or outlived
         suspects = [record for record in lost if record.num_replicas_lost_in_a_row >= self._max_lost]
-        if len(suspects) == 1:
+        if len(suspects) == 1 and not on_trial:
             return [*culprits, *(suspect for suspect in suspects if suspect not in culprits)]
         for suspect in suspects:
             suspect.is_suspect = True

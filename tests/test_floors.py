@@ -83,6 +83,14 @@ def test_the_router_core_does_no_io_and_reads_no_clock():
         assert rooms_of("router", path) <= ROUTER_CORE, path
 
 
+def test_the_simulator_does_no_io_and_loads_no_torch():
+    simulator = sorted((ROOT / "cluster" / "simulate").glob("*.py"))
+    assert len(simulator) > 10
+    for path in simulator:
+        assert not tops(path) & (DEVICE | (IO - {"random"})), path
+        assert rooms_of("worker", path) <= POLICY, path
+
+
 def test_only_wire_files_import_the_stubs():
     for path in [path for package in ("worker", "router", "cluster") for path in files(package)]:
         assert path.stem in STUB_FILES or "holdfast_pb" not in tops(path), path

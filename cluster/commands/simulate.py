@@ -1,0 +1,181 @@
+"""`holdfast simulate`: the real deciders in virtual time, under drawn faults; or under a load, to ask what it takes."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Group, Parameter
+
+from cluster.flags import ESSENTIALS
+from worker.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from cluster.simulate.capacity import ClusterShape
+    from cluster.simulate.trace import Arrival
+
+_FAULTS = Group.create_ordered("Faults")
+_CAPACITY = Group.create_ordered("Capacity")
+_SHAPE = Group.create_ordered("Capacity: each replica")
+
+
+def simulate(
+    *,
+    seeds: Annotated[str, Parameter(group=ESSENTIALS, help="first:end, each a simulation of its own")] = "0:200",
+    replay: Annotated[
+        int | None, Parameter(group=_FAULTS, help="run this seed alone and print its last events")
+    ] = None,
+    last: Annotated[int, Parameter(group=_FAULTS, help="so many events of a replay")] = 40,
+    jobs: Annotated[int, Parameter(group=_FAULTS, help="cores to use; 0 for all")] = 1,
+    max_failures: Annotated[int, Parameter(group=_FAULTS, help="stop after so many seeds that failed")] = 1,
+    replicas: Annotated[
+        int | None, Parameter(group=_CAPACITY, help="serve a load with so many replicas, without faults")
+    ] = None,
+    trace: Annotated[
+        Path | None, Parameter(group=_CAPACITY, help="the load: .jsonl or .csv; without, one is made up")
+    ] = None,
+    step_model: Annotated[
+        Path | None, Parameter(group=_CAPACITY, help="JSON from benchmarks.step_model: how long a step takes")
+    ] = None,
+    rate: Annotated[float, Parameter(group=_CAPACITY, help="made-up load: requests a second")] = 10.0,
+    requests: Annotated[int, Parameter(group=_CAPACITY, help="made-up load: requests")] = 1000,
+    mean_prompt: Annotated[int, Parameter(group=_CAPACITY, help="made-up load: prompt tokens, on average")] = 128,
+    mean_output: Annotated[int, Parameter(group=_CAPACITY, help="made-up load: output tokens, on average")] = 64,
+    routing: Annotated[
+        list[str] | None, Parameter(group=_CAPACITY, negative=(), help="policies to compare; default: all")
+    ] = None,
+    slo_ttft: Annotated[float, Parameter(group=_CAPACITY, help="goodput: seconds to the first token")] = 1.0,
+    slo_tpot: Annotated[float, Parameter(group=_CAPACITY, help="goodput: seconds for each further token")] = 0.1,
+    plot: Annotated[Path | None, Parameter(group=_CAPACITY, help="write a .png or .svg here")] = None,
+    max_num_seqs: Annotated[int, Parameter(group=_SHAPE, help="sequences of one step")] = 64,
+    max_num_batched_tokens: Annotated[int, Parameter(group=_SHAPE, help="tokens of one step")] = 512,
+    num_blocks: Annotated[int, Parameter(group=_SHAPE, help="blocks of the KV cache, of 16 tokens")] = 4096,
+    max_model_len: Annotated[int, Parameter(group=_SHAPE, help="longest prompt plus output in tokens")] = 4096,
+) -> int:
+    """Run routers and replicas in virtual time, break them, and check every client's tokens.
+
+    A seed always gives the same simulation; exit code 1 if any promise was broken. With --replicas, nothing breaks:
+    a load is served, and what its clients would see is printed for each routing policy.
+    """
+    if replicas is not None:
+        if step_model is None:
+            raise ConfigurationError("--replicas needs --step-model (python -m benchmarks.step_model writes one)")
+        shape = _shape(replicas, step_model, max_num_seqs, max_num_batched_tokens, num_blocks, max_model_len)
+        load = _load(trace, rate, requests, mean_prompt, mean_output, max_model_len)
+        return _capacity(load, shape, routing, slo_ttft, slo_tpot, plot)
+    if replay is not None:
+        return _replay(replay, last)
+    return _campaign(_range(seeds), jobs or os.cpu_count() or 1, max_failures)
+
+
+def _range(seeds: str) -> range:
+    first, _, end = seeds.partition(":")
+    try:
+        chosen = range(int(first), int(end))
+    except ValueError:
+        raise ConfigurationError(f"--seeds {seeds}: must be two numbers, like 0:200") from None
+    if not chosen:
+        raise ConfigurationError(f"--seeds {seeds}: the end must be above the first")
+    return chosen
+
+
+def _campaign(seeds: range, jobs: int, max_failures: int) -> int:
+    from rich.console import Console
+
+    from cluster.progress import progress
+    from cluster.simulate.campaign import run_campaign
+    from cluster.simulate.report import print_campaign
+
+    started_s = time.perf_counter()
+    with progress(sys.stderr) as report:
+        phase = f"simulating seeds {seeds.start} to {seeds.stop - 1}"
+        report(phase, 0, len(seeds))
+        campaign = run_campaign(
+            seeds, jobs=jobs, max_failures=max_failures, on_done=lambda num: report(phase, num, len(seeds))
+        )
+    print_campaign(Console(), campaign, time.perf_counter() - started_s)
+    return 1 if campaign.failures else 0
+
+
+def _replay(seed: int, num_events: int) -> int:
+    from rich.console import Console
+
+    from cluster.simulate.report import replay
+
+    return 1 if replay(Console(), seed, num_events).failure else 0
+
+
+def _shape(
+    num_replicas: int,
+    step_model: Path,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    num_blocks: int,
+    max_model_len: int,
+) -> "ClusterShape":
+    from cluster.simulate.capacity import ClusterShape
+    from cluster.simulate.step_model import StepModel
+    from worker.config import SchedulerConfig
+
+    if num_replicas < 1:
+        raise ConfigurationError(f"--replicas {num_replicas}: must be at least 1")
+    return ClusterShape(
+        num_replicas=num_replicas,
+        step_model=StepModel.read(step_model),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
+        num_blocks=num_blocks,
+        block_size=16,
+        max_model_len=max_model_len,
+    )
+
+
+def _load(
+    trace: Path | None, rate: float, num_requests: int, mean_prompt: int, mean_output: int, max_len: int
+) -> "list[Arrival]":
+    from cluster.simulate.trace import made_up_trace, read_trace
+
+    if trace is not None:
+        return read_trace(trace)
+    for flag, value in (("rate", rate), ("requests", num_requests), ("mean-prompt", mean_prompt)):
+        if value <= 0:
+            raise ConfigurationError(f"--{flag} {value}: must be above 0")
+    return made_up_trace(
+        rate=rate,
+        num_requests=num_requests,
+        mean_prompt=mean_prompt,
+        mean_output=mean_output,
+        max_len=max_len,
+        seed=0,
+    )
+
+
+def _capacity(
+    load: "list[Arrival]",
+    shape: "ClusterShape",
+    routing: list[str] | None,
+    slo_ttft_s: float,
+    slo_tpot_s: float,
+    plot: Path | None,
+) -> int:
+    from rich.console import Console
+
+    from cluster.progress import progress
+    from cluster.simulate.capacity import serve
+    from cluster.simulate.capacity_report import plot as draw
+    from cluster.simulate.capacity_report import print_results
+    from cluster.simulate.routing import ROUTING
+
+    names = routing or list(ROUTING)
+    unknown = set(names) - ROUTING.keys()
+    if unknown:
+        raise ConfigurationError(f"--routing {', '.join(sorted(unknown))}: must be among {', '.join(ROUTING)}")
+    results = []
+    with progress(sys.stderr) as report:
+        for name in names:
+            report(name, 0, len(load))
+            results.append(serve(load, shape, name, on_done=lambda num, name=name: report(name, num, len(load))))  # type: ignore[misc]
+    print_results(Console(), results, slo_ttft_s, slo_tpot_s)
+    if plot is not None:
+        draw(results, plot)
+    return 0

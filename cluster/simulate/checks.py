@@ -1,0 +1,52 @@
+"""What must hold of a cluster whatever happens to it.
+
+Cheap checks run after every event, deep ones now and then and at the end. What each client gets is checked where it
+arrives (`client.py`). What may not live here: making things happen.
+"""
+
+from typing import Final
+
+from cluster.simulate.promises import Violation, require
+from cluster.simulate.replica import SimulatedReplica
+from cluster.simulate.router import SimulatedRouter
+
+EVENTS_PER_DEEP_CHECK: Final = 400
+
+
+class Checks:
+    """The invariants of a simulated cluster."""
+
+    def __init__(self, routers: list[SimulatedRouter], replicas: list[SimulatedReplica]) -> None:
+        self._routers = routers
+        self._replicas = replicas
+        self._num_events = 0
+
+    def after_event(self) -> None:
+        for router in self._routers:
+            if router.is_up and router.dispatch.num_open != router.num_calls:
+                raise Violation(f"{router}: {router.dispatch.num_open} open requests for {router.num_calls} calls")
+        for replica in self._replicas:
+            if replica.is_up and replica.load.num_waiting > replica.max_num_waiting:
+                raise Violation(f"{replica}: {replica.load.num_waiting} wait, and only {replica.max_num_waiting} may")
+        self._num_events += 1
+        if self._num_events % EVENTS_PER_DEEP_CHECK == 0:
+            self.deep()
+
+    def deep(self) -> None:
+        """The books of every process agree with themselves."""
+        for process in (*self._routers, *self._replicas):
+            if process.is_up:
+                process.check_integrity()
+
+    def at_end(self) -> None:
+        """All is answered and healed: nothing may be left anywhere."""
+        self.deep()
+        for router in self._routers:
+            require(router.is_up and not router.is_frozen, f"{router} did not come back")
+            require(router.dispatch.num_open == 0, f"{router}: {router.dispatch.num_open} records leaked")
+            require(router.num_links_up == len(self._replicas), f"{router}: {router.num_links_up} links are up")
+        for replica in self._replicas:
+            require(replica.is_up and not replica.is_frozen, f"{replica} did not come back")
+            require(replica.num_attempts == 0, f"{replica}: {replica.num_attempts} attempts run for nobody")
+            num_used = replica.scheduler.stats().num_used_blocks
+            require(num_used == 0, f"{replica}: {num_used} blocks leaked")

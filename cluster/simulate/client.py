@@ -1,0 +1,181 @@
+"""A client that is simulated: one request, followed to its last word across the deaths of routers.
+
+Everything that it receives is compared at once with the one right output. What may not live here: drawing requests
+(`traffic.py`).
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any, Final
+
+from cluster.simulate.messages import Generate
+from cluster.simulate.network import Connection, Network
+from cluster.simulate.oracle import Completion, right_completion
+from cluster.simulate.promises import Violation, require
+from cluster.simulate.router import SimulatedRouter
+from router.events import Deliver, Fail
+from router.resume import Progress, Resume
+from worker.errors import (
+    CapacityError,
+    DeadlineExceededError,
+    HoldfastError,
+    ReplicaError,
+    RequestQuarantinedError,
+    UnknownModelError,
+)
+from worker.request import EngineRequest
+
+SITE: Final = "clients"
+RETRY_S: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """A request and how its client will behave."""
+
+    request: EngineRequest
+    arrival_s: float
+    timeout_s: float
+    cancel_after: int | None
+    """Leaves once it has so many tokens; None: stays to the end."""
+    is_poison: bool = False
+    """It kills the replicas that run it."""
+
+
+class SimulatedClient:
+    """One request's client. `outcome` says how it ended."""
+
+    def __init__(
+        self, wish: Wish, network: Network, routers: list[SimulatedRouter], rng: random.Random, max_model_len: int
+    ) -> None:
+        self.wish = wish
+        self.outcome: str | None = None
+        """`completed`, `cancelled`, `expired`, `shed` or `quarantined`; None while it goes on."""
+        self.num_tokens = 0
+        self.num_connections = 0
+        self._network = network
+        self._timeline = network.timeline
+        self._routers = routers
+        self._router = rng.randrange(len(routers))
+        self._max_model_len = max_model_len
+        self._right: Completion | None = None
+        self._text = ""
+        self._fingerprint = ""
+        self._connection: Connection | None = None
+        self._deadline_s = 0.0
+        self.clock_error_s = 0.0
+        """How far the clocks of routers may be off: a deadline may come early by so much."""
+
+    def begin(self) -> None:
+        """The request is made."""
+        self._deadline_s = self._timeline.now + self.wish.timeout_s
+        self._timeline.at(self._deadline_s, self._time_up)
+        self._right = right_completion(self.wish.request, self._max_model_len)
+        if self.wish.cancel_after == 0:
+            self._timeline.after(0.05, self._leave)
+        self._connect()
+
+    # --- as an endpoint ---
+
+    def receive(self, connection: Connection, message: Any) -> None:
+        if self.outcome is not None:
+            raise Violation(f"{self}: {message} came after the end")
+        if isinstance(message, Deliver):
+            self._take(message)
+        elif isinstance(message, Fail):
+            self._fail(message.error)
+
+    def closed(self, connection: Connection) -> None:
+        if self.outcome is None and connection is self._connection:
+            self._reconnect()
+
+    def __str__(self) -> str:
+        return self.wish.request.request_id
+
+    # --- inside ---
+
+    def _connect(self) -> None:
+        if self.outcome is not None:
+            return
+        self.num_connections += 1
+        router = self._routers[self._router]
+        self._connection = Connection(self._network, self._network.path(SITE, router.site), (self, router))
+        call = Generate(request=self.wish.request, resume=self._resume(), timeout_s=self._left_s())
+        self._connection.send(self, call)
+
+    def _reconnect(self, after_s: float = RETRY_S) -> None:
+        """Goes on at the next router."""
+        if self._connection is not None:
+            self._connection.close(self)
+            self._connection = None
+        self._router = (self._router + 1) % len(self._routers)
+        self._timeline.after(after_s, self._connect)
+
+    def _resume(self) -> Resume | None:
+        if self._right is None or self.num_connections == 1:
+            return None
+        progress = Progress(token_ids=self._right.token_ids[: self.num_tokens], text_length=len(self._text))
+        return Resume(sequences=(progress,), fingerprint=self._fingerprint)
+
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline_s - self._timeline.now)
+
+    def _take(self, delivery: Deliver) -> None:
+        right = self._right
+        assert right is not None
+        first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
+        if first != self.num_tokens:
+            raise Violation(f"{self}: token {first} came when token {self.num_tokens} was due")
+        if delivery.token_ids != right.token_ids[first:end]:
+            raise Violation(f"{self}: tokens {delivery.token_ids} at {first}, right are {right.token_ids}")
+        self.num_tokens = end
+        self._text += delivery.text
+        self._fingerprint = delivery.fingerprint
+        if not delivery.identity_guaranteed:
+            raise Violation(f"{self}: {delivery} says that it may differ")
+        if not right.text.startswith(self._text):
+            raise Violation(f"{self}: text {self._text!r}, right is {right.text!r}")
+        if delivery.finish_reason is not None:
+            self._check_end(delivery, right)
+            self._over("completed")
+        elif self.wish.cancel_after is not None and self.num_tokens >= self.wish.cancel_after:
+            self._leave()
+
+    def _check_end(self, last: Deliver, right: Completion) -> None:
+        require(self.num_tokens == len(right.token_ids), f"{self}: {self.num_tokens} tokens of {right}")
+        require(self._text == right.text, f"{self}: text {self._text!r} of {right}")
+        require(last.finish_reason is right.finish_reason, f"{self}: ended by {last.finish_reason}, right is {right}")
+        num_prompt_tokens = len(self.wish.request.prompt_token_ids)
+        usage = last.usage
+        told = None if usage is None else (usage.num_prompt_tokens, usage.num_completion_tokens)
+        require(told == (num_prompt_tokens, len(right.token_ids)), f"{self}: {usage} for {right}")
+
+    def _fail(self, error: HoldfastError) -> None:
+        match error:
+            case CapacityError() if self.num_connections > 1:
+                self._reconnect(error.retry_after_s or RETRY_S)  # it has come before, and may have output
+            case CapacityError():
+                self._over("shed")
+            case DeadlineExceededError():
+                is_due = self._timeline.now + self.clock_error_s >= self._deadline_s
+                require(is_due, f"{self}: {error}, {self._left_s():.3f} s before its time")
+                self._over("expired")
+            case RequestQuarantinedError():
+                self._over("quarantined")
+            case ReplicaError() | UnknownModelError():
+                self._reconnect()
+            case _:
+                raise Violation(f"{self}: {type(error).__name__}: {error}")
+
+    def _leave(self) -> None:
+        if self.outcome is None:
+            self._over("cancelled")
+
+    def _time_up(self) -> None:
+        if self.outcome is None:
+            self._over("expired")
+
+    def _over(self, outcome: str) -> None:
+        self.outcome = outcome
+        if self._connection is not None:
+            self._connection.close(self)

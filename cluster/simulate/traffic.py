@@ -1,0 +1,68 @@
+"""The requests of one simulation, drawn from its seed: short, many, and of every kind that failover must survive."""
+
+import random
+
+from cluster.simulate.client import Wish
+from cluster.simulate.pseudo_model import POISON_TOKEN_ID, VOCAB_SIZE, WHOLE_TOKEN_IDS
+from worker.request import EngineRequest, Priority, SamplingParams
+
+_STOPS = ("ab", "ba", "cd", "abc", "dd", "e", "éa", "a.", "hgf", "bb ")
+PATIENCE_S = 600.0
+"""Of those who would rather wait: longer than any simulation takes."""
+
+
+def draw_wishes(rng: random.Random, num_requests: int, span_s: float, max_model_len: int) -> list[Wish]:
+    """Requests over `span_s` seconds, some of them all at once, some with a common beginning."""
+    prefixes = [tuple(rng.choices(WHOLE_TOKEN_IDS, k=rng.randint(1, 12))) for _ in range(3)]
+    burst_s = rng.uniform(0, span_s)
+    burst_share = rng.choice((0.0, 0.0, 0.3, 0.7))
+    wishes = []
+    for number in range(num_requests):
+        arrival_s = burst_s if rng.random() < burst_share else rng.uniform(0, span_s)
+        request = _draw_request(rng, f"request-{number}", rng.choice(prefixes), max_model_len)
+        wishes.append(
+            Wish(
+                request=request,
+                arrival_s=arrival_s,
+                timeout_s=rng.uniform(0.05, 3.0) if rng.random() < 0.05 else PATIENCE_S,
+                cancel_after=rng.randint(0, 6) if rng.random() < 0.05 else None,
+            )
+        )
+    for number in range(rng.choice((0,) * 8 + (1, 2))):
+        wishes.append(_draw_poison(rng, f"poison-{number}", rng.uniform(0, span_s)))
+    return wishes
+
+
+def _draw_poison(rng: random.Random, request_id: str, arrival_s: float) -> Wish:
+    """A request that kills whoever runs it, soon or a little later."""
+    request = EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=(POISON_TOKEN_ID, *rng.choices(WHOLE_TOKEN_IDS, k=3)),
+        sampling_params=SamplingParams(seed=rng.getrandbits(40), max_tokens=16, ignore_eos=True),
+    )
+    return Wish(request=request, arrival_s=arrival_s, timeout_s=PATIENCE_S, cancel_after=None, is_poison=True)
+
+
+def _draw_request(rng: random.Random, request_id: str, prefix: tuple[int, ...], max_model_len: int) -> EngineRequest:
+    prompt = (prefix if rng.random() < 0.5 else ()) + tuple(rng.choices(WHOLE_TOKEN_IDS, k=rng.randint(1, 8)))
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt[: max_model_len - 1],
+        sampling_params=_draw_params(rng),
+        priority=rng.choice((Priority.NORMAL, Priority.NORMAL, Priority.HIGH, Priority.LOW)),
+        cache_salt=rng.choice(("", "", "", "other")),
+    )
+
+
+def _draw_params(rng: random.Random) -> SamplingParams:
+    max_tokens = min(24, 1 + int(rng.expovariate(0.15)))
+    stops = rng.random() < 0.3
+    return SamplingParams(
+        seed=rng.getrandbits(40),
+        max_tokens=None if rng.random() < 0.02 else max_tokens,
+        min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.1 else 0,
+        stop=rng.sample(_STOPS, rng.randint(1, 3)) if stops else (),
+        include_stop_str_in_output=stops and rng.random() < 0.3,
+        stop_token_ids=(rng.randrange(VOCAB_SIZE),) if rng.random() < 0.1 else (),
+        ignore_eos=rng.random() < 0.3,
+    )

@@ -1,0 +1,94 @@
+"""Bugs that tests plant in the real deciders, to see whether the simulator finds them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from router.fleet import ReplicaState
+from router.record import RequestRecord, RequestTable
+from router.text_stream import TextStream
+from worker.block_allocator import BlockAllocator
+from worker.plan import DrawParams
+from worker.sequence import Sequence
+
+
+def drop_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replica says of an attempt that has ended is taken for news of the request's next attempt."""
+    begin, ended = RequestTable.begin_attempt, dict[tuple[int, int], RequestRecord]()
+
+    def begin_attempt(self: RequestTable, record: RequestRecord, replica: ReplicaState) -> object:
+        attempt = begin(self, record, replica)
+        ended[id(self), attempt.number] = record
+        return attempt
+
+    def running(self: RequestTable, replica: ReplicaState, attempt: int) -> RequestRecord | None:
+        record = ended.get((id(self), attempt))
+        is_open = record is not None and self.get(record.request_id) is record and record.attempt is not None
+        return record if is_open else None
+
+    monkeypatch.setattr(RequestTable, "begin_attempt", begin_attempt)
+    monkeypatch.setattr(RequestTable, "running", running)
+
+
+def reuse_a_freed_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is still shared is handed out again when the first of its owners has gone."""
+    free = BlockAllocator.free
+
+    def free_too_early(self: BlockAllocator, block_ids: tuple[int, ...]) -> None:
+        for block_id in block_ids:
+            if self._ref_counts[block_id] > 1:
+                self._ref_counts[block_id] = 1
+        free(self, block_ids)
+
+    monkeypatch.setattr(BlockAllocator, "free", free_too_early)
+
+
+def hand_out_a_block_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then a block that is owned already is handed out once more; the books look right."""
+    allocate, last = BlockAllocator.allocate, dict[int, list[int]]()
+
+    def allocate_twice(self: BlockAllocator, num_blocks: int) -> list[int]:
+        block_ids = allocate(self, num_blocks)
+        before = last.get(id(self))
+        last[id(self)] = list(block_ids)
+        return [before[0], *block_ids[1:]] if before and len(block_ids) > 2 else block_ids
+
+    monkeypatch.setattr(BlockAllocator, "allocate", allocate_twice)
+
+
+def forget_the_stop_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On failover the text state starts anew after the tokens so far, without what it had held back."""
+    continuation = RequestRecord.continuation
+
+    def forgetful(self: RequestRecord) -> object:
+        if self.output_token_ids:
+            assert isinstance(self.text, TextStream)
+            self.text._matcher._held = ""
+        return continuation(self)
+
+    monkeypatch.setattr(RequestRecord, "continuation", forgetful)
+
+
+def restart_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A continued request draws with the noise of output position 0, 1, ... again."""
+    draw_params = Sequence.draw_params
+
+    def restarted(self: Sequence) -> DrawParams:
+        params = draw_params(self)
+        num_before = len(self.request.output_token_ids)
+        return replace(params, first_output_index=params.first_output_index - num_before)
+
+    monkeypatch.setattr(Sequence, "draw_params", restarted)
+
+
+BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    bug.__name__: bug
+    for bug in (
+        drop_the_fence,
+        reuse_a_freed_block,
+        hand_out_a_block_twice,
+        forget_the_stop_buffer,
+        restart_the_noise,
+    )
+}
