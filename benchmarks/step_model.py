@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("step_model.json"))
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    runner, info = load_model(options.model)
+    runner, info = load_model(options.model, None)
     plans = [make_plan(info, *shape) for shape in shapes(info)]
     seconds = [measure(runner, plan, options.rounds) for plan in plans]
     model = fit(plans, seconds)
