@@ -10,6 +10,7 @@ from tests.parity.harness import BLOCK_SIZE, NUM_BLOCKS, Sequences, greedy_token
 from worker.config import CacheConfig, SchedulerConfig
 from worker.errors import ConfigurationError
 from worker.loading import load_parts
+from worker.memory import PREFIX_CACHE_FACTOR
 from worker.model_runner import LeaderRunner, ModelRunner, follow
 from worker.plan import DrawParams, StepPlan
 from worker.tensor_parallel import SingleRank
@@ -147,11 +148,14 @@ def test_the_cache_has_the_size_that_is_set(folder):
     assert ModelRunner.load(config, SingleRank(), device=CPU).info.num_blocks == 5
 
 
-def test_on_a_cpu_the_cache_has_no_more_blocks_than_can_be_in_use(folder):
-    config = worker_config(folder).model_copy(
-        update={"cache": CacheConfig(), "scheduler": SchedulerConfig(max_num_seqs=3)}
-    )
-    assert ModelRunner.load(config, SingleRank(), device=CPU).info.num_blocks == 3 * 128 // 16
+@pytest.mark.parametrize("keeps_prefixes", [False, True])
+def test_on_a_cpu_the_cache_has_what_can_be_in_use_and_some_times_as_much_for_prefixes(folder, keeps_prefixes):
+    cache = CacheConfig(enable_prefix_caching=keeps_prefixes)
+    update = {"cache": cache, "scheduler": SchedulerConfig(max_num_seqs=3)}
+    config = worker_config(folder).model_copy(update=update)
+    num_in_use = 3 * 128 // 16
+    num_blocks = ModelRunner.load(config, SingleRank(), device=CPU).info.num_blocks
+    assert num_blocks == num_in_use * (PREFIX_CACHE_FACTOR if keeps_prefixes else 1)
 
 
 def test_a_block_size_that_tiles_do_not_fit_is_a_wrong_setting(folder):
