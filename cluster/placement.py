@@ -126,8 +126,11 @@ class RayRanks:
         return f"rank {rank} ended"
 
     def stop(self) -> None:
-        ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=KILL_WAIT_S)
-        self.kill()
+        _, left = ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=KILL_WAIT_S)
+        if left:
+            self.kill()
+        else:
+            self._dismiss()
 
     def kill(self) -> None:
         """Ray asks a process to end before it makes it, seconds later; one that is stopped cannot answer."""
@@ -135,6 +138,10 @@ class RayRanks:
         for place in known:
             with suppress(ray.exceptions.RayError, OSError):
                 _kill_if_here(*ray.get(place))
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        """Has Ray end the processes, which it counts as no accident."""
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
 
