@@ -35,6 +35,7 @@ def generate_request(
     priority: Priority,
     timeout_s: float | None,
     tenant: str,
+    cache_salt: str,
 ) -> inference_pb2.GenerateRequest:
     request = inference_pb2.GenerateRequest(
         model=model,
@@ -42,6 +43,7 @@ def generate_request(
         sampling_params=sampling_params(params),
         priority=_PRIORITIES[priority],
         tenant=tenant,
+        cache_salt=cache_salt,
     )
     if isinstance(prompt, str):
         request.text = prompt

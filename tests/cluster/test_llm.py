@@ -236,5 +236,5 @@ def test_a_stop_string_ends_one_completion_and_not_the_others(llm):
     assert [str(one.finish_reason) for one in outputs] == ["length", "stop", "length"]
     assert [outputs[0].text, outputs[2].text] == [texts[0], texts[2]]
     llm.generate("hello", GREEDY)
-    load = llm.engine.get_stats().load
-    assert load.num_free_blocks == load.num_total_blocks
+    stats = llm.engine.get_stats()
+    assert stats.num_free_blocks == stats.num_total_blocks
