@@ -111,6 +111,12 @@ def test_everything_that_is_asked_reaches_the_router():
     assert sampling.seed == 0
 
 
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
+def test_a_timeout_that_is_over_before_it_begins_is_refused_by_name(timeout_s):
+    with pytest.raises(InvalidRequestError, match="timeout_s"):
+        ask(FakeRouter(), timeout_s=timeout_s)
+
+
 def test_what_is_not_asked_is_not_sent():
     router = FakeRouter()
     ask(router, prompt=[4, 5], params=SamplingParams(max_tokens=None))
