@@ -131,6 +131,10 @@ def test_how_it_is_to_be_served_is_said_too(asked):
     assert asked.pop().service == expected
 
 
+def test_a_setting_whose_choices_have_none_takes_it(asked, capsys):
+    assert run(["generate", "hello", "--speculative", "none"]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags", [["--policy", "bucketed"], ["--num-blocks", "9"], ["--config", "x.yaml"]])
 def test_settings_of_a_server_are_not_for_a_request_to_say(flags, capsys):
     assert run(["generate", "hello", "--server", "127.0.0.1:1", *flags]) == 2
