@@ -15,7 +15,7 @@ from cluster.config import HoldfastConfig, load_config
 from cluster.config_sources import mapping_layer
 from cluster.delivery import Delivery
 from cluster.outputs import RequestOutput
-from router.controls import bad_word_token_ids, check_controls
+from router.controls import bad_word_token_ids, check_controls, check_vocabulary
 from router.grammar import GrammarCompiler
 from router.prompt import echoed_text, kept_tokens
 from router.request import derived_seed
@@ -220,8 +220,9 @@ class InferenceEngine:
         )
 
     def prompt_token_ids(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
-        """The tokens of a prompt that `params` leave of it."""
+        """The tokens of a prompt that `params` leave of it. Raises `InvalidRequestError`."""
         token_ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        check_vocabulary("prompt", token_ids, self.info.vocab_size)
         return kept_tokens(token_ids, params, self.max_sequence_len)
 
     def _running(self) -> tuple[Replica, Delivery]:
