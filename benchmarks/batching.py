@@ -1,7 +1,7 @@
 """The batching policies against each other, on the same mixed-length load, in one run.
 
     python -m benchmarks.batching [--policies static bucketed memory_aware continuous] [--num-blocks N]
-                                  [--requests 96] [--max-num-seqs 16] [--model demo] [--rounds 3]
+                                  [--requests 96] [--max-num-seqs 16] [--model demo] [--rounds 3] [--threads N]
 
 All requests wait at the start; outputs have 4 to 256 tokens with a heavy tail, so that a static batch mostly waits for
 its longest member. All policies run on one loaded model, in turns, and must give the same tokens. Printed for each:
@@ -13,6 +13,7 @@ import argparse
 import platform
 import random
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -21,11 +22,14 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.demo.bundled import bundled_path
-from worker.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
+from worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from worker.engine import StepRunner
 from worker.model_info import ModelInfo
 from worker.request import EngineRequest, SamplingParams
 from worker.scheduler import Scheduler
+
+_PIPE_WIDTH = 120
+"""Columns of the output that nobody looks at: no row is broken."""
 
 Policy = Literal["static", "bucketed", "memory_aware", "continuous"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
@@ -96,7 +100,7 @@ def run(policy: Policy, runner: StepRunner, info: ModelInfo, load: list[EngineRe
     )
 
 
-def load_model(model: str, num_blocks: int | None) -> tuple[StepRunner, ModelInfo]:
+def load_model(model: str, num_blocks: int | None, num_threads: int | None = None) -> tuple[StepRunner, ModelInfo]:
     """One rank in this process."""
     from worker.model_runner import LeaderRunner, ModelRunner
     from worker.rank import default_device, prepare_process
@@ -104,7 +108,9 @@ def load_model(model: str, num_blocks: int | None) -> tuple[StepRunner, ModelInf
 
     path = str(bundled_path(model)) if model == "demo" else model
     config = WorkerConfig(
-        model=ModelConfig(model=path, served_model_name=model), cache=CacheConfig(num_blocks=num_blocks)
+        model=ModelConfig(model=path, served_model_name=model),
+        parallel=ParallelConfig(num_threads=num_threads),
+        cache=CacheConfig(num_blocks=num_blocks),
     )
     device = default_device(config, rank=0)
     prepare_process(config, device)
@@ -140,11 +146,12 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="CPU threads; unset: as many as cores")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
-    console = Console()
-    runner, info = load_model(arguments.model, arguments.num_blocks)
+    console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    runner, info = load_model(arguments.model, arguments.num_blocks, arguments.threads)
     load = make_load(arguments.requests, info.vocab_size, arguments.seed)
     outcomes: dict[Policy, list[Outcome]] = {policy: [] for policy in arguments.policies}
     for number in range(arguments.rounds):

@@ -59,10 +59,18 @@ class Client:
         priority: Priority = Priority.NORMAL,
         timeout_s: float | None = None,
         tenant: str = "",
+        cache_salt: str = "",
     ) -> Iterator[Chunk]:
         """The completions as they come, as `AsyncClient.stream`. Leaving the iteration aborts the request."""
         chunks = self._client.stream(
-            prompt, params, model=model, request_id=request_id, priority=priority, timeout_s=timeout_s, tenant=tenant
+            prompt,
+            params,
+            model=model,
+            request_id=request_id,
+            priority=priority,
+            timeout_s=timeout_s,
+            tenant=tenant,
+            cache_salt=cache_salt,
         )
         try:
             while (chunk := self._wait(_next(chunks))) is not None:
@@ -80,6 +88,7 @@ class Client:
         priority: Priority = Priority.NORMAL,
         timeout_s: float | None = None,
         tenant: str = "",
+        cache_salt: str = "",
     ) -> Generation:
         """All completions, when they have ended, as `AsyncClient.generate`."""
         return self._wait(
@@ -91,6 +100,7 @@ class Client:
                 priority=priority,
                 timeout_s=timeout_s,
                 tenant=tenant,
+                cache_salt=cache_salt,
             )
         )
 

@@ -91,10 +91,12 @@ class AsyncClient:
         priority: Priority = Priority.NORMAL,
         timeout_s: float | None = None,
         tenant: str = "",
+        cache_salt: str = "",
     ) -> AsyncGenerator[Chunk, None]:
         """The completions as they come. Leaving the iteration, or cancelling the task, aborts the request.
 
         With n > 1, chunks of different completions take turns. `best_of` and `beam_width` are for `generate` alone.
+        Only requests with the same `cache_salt` find each other's prefixes in the cache.
         Raises the error tree of `worker/errors.py`: `CallerError` for what a retry cannot mend, `CapacityError` and
         `ReplicaError` with `retry_after_s`.
         """
@@ -107,6 +109,7 @@ class AsyncClient:
             priority=priority,
             timeout_s=timeout_s,
             tenant=tenant,
+            cache_salt=cache_salt,
         )
         patience, received = self._patience(timeout_s), Received()
         while True:
@@ -132,6 +135,7 @@ class AsyncClient:
         priority: Priority = Priority.NORMAL,
         timeout_s: float | None = None,
         tenant: str = "",
+        cache_salt: str = "",
     ) -> Generation:
         """All completions, when they have ended. Cancelling the task aborts the request. Raises as `stream` does.
 
@@ -146,6 +150,7 @@ class AsyncClient:
             priority=priority,
             timeout_s=timeout_s,
             tenant=tenant,
+            cache_salt=cache_salt,
         )
         patience = self._patience(timeout_s)
         return generation(await self._ask(lambda stub: _whole(stub.Generate(request), patience), patience), params)

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -43,6 +43,11 @@ def leaves(tree: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Field
             yield prefix + name, field
 
 
+def said(text: str, field: FieldInfo) -> str | None:
+    """What a variable or a flag says of a setting: `none` unsets it, unless that is one of its choices."""
+    return None if text.lower() == "none" and "none" not in get_args(field.annotation) else text
+
+
 def file_layer(tree: type[BaseModel], path: Path) -> Layer:
     """The settings of a `.yaml`, `.yml` or `.toml` file. Raises `ConfigurationError`."""
     return mapping_layer(tree, _read_mapping(path), str(path))
@@ -56,12 +61,12 @@ def mapping_layer(tree: type[BaseModel], content: Mapping[str, object], source: 
 
 
 def environment_layer(tree: type[BaseModel], environ: Mapping[str, str]) -> Layer:
-    """The settings in variables `HOLDFAST_SECTION__KEY`; `none` unsets a setting.
+    """The settings in variables `HOLDFAST_SECTION__KEY`.
 
     Names without the double underscore are left alone: Kubernetes injects such names (`HOLDFAST_PORT`) for every
     service called holdfast. Raises `ConfigurationError` for an unknown setting.
     """
-    known = {path for path, _ in leaves(tree)}
+    known = dict(leaves(tree))
     layer: Layer = {}
     for variable, text in environ.items():
         name = variable.removeprefix(ENV_PREFIX)
@@ -70,7 +75,7 @@ def environment_layer(tree: type[BaseModel], environ: Mapping[str, str]) -> Laye
         path = name.lower().replace(ENV_SEPARATOR, ".")
         if path not in known:
             raise _unknown(path, tree, variable)
-        layer[path] = Setting(None if text.lower() == "none" else text, variable)
+        layer[path] = Setting(said(text, known[path]), variable)
     return layer
 
 

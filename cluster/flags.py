@@ -12,7 +12,7 @@ from cyclopts import Group, Parameter
 from pydantic.fields import FieldInfo
 
 from cluster.config import HoldfastConfig
-from cluster.config_sources import Setting, leaves
+from cluster.config_sources import Setting, leaves, said
 
 ESSENTIALS: Final = Group.create_ordered("Essentials")
 SAMPLING: Final = Group.create_ordered("Sampling")
@@ -52,11 +52,11 @@ def takes_settings(*sections: str, without: tuple[str, ...] = ()) -> Callable[[C
 
 
 def _settings_of(flags: dict[str, tuple[str, FieldInfo]], options: dict[str, Any]) -> Iterator[tuple[str, Setting]]:
-    for argument, (path, _) in flags.items():
+    for argument, (path, field) in flags.items():
         value = options.get(argument)
         if value is not None:
-            unset = isinstance(value, str) and value.lower() == "none"
-            yield path, Setting(None if unset else value, f"--{argument.replace('_', '-')}")
+            chosen = said(value, field) if isinstance(value, str) else value
+            yield path, Setting(chosen, f"--{argument.replace('_', '-')}")
 
 
 def _parameter(argument: str, path: str, field: FieldInfo) -> inspect.Parameter:

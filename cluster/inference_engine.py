@@ -15,7 +15,7 @@ from cluster.config import HoldfastConfig, load_config
 from cluster.config_sources import mapping_layer
 from cluster.delivery import Delivery
 from cluster.outputs import RequestOutput
-from router.controls import bad_word_token_ids, check_controls
+from router.controls import bad_word_token_ids, check_controls, check_vocabulary
 from router.grammar import GrammarCompiler
 from router.prompt import echoed_text, kept_tokens
 from router.request import derived_seed
@@ -113,17 +113,29 @@ class InferenceEngine:
         priority: Priority = Priority.NORMAL,
         callback: Callback | None = None,
         tenant: str = "",
+        *,
+        timeout_s: float | None = None,
+        cache_salt: str = "",
     ) -> RequestHandle:
         """Queues a request and returns at once.
 
         `callback` gets the whole output so far after every step that brought tokens, the last time with `finished` or
         `error` set; with `best_of` only that last time. It runs on the delivery thread, so it should hand over and
-        return. Raises `InvalidRequestError`, and `ReplicaError` if the replica has failed.
+        return. After `timeout_s` the request ends with a `DeadlineExceededError`. Only requests with the same
+        `cache_salt` find each other's prefixes in the cache. Raises `InvalidRequestError`, and `ReplicaError` if the
+        replica has failed.
         """
         _, delivery = self._running()
         params = params or SamplingParams()
         self._check(params)
-        request = self._engine_request(prompt, params, priority, tenant)
+        _check_timeout(timeout_s)
+        request = replace(
+            self._engine_request(prompt, params),
+            priority=priority,
+            tenant=tenant,
+            time_left_s=timeout_s,
+            cache_salt=cache_salt,
+        )
         kept = request.prompt_token_ids
         given = prompt if isinstance(prompt, str) else tuple(prompt)
         echo = echoed_text(self.tokenizer, given, kept, params) if params.echo else ""
@@ -138,9 +150,14 @@ class InferenceEngine:
         params: SamplingParams | None = None,
         priority: Priority = Priority.NORMAL,
         tenant: str = "",
+        *,
+        timeout_s: float | None = None,
+        cache_salt: str = "",
     ) -> RequestOutput:
         """The finished output. Cancelling the awaiting task aborts the request. Raises what ended it otherwise."""
-        handle = await asyncio.to_thread(self.submit_request, prompt, params, priority, tenant=tenant)
+        handle = await asyncio.to_thread(
+            self.submit_request, prompt, params, priority, tenant=tenant, timeout_s=timeout_s, cache_salt=cache_salt
+        )
         try:
             return await asyncio.shield(asyncio.wrap_future(handle.future))
         except asyncio.CancelledError:
@@ -190,7 +207,7 @@ class InferenceEngine:
             limit = f"must be at most {self.max_num_waiting} (scheduler.max_num_waiting)"
             raise InvalidRequestError(f"sampling_params.{name}", params.num_sequences, limit)
 
-    def _engine_request(self, prompt: Prompt, params: SamplingParams, priority: Priority, tenant: str) -> EngineRequest:
+    def _engine_request(self, prompt: Prompt, params: SamplingParams) -> EngineRequest:
         assert self._compiler is not None
         number = next(self._numbers)
         seed = derived_seed(f"{self._seed}:{number}") if params.seed is None else params.seed
@@ -198,21 +215,25 @@ class InferenceEngine:
             request_id=f"request-{number}",
             prompt_token_ids=self.prompt_token_ids(prompt, params),
             sampling_params=replace(params, seed=seed),
-            priority=priority,
-            tenant=tenant,
             bad_word_token_ids=bad_word_token_ids(self.tokenizer, params.bad_words),
             grammar=self._compiler.compile(params.structure),
         )
 
     def prompt_token_ids(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
-        """The tokens of a prompt that `params` leave of it."""
+        """The tokens of a prompt that `params` leave of it. Raises `InvalidRequestError`."""
         token_ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        check_vocabulary("prompt", token_ids, self.info.vocab_size)
         return kept_tokens(token_ids, params, self.max_sequence_len)
 
     def _running(self) -> tuple[Replica, Delivery]:
         if self._replica is None or self._delivery is None:
             raise RequestAbortedError("the engine is not running: call start(), or use it in a `with` block")
         return self._replica, self._delivery
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not timeout_s > 0:
+        raise InvalidRequestError("timeout_s", timeout_s, "must be above 0")
 
 
 def _worker_config(model: str | None, config: WorkerConfig | Mapping[str, object] | None) -> WorkerConfig:

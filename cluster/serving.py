@@ -62,8 +62,10 @@ def _check_here(config: HoldfastConfig) -> None:
     model, cluster = config.model.model, config.cluster
     if cluster.address is not None:
         return
-    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
-        raise ConfigurationError(f"model.model = {model!r}: there is no such folder")
+    draft = config.speculation.draft_model if config.speculation.speculative == "draft" else None
+    for setting, folder in (("model.model", model), ("speculation.draft_model", draft or "")):
+        if folder.startswith(("/", ".", "~")) and not Path(folder).expanduser().is_dir():
+            raise ConfigurationError(f"{setting} = {folder!r}: there is no such folder")
     for port in range(cluster.port, cluster.port + cluster.routers) if cluster.port else ():
         try:
             socket.create_server((cluster.host or LOOPBACK, port)).close()

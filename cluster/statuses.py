@@ -40,6 +40,8 @@ def error_of(error: grpc.aio.AioRpcError) -> HoldfastError:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return CapacityError(message, _retry_after_s(error))
     if code is grpc.StatusCode.UNAVAILABLE:
+        if rpc_status.from_call(error) is None:  # type: ignore[arg-type]  # no router said it: none was reached
+            message = f"no router answers ({message}): is `holdfast serve` running there?"
         return ReplicaError(message, _retry_after_s(error))
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceededError(message)

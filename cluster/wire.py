@@ -10,6 +10,7 @@ from cluster.generation import Chunk, GeneratedSequence, Generation
 from cluster.received import Received
 from holdfast_pb import inference_pb2
 from router.events import Usage
+from worker.errors import InvalidRequestError
 from worker.request import FinishReason, Priority, SamplingParams, TokenLogprob
 from worker.structured_outputs import StructuredOutputs
 
@@ -35,13 +36,18 @@ def generate_request(
     priority: Priority,
     timeout_s: float | None,
     tenant: str,
+    cache_salt: str,
 ) -> inference_pb2.GenerateRequest:
+    """Raises `InvalidRequestError` for a timeout that is over before it begins."""
+    if timeout_s is not None and not timeout_s > 0:
+        raise InvalidRequestError("timeout_s", timeout_s, "must be above 0")
     request = inference_pb2.GenerateRequest(
         model=model,
         request_id=request_id,
         sampling_params=sampling_params(params),
         priority=_PRIORITIES[priority],
         tenant=tenant,
+        cache_salt=cache_salt,
     )
     if isinstance(prompt, str):
         request.text = prompt

@@ -11,9 +11,10 @@ from worker.request import SamplingParams
 
 
 def check_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises `InvalidRequestError` for `field` if a token id is too large."""
-    largest = max(token_ids, default=0)
-    if largest >= vocab_size:
+    """Raises `InvalidRequestError` for `field` if a token id is not one of the vocabulary's."""
+    if (smallest := min(token_ids, default=0)) < 0:
+        raise InvalidRequestError(field, smallest, "token ids must not be negative")
+    if (largest := max(token_ids, default=0)) >= vocab_size:
         raise InvalidRequestError(field, largest, f"token ids must be below the vocabulary size, {vocab_size}")
 
 

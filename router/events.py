@@ -104,6 +104,10 @@ class ReplicaStats:
     num_cached_blocks: int
     num_wasted_slots: int
     step_time_s: float
+    num_forked_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_expired: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,8 @@ class DraftModel:
 
         Raises `ConfigurationError` if the two do not share their tokens, `UnsupportedModelError` as for any model.
         """
-        draft_folder = resolve_model(config.model, with_weights=config.load_format != "dummy")
+        has_weights = config.load_format != "dummy"
+        draft_folder = resolve_model(config.model, has_weights, setting="speculation.draft_model")
         check_same_tokens(folder, draft_folder)
         hf_config = read_config(draft_folder)
         # Rules of its own: no token depends on the bits of a draft, so a failed trial is no failure of the replica.

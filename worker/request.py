@@ -11,6 +11,7 @@ from enum import IntEnum, StrEnum
 from typing import Final
 
 from worker.errors import InvalidRequestError
+from worker.parameter_types import check_types
 from worker.structured_outputs import StructuredOutputs
 
 MAX_SEED: Final = 2**63 - 1
@@ -112,6 +113,7 @@ class SamplingParams:
     """A beam's score is its log-probability over its length to this power. In [-10, 10]."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))

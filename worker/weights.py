@@ -38,19 +38,22 @@ class WeightSource(Protocol):
     def __call__(self, name: str, parameter: Tensor) -> Tensor: ...
 
 
-def resolve_model(model: str, with_weights: bool = True) -> Path:
-    """The folder of a model: `model` itself, or where a hub id was downloaded to. Raises `ConfigurationError`."""
+def resolve_model(model: str, with_weights: bool = True, setting: str = "model.model") -> Path:
+    """The folder of a model: `model` itself, or where a hub id was downloaded to.
+
+    Raises `ConfigurationError`, naming the setting that `model` is the value of.
+    """
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigurationError(f"model.model = {model!r}: the folder has no config.json")
+            raise ConfigurationError(f"{setting} = {model!r}: the folder has no config.json")
         return folder
     if folder.is_absolute() or model.startswith((".", "~")):
-        raise ConfigurationError(f"model.model = {model!r}: there is no such folder")
-    return _download(model, with_weights)
+        raise ConfigurationError(f"{setting} = {model!r}: there is no such folder")
+    return _download(model, with_weights, setting)
 
 
-def _download(hub_id: str, with_weights: bool) -> Path:
+def _download(hub_id: str, with_weights: bool, setting: str) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = [*_SMALL_FILES, "*.safetensors"] if with_weights else list(_SMALL_FILES)
@@ -58,7 +61,7 @@ def _download(hub_id: str, with_weights: bool) -> Path:
         return Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=list(_DUPLICATES)))
     except Exception as error:  # the hub client raises whatever its HTTP library does
         raise ConfigurationError(
-            f"model.model = {hub_id!r} is neither a local folder nor a model that the hub would give: {error}. "
+            f"{setting} = {hub_id!r} is neither a local folder nor a model that the hub would give: {error}. "
             "Give a folder with config.json, tokenizer.json and *.safetensors"
         ) from error
 

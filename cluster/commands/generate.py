@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypedDict
 
 from cyclopts import Parameter
 
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from cluster.outputs import Logprob, RequestOutput
 
 
+class Service(TypedDict):
+    """Keyword arguments of the engine and of the client alike."""
+
+    priority: Priority
+    tenant: str
+    timeout_s: float | None
+    cache_salt: str
+
+
 _DEFAULTS: Final = SamplingFlags()
 
 
@@ -36,6 +45,18 @@ class Ask:
     chat: bool = False
     priority: Priority = Priority.NORMAL
     tenant: str = ""
+    timeout_s: float | None = None
+    cache_salt: str = ""
+
+    @property
+    def service(self) -> "Service":
+        """How it is to be served, by whoever completes it."""
+        return {
+            "priority": self.priority,
+            "tenant": self.tenant,
+            "timeout_s": self.timeout_s,
+            "cache_salt": self.cache_salt,
+        }
 
     @property
     def is_streamed(self) -> bool:
@@ -60,6 +81,12 @@ def generate(
         Literal["critical", "high", "normal", "low"], Parameter(group=ESSENTIALS, help="class of service")
     ] = "normal",
     tenant: Annotated[str, Parameter(group=ESSENTIALS, help="on whose account; tenants share by `tenant_shares`")] = "",
+    timeout_s: Annotated[
+        float | None, Parameter(group=ESSENTIALS, help="seconds after which the request is given up")
+    ] = None,
+    cache_salt: Annotated[
+        str, Parameter(group=ESSENTIALS, help="share cached prefixes only with requests that say the same")
+    ] = "",
     sampling: Annotated[SamplingFlags, Parameter(name="*")] = _DEFAULTS,
     settings: Layer,
 ) -> int:
@@ -68,21 +95,42 @@ def generate(
     Examples: holdfast generate "The capital of France is"; holdfast generate --chat "What is 2 plus 3?"
     """
     text = sys.stdin.read() if prompt == "-" else prompt
-    ask = Ask(text=text, params=sampling.params(), chat=chat, priority=Priority[priority.upper()], tenant=tenant)
+    ask = Ask(
+        text=text,
+        params=sampling.params(),
+        chat=chat,
+        priority=Priority[priority.upper()],
+        tenant=tenant,
+        timeout_s=timeout_s,
+        cache_salt=cache_salt,
+    )
     if server is None:
         _complete_here(load_config(settings, config).config.worker, ask)
         return 0
     if chat:
         raise ConfigurationError("--chat (with --server): chat templates are applied where the model is loaded")
+    _check_for_server(settings, config)
     model = settings.get("model.model")
     asyncio.run(_complete_on_server(server, ask, str(model.value) if model else ""))
     return 0
+
+
+def _check_for_server(settings: Layer, config: Path | None) -> None:
+    """How a server runs is not for a request to say."""
+    flags = [setting.source for path, setting in settings.items() if path != "model.model"]
+    flags += [] if config is None else ["--config"]
+    if flags:
+        raise ConfigurationError(
+            f"{', '.join(flags)} (with --server): the server has its own; give it to `holdfast serve`"
+        )
 
 
 # --- in this process ---
 
 
 def _complete_here(config: WorkerConfig, ask: Ask) -> None:
+    if ask.params.beam_width is not None and ask.timeout_s is not None:
+        raise ConfigurationError("--timeout-s (with --beam-width): is kept by servers alone; add --server")
     from cluster.beams import search
     from cluster.inference_engine import InferenceEngine
     from cluster.llm import chat_token_ids
@@ -97,7 +145,7 @@ def _complete_here(config: WorkerConfig, ask: Ask) -> None:
         if ask.is_streamed:
             output = _stream_here(engine, prompt, ask, printer)
         elif ask.params.beam_width is None:
-            output = engine.submit_request(prompt, ask.params, ask.priority, tenant=ask.tenant).result()
+            output = engine.submit_request(prompt, ask.params, **ask.service).result()
             printer.show(output.outputs)
         else:
             output = search(engine, prompt, ask.params, ask.priority)
@@ -116,7 +164,7 @@ def _stream_here(engine: "InferenceEngine", prompt: str | list[int], ask: Ask, p
         printer.add(completion.text[len(printer.text) :], len(completion.token_ids) - num_tokens)
         num_tokens = len(completion.token_ids)
 
-    output = engine.submit_request(prompt, ask.params, ask.priority, show, ask.tenant).result()
+    output = engine.submit_request(prompt, ask.params, callback=show, **ask.service).result()
     printer.finish(str(output.outputs[0].finish_reason))
     return output
 
@@ -151,7 +199,7 @@ async def _complete_on_server(addresses: str, ask: Ask, model: str) -> None:
             prompt_logprobs, logprobs = await _stream_from(client, ask, model, printer)
             tables = {"completion 0": logprobs}
         else:
-            answer = await client.generate(ask.text, ask.params, model=model, priority=ask.priority, tenant=ask.tenant)
+            answer = await client.generate(ask.text, ask.params, model=model, **ask.service)
             printer.show(answer.completions)
             prompt_logprobs = answer.prompt_logprobs
             tables = {f"completion {item.sequence_index}": item.logprobs for item in answer.completions}
@@ -168,7 +216,7 @@ async def _stream_from(
     """What is said of the prompt's tokens, and of the output's."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     logprobs: tuple[TokenLogprob | None, ...] = ()
-    async for chunk in client.stream(ask.text, ask.params, model=model, priority=ask.priority, tenant=ask.tenant):
+    async for chunk in client.stream(ask.text, ask.params, model=model, **ask.service):
         printer.add(chunk.text, len(chunk.token_ids))
         prompt_logprobs += chunk.prompt_logprobs
         logprobs += chunk.logprobs

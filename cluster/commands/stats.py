@@ -10,15 +10,18 @@ _PIPE_WIDTH = 200
 """Columns of the output that nobody looks at: a row is never broken."""
 
 _COLUMNS = (
-    "replica", "running", "waiting", "used", "cached", "free", "hit rate", "evictions", "preemptions", "tokens/s"
+    "replica", "running", "waiting", "used", "cached", "free", "wasted", "hit rate", "shared", "drafts", "evictions",
+    "preemptions", "expired", "tokens/s"
 )  # fmt: skip
 
 
 def stats(*, server: Annotated[str, Parameter(help="host:port of a running router")] = "localhost:50051") -> int:
     """Show how busy a running cluster's replicas are, and what their caches do.
 
-    Blocks are used by requests, or free; cached ones are free and still hold a prefix. Counts are since a replica's
-    start, as of one of its last steps; tokens/s are output tokens in a second of stepping. A dash: not told yet.
+    Blocks are used by requests, or free; cached ones are free and still hold a prefix; slots of used ones that hold no
+    token are wasted. Completions of one request have shared so many tokens; of drafts, the share that came true. Counts
+    are since a replica's start, as of one of its last steps; tokens/s are output tokens in a second of stepping. A
+    dash: not told yet, or there were none.
     """
     from rich.console import Console
     from rich.table import Table
@@ -48,9 +51,18 @@ def _row(replica: Any) -> list[str]:
     used = replica.num_total_blocks - replica.num_free_blocks
     now = [replica.replica_id, str(replica.num_running), str(replica.num_waiting), str(used)]
     if not replica.HasField("stats"):
-        return [*now, "-", str(replica.num_free_blocks), "-", "-", "-", "-"]
+        return [*now, "-", str(replica.num_free_blocks), *["-"] * (len(_COLUMNS) - len(now) - 2)]
     told = replica.stats
-    hit_rate = told.num_prefix_hit_tokens / max(1, told.num_prefix_query_tokens)
     tokens_per_s = told.num_tokens_generated / told.step_time_s if told.step_time_s else 0.0
-    counts = [f"{hit_rate:.0%}", str(told.num_evictions), str(told.num_preemptions), f"{tokens_per_s:.0f}"]
-    return [*now, str(told.num_cached_blocks), str(replica.num_free_blocks), *counts]
+    blocks = [told.num_cached_blocks, replica.num_free_blocks, told.num_wasted_slots]
+    shares = [
+        _share(told.num_prefix_hit_tokens, told.num_prefix_query_tokens),
+        str(told.num_forked_tokens),
+        _share(told.num_accepted_tokens, told.num_draft_tokens),
+    ]
+    losses = [told.num_evictions, told.num_preemptions, told.num_expired]
+    return [*now, *map(str, blocks), *shares, *map(str, losses), f"{tokens_per_s:.0f}"]
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"

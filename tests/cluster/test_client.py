@@ -92,14 +92,29 @@ def test_everything_that_is_asked_reaches_the_router():
     params = SamplingParams(
         temperature=0.5, top_k=3, top_p=0.5, seed=0, max_tokens=7, stop=["x"], stop_token_ids=[9], ignore_eos=True
     )
-    ask(router, params=params, model="m", request_id="id", priority=Priority.LOW, timeout_s=1.5, tenant="gold")
+    ask(
+        router,
+        params=params,
+        model="m",
+        request_id="id",
+        priority=Priority.LOW,
+        timeout_s=1.5,
+        tenant="gold",
+        cache_salt="s",
+    )
     request, sampling = router.request, router.request.sampling_params
     assert (request.text, request.model, request.request_id, request.timeout_ms) == ("hello", "m", "id", 1500)
-    assert (request.priority, request.tenant) == (inference_pb2.PRIORITY_LOW, "gold")
+    assert (request.priority, request.tenant, request.cache_salt) == (inference_pb2.PRIORITY_LOW, "gold", "s")
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens) == (0.5, 3, 0.5, 7)
     assert (sampling.stop, sampling.stop_token_ids, sampling.ignore_eos) == (["x"], [9], True)
     assert sampling.HasField("seed")
     assert sampling.seed == 0
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
+def test_a_timeout_that_is_over_before_it_begins_is_refused_by_name(timeout_s):
+    with pytest.raises(InvalidRequestError, match="timeout_s"):
+        ask(FakeRouter(), timeout_s=timeout_s)
 
 
 def test_what_is_not_asked_is_not_sent():

@@ -56,6 +56,12 @@ def test_a_model_that_is_not_there_is_a_mistake_of_the_caller(capsys: pytest.Cap
         assert "/nowhere/model" in capsys.readouterr().err
 
 
+def test_a_draft_model_that_is_not_there_is_named_as_that(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+    for command in (["generate", "hello", "--model", str(tiny_model)], ["serve", str(tiny_model)]):
+        assert run([*command, "--speculative", "draft", "--draft-model", "/nowhere/draft"]) == 2
+        assert "speculation.draft_model = '/nowhere/draft': there is no such folder" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -70,6 +76,11 @@ def test_stats_shows_a_row_for_each_replica(capsys: pytest.CaptureFixture[str], 
         num_evictions=11,
         num_preemptions=12,
         num_cached_blocks=13,
+        num_wasted_slots=14,
+        num_forked_tokens=15,
+        num_draft_tokens=40,
+        num_accepted_tokens=30,
+        num_expired=16,
         num_tokens_generated=300,
         step_time_s=2.0,
     )
@@ -88,11 +99,11 @@ def test_stats_shows_a_row_for_each_replica(capsys: pytest.CaptureFixture[str], 
     assert run(["stats", "--server", "host:1"]) == 0
     heads, first, second, last = capsys.readouterr().out.splitlines()
     assert heads.split()[:6] == ["replica", "running", "waiting", "used", "cached", "free"]
-    assert first.split() == ["r0", "1", "2", "10", "13", "90", "75%", "11", "12", "150"]
-    assert second.split() == ["r1", "0", "0", "0", "-", "100", "-", "-", "-", "-"]
+    assert first.split() == ["r0", "1", "2", "10", "13", "90", "14", "75%", "15", "75%", "11", "12", "16", "150"]
+    assert second.split() == ["r1", "0", "0", "0", "-", "100", *["-"] * 8]
     assert last.startswith("5 requests open in this router, 3 of them waiting")
 
 
 def test_stats_of_no_server_is_a_failure(capsys: pytest.CaptureFixture[str]):
     assert run(["stats", "--server", "127.0.0.1:1"]) == 1
-    assert capsys.readouterr().err.startswith("holdfast: ")
+    assert "is `holdfast serve` running there?" in capsys.readouterr().err

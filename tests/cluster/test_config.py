@@ -59,6 +59,12 @@ def test_none_unsets_a_setting(tmp_path):
     assert load(file=path, HOLDFAST_MODEL__MAX_MODEL_LEN="none").config.model.max_model_len is None
 
 
+def test_none_is_a_choice_where_it_is_among_them(tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text("speculation:\n  speculative: ngram\n")
+    assert load(file=path, HOLDFAST_SPECULATION__SPECULATIVE="none").config.speculation.speculative == "none"
+
+
 def test_variables_that_kubernetes_injects_are_left_alone():
     load(HOLDFAST_PORT="tcp://10.0.0.1:50051", HOLDFAST_ROUTER_SERVICE_HOST="10.0.0.1")
 

@@ -10,7 +10,13 @@ import pytest
 from cluster.inference_engine import InferenceEngine
 from cluster.outputs import RequestOutput
 from worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, RequestAbortedError
+from worker.errors import (
+    ConfigurationError,
+    DeadlineExceededError,
+    HoldfastError,
+    InvalidRequestError,
+    RequestAbortedError,
+)
 from worker.request import Priority, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -200,3 +206,20 @@ def test_a_completion_that_is_refused_ends_its_siblings(engine):
         handle.result(30)
     assert engine.submit_request("hello", GREEDY).result(30).finished
     assert all_blocks_are_free(engine)
+
+
+def test_a_request_ends_when_its_time_is_up(engine):
+    endless = engine.submit_request("hello", ENDLESS, timeout_s=0.001)
+    with pytest.raises(DeadlineExceededError):
+        endless.result(30)
+    with pytest.raises(InvalidRequestError, match="timeout_s"):
+        engine.submit_request("hello", ENDLESS, timeout_s=0)
+    assert all_blocks_are_free(engine)
+
+
+def test_only_requests_with_the_same_salt_find_each_others_prefixes(engine):
+    prompt = list(range(1, 40))
+    found = [
+        engine.submit_request(prompt, GREEDY, cache_salt=salt).result(30).num_cached_tokens for salt in ("a", "b", "a")
+    ]
+    assert found == [0, 0, 32]

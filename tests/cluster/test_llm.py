@@ -53,6 +53,14 @@ def test_token_ids_are_taken_as_they_are(llm):
         assert output[0].prompt is None
 
 
+@pytest.mark.parametrize("token_id", [-1, 2**31])
+def test_token_ids_that_the_model_does_not_have_are_refused_and_harm_nobody(llm, token_id):
+    expected = tokens(llm.generate("hello", GREEDY))
+    with pytest.raises(InvalidRequestError, match=f"prompt = {token_id}"):
+        llm.generate([{"prompt_token_ids": [5]}, {"prompt_token_ids": [5, token_id]}], GREEDY)
+    assert tokens(llm.generate("hello", GREEDY)) == expected
+
+
 def test_each_prompt_may_have_its_own_parameters(llm):
     short = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     outputs = llm.generate(["hello", "hello"], [short, GREEDY])
@@ -236,5 +244,5 @@ def test_a_stop_string_ends_one_completion_and_not_the_others(llm):
     assert [str(one.finish_reason) for one in outputs] == ["length", "stop", "length"]
     assert [outputs[0].text, outputs[2].text] == [texts[0], texts[2]]
     llm.generate("hello", GREEDY)
-    load = llm.engine.get_stats()
-    assert load.num_free_blocks == load.num_total_blocks
+    stats = llm.engine.get_stats()
+    assert stats.num_free_blocks == stats.num_total_blocks

@@ -125,6 +125,22 @@ def test_a_priority_is_named(asked):
     assert asked.pop().priority is Priority.CRITICAL
 
 
+def test_how_it_is_to_be_served_is_said_too(asked):
+    assert run(["generate", "hello", "--tenant", "gold", "--timeout-s", "1.5", "--cache-salt", "x"]) == 0
+    expected = {"priority": Priority.NORMAL, "tenant": "gold", "timeout_s": 1.5, "cache_salt": "x"}
+    assert asked.pop().service == expected
+
+
+def test_a_setting_whose_choices_have_none_takes_it(asked, capsys):
+    assert run(["generate", "hello", "--speculative", "none"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["--policy", "bucketed"], ["--num-blocks", "9"], ["--config", "x.yaml"]])
+def test_settings_of_a_server_are_not_for_a_request_to_say(flags, capsys):
+    assert run(["generate", "hello", "--server", "127.0.0.1:1", *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"holdfast: {flags[0]} (with --server): ")
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
