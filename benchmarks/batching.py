@@ -24,7 +24,8 @@ from cluster.demo.bundled import bundled_path
 from worker.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
 from worker.engine import StepRunner
 from worker.model_info import ModelInfo
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
 
 Policy = Literal["static", "bucketed", "memory_aware", "continuous"]

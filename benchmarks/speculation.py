@@ -28,7 +28,8 @@ from router.tokenizer import Tokenizer
 from worker.config import ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
 from worker.engine import StepRunner
 from worker.model_info import ModelInfo
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler, SchedulerStats
 from worker.speculation import Speculation
 

@@ -27,7 +27,8 @@ from worker.errors import InvalidRequestError, RequestAbortedError
 from worker.model_info import ModelInfo
 from worker.rank import RankLauncher
 from worker.replica import Progress, Replica
-from worker.request import EngineRequest, Priority, SamplingParams
+from worker.request import EngineRequest, Priority
+from worker.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""

@@ -11,7 +11,8 @@ from router.stream import OutputStream
 from router.switchboard import Switchboard
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
-from worker.request import EngineRequest, FinishReason, SamplingParams
+from worker.request import EngineRequest, FinishReason
+from worker.sampling_params import SamplingParams
 
 _AS_IT_IS: Final = SamplingParams()
 

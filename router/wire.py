@@ -34,7 +34,8 @@ from worker.errors import (
     QueueFullError,
     ReplicaError,
 )
-from worker.request import EngineLoad, FinishReason, Priority, SamplingParams, TokenLogprob
+from worker.request import EngineLoad, FinishReason, Priority, TokenLogprob
+from worker.sampling_params import SamplingParams
 
 _PRIORITIES: Final = {
     inference_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,

@@ -7,7 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {"proto": set(), "worker": set(), "router": {"worker"}, "cluster": {"worker", "router"}}
 OURS = MAY_IMPORT.keys() | {"holdfast", "tests", "benchmarks", "scripts"}
-PLAIN_DATA = {"block_hash", "config", "errors", "model_info", "progress", "request", "structured_outputs"}
+PLAIN_DATA = {"block_hash", "config", "errors", "model_info", "progress", "request", "sampling_params"}
+PLAIN_DATA |= {"structured_outputs"}
 POLICY = PLAIN_DATA | {"batching", "block_allocator", "plan", "prefix_cache", "queues", "scheduler", "sequence"}
 POLICY |= {"cache_feed", "controls", "forking", "prompt_rating", "static_batching", "step_limits"}
 POLICY |= {"batching_optimizer", "dial", "step_time", "step_tuner"}

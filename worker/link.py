@@ -19,7 +19,8 @@ from worker.engine import Engine, EngineStats, EngineUpdate, Rejection
 from worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError
 from worker.model_info import ModelInfo
 from worker.replica import Replica
-from worker.request import EngineLoad, EngineRequest, FinishReason, Priority, SamplingParams, TokenDelta, TokenLogprob
+from worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta, TokenLogprob
+from worker.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,8 @@ from cluster.inference_engine import InferenceEngine
 from cluster.outputs import RequestOutput
 from worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
 from worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, RequestAbortedError
-from worker.request import Priority, SamplingParams
+from worker.request import Priority
+from worker.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)

@@ -19,7 +19,8 @@ from worker.config import CacheConfig, ParallelConfig, SchedulerConfig, Speculat
 from worker.engine import EngineUpdate
 from worker.errors import HoldfastError
 from worker.replica import Replica
-from worker.request import EngineRequest, FinishReason, SamplingParams, TokenLogprob
+from worker.request import EngineRequest, FinishReason, TokenLogprob
+from worker.sampling_params import SamplingParams
 
 NUM_REQUESTS = 40
 TIMEOUT_S = 240

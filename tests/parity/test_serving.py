@@ -12,7 +12,8 @@ from worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerCon
 from worker.engine import EngineUpdate
 from worker.errors import HoldfastError
 from worker.replica import Replica
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 
 NUM_NEW = 32
 TIMEOUT_S = 120

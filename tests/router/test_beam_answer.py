@@ -13,7 +13,8 @@ from tests.router import test_real_link
 from tests.router.site import eventually, num_open_is, on_a_loop, refusal, request, site
 from tests.router.test_real_link import RealReplica
 from tests.worker.test_controls import LogitsRunner
-from worker.request import FinishReason, SamplingParams
+from worker.request import FinishReason
+from worker.sampling_params import SamplingParams
 
 PROMPT = [3, 1, 4]
 END = 7

@@ -16,7 +16,8 @@ from tests.router import sample_tokenizers as sample
 from tests.router.site import collected, on_a_loop, refusal, request, site
 from worker.errors import InvalidRequestError
 from worker.link import _engine_request
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 
 EVERYTHING = SamplingParams(
     seed=1,

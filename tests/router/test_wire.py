@@ -42,7 +42,8 @@ from worker.errors import (
     UnknownModelError,
     UnsupportedModelError,
 )
-from worker.request import EngineRequest, FinishReason, Priority, SamplingParams, TokenLogprob
+from worker.request import EngineRequest, FinishReason, Priority, TokenLogprob
+from worker.sampling_params import SamplingParams
 
 
 def parsed(**fields):
@@ -59,7 +60,7 @@ def test_an_empty_request_takes_the_defaults():
 
 
 def test_zero_is_a_value_and_not_unset():
-    assert parsed(sampling_params=inference_pb2.SamplingParams(temperature=0)).sampling_params.is_greedy
+    assert parsed(sampling_params=inference_pb2.SamplingParams(temperature=0)).sampling_params.temperature == 0
     assert parsed(sampling_params=inference_pb2.SamplingParams(seed=0)).sampling_params.seed == 0
     assert parsed(timeout_ms=0).timeout_s == 0
 

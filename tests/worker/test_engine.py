@@ -11,7 +11,8 @@ from worker.config import SchedulerConfig
 from worker.engine import STATS_EVERY_STEPS, Engine, EngineStats, EngineUpdate
 from worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError, ReplicaError
 from worker.plan import StepPlan, StepResult
-from worker.request import EngineLoad, EngineRequest, FinishReason, SamplingParams
+from worker.request import EngineLoad, EngineRequest, FinishReason
+from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
 from worker.step_limits import StepLimits
 from worker.step_time import StepCosts, StepShape

@@ -16,7 +16,8 @@ from worker.engine import EngineUpdate
 from worker.errors import HoldfastError, ReplicaError
 from worker.rank import LocalLauncher, LocalRanks
 from worker.replica import Replica
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 
 TIMEOUT_S = 60
 
