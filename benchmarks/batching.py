@@ -22,8 +22,8 @@ from rich.table import Table
 
 from cluster.demo.bundled import bundled_path
 from worker.config import CacheConfig, ModelConfig, SchedulerConfig, WorkerConfig
-from worker.engine import StepRunner
 from worker.model_info import ModelInfo
+from worker.plan import StepRunner
 from worker.request import EngineRequest
 from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler

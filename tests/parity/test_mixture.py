@@ -16,7 +16,7 @@ from router.controls import bad_word_token_ids
 from router.grammar import GrammarCompiler
 from router.tokenizer import Tokenizer
 from worker.config import CacheConfig, ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
-from worker.engine import EngineUpdate
+from worker.engine_updates import EngineUpdate
 from worker.errors import HoldfastError
 from worker.replica import Replica
 from worker.request import EngineRequest, FinishReason, TokenLogprob

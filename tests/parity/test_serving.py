@@ -9,7 +9,7 @@ import pytest
 
 from tests.parity.harness import hugging_face
 from worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from worker.engine import EngineUpdate
+from worker.engine_updates import EngineUpdate
 from worker.errors import HoldfastError
 from worker.replica import Replica
 from worker.request import EngineRequest

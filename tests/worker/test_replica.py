@@ -12,7 +12,7 @@ import pytest
 
 from tests.parity.families import save_tiny_model
 from worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from worker.engine import EngineUpdate
+from worker.engine_updates import EngineUpdate
 from worker.errors import HoldfastError, ReplicaError
 from worker.rank import LocalLauncher, LocalRanks
 from worker.replica import Replica
