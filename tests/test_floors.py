@@ -20,7 +20,7 @@ ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet"
 ROUTER_CORE |= {"beam_search", "circuit_breaker", "parallel_sampling", "placement", "quarantine", "resume"}
 ROUTER_CORE |= {"retry_budget"}
 RELATIVE = "a relative import"
-STUB_FILES = {"wire", "link", "server", "client"}
+STUB_FILES = {"wire", "link_wire", "link", "server", "client"}
 DEVICE = {"torch", "transformers", "safetensors", "numpy"}
 IO = {"asyncio", "grpc", "ray", "random", "secrets", "socket", "subprocess", "threading", "time"}
 
