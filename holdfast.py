@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from cluster.llm import LLM
     from cluster.outputs import CompletionOutput, RequestOutput
     from worker.errors import HoldfastError
-    from worker.request import FinishReason, Priority, SamplingParams
+    from worker.request import FinishReason, Priority
+    from worker.sampling_params import SamplingParams
     from worker.structured_outputs import StructuredOutputs
 
 __all__ = [
@@ -51,7 +52,7 @@ _HOMES = {
     "InferenceEngine": "cluster.inference_engine",
     "Priority": "worker.request",
     "RequestOutput": "cluster.outputs",
-    "SamplingParams": "worker.request",
+    "SamplingParams": "worker.sampling_params",
     "StructuredOutputs": "worker.structured_outputs",
     "build_app": "cluster.app",
 }

@@ -23,9 +23,10 @@ from rich.table import Table
 
 from cluster.demo.bundled import bundled_path
 from worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from worker.engine import StepRunner
 from worker.model_info import ModelInfo
-from worker.request import EngineRequest, SamplingParams
+from worker.plan import StepRunner
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
 
 _PIPE_WIDTH = 120

@@ -26,11 +26,13 @@ from router.chat import render_chat
 from router.grammar import GrammarCompiler
 from router.tokenizer import Tokenizer
 from worker.config import ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
-from worker.engine import StepRunner
 from worker.model_info import ModelInfo
-from worker.request import EngineRequest, SamplingParams
-from worker.scheduler import Scheduler, SchedulerStats
+from worker.plan import StepRunner
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
+from worker.scheduler import Scheduler
 from worker.speculation import Speculation
+from worker.stats import SchedulerStats
 
 Method = Literal["none", "ngram", "suffix", "draft"]
 METHODS: tuple[Method, ...] = ("none", "ngram", "suffix", "draft")

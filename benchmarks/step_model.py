@@ -18,9 +18,8 @@ import numpy as np
 
 from benchmarks.batching import load_model
 from cluster.simulate.step_model import StepModel
-from worker.engine import StepRunner
 from worker.model_info import ModelInfo
-from worker.plan import DrawParams, ScheduledSequence, StepPlan
+from worker.plan import DrawParams, ScheduledSequence, StepPlan, StepRunner
 
 NUM_SEQUENCES = (1, 4, 16, 32)
 NUM_TOKENS = (1, 16, 64)

@@ -13,7 +13,8 @@ from router.beam_search import Beam, BeamSearch
 from router.prompt import echoed_text
 from router.text_stream import TextStream
 from worker.errors import InvalidRequestError
-from worker.request import FinishReason, Priority, SamplingParams
+from worker.request import FinishReason, Priority
+from worker.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from cluster.client import AsyncClient
 from cluster.generation import Chunk, Generation
-from worker.request import Priority, SamplingParams
+from worker.request import Priority
+from worker.sampling_params import SamplingParams
 
 ResultT = TypeVar("ResultT")
 

@@ -19,7 +19,8 @@ from cluster.received import Received
 from cluster.statuses import error_of, is_worth_another_try
 from cluster.wire import chunk, generate_request, generation, resume, set_timeout
 from holdfast_pb import inference_pb2, inference_pb2_grpc
-from worker.request import Priority, SamplingParams
+from worker.request import Priority
+from worker.sampling_params import SamplingParams
 
 AnswerT = TypeVar("AnswerT")
 GenerateCall: TypeAlias = "grpc.aio.UnaryUnaryCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"

@@ -9,7 +9,7 @@ import queue
 import threading
 
 from cluster.completion import Completion
-from worker.engine import EngineUpdate
+from worker.engine_updates import EngineUpdate
 from worker.errors import HoldfastError, InternalError
 from worker.replica import Replica
 from worker.request import TokenDelta

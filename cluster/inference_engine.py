@@ -22,12 +22,13 @@ from router.request import derived_seed
 from router.tokenizer import Tokenizer
 from worker.batching_optimizer import Recommendation
 from worker.config import WorkerConfig
-from worker.engine import EngineStats
 from worker.errors import InvalidRequestError, RequestAbortedError
 from worker.model_info import ModelInfo
 from worker.rank import RankLauncher
 from worker.replica import Progress, Replica
-from worker.request import EngineRequest, Priority, SamplingParams
+from worker.request import EngineRequest, Priority
+from worker.sampling_params import SamplingParams
+from worker.stats import EngineStats
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""

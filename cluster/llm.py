@@ -18,9 +18,9 @@ from cluster.outputs import BeamSearchOutput, RequestOutput
 from cluster.progress import progress
 from router.chat import render_chat
 from router.tokenizer import Tokenizer
-from worker.engine import EngineStats
 from worker.errors import InvalidRequestError
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
+from worker.stats import EngineStats
 
 PromptInput = str | Mapping[str, object]
 """Text, or a mapping with `prompt` (text) or `prompt_token_ids` (integers)."""

@@ -11,7 +11,8 @@ from cluster.received import Received
 from holdfast_pb import inference_pb2
 from router.events import Usage
 from worker.errors import InvalidRequestError
-from worker.request import FinishReason, Priority, SamplingParams, TokenLogprob
+from worker.request import FinishReason, Priority, TokenLogprob
+from worker.sampling_params import SamplingParams
 from worker.structured_outputs import StructuredOutputs
 
 _FINISH_REASONS: Final = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from router.events import Deliver, Usage
 from router.parallel_sampling import best, is_ranked, merged_usage
 from router.stream import OutputStream, merged
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ from router.stream import OutputStream
 from router.switchboard import Switchboard
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
-from worker.request import EngineRequest, FinishReason, SamplingParams
+from worker.request import EngineRequest, FinishReason
+from worker.sampling_params import SamplingParams
 
 _AS_IT_IS: Final = SamplingParams()
 
@@ -40,6 +41,8 @@ class BeamAnswer:
         self._echo = echo
         self._num_extensions = 0
         self._num_cached_tokens = 0
+        self._fingerprints: list[str] = []
+        """Of all whose candidates were looked at, in that order, each once."""
 
     async def whole(self) -> Answer:
         """The best beams, best first. Raises what ended one of the requests with an error."""
@@ -59,6 +62,8 @@ class BeamAnswer:
         with ExitStack() as opened:
             streams = [self._open(beam, opened) for beam in beams]
             outputs = [await stream.whole() for stream in streams]
+        seen = dict.fromkeys([*self._fingerprints, *(output.fingerprint for output in outputs)])
+        self._fingerprints = list(seen)
         first_usage = outputs[0].usage
         if not beams[0].token_ids and first_usage is not None:
             self._num_cached_tokens = first_usage.num_cached_tokens
@@ -82,6 +87,8 @@ class BeamAnswer:
             token_ids=beam.token_ids,
             text=self._echo + text.push(beam.token_ids).text + text.finish(),
             finish_reason=FinishReason.STOP if beam.has_ended else FinishReason.LENGTH,
+            fingerprint=self._fingerprints[0] if self._fingerprints else "",
+            identity_guaranteed=len(self._fingerprints) <= 1,
         )
         return Completion(output=output, cumulative_logprob=beam.logprob)
 

@@ -14,7 +14,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

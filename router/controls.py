@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from router.tokenizer import Tokenizer
 from worker.errors import InvalidRequestError
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
 
 
 def check_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -25,7 +25,8 @@ from router.switchboard import Switchboard
 from router.text_stream import TextStream
 from router.tokenizer_shelf import TokenizerShelf
 from worker.errors import InvalidRequestError, ReplicaError, RequestAbortedError, UnknownModelError
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

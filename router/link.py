@@ -18,7 +18,7 @@ from router.config import RouterConfig
 from router.directory import ReplicaEndpoint
 from router.events import ReplicaFacts, SendAbort, SendSubmit, StepNews
 from router.link_watch import LinkWatch
-from router.wire import abort_message, engine_load, follow_cache_message, replica_facts, step_news, submit_message
+from router.link_wire import abort_message, engine_load, follow_cache_message, replica_facts, step_news, submit_message
 from worker.errors import HoldfastError, InternalError, ReplicaError
 from worker.request import EngineLoad
 

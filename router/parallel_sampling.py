@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from router.events import Usage
-from worker.request import MAX_SEED, EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import MAX_SEED, SamplingParams
 
 
 def siblings(request: EngineRequest) -> tuple[EngineRequest, ...]:

@@ -5,7 +5,7 @@ Pure functions, for the router and for the engine in one process.
 
 from router.detokenizer import IncrementalDetokenizer
 from router.tokenizer import Tokenizer
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
 
 
 def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence_len: int) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from router.config import LimitsConfig
 from router.resume import Resume
 from worker.errors import InvalidRequestError
-from worker.request import Priority, SamplingParams
+from worker.request import Priority
+from worker.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from router.events import CaughtUp, Deliver, TextState, Usage
 from worker.errors import InvalidRequestError
-from worker.request import EngineRequest, FinishReason, SamplingParams
+from worker.request import EngineRequest, FinishReason
+from worker.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

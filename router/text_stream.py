@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from router.detokenizer import IncrementalDetokenizer
 from router.stop_strings import StopStringMatcher
 from router.tokenizer import Tokenizer
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The engine: one thread that plans, runs, commits and delivers, step after step, until it is stopped or fails.
 
-What may live here: the loop, its inbox, and who hears of what. What may not: decisions about what a step does
-(`scheduler.py`), arithmetic (`model_runner.py`), wires and event loops (`link.py`).
+What may live here: the loop and its inbox. What may not: decisions about what a step does (`scheduler.py`), arithmetic
+(`model_runner.py`), who hears of what (`mailboxes.py`), wires and event loops (`link.py`).
 
     submit, abort ──► inbox ──► scheduler.add ─► plan ─► runner.run ─► commit ──► listener.on_update
                                      └──────────────── one turn ────────────────┘
@@ -10,94 +10,30 @@ Whichever way the loop ends, every request that was submitted has been answered.
 """
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 from worker.batching_optimizer import Recommendation
-from worker.cache_feed import NO_CHANGES, CacheChanges, CacheFeed
+from worker.engine_updates import EngineUpdate, StepListener
 from worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError, ReplicaError
-from worker.plan import StepPlan, StepResult
+from worker.inbox import Inbox
+from worker.mailboxes import Mailboxes
+from worker.plan import StepPlan, StepResult, StepRunner
 from worker.progress import ProgressCounter
 from worker.request import EngineLoad, EngineRequest, TokenDelta
-from worker.scheduler import Scheduler, SchedulerStats
+from worker.scheduler import Scheduler
+from worker.stats import EngineStats
 from worker.step_tuner import StepTuner
 
 logger = logging.getLogger(__name__)
 
 STATS_EVERY_STEPS: Final = 32
 """A busy engine works its statistics out once in so many steps, and whenever it falls idle."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rejection:
-    """A request that will not be run, and why."""
-
-    request_id: str
-    error: HoldfastError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats(SchedulerStats):
-    """Counts since the start, and what the engine holds now: one flat set of figures."""
-
-    num_requests: int
-    """All that were submitted, refused ones among them."""
-    num_tokens_generated: int
-    step_time_s: float
-    """Seconds spent in `runner.run`, all steps together."""
-    num_running: int
-    num_waiting: int
-    num_waiting_tokens: int
-    """Tokens that alive requests still have to have computed before each draws its next one."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Output tokens in a second of stepping; idle time does not count. 0 before the first step."""
-        return self.num_tokens_generated / self.step_time_s if self.step_time_s else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineUpdate:
-    """What a turn of the engine did for one listener's requests, and how busy the engine is after it."""
-
-    step_id: int
-    deltas: tuple[TokenDelta, ...]
-    rejections: tuple[Rejection, ...]
-    load: EngineLoad
-    cache: CacheChanges = NO_CHANGES
-    """For a listener that follows the cache: what came and went since its last update."""
-    stats: EngineStats | None = None
-    """In a listener's first update, whenever the engine has fallen idle, and each `STATS_EVERY_STEPS` steps."""
-
-
-class StepListener(Protocol):
-    """Who wants to hear of its requests. Called on the engine's thread: an implementation hands over and returns."""
-
-    def on_update(self, update: EngineUpdate) -> None:
-        """Once per step, and whenever the load has changed without one.
-
-        Each request's last word is a delta with a finish reason, or a rejection.
-        """
-
-    def on_failure(self, error: HoldfastError) -> None:
-        """The engine has ended. Nothing more will come; requests that have had no last word are lost."""
-
-
-class StepRunner(Protocol):
-    """What runs a plan: `LeaderRunner`, or a pseudo-model in tests."""
-
-    def run(self, plan: StepPlan) -> StepResult: ...
-
-    def keep_alive(self) -> None:
-        """Called while there is nothing to do, so that followers see a living leader."""
-
-    def close(self) -> None: ...
 
 
 class Engine:
@@ -119,17 +55,13 @@ class Engine:
         """
         self.progress = progress or ProgressCounter()
         self._scheduler = scheduler
-        self._clock = clock
         self._runner = runner
         self._tuner = tuner
         self._clock = clock
         self._idle_s = idle_s
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._gate = threading.Lock()
-        self._ended: HoldfastError | None = None
+        self._inbox = Inbox()
         self._stopping = False
-        self._listeners: dict[StepListener, _Mailbox] = {}
-        self._owner: dict[str, StepListener] = {}
+        self._mailboxes = Mailboxes()
         self._num_requests = 0
         self._num_tokens_generated = 0
         self._step_time_s = 0.0
@@ -145,58 +77,53 @@ class Engine:
 
     def stop(self) -> None:
         """Aborts what is running, answers everyone and joins the thread. Safe to call twice."""
-        self._post_unless_ended(self._stop)
+        self._inbox.put_unless_closed(self._stop)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def attach(self, listener: StepListener) -> None:
         """From now on `listener` hears of every step. Raises `ReplicaError` if the engine has ended."""
-        self._post(lambda: self._attach(listener))
+        self._inbox.put(lambda: self._mailboxes.attach(listener))
 
     def follow_cache(self, listener: StepListener) -> None:
         """From now on the updates of an attached listener say what the prefix cache holds: all of it, then changes.
 
         As long as nobody follows, nothing is kept for it.
         """
-        self._post_unless_ended(lambda: self._follow_cache(listener))
+        self._inbox.put_unless_closed(lambda: self._follow_cache(listener))
 
     def detach(self, listener: StepListener) -> None:
         """`listener` hears nothing more, and its requests are aborted."""
-        self._post_unless_ended(lambda: self._detach(listener))
+        self._inbox.put_unless_closed(lambda: self._detach(listener))
 
     def submit(self, request: EngineRequest, listener: StepListener) -> None:
         """Queues a request of an attached listener. Raises `ReplicaError` if the engine has ended."""
-        self._post(lambda: self._submit(request, listener))
+        self._inbox.put(lambda: self._submit(request, listener))
 
     def abort(self, request_id: str) -> None:
         """Ends a request within one step; its last delta then says `ABORT`. Unknown ids are ignored."""
-        self._post_unless_ended(lambda: self._abort(request_id))
+        self._inbox.put_unless_closed(lambda: self._abort(request_id))
 
     def fail(self, error: HoldfastError) -> None:
         """Ends the engine from outside, as when a rank has died while nothing was running."""
-        self._post_unless_ended(lambda: _raise(error))
+        self._inbox.put_unless_closed(lambda: _raise(error))
 
     def give_up(self, error: HoldfastError) -> None:
         """Ends a frozen engine: tells every listener now, on this thread, because the engine's may never come back."""
-        with self._gate:
-            if self._ended is not None:
-                return
-            self._ended = error
-            listeners = list(self._listeners)
-        self._stopping = True
-        for listener in listeners:
-            self._attempt("telling a listener of the end", partial(listener.on_failure, error))
+        if self._inbox.close(error):
+            self._stopping = True
+            self._tell_of_end(error)
 
     def stats(self, timeout_s: float = 30.0) -> EngineStats:
         """Exact counts between two steps. Raises `ReplicaError` if the engine has ended."""
         future: Future[EngineStats] = Future()
-        self._post(lambda: future.set_result(self._stats()))
+        self._inbox.put(lambda: future.set_result(self._stats()))
         return future.result(timeout_s)
 
     def recommendations(self, timeout_s: float = 30.0) -> list[Recommendation]:
         """What the tuner would set differently. Raises `ReplicaError` if the engine has ended."""
         future: Future[list[Recommendation]] = Future()
-        self._post(lambda: future.set_result(self._tuner.get_recommendations() if self._tuner else []))
+        self._inbox.put(lambda: future.set_result(self._tuner.get_recommendations() if self._tuner else []))
         return future.result(timeout_s)
 
     @property
@@ -207,12 +134,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether anything waits to be done. While it does, `progress` should move."""
-        return self._ended is None and (self._scheduler.has_work or not self._inbox.empty())
+        return self._inbox.closed_by is None and (self._scheduler.has_work or not self._inbox.is_empty)
 
     @property
     def failure(self) -> HoldfastError | None:
         """Why the engine has ended, or None while it runs."""
-        return self._ended
+        return self._inbox.closed_by
 
     # --- on the engine's thread ---
 
@@ -233,19 +160,17 @@ class Engine:
 
     def _take_commands(self) -> None:
         """Runs everything in the inbox; with nothing to do, waits for the first command."""
-        if not self._scheduler.has_work and self._inbox.empty():
-            try:
-                self._inbox.get(timeout=self._idle_s)()
-            except queue.Empty:
-                self._runner.keep_alive()
-        while not self._inbox.empty():
-            self._inbox.get_nowait()()
+        if not self._scheduler.has_work and self._inbox.is_empty:
+            first = self._inbox.wait(self._idle_s) or self._runner.keep_alive
+            first()
+        for command in self._inbox.take_all():
+            command()
 
     def _turn(self) -> None:
         began_s = self._clock()
         plan = None if self._stopping else self._scheduler.plan(began_s)
         for request_id in self._scheduler.take_expired():
-            self._reject(request_id, DeadlineExceededError("the request's time was up in the replica"))
+            self._mailboxes.reject(request_id, DeadlineExceededError("the request's time was up in the replica"))
         if plan is None:
             self._deliver(stepped=False)
             return
@@ -284,13 +209,14 @@ class Engine:
             self._scheduler.tokens_per_s = max(num_tokens / step_time_s, self._scheduler.tokens_per_s or 0.0)
 
     def _deliver(self, *, stepped: bool) -> None:
-        if self._ended is not None:
+        if self._inbox.closed_by is not None:
             return  # it was given up meanwhile, and everyone has been told so
         before, self._load = self._load, self._scheduler.load()
         concerns_all = stepped or self._load != before
         stats = self._stats() if concerns_all and self._stats_are_due() else None
-        self._note_cache_events()
-        for listener, mailbox in list(self._listeners.items()):
+        if self._mailboxes.anyone_follows_cache:
+            self._mailboxes.note_cache_events(self._scheduler.take_cache_events())
+        for listener, mailbox in self._mailboxes.items():
             if concerns_all or mailbox.has_news:
                 update = mailbox.take(self._step_id, self._load, stats or (self._stats() if mailbox.is_new else None))
                 self._tell(listener, update)
@@ -300,13 +226,6 @@ class Engine:
             return False
         self._stats_step_id = self._step_id
         return True
-
-    def _note_cache_events(self) -> None:
-        """Puts what the cache did since the last time into the mailboxes of those who follow it."""
-        feeds = [mailbox.cache for mailbox in self._listeners.values() if mailbox.cache is not None]
-        events = self._scheduler.take_cache_events() if feeds else ()
-        for feed in feeds:
-            feed.note(events)
 
     def _tell(self, listener: StepListener, update: EngineUpdate) -> None:
         """A listener that breaks loses its own requests, not everybody's."""
@@ -318,28 +237,23 @@ class Engine:
 
     def _submit(self, request: EngineRequest, listener: StepListener) -> None:
         self._num_requests += 1
-        mailbox = self._listeners.get(listener)
-        if mailbox is None:
+        if not self._mailboxes.is_attached(listener):
             return  # detached meanwhile: nobody waits for an answer
+        request_id = request.request_id
         try:
-            if request.request_id in self._owner:
-                raise InvalidRequestError("request_id", request.request_id, "is in use by a request that has not ended")
+            if self._mailboxes.is_owned(request_id):
+                raise InvalidRequestError("request_id", request_id, "is in use by a request that has not ended")
             finished = self._scheduler.add(request, self._clock())
         except HoldfastError as error:
-            mailbox.rejections.append(Rejection(request_id=request.request_id, error=error))
+            self._mailboxes.refuse(request_id, error, listener)
             return
-        self._owner[request.request_id] = listener
+        self._mailboxes.own(request_id, listener)
         if finished is not None:
             self._keep(finished)
 
-    def _attach(self, listener: StepListener) -> None:
-        self._listeners.setdefault(listener, _Mailbox())
-
     def _follow_cache(self, listener: StepListener) -> None:
-        mailbox = self._listeners.get(listener)
-        if mailbox is not None:
-            # Events from before that nobody has taken yet follow, and say the same of each block as this does.
-            mailbox.cache = CacheFeed(self._scheduler.cached_block_hashes())
+        # Events from before that nobody has taken yet follow, and say the same of each block as this does.
+        self._mailboxes.follow_cache(listener, self._scheduler.cached_block_hashes())
 
     def _abort(self, request_id: str) -> None:
         delta = self._scheduler.abort(request_id)
@@ -347,24 +261,11 @@ class Engine:
             self._keep(delta)
 
     def _keep(self, delta: TokenDelta) -> None:
-        """Puts a delta where its listener's next update is made from."""
         self._num_tokens_generated += len(delta.token_ids)
-        listener = self._owner[delta.request_id]
-        if delta.finish_reason is not None:
-            del self._owner[delta.request_id]
-        mailbox = self._listeners.get(listener)
-        if mailbox is not None:
-            mailbox.deltas.append(delta)
-
-    def _reject(self, request_id: str, error: HoldfastError) -> None:
-        """The last word on a request that was taken in and will not be finished."""
-        mailbox = self._listeners.get(self._owner.pop(request_id))
-        if mailbox is not None:
-            mailbox.rejections.append(Rejection(request_id=request_id, error=error))
+        self._mailboxes.put(delta)
 
     def _detach(self, listener: StepListener) -> None:
-        self._listeners.pop(listener, None)
-        for request_id in [key for key, owner in self._owner.items() if owner is listener]:
+        for request_id in self._mailboxes.detach(listener):
             self._abort(request_id)
 
     def _stats(self) -> EngineStats:
@@ -386,15 +287,17 @@ class Engine:
 
     def _end(self, error: HoldfastError) -> None:
         """The one way out of the loop: closes the inbox, runs what is still in it, and tells every listener."""
-        with self._gate:
-            was_given_up = self._ended is not None
-            self._ended = self._ended or error
+        ends_now = self._inbox.close(error)  # else it was given up, and everyone has been told so
         self._stopping = True
-        while not self._inbox.empty():
-            self._attempt("a command that came too late", self._inbox.get_nowait())
-        for listener in () if was_given_up else self._listeners:
-            self._attempt("telling a listener of the end", partial(listener.on_failure, error))
+        for command in self._inbox.take_all():
+            self._attempt("a command that came too late", command)
+        if ends_now:
+            self._tell_of_end(error)
         self._attempt("closing the runner (its ranks may be gone already)", self._runner.close)
+
+    def _tell_of_end(self, error: HoldfastError) -> None:
+        for listener in self._mailboxes.listeners:
+            self._attempt("telling a listener of the end", partial(listener.on_failure, error))
 
     def _attempt(self, what: str, action: Callable[[], None]) -> None:
         """Runs one of the last actions: none of them may keep the next from being run."""
@@ -403,43 +306,6 @@ class Engine:
         except Exception as error:
             is_bug = not isinstance(error, HoldfastError)
             logger.warning("%s failed: %s", what, error, exc_info=is_bug)
-
-    def _post(self, command: Callable[[], None]) -> None:
-        with self._gate:
-            if self._ended is not None:
-                raise self._ended
-            self._inbox.put(command)
-
-    def _post_unless_ended(self, command: Callable[[], None]) -> None:
-        with self._gate:
-            if self._ended is None:
-                self._inbox.put(command)
-
-
-class _Mailbox:
-    """What a listener has not been told yet."""
-
-    def __init__(self) -> None:
-        self.is_new = True
-        self.deltas: list[TokenDelta] = []
-        self.rejections: list[Rejection] = []
-        self.cache: CacheFeed | None = None
-
-    @property
-    def has_news(self) -> bool:
-        return bool(self.is_new or self.deltas or self.rejections or (self.cache and self.cache.has_news))
-
-    def take(self, step_id: int, load: EngineLoad, stats: EngineStats | None) -> EngineUpdate:
-        update = EngineUpdate(
-            step_id=step_id,
-            deltas=tuple(self.deltas),
-            rejections=tuple(self.rejections),
-            load=load,
-            cache=self.cache.take() if self.cache else NO_CHANGES,
-            stats=stats,
-        )
-        self.is_new, self.deltas, self.rejections = False, [], []
-        return update
 
 
 def _raise(error: HoldfastError) -> None:

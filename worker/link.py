@@ -15,11 +15,14 @@ import grpc
 from holdfast_pb import engine_pb2, engine_pb2_grpc
 from worker.cache_feed import CacheChanges
 from worker.config import HealthConfig
-from worker.engine import Engine, EngineStats, EngineUpdate, Rejection
+from worker.engine import Engine
+from worker.engine_updates import EngineUpdate, Rejection
 from worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError
 from worker.model_info import ModelInfo
 from worker.replica import Replica
-from worker.request import EngineLoad, EngineRequest, FinishReason, Priority, SamplingParams, TokenDelta, TokenLogprob
+from worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta, TokenLogprob
+from worker.sampling_params import SamplingParams
+from worker.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

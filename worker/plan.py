@@ -6,6 +6,7 @@ Nothing is filled in by several owners in turn. No torch here: plans cross proce
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from worker.controls import LogitControls
 from worker.request import TokenLogprob
@@ -120,3 +121,14 @@ class StepResult:
     """For each sequence, one for each token of its `rating`. Empty where nobody asks."""
     drafts: tuple[tuple[int, ...], ...] = ()
     """What the draft model guessed for each sequence and the step verified. Empty where there was none."""
+
+
+class StepRunner(Protocol):
+    """What runs a plan: `LeaderRunner`, or a pseudo-model in tests."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def keep_alive(self) -> None:
+        """Called while there is nothing to do, so that followers see a living leader."""
+
+    def close(self) -> None: ...

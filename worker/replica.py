@@ -12,7 +12,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 from worker.config import HealthConfig, WorkerConfig
-from worker.engine import Engine, EngineUpdate
+from worker.engine import Engine
+from worker.engine_updates import EngineUpdate
 from worker.errors import HoldfastError, ReplicaError
 from worker.model_info import ModelInfo
 from worker.rank import LocalLauncher, RankLauncher, Ranks, default_device, join, prepare_process

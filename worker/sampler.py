@@ -19,7 +19,7 @@ from torch import Tensor
 
 from worker.logit_controls import apply_controls
 from worker.plan import DrawParams, StepPlan
-from worker.request import GREEDY_TEMPERATURE
+from worker.sampling_params import GREEDY_TEMPERATURE
 
 TOKEN_STREAM: Final = 0
 """Stream of the noise that draws output tokens. Other uses of a seed take other streams."""

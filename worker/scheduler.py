@@ -6,23 +6,25 @@ result)`; adding and aborting are safe at any point of it.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from worker.batching import BatchingPolicy, ContinuousBatching
 from worker.block_allocator import BlockAllocator
 from worker.bucketed_batching import BucketedBatching
 from worker.config import SchedulerConfig, SpeculationConfig
 from worker.deadlines import DeadlineWatch
+from worker.deltas import advance, last_delta
 from worker.errors import InvalidRequestError, QueueFullError
+from worker.fit import check_fits
 from worker.memory_aware_batching import MemoryAwareBatching
 from worker.plan import ScheduledSequence, StepPlan, StepResult
 from worker.prefix_cache import CacheEvent
 from worker.prompt_rating import bound_rating, rating_of
 from worker.queues import SequenceQueues
-from worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta, TokenLogprob
+from worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from worker.sequence import Sequence, SequenceStatus
 from worker.speculation import Drafts, Speculation
 from worker.static_batching import StaticBatching
+from worker.stats import SchedulerStats
 from worker.step_limits import StepLimits
 
 _POLICIES: dict[str, Callable[[StepLimits], BatchingPolicy]] = {
@@ -31,48 +33,6 @@ _POLICIES: dict[str, Callable[[StepLimits], BatchingPolicy]] = {
     "static": StaticBatching,
     "bucketed": BucketedBatching,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """Counts since the start, and the blocks as they are now."""
-
-    num_steps: int
-    num_tokens_computed: int
-    num_tokens_recomputed: int
-    """Those of `num_tokens_computed` that had been computed before and were lost by a preemption."""
-    num_prefix_query_tokens: int
-    """Tokens of all requests as they were when first admitted, other than by forking."""
-    num_prefix_hit_tokens: int
-    """Those of `num_prefix_query_tokens` that were in the prefix cache."""
-    num_forked_tokens: int
-    """Tokens that sequences took over from a running one of their group, other than through the prefix cache."""
-    num_preemptions: int
-    num_finished: int
-    """Requests that came to their own end."""
-    num_aborted: int
-    num_expired: int
-    """Requests that were dropped because their time was up, or would have been before their first token."""
-    num_used_blocks: int
-    num_free_blocks: int
-    """Blocks that can be handed out, cached ones among them: used and free ones are all."""
-    num_cached_blocks: int
-    """Those of `num_free_blocks` that still hold a prefix."""
-    num_evictions: int
-    """Cached blocks that were handed out for other tokens."""
-    num_total_blocks: int
-    num_wasted_slots: int
-    """Slots of the used blocks that are kept for no token that exists: with continuous batching, less than a block
-    for each sequence; with static batching also what is reserved for the future, and all of a sequence that ended."""
-    num_draft_tokens: int
-    """Guessed tokens that were verified."""
-    num_accepted_tokens: int
-    """Those of `num_draft_tokens` that came true: over them, the acceptance."""
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """Share of the prompts' tokens that were cached; 0 before the first."""
-        return self.num_prefix_hit_tokens / max(1, self.num_prefix_query_tokens)
 
 
 class Scheduler:
@@ -133,8 +93,9 @@ class Scheduler:
         )
         if (reason := sequence.finish_reason) is not None and request.output_token_ids:
             self._num_finished += 1
-            return _last_delta(sequence, reason)
-        self._check_fits(sequence)
+            return last_delta(sequence, reason)
+        num_slots = self._allocator.num_blocks * self._allocator.block_size
+        check_fits(sequence, num_slots=num_slots, max_model_len=self._max_model_len)
         if len(self._queues.waiting) >= self._max_num_waiting:
             raise QueueFullError(f"{len(self._queues.waiting)} requests are waiting, and no more may")
         self._num_added += 1
@@ -155,7 +116,7 @@ class Scheduler:
             return None
         self._drop(sequence)
         self._num_aborted += 1
-        return _last_delta(sequence, FinishReason.ABORT)
+        return last_delta(sequence, FinishReason.ABORT)
 
     def abort_all(self) -> list[TokenDelta]:
         """`abort` for every request."""
@@ -190,7 +151,6 @@ class Scheduler:
         in_flight, self._in_flight = self._in_flight, None
         plan = plan.with_drafts(result.drafts)
         self._num_tokens_computed += plan.num_tokens
-        block_size = self._allocator.block_size
         deltas = []
         logprobs = result.logprobs or ((),) * len(in_flight)
         ratings = result.prompt_logprobs or ((),) * len(in_flight)
@@ -198,21 +158,16 @@ class Scheduler:
             in_flight, plan.sequences, result.token_ids, logprobs, ratings, strict=True
         ):
             assert len(drawn) == scheduled.num_draws, f"{len(drawn)} tokens for {scheduled.num_draws} draws"
-            if sequence.num_discarded_tokens > scheduled.first_position:
-                num_lost = sequence.num_discarded_tokens - scheduled.first_position
-                self._num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
+            num_lost = max(0, sequence.num_discarded_tokens - scheduled.first_position)
+            self._num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
             if rated and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += rated
-            delta = _advance(sequence, scheduled, drawn, likely)
-            gained = delta.token_ids if delta else ()
-            if delta:
+            delta = advance(sequence, scheduled, drawn, likely)
+            if delta is not None:
                 deltas.append(delta)
-                sequence.tenant.charge(0, len(gained))
-            self._speculation.settle(sequence, scheduled, gained, self._queues)
-            if scheduled.first_position % block_size + len(scheduled.token_ids) >= block_size:
-                self._queues.store_full_blocks(sequence, scheduled.first_position)
+            self._settle(sequence, scheduled, delta.token_ids if delta else ())
         ended = [delta.request_id for delta in deltas if delta.finish_reason is not None]
         if ended:
             self._finish(ended)
@@ -312,25 +267,6 @@ class Scheduler:
 
     # --- Parts ---
 
-    def _check_fits(self, sequence: Sequence) -> None:
-        """Refuse a request that could not run to its end even if it were alone in the cache."""
-        num_prompt_tokens = sequence.num_prompt_tokens
-        num_slots = self._allocator.num_blocks * self._allocator.block_size
-        max_prompt_tokens = min(self._max_model_len - 1, num_slots)
-        if num_prompt_tokens > max_prompt_tokens:
-            limit = (
-                f"must be at most {max_prompt_tokens} tokens: the context holds {self._max_model_len} with the output"
-            )
-            raise InvalidRequestError(
-                "prompt", f"{num_prompt_tokens} tokens", f"{limit}, and the KV cache {num_slots} in all"
-            )
-        if sequence.max_num_slots > num_slots:
-            limit = f"must be at most {num_slots + 1 - num_prompt_tokens} after a prompt of {num_prompt_tokens} tokens"
-            max_tokens = sequence.request.sampling_params.max_tokens
-            raise InvalidRequestError(
-                "sampling_params.max_tokens", max_tokens, f"{limit}: the KV cache holds {num_slots} in all"
-            )
-
     def _scheduled(self, sequence: Sequence, num_tokens: int, drafts: Drafts) -> ScheduledSequence:
         first = sequence.num_computed_tokens
         end = first + num_tokens
@@ -345,6 +281,14 @@ class Scheduler:
             drafting=drafts.drafting,
             rating=rating_of(sequence, num_tokens) if sequence.num_unrated_tokens else None,
         )
+
+    def _settle(self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...]) -> None:
+        """Accounts for what a sequence has gained in a step, and for the blocks that are full since."""
+        sequence.tenant.charge(0, len(gained))
+        self._speculation.settle(sequence, scheduled, gained, self._queues)
+        block_size = self._allocator.block_size
+        if scheduled.first_position % block_size + len(scheduled.token_ids) >= block_size:
+            self._queues.store_full_blocks(sequence, scheduled.first_position)
 
     def _drop_expired(self, now: float) -> None:
         while (sequence := self._deadlines.next_expired(now)) is not None:
@@ -368,32 +312,3 @@ class Scheduler:
             self._speculation.forget(sequence)
         self._num_finished += len(request_ids)
         self._policy.release(self._queues)
-
-
-def _advance(
-    sequence: Sequence, scheduled: ScheduledSequence, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
-) -> TokenDelta | None:
-    """Whatever is dropped of the drawn tokens is dropped of their logprobs."""
-    first_token_index = sequence.num_output_tokens
-    token_ids = sequence.advance(scheduled, drawn)
-    if not token_ids:
-        return None
-    return TokenDelta(
-        request_id=sequence.request.request_id,
-        first_token_index=first_token_index,
-        token_ids=token_ids,
-        finish_reason=sequence.finish_reason,
-        num_cached_tokens=sequence.num_cached_tokens if first_token_index == 0 else 0,
-        logprobs=logprobs[: len(token_ids)],
-        prompt_logprobs=sequence.take_prompt_logprobs() if first_token_index == 0 else (),
-    )
-
-
-def _last_delta(sequence: Sequence, reason: FinishReason) -> TokenDelta:
-    """The end of a request that gains no more tokens."""
-    return TokenDelta(
-        request_id=sequence.request.request_id,
-        first_token_index=sequence.num_output_tokens,
-        token_ids=(),
-        finish_reason=reason,
-    )

@@ -1,7 +1,4 @@
-"""Static batching, the way of serving that continuous batching replaced, and static batches of similar lengths.
-
-Here as baselines for benchmarks only.
-"""
+"""Static batching, the way of serving that continuous batching replaced. Here as a baseline for benchmarks only."""
 
 from collections.abc import Iterable
 

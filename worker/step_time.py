@@ -7,7 +7,6 @@ answers (`step_tuner.py`, `batching_optimizer.py`).
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Final
 
@@ -87,20 +86,6 @@ class StepCosts:
         each_s = self.decode_s + tokens_each * (self.token_s + self.context_token_s * context_tokens)
         return most if room_s >= most * each_s else int(room_s / each_s)
 
-    def to_dict(self) -> dict[str, float]:
-        """For a file; `from_dict` reads it."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, float]) -> "StepCosts":
-        """Raises ValueError for a name that is none, and for a value that is no time."""
-        for name, value in values.items():
-            if name not in cls.__dataclass_fields__:
-                raise ValueError(f"{name!r} is no cost of a step: they are {', '.join(cls.__dataclass_fields__)}")
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} = {value!r}: must be a finite number of seconds, at least 0")
-        return cls(**values)
-
 
 class StepTimeModel:
     """Fits `StepCosts` to the steps of one engine, by recursive least squares with exponential forgetting.
@@ -168,7 +153,7 @@ class StepTimeModel:
         """Take all that was learned to have been measured on a machine that is slower by `factor`."""
         self._drift = 0.0
         self._targets = [factor * target for target in self._targets]
-        self.costs = StepCosts(**{name: factor * cost for name, cost in self.costs.to_dict().items()})
+        self.costs = StepCosts(**{name: factor * cost for name, cost in asdict(self.costs).items()})
 
     def _fit(self) -> None:
         """Least squares without negative coefficients, near the last ones where the samples say nothing."""

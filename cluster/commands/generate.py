@@ -16,7 +16,8 @@ from cluster.config_sources import Layer
 from cluster.flags import ESSENTIALS, takes_settings
 from worker.config import WorkerConfig
 from worker.errors import ConfigurationError
-from worker.request import Priority, SamplingParams, TokenLogprob
+from worker.request import Priority, TokenLogprob
+from worker.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from cluster.client import AsyncClient

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from cluster.flags import ENDING, REPORT, SAMPLING, STRUCTURE
 from worker.errors import ConfigurationError
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
 from worker.structured_outputs import StructuredOutputs
 
 

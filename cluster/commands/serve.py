@@ -1,13 +1,13 @@
 """`holdfast serve`: a cluster for as long as the command runs."""
 
+import os
 import signal
 import sys
-import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
@@ -18,6 +18,11 @@ from cluster.progress import progress
 
 if TYPE_CHECKING:
     from cluster.serving import Serving
+
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+SETTLE_S: Final = 0.3
+"""Signals that come so soon after the first are no second one: `timeout` and terminals may send the same one twice."""
 
 
 @takes_settings(*HoldfastConfig.model_fields, without=("model.model",))
@@ -50,13 +55,32 @@ def run(config: HoldfastConfig) -> None:
         with progress(sys.stderr) as report:
             cluster = stack.enter_context(serving(config, report))
         _announce(cluster, config, time.monotonic() - started_s)
-        try:
-            threading.Event().wait()
-        except KeyboardInterrupt:
-            print("stopping: running requests may finish; once more ends them", file=sys.stderr, flush=True)
+        wait_for_stop()
+        print("stopping: running requests may finish; once more ends them", file=sys.stderr, flush=True)
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> None:
+def wait_for_stop(settle_s: float = SETTLE_S) -> None:
+    """Returns after the first SIGINT or SIGTERM, with those of the next `settle_s` taken in too. On the main thread.
+
+    Signals come as bytes of a pipe: an exception out of a handler could strike inside of a lock and leave it broken.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    earlier_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    earlier = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+    try:
+        while os.read(read_end, 1)[0] not in STOP_SIGNALS:
+            pass
+        time.sleep(settle_s)
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(earlier_fd)
+        os.close(read_end)
+        os.close(write_end)
+
+
+def _interrupt(_signum: int, _frame: FrameType | None) -> None:
     """SIGTERM means the same as Ctrl-C."""
     raise KeyboardInterrupt
 

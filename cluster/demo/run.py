@@ -23,7 +23,7 @@ from cluster.generation import Chunk
 from cluster.progress import progress
 from cluster.serving import serving
 from worker.config import ParallelConfig
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
 
 PROMPTS: Final = ("The capital of France is", "The months of the year are", "The alphabet:", "Once upon a time")
 PARAMS: Final = SamplingParams(temperature=0.0, max_tokens=96)

@@ -20,7 +20,8 @@ from router.config import LimitsConfig, RouterConfig
 from router.events import Deliver
 from worker.config import SchedulerConfig
 from worker.plan import StepPlan, StepResult
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 
 LATENCY_S: Final = 0.0005
 PATIENCE_S: Final = 1e9

@@ -4,7 +4,8 @@ import random
 
 from cluster.simulate.client import Wish
 from cluster.simulate.pseudo_model import POISON_TOKEN_ID, VOCAB_SIZE, WHOLE_TOKEN_IDS
-from worker.request import EngineRequest, Priority, SamplingParams
+from worker.request import EngineRequest, Priority
+from worker.sampling_params import SamplingParams
 
 _STOPS = ("ab", "ba", "cd", "abc", "dd", "e", "éa", "a.", "hgf", "bb ")
 PATIENCE_S = 600.0

@@ -9,7 +9,7 @@ import pytest
 from cluster.beams import BeamSearchParams, find_beams, search
 from cluster.llm import LLM
 from worker.errors import InvalidRequestError
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
 
 NUM_NEW = 10
 PROMPTS = ["hello", "a longer prompt of several words", "x"]

@@ -19,7 +19,8 @@ from worker.errors import (
     ReplicaError,
     UnknownModelError,
 )
-from worker.request import FinishReason, Priority, SamplingParams
+from worker.request import FinishReason, Priority
+from worker.sampling_params import SamplingParams
 
 CHUNKS = [
     inference_pb2.GenerateStreamResponse(request_id="r", token_ids=[1, 2], text="ab"),

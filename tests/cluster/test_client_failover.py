@@ -10,7 +10,7 @@ from router.config import LimitsConfig
 from tests.fakes import FakeReplica, Wire
 from tests.router.site import Site, expected, on_a_loop, site
 from worker.errors import CallerError, ReplicaError, RequestSupersededError
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
 
 NUM_TOKENS = 60
 

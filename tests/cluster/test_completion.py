@@ -5,7 +5,8 @@ from dataclasses import replace
 from cluster.completion import Completion
 from cluster.outputs import RequestOutput
 from tests.fakes import byte_tokenizer
-from worker.request import EngineRequest, FinishReason, SamplingParams, TokenDelta, TokenLogprob
+from worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
+from worker.sampling_params import SamplingParams
 
 
 def finished(*deltas: TokenDelta, **params) -> RequestOutput:

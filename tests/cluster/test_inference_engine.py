@@ -17,7 +17,8 @@ from worker.errors import (
     InvalidRequestError,
     RequestAbortedError,
 )
-from worker.request import Priority, SamplingParams
+from worker.request import Priority
+from worker.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)

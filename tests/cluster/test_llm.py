@@ -8,7 +8,7 @@ import pytest
 
 from cluster.llm import LLM
 from worker.errors import ConfigurationError, InvalidRequestError
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = ["hello", "a longer prompt of several words", "x"]

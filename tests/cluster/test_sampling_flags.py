@@ -9,7 +9,8 @@ from cluster.cli import run
 from cluster.commands import generate
 from cluster.commands.generate import Ask
 from cluster.commands.sampling_flags import SamplingFlags
-from worker.request import Priority, SamplingParams
+from worker.request import Priority
+from worker.sampling_params import SamplingParams
 from worker.structured_outputs import StructuredOutputs
 
 KINDS = {"json_schema", "json_object", "regex", "choice", "grammar"}

@@ -12,7 +12,7 @@ from cluster.demo.bundled import bundled_path
 from cluster.llm import LLM
 from worker.config import ModelConfig, SpeculationConfig, WorkerConfig
 from worker.errors import ConfigurationError
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
 
 PEOPLE = {
     "type": "array",

@@ -12,7 +12,8 @@ from cluster.llm import LLM
 from cluster.serving import Serving
 from tests.integration.processes import processes_named, ray_processes
 from worker.errors import HoldfastError
-from worker.request import FinishReason, SamplingParams
+from worker.request import FinishReason
+from worker.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from cluster.client import AsyncClient
-from worker.request import FinishReason, SamplingParams
+from worker.request import FinishReason
+from worker.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 

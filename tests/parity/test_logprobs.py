@@ -8,7 +8,8 @@ import torch
 from tests.parity.harness import hugging_face, load, on_ranks, worker_config
 from worker.config import SchedulerConfig
 from worker.model_runner import LeaderRunner
-from worker.request import EngineRequest, SamplingParams, TokenLogprob
+from worker.request import EngineRequest, TokenLogprob
+from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
 
 NUM_NEW = 12

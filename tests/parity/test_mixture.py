@@ -16,10 +16,11 @@ from router.controls import bad_word_token_ids
 from router.grammar import GrammarCompiler
 from router.tokenizer import Tokenizer
 from worker.config import CacheConfig, ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
-from worker.engine import EngineUpdate
+from worker.engine_updates import EngineUpdate
 from worker.errors import HoldfastError
 from worker.replica import Replica
-from worker.request import EngineRequest, FinishReason, SamplingParams, TokenLogprob
+from worker.request import EngineRequest, FinishReason, TokenLogprob
+from worker.sampling_params import SamplingParams
 
 NUM_REQUESTS = 40
 TIMEOUT_S = 240

@@ -9,10 +9,11 @@ import pytest
 
 from tests.parity.harness import hugging_face
 from worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from worker.engine import EngineUpdate
+from worker.engine_updates import EngineUpdate
 from worker.errors import HoldfastError
 from worker.replica import Replica
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 
 NUM_NEW = 32
 TIMEOUT_S = 120

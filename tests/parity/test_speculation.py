@@ -21,7 +21,8 @@ from worker.draft_model import check_same_tokens
 from worker.errors import ConfigurationError
 from worker.model_runner import LeaderRunner, ModelRunner
 from worker.replica import Replica
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
 from worker.speculation import Speculation
 from worker.tensor_parallel import SingleRank

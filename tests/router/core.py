@@ -17,7 +17,8 @@ from router.events import (
     StepNews,
 )
 from worker.errors import HoldfastError, ReplicaError
-from worker.request import EngineLoad, EngineRequest, FinishReason, Priority, SamplingParams
+from worker.request import EngineLoad, EngineRequest, FinishReason, Priority
+from worker.sampling_params import SamplingParams
 
 NO_LOAD = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=9, num_total_blocks=9)
 

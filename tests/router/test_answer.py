@@ -16,7 +16,8 @@ from tests.router.site import collected, eventually, num_open_is, on_a_loop, ref
 from tests.router.test_real_link import RealReplica
 from tests.worker.test_controls import LogitsRunner
 from worker.errors import ReplicaError
-from worker.request import FinishReason, SamplingParams, TokenLogprob
+from worker.request import FinishReason, TokenLogprob
+from worker.sampling_params import SamplingParams
 
 
 def params(max_tokens: int = 8, seed: int = 1, **fields) -> dict:

@@ -13,7 +13,8 @@ from tests.router import test_real_link
 from tests.router.site import eventually, num_open_is, on_a_loop, refusal, request, site
 from tests.router.test_real_link import RealReplica
 from tests.worker.test_controls import LogitsRunner
-from worker.request import FinishReason, SamplingParams
+from worker.request import FinishReason
+from worker.sampling_params import SamplingParams
 
 PROMPT = [3, 1, 4]
 END = 7
@@ -89,3 +90,13 @@ async def test_a_deadline_holds_for_the_whole_search():
         refused = await refusal(place.stub.Generate(request(sampling_params=params, timeout_ms=30)))
         assert refused.code == "DEADLINE_EXCEEDED"
         replica.resume()
+
+
+@on_a_loop
+async def test_an_answer_says_where_its_beams_were_looked_for():
+    async with site(await RealReplica.start(runner_class=LogitsRunner)) as place:
+        params = inference_pb2.SamplingParams(beam_width=2, max_tokens=2)
+        beams = await place.stub.Generate(request(PROMPT, sampling_params=params))
+        drawn = await place.stub.Generate(request(PROMPT))
+        assert beams.system_fingerprint == drawn.system_fingerprint != ""
+        assert not beams.replayed_without_guarantee

@@ -9,14 +9,16 @@ from cluster.wire import sampling_params
 from holdfast_pb import engine_pb2, inference_pb2
 from router.controls import bad_word_token_ids
 from router.events import SendSubmit
+from router.link_wire import submit_message
 from router.tokenizer import Tokenizer
-from router.wire import generation_request, submit_message
+from router.wire import generation_request
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.router import sample_tokenizers as sample
 from tests.router.site import collected, on_a_loop, refusal, request, site
 from worker.errors import InvalidRequestError
 from worker.link import _engine_request
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 
 EVERYTHING = SamplingParams(
     seed=1,

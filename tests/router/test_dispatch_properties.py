@@ -16,7 +16,8 @@ from router.dispatch import Dispatch
 from router.events import Action, AttemptDelta, AttemptRejection, Deliver, Fail, SendAbort, SendSubmit, StepNews
 from tests.router.core import LetterText, facts, load
 from worker.errors import HoldfastError, QueueFullError, ReplicaError, RequestAbortedError
-from worker.request import EngineRequest, FinishReason, Priority, SamplingParams
+from worker.request import EngineRequest, FinishReason, Priority
+from worker.sampling_params import SamplingParams
 
 REPLICAS = {"r0": "m", "r1": "m", "r2": "other"}
 NUM_TOKENS = 6

@@ -18,7 +18,8 @@ from worker.errors import (
     ReplicaError,
     RequestQuarantinedError,
 )
-from worker.request import EngineRequest, FinishReason, Priority, SamplingParams
+from worker.request import EngineRequest, FinishReason, Priority
+from worker.sampling_params import SamplingParams
 
 
 @pytest.fixture

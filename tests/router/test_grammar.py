@@ -14,7 +14,7 @@ from router.wire import generation_request
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.router.site import on_a_loop, refusal, request, site
 from worker.errors import InvalidRequestError
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
 from worker.structured_outputs import StructuredOutputs
 
 DEMO = Path(__file__).parents[2] / "cluster/demo/model"

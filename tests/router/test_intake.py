@@ -12,7 +12,8 @@ from tests.fakes import byte_tokenizer
 from tests.router.core import NO_LOAD, facts
 from tests.router.site import on_a_loop
 from worker.errors import DeadlineExceededError, InvalidRequestError, RequestAbortedError
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 
 
 class Port:

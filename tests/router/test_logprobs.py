@@ -11,7 +11,8 @@ from tests.router.site import on_a_loop, request, site
 from tests.router.test_real_link import RealReplica
 from tests.worker.test_controls import LogitsRunner
 from worker.errors import InternalError
-from worker.request import FinishReason, SamplingParams, TokenLogprob
+from worker.request import FinishReason, TokenLogprob
+from worker.sampling_params import SamplingParams
 
 
 def said_of(*token_ids: int) -> tuple[TokenLogprob, ...]:

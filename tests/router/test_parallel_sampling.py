@@ -4,7 +4,8 @@ import math
 
 from router.events import Usage
 from router.parallel_sampling import best, merged_usage, siblings
-from worker.request import MAX_SEED, EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import MAX_SEED, SamplingParams
 
 
 def request(**params) -> EngineRequest:

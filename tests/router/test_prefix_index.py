@@ -5,7 +5,8 @@ import pytest
 from router.prefix_index import PrefixIndex, PromptPrefix
 from worker import block_hash
 from worker.block_hash import HashChain, short_hash
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
 

@@ -12,7 +12,8 @@ from tests.pseudo_model import PseudoRunner
 from tests.router.core import Core, LetterText, delta, facts, load, sent
 from worker.cache_feed import CacheFeed
 from worker.config import SchedulerConfig
-from worker.request import EngineRequest, FinishReason, SamplingParams
+from worker.request import EngineRequest, FinishReason
+from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
 
 BLOCK_SIZE, NUM_BLOCKS, PREFIX_LEN = 16, 40, 512  # a replica has room for one prefix

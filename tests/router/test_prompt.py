@@ -5,7 +5,7 @@ import pytest
 from router.prompt import echoed_text, kept_tokens
 from router.text_stream import TextStream
 from tests.fakes import byte_tokenizer
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from tests.fakes import FakeReplica, byte_tokenizer
 from tests.router.core import LetterText, facts
 from tests.router.site import collected, expected, on_a_loop, refusal, request, site
 from worker.errors import InvalidRequestError
-from worker.request import EngineRequest, FinishReason, SamplingParams
+from worker.request import EngineRequest, FinishReason
+from worker.sampling_params import SamplingParams
 
 OUTPUT = "Grüße! ENDE"
 

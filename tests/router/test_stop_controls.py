@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from router.text_stream import TextStream
 from tests.fakes import byte_tokenizer
 from tests.router import sample_tokenizers as sample
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
 
 
 def run(text: str, cuts: tuple[int, ...] = (), **params: object) -> tuple[str, int, bool]:

@@ -12,7 +12,8 @@ from router.switchboard import Switchboard
 from tests.router.core import NO_LOAD, LetterText, delta, facts
 from tests.router.site import on_a_loop
 from worker.errors import DeadlineExceededError, InternalError, RequestSupersededError
-from worker.request import EngineRequest, FinishReason, SamplingParams
+from worker.request import EngineRequest, FinishReason
+from worker.sampling_params import SamplingParams
 
 
 class Port:

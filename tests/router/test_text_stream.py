@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
 from tests.router import sample_tokenizers as sample
-from worker.request import SamplingParams
+from worker.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,8 @@
 
 from worker.config import SchedulerConfig, SpeculationConfig
 from worker.plan import StepPlan, StepResult
-from worker.request import EngineRequest, Priority, SamplingParams, TokenDelta
+from worker.request import EngineRequest, Priority, TokenDelta
+from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
 from worker.speculation import Speculation
 

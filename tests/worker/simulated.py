@@ -5,7 +5,8 @@ import random
 from worker.batching_optimizer import Recommendation
 from worker.config import SchedulerConfig
 from worker.plan import StepPlan, StepResult
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
 from worker.step_time import StepCosts, StepShape
 from worker.step_tuner import StepTuner

@@ -1,6 +1,7 @@
 """Self-tuning on a simulated machine: it reaches the target, rests on a steady load, and says why."""
 
 import statistics
+from dataclasses import asdict
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_it_adapts_when_the_machine_becomes_slower_and_when_it_recovers():
     machine = SimulatedMachine(2, auto_tune=True, noise=0.1)
     machine.run(1500, **CROWD)
     before = machine.scheduler.limits.max_num_seqs
-    machine.costs = StepCosts.from_dict({name: 2 * cost for name, cost in MACHINE.to_dict().items()})
+    machine.costs = StepCosts(**{name: 2 * cost for name, cost in asdict(MACHINE).items()})
     machine.run(3000, **CROWD)
     slow = machine.scheduler.limits.max_num_seqs
     assert slow < before / 1.5

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from worker.plan import ScheduledSequence, StepPlan
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
 from worker.sampler import draw, draws_of
+from worker.sampling_params import SamplingParams
 from worker.sequence import Sequence
 
 NUM_SEEDS = 20_000

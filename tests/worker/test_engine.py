@@ -8,11 +8,14 @@ import pytest
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from worker.block_hash import HashChain, short_hash
 from worker.config import SchedulerConfig
-from worker.engine import STATS_EVERY_STEPS, Engine, EngineStats, EngineUpdate
+from worker.engine import STATS_EVERY_STEPS, Engine
+from worker.engine_updates import EngineUpdate
 from worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError, ReplicaError
 from worker.plan import StepPlan, StepResult
-from worker.request import EngineLoad, EngineRequest, FinishReason, SamplingParams
+from worker.request import EngineLoad, EngineRequest, FinishReason
+from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
+from worker.stats import EngineStats
 from worker.step_limits import StepLimits
 from worker.step_time import StepCosts, StepShape
 from worker.step_tuner import StepTuner

@@ -24,8 +24,9 @@ from worker.controls import LogitControls
 from worker.errors import InvalidRequestError
 from worker.grammar_masks import GrammarMasks
 from worker.plan import DrawParams, ScheduledSequence, StepPlan, StepResult
-from worker.request import EngineRequest, FinishReason, SamplingParams
+from worker.request import EngineRequest, FinishReason
 from worker.sampler import draw, draws_of
+from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
 
 FOLDER = Path(__file__).parents[2] / "cluster/demo/model"

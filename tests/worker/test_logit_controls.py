@@ -16,8 +16,9 @@ from transformers.generation.logits_process import (
 from worker.controls import LogitControls
 from worker.logit_controls import apply_controls
 from worker.plan import DrawParams, ScheduledSequence, StepPlan
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
 from worker.sampler import draw, draws_of, keep_min_p
+from worker.sampling_params import SamplingParams
 
 EOS = frozenset({2, 3})
 VOCAB = 40

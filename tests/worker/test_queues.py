@@ -7,7 +7,8 @@ import pytest
 from worker.block_allocator import BlockAllocator
 from worker.block_hash import HashChain
 from worker.queues import SequenceQueues, SharedPrefix
-from worker.request import EngineRequest, Priority, SamplingParams
+from worker.request import EngineRequest, Priority
+from worker.sampling_params import SamplingParams
 from worker.sequence import Sequence, SequenceStatus
 
 

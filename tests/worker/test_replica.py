@@ -12,11 +12,12 @@ import pytest
 
 from tests.parity.families import save_tiny_model
 from worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from worker.engine import EngineUpdate
+from worker.engine_updates import EngineUpdate
 from worker.errors import HoldfastError, ReplicaError
 from worker.rank import LocalLauncher, LocalRanks
 from worker.replica import Replica
-from worker.request import EngineRequest, SamplingParams
+from worker.request import EngineRequest
+from worker.sampling_params import SamplingParams
 
 TIMEOUT_S = 60
 

@@ -25,7 +25,8 @@ from worker.config import SchedulerConfig, SpeculationConfig
 from worker.errors import InvalidRequestError, QueueFullError
 from worker.plan import ScheduledSequence, StepPlan, StepResult
 from worker.prefix_cache import BlockStored
-from worker.request import EngineRequest, FinishReason, Priority, SamplingParams, TokenDelta
+from worker.request import EngineRequest, FinishReason, Priority, TokenDelta
+from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
 from worker.speculation import Speculation

@@ -12,7 +12,8 @@ import pytest
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from worker.config import SchedulerConfig
 from worker.errors import QueueFullError
-from worker.request import EngineRequest, FinishReason, Priority, SamplingParams, TokenDelta
+from worker.request import EngineRequest, FinishReason, Priority, TokenDelta
+from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
 from worker.tenants import OUTPUT_WEIGHT
 

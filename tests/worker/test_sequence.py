@@ -3,7 +3,8 @@
 import pytest
 
 from worker.plan import ScheduledSequence
-from worker.request import EngineRequest, FinishReason, Priority, SamplingParams
+from worker.request import EngineRequest, FinishReason, Priority
+from worker.sampling_params import SamplingParams
 from worker.sequence import Sequence
 
 EOS = 0

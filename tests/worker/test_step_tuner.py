@@ -1,5 +1,7 @@
 """Chunked prefill under a target: decodes go on in time while long prompts stream in, and the prompts get through."""
 
+from dataclasses import asdict
+
 import pytest
 
 from tests.worker.simulated import BLOCK_SIZE, MACHINE, SimulatedMachine
@@ -79,5 +81,5 @@ def test_the_target_holds_with_noise_for_nearly_all_steps(auto_tune):
 def test_it_reads_steps_as_what_they_are():
     machine = SimulatedMachine(8, known=True, max_num_batched_tokens=33)
     machine.run(600, rate=0.3, prompt_len=50, max_tokens=20)
-    learned, true = machine.tuner.model.costs.to_dict(), MACHINE.to_dict()
+    learned, true = asdict(machine.tuner.model.costs), asdict(MACHINE)
     assert learned == pytest.approx(true, rel=1e-6), "samples that fit the truth leave the truth as it is"

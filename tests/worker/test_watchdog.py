@@ -4,7 +4,8 @@ import threading
 
 from tests.pseudo_model import PseudoRunner
 from tests.worker.scheduling import BLOCK_SIZE, make_request, make_scheduler
-from worker.engine import Engine, EngineUpdate
+from worker.engine import Engine
+from worker.engine_updates import EngineUpdate
 from worker.errors import HoldfastError, ReplicaError
 from worker.plan import StepPlan, StepResult
 from worker.progress import ProgressCounter

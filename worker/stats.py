@@ -1,0 +1,68 @@
+"""What a replica has done so far and holds now, in figures for people, benchmarks and metrics.
+
+What may live here: the counts, and ratios of them. What may not: the counting (`scheduler.py`, `engine.py`).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """Counts since the start, and the blocks as they are now."""
+
+    num_steps: int
+    num_tokens_computed: int
+    num_tokens_recomputed: int
+    """Those of `num_tokens_computed` that had been computed before and were lost by a preemption."""
+    num_prefix_query_tokens: int
+    """Tokens of all requests as they were when first admitted, other than by forking."""
+    num_prefix_hit_tokens: int
+    """Those of `num_prefix_query_tokens` that were in the prefix cache."""
+    num_forked_tokens: int
+    """Tokens that sequences took over from a running one of their group, other than through the prefix cache."""
+    num_preemptions: int
+    num_finished: int
+    """Requests that came to their own end."""
+    num_aborted: int
+    num_expired: int
+    """Requests that were dropped because their time was up, or would have been before their first token."""
+    num_used_blocks: int
+    num_free_blocks: int
+    """Blocks that can be handed out, cached ones among them: used and free ones are all."""
+    num_cached_blocks: int
+    """Those of `num_free_blocks` that still hold a prefix."""
+    num_evictions: int
+    """Cached blocks that were handed out for other tokens."""
+    num_total_blocks: int
+    num_wasted_slots: int
+    """Slots of the used blocks that are kept for no token that exists: with continuous batching, less than a block
+    for each sequence; with static batching also what is reserved for the future, and all of a sequence that ended."""
+    num_draft_tokens: int
+    """Guessed tokens that were verified."""
+    num_accepted_tokens: int
+    """Those of `num_draft_tokens` that came true: over them, the acceptance."""
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompts' tokens that were cached; 0 before the first."""
+        return self.num_prefix_hit_tokens / max(1, self.num_prefix_query_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats(SchedulerStats):
+    """Counts since the start, and what the engine holds now: one flat set of figures."""
+
+    num_requests: int
+    """All that were submitted, refused ones among them."""
+    num_tokens_generated: int
+    step_time_s: float
+    """Seconds spent in `runner.run`, all steps together."""
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    """Tokens that alive requests still have to have computed before each draws its next one."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens in a second of stepping; idle time does not count. 0 before the first step."""
+        return self.num_tokens_generated / self.step_time_s if self.step_time_s else 0.0
