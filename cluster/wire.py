@@ -42,6 +42,7 @@ def generate_request(
         sampling_params=sampling_params(params),
         priority=_PRIORITIES[priority],
         tenant=tenant,
+        attempt=1,
     )
     if isinstance(prompt, str):
         request.text = prompt
@@ -49,6 +50,19 @@ def generate_request(
         request.token_ids.ids.extend(prompt)
     set_timeout(request, timeout_s)
     return request
+
+
+def resubmission(
+    request: inference_pb2.GenerateRequest, time_left_s: float | None, received: Received | None = None
+) -> inference_pb2.GenerateRequest:
+    """The same request once more: after what was received of it, or from its beginning."""
+    again = inference_pb2.GenerateRequest()
+    again.CopyFrom(request)
+    again.attempt += 1
+    if received is not None:
+        again.resume.CopyFrom(resume(received))
+    set_timeout(again, time_left_s)
+    return again
 
 
 def set_timeout(request: inference_pb2.GenerateRequest, timeout_s: float | None) -> None:

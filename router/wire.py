@@ -102,6 +102,7 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         cache_salt=message.cache_salt,
         resume=_resume(message.resume) if message.HasField("resume") else None,
         tenant=message.tenant,
+        attempt=message.attempt,
     )
 
 
