@@ -39,8 +39,8 @@ class RouterDeployment:
     async def __del__(self) -> None:
         """Serve awaits this when the router is to end in peace.
 
-        If it ends alone, clients that come again take their streams elsewhere at once; others, and all where every router
-        ends, have time for their open requests.
+        If it ends alone, clients that come again take their streams elsewhere at once; others, and all where every
+        router ends, have time for their open requests.
         """
         await self._lease.end()
         await asyncio.sleep(ALL_END_S)

@@ -18,6 +18,7 @@ _FINISH_REASONS: Final = {
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     inference_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
+_FINISH_NUMBERS: Final = {reason: number for number, reason in _FINISH_REASONS.items()}
 _PRIORITIES: Final = {
     Priority.CRITICAL: inference_pb2.PRIORITY_CRITICAL,
     Priority.HIGH: inference_pb2.PRIORITY_HIGH,
@@ -74,7 +75,11 @@ def set_timeout(request: inference_pb2.GenerateRequest, timeout_s: float | None)
 def resume(received: Received) -> inference_pb2.Resume:
     """What a client has of a stream, for the router that is to go on with it."""
     sequences = [
-        inference_pb2.SequenceProgress(token_ids=sequence.token_ids, text_length=sequence.text_length)
+        inference_pb2.SequenceProgress(
+            token_ids=sequence.token_ids,
+            text_length=sequence.text_length,
+            finish_reason=None if sequence.finish_reason is None else _FINISH_NUMBERS[sequence.finish_reason],
+        )
         for sequence in received.sequences
     ]
     return inference_pb2.Resume(sequences=sequences, system_fingerprint=received.fingerprint)

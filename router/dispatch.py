@@ -95,7 +95,8 @@ class Dispatch:
 
         One with output goes on after it: `text` has had that pushed, and `caught_up` says what came of it. Its id must
         not be open: see `supersede`. `client_attempt` is above 0 if its client comes again when it is told to. Raises,
-        and then has recorded nothing: `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for too long), `DeadlineExceededError`.
+        and then has recorded nothing: `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for too long),
+        `DeadlineExceededError`.
         """
         self._check_admissible(model, deadline, now)
         record = RequestRecord.opened(request, model, text, caught_up, client_attempt)

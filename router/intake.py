@@ -154,7 +154,7 @@ class Intake:
         self, sibling: EngineRequest, text: TextStream, caught_up: CaughtUp, admitted: "_Admitted"
     ) -> OutputStream:
         model = admitted.model.name
-        if caught_up.is_over:
+        if caught_up.finish_reason is not None:
             stream = OutputStream(sibling.request_id, model)
             stream.push(last_words(sibling, caught_up))
             return stream

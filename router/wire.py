@@ -107,8 +107,15 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
 
 
 def _resume(message: inference_pb2.Resume) -> Resume:
-    sequences = [Progress(token_ids=tuple(item.token_ids), text_length=item.text_length) for item in message.sequences]
-    return Resume(sequences=tuple(sequences), fingerprint=message.system_fingerprint)
+    return Resume(sequences=tuple(map(_progress, message.sequences)), fingerprint=message.system_fingerprint)
+
+
+def _progress(message: inference_pb2.SequenceProgress) -> Progress:
+    return Progress(
+        token_ids=tuple(message.token_ids),
+        text_length=message.text_length,
+        finish_reason=_FROM_FINISH_REASON.get(message.finish_reason),
+    )
 
 
 def _prompt(message: inference_pb2.GenerateRequest) -> str | tuple[int, ...]:

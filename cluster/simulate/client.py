@@ -56,7 +56,11 @@ class Sequence:
 
     @property
     def progress(self) -> Progress:
-        return Progress(token_ids=self.right.token_ids[: self.num_tokens], text_length=len(self.text))
+        return Progress(
+            token_ids=self.right.token_ids[: self.num_tokens],
+            text_length=len(self.text),
+            finish_reason=self.right.finish_reason if self.is_finished else None,
+        )
 
 
 class SimulatedClient:

@@ -165,14 +165,14 @@ class SimulatedRouter(Process):
             parts = [self._part(sibling, number, message) for number, sibling in enumerate(siblings(message.request))]
             for number, (sibling, text, caught_up) in enumerate(parts):
                 call.open[sibling.request_id] = number
-                if not caught_up.is_over:
+                if caught_up.finish_reason is None:
                     self._admit(call, sibling, text, caught_up, message)
         except HoldfastError as error:
             self._end_call(call, Fail(request_id=call.request_id, error=error))
             self._cancel(call)
             return
         for sibling, _, caught_up in parts:
-            if caught_up.is_over:
+            if caught_up.finish_reason is not None:
                 self._tell(call, last_words(sibling, caught_up))
 
     def _part(

@@ -7,7 +7,7 @@ socket, no thread, no hash of a string.
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cluster.simulate.checks import Checks
@@ -15,11 +15,13 @@ from cluster.simulate.client import SimulatedClient
 from cluster.simulate.faults import Fault, strike
 from cluster.simulate.network import KEEPALIVE_S, Network
 from cluster.simulate.promises import Violation, require
+from cluster.simulate.proposers import PROPOSERS
 from cluster.simulate.pseudo_model import pseudo_tokenizer
 from cluster.simulate.replica import SimulatedReplica
 from cluster.simulate.router import SimulatedRouter
 from cluster.simulate.scenario import Scenario, draw_scenario
 from cluster.simulate.timeline import Event, Timeline
+from router.quarantine import STRANGERS_FACTOR
 from router.text_stream import TextStream
 
 LOSSES: Final = frozenset(
@@ -92,7 +94,10 @@ class World:
         self.timeline = Timeline(watch)
         self.network = Network(self.timeline, rng, scenario.latency_s)
         self.replicas = [
-            SimulatedReplica(f"replica-{i}", self.network, scenario.replica) for i in range(scenario.num_replicas)
+            SimulatedReplica(
+                f"replica-{i}", self.network, replace(scenario.replica, make_proposer=PROPOSERS[name] if name else None)
+            )
+            for i, name in enumerate(scenario.proposers)
         ]
         tokenizer = pseudo_tokenizer()
         self.routers = [
@@ -173,7 +178,8 @@ class World:
         num_sent = sum(client.num_connections for client in self.clients if client.wish.is_poison)
         # A replica that was to go, or that a router had lost already, dies without being counted.
         num_losses = sum(fault.kind in LOSSES for fault in self.scenario.faults)
-        most = (self.scenario.router.max_replicas_lost + 1) * num_sent + num_losses
+        max_lost = self.scenario.router.max_replicas_lost
+        most = max(max_lost + 1, STRANGERS_FACTOR * max_lost) * num_sent + num_losses
         require(num_killed <= most, f"poison killed {num_killed} replicas, and {most} would do to know it")
         has_one_poison = sum(client.wish.is_poison for client in self.clients) == 1
         is_plain = len(self.routers) == 1 and has_one_poison and num_losses == 0

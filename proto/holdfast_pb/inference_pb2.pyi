@@ -66,12 +66,14 @@ class Resume(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceProgress, _Mapping]]] = ..., system_fingerprint: _Optional[str] = ...) -> None: ...
 
 class SequenceProgress(_message.Message):
-    __slots__ = ("token_ids", "text_length")
+    __slots__ = ("token_ids", "text_length", "finish_reason")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text_length: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text_length: _Optional[int] = ...) -> None: ...
+    finish_reason: FinishReason
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text_length: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
