@@ -208,12 +208,13 @@ class SimulatedRouter(Process):
 
     def _tell(self, call: Call, delivery: Deliver) -> None:
         """What `router/answer.py` makes of a sibling's delivery."""
-        number = call.open[delivery.request_id]
+        number, told = call.open[delivery.request_id], delivery
         if delivery.usage is not None:
             del call.open[delivery.request_id]
             call.usages.append(delivery.usage)
-        usage = None if call.open else merged_usage(call.usages)
-        told = replace(delivery, request_id=call.request_id, sequence_index=number, usage=usage)
+        if delivery.request_id != call.request_id:
+            usage = None if call.open else merged_usage(call.usages)
+            told = replace(delivery, request_id=call.request_id, sequence_index=number, usage=usage)
         if call.open:
             call.connection.send(self, told)
         else:
