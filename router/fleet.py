@@ -49,11 +49,6 @@ class ReplicaState:
         self._num_sent = 0
         self._num_sent_tokens = 0
 
-    @property
-    def has_strangers(self) -> bool:
-        """Whether it has requests of other routers, as of its last report."""
-        return self.load.num_running + self.load.num_waiting > len(self.attempts) - self._num_sent
-
     def note_memory(self, news: StepNews) -> None:
         """What it says of its cache and of itself, where it says so."""
         self.cached.apply(news.stored, news.evicted)

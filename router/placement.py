@@ -88,7 +88,7 @@ class Placement:
         """
         lost = self._requests.on(replica)
         is_sudden = bool(lost) and not replica.is_retiring
-        culprits = self.quarantine.culprits(lost, had_strangers=replica.has_strangers) if is_sudden else []
+        culprits = self.quarantine.culprits(lost) if is_sudden else []
         if is_sudden:
             replica.breaker.note_failure(now)
         for record in lost:

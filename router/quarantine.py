@@ -7,9 +7,6 @@ begins where the last one ended, so it strikes again at once. Once suspicion is 
     alone in that:   it is the culprit, and is not tried again;
     one of several:  each is put on trial, one at a time and so that the next death tells. Who gets on is cleared.
 
-Routers do not know each other's requests. Where those of another one ran on the replica as well, they may have done it,
-so it takes twice as many deaths to condemn ours; it is on trial until then.
-
 What may not live here: queues and actions (`dispatch.py`), what counts as sudden (draining and refusals do not).
 """
 
@@ -20,9 +17,6 @@ from router.record import RequestRecord
 
 NUM_STEPS_TO_CLEAR: Final = 8
 """Steps with output that clear a request. A replica may have been a few steps ahead of what we have heard of."""
-
-STRANGERS_FACTOR: Final = 2
-"""How many times as many deaths it takes if the last one was shared with requests of other routers."""
 
 LIFETIME_FACTOR: Final = 4
 """A request that has outlived this many times the deaths in a row fails as well: some poisons need a long time."""
@@ -35,20 +29,16 @@ class Quarantine:
         self._max_lost = max_replicas_lost
         self._on_trial: dict[str, RequestRecord] = {}
 
-    def culprits(self, lost: Sequence[RequestRecord], *, had_strangers: bool) -> list[RequestRecord]:
-        """Judges those that ran on a replica when it died, and notes who is a suspect. Culprits must not run again.
-
-        `had_strangers`: requests of other routers ran there too.
-        """
-        enough = self._max_lost * (STRANGERS_FACTOR if had_strangers else 1)
+    def culprits(self, lost: Sequence[RequestRecord]) -> list[RequestRecord]:
+        """Judges those that ran on a replica when it died, and notes who is a suspect. Culprits must not run again."""
         for record in lost:
             record.num_replicas_lost += 1
             record.num_replicas_lost_in_a_row += 1
         on_trial = [record for record in lost if self.is_on_trial(record)]
         outlived = [record for record in lost if record.num_replicas_lost >= LIFETIME_FACTOR * self._max_lost]
-        culprits = [record for record in on_trial if record.num_replicas_lost_in_a_row >= enough] or outlived
+        culprits = on_trial or outlived
         suspects = [record for record in lost if record.num_replicas_lost_in_a_row >= self._max_lost]
-        if len(suspects) == 1 and not on_trial and suspects[0].num_replicas_lost_in_a_row >= enough:
+        if len(suspects) == 1 and not on_trial:
             return [*culprits, *(suspect for suspect in suspects if suspect not in culprits)]
         for suspect in suspects:
             suspect.is_suspect = True

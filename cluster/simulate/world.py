@@ -21,7 +21,6 @@ from cluster.simulate.replica import SimulatedReplica
 from cluster.simulate.router import SimulatedRouter
 from cluster.simulate.scenario import Scenario, draw_scenario
 from cluster.simulate.timeline import Event, Timeline
-from router.quarantine import STRANGERS_FACTOR
 from router.text_stream import TextStream
 
 LOSSES: Final = frozenset(
@@ -178,8 +177,7 @@ class World:
         num_sent = sum(client.num_connections for client in self.clients if client.wish.is_poison)
         # A replica that was to go, or that a router had lost already, dies without being counted.
         num_losses = sum(fault.kind in LOSSES for fault in self.scenario.faults)
-        max_lost = self.scenario.router.max_replicas_lost
-        most = max(max_lost + 1, STRANGERS_FACTOR * max_lost) * num_sent + num_losses
+        most = (self.scenario.router.max_replicas_lost + 1) * num_sent + num_losses
         require(num_killed <= most, f"poison killed {num_killed} replicas, and {most} would do to know it")
         has_one_poison = sum(client.wish.is_poison for client in self.clients) == 1
         is_plain = len(self.routers) == 1 and has_one_poison and num_losses == 0

@@ -192,7 +192,6 @@ def test_a_request_that_every_replica_gives_up_fails_in_the_end(core):
 
 
 def test_a_request_that_kills_two_replicas_in_a_row_is_not_tried_again(core):
-    core.step(replica_id="b")  # it has nobody else's requests any more
     core.submit("poison")
     core.down("a")
     core.up("c")
@@ -201,30 +200,6 @@ def test_a_request_that_kills_two_replicas_in_a_row_is_not_tried_again(core):
     assert error.retry_after_s is None
     assert "2 replicas were lost" in str(error)
     assert core.dispatch.num_open == 0
-
-
-def test_requests_of_other_routers_come_under_suspicion_as_well(core):
-    """Each of the replicas that die has one that is not ours: it takes four deaths, not two, to blame ours alone."""
-    core.step(replica_id="a", load=load(num_running=1))
-    core.submit("x")
-    for before, after in zip("abcd", "bcde", strict=True):
-        actions = core.down(before)
-        if after != "e":
-            assert not [action for action in actions if hasattr(action, "error")]
-            core.up(chr(ord(after) + 1), load=load(num_running=1))
-    assert isinstance(failure(actions).error, RequestQuarantinedError)
-
-
-def test_requests_of_our_own_are_no_strangers(core):
-    """A report counts what was sent before it, and not what is on its way."""
-    core.down("b")
-    core.submit("x")
-    core.step(replica_id="a", load=load(num_running=1))
-    core.submit("y")
-    (replica,) = core.dispatch._fleet
-    assert not replica.has_strangers
-    core.step(replica_id="a", load=load(num_running=2, num_waiting=1))
-    assert replica.has_strangers
 
 
 def test_progress_between_two_deaths_clears_a_request(core):
