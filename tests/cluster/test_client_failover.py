@@ -1,16 +1,22 @@
 """Clients of several routers: whoever iterates does not notice that a router was lost."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from cluster.blocking_client import Client
 from cluster.client import AsyncClient
+from cluster.generation import Chunk
+from cluster.received import Received
+from cluster.wire import chunk, generate_request, resubmission
+from holdfast_pb import inference_pb2
 from router.config import LimitsConfig, RouterConfig
+from router.wire import generation_request
 from tests.fakes import FakeReplica, Wire
 from tests.router.site import Site, expected, on_a_loop, site
 from worker.errors import CallerError, CapacityError, ReplicaError, RequestSupersededError
-from worker.request import SamplingParams
+from worker.request import FinishReason, Priority, SamplingParams
 
 NUM_TOKENS = 60
 
@@ -197,3 +203,22 @@ async def whole(client: AsyncClient, request_id: str = "", **changes: object) ->
 
 def port_of(place: Site) -> int:
     return int(place.router.address.rpartition(":")[2])
+
+
+def test_a_submission_says_its_number_and_what_is_over():
+    first = generate_request(
+        "hello", params(n=2), model="", request_id="x", priority=Priority.HIGH, timeout_s=9, tenant="t"
+    )
+    received = Received()
+    for index, reason in ((0, FinishReason.LENGTH), (1, None)):
+        received.take(a_chunk(sequence_index=index, finish_reason=reason))
+    wish = generation_request(resubmission(first, 5.0, received))
+    assert (generation_request(first).attempt, wish.attempt, wish.timeout_s) == (1, 2, 5.0)
+    assert (wish.tenant, wish.priority, wish.sampling_params.n) == ("t", Priority.HIGH, 2)
+    assert [progress.finish_reason for progress in wish.resume.sequences] == [FinishReason.LENGTH, None]
+    assert [progress.text_length for progress in wish.resume.sequences] == [2, 2]
+
+
+def a_chunk(**changes: object) -> Chunk:
+    message = inference_pb2.GenerateStreamResponse(request_id="x", token_ids=[1], text="ab")
+    return replace(chunk(message, params()), **changes)
