@@ -17,7 +17,7 @@ from cluster.generation import Chunk, Generation
 from cluster.patience import Patience
 from cluster.received import Received
 from cluster.statuses import error_of, is_worth_another_try
-from cluster.wire import chunk, generate_request, generation, resume, set_timeout
+from cluster.wire import chunk, generate_request, generation, resubmission
 from holdfast_pb import inference_pb2, inference_pb2_grpc
 from worker.request import Priority
 from worker.sampling_params import SamplingParams
@@ -123,8 +123,7 @@ class AsyncClient:
                 return
             except grpc.aio.AioRpcError as error:
                 await self._pause(at, error, patience)
-            request.resume.CopyFrom(resume(received))
-            set_timeout(request, patience.time_left_s(self._now()))
+            request = resubmission(request, patience.time_left_s(self._now()), received)
 
     async def generate(
         self,
@@ -154,7 +153,13 @@ class AsyncClient:
             cache_salt=cache_salt,
         )
         patience = self._patience(timeout_s)
-        return generation(await self._ask(lambda stub: _whole(stub.Generate(request), patience), patience), params)
+        while True:
+            at = self._at
+            try:
+                return generation(await _whole(self._stubs[at].Generate(request), patience), params)
+            except grpc.aio.AioRpcError as error:
+                await self._pause(at, error, patience)
+            request = resubmission(request, patience.time_left_s(self._now()))
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
         """The text of token ids, without special tokens. Raises as `stream` does."""
@@ -201,8 +206,9 @@ class AsyncClient:
 
     async def _pause(self, at: int, error: grpc.aio.AioRpcError, patience: Patience) -> None:
         """Gets ready for the next try, after what the router `at` has said. Raises if there is no use in one."""
-        failure = error_of(error)
-        pause_s = patience.pause_s(self._now(), failure.retry_after_s) if is_worth_another_try(error) else None
+        failure, pause_s = error_of(error), None
+        if is_worth_another_try(error, was_taken=patience.was_taken):
+            pause_s = patience.pause_s(self._now(), failure.retry_after_s)
         if pause_s is None:
             raise failure from error
         self._leave(at)

@@ -86,6 +86,17 @@ class WatchedDirectory:
                 return snapshot
 
 
+async def has_other_routers(handle: Any, member_id: str) -> bool:
+    """Whether routers other than this one serve. False where the directory does not say: it ends with the cluster."""
+    try:
+        snapshot = await asyncio.wait_for(_call(handle.watch, 0), _TIMEOUT_S)
+    except Exception as error:  # as in `Lease`
+        logger.info("the directory did not answer: %s", error)
+        return False
+    assert isinstance(snapshot, Snapshot)
+    return any(router.member_id != member_id for router in snapshot.serving(Role.ROUTER))
+
+
 def _endpoints(snapshot: Snapshot) -> frozenset[ReplicaEndpoint]:
     return frozenset(
         ReplicaEndpoint(

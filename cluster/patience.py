@@ -37,9 +37,12 @@ class Patience:
         self._draw = draw
         self._first_failed_at = now
         self._num_failed = 0
+        self.was_taken = False
+        """Some router has taken the request."""
 
     def note_word(self) -> None:
         """A router has taken the request, or has sent some of the answer."""
+        self.was_taken = True
         self._limit_s = self._reconnect_s
         self._num_failed = 0
 

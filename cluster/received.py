@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.generation import Chunk
 from worker.errors import InternalError
+from worker.request import FinishReason
 
 
 @dataclass(slots=True)
@@ -15,7 +16,8 @@ class ReceivedSequence:
 
     token_ids: list[int] = field(default_factory=list)
     text_length: int = 0
-    is_finished: bool = False
+    finish_reason: FinishReason | None = None
+    """Set once its end has come."""
 
 
 class Received:
@@ -35,14 +37,14 @@ class Received:
         while len(self.sequences) <= chunk.sequence_index:
             self.sequences.append(ReceivedSequence())
         sequence = self.sequences[chunk.sequence_index]
-        if sequence.is_finished:
+        if sequence.finish_reason is not None:
             return None
         if chunk.first_token_index != len(sequence.token_ids):
             place = f"at token {chunk.first_token_index}, not {len(sequence.token_ids)}"
             raise InternalError(f"sequence {chunk.sequence_index} does not go on where it was cut off: {place}")
         sequence.token_ids += chunk.token_ids
         sequence.text_length += len(chunk.text)
-        sequence.is_finished = chunk.finish_reason is not None
+        sequence.finish_reason = chunk.finish_reason
         self.fingerprint = chunk.system_fingerprint
         self._replayed_without_guarantee |= chunk.replayed_without_guarantee
         return replace(chunk, replayed_without_guarantee=self._replayed_without_guarantee)

@@ -1,18 +1,22 @@
 """A router as a Serve deployment, with a gRPC port of its own. Serve keeps it alive; no request goes through Serve."""
 
+import asyncio
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import ray
 from ray import serve
 
 from cluster.config import HoldfastConfig
 from cluster.directory import Member, Role
-from cluster.membership import Lease, WatchedDirectory
+from cluster.membership import Lease, WatchedDirectory, has_other_routers
 from router.router import Router
 from worker.errors import ConfigurationError
 
 ANY_INTERFACE = "0.0.0.0"
+
+ALL_END_S: Final = 0.5
+"""Where all routers end, each has left the directory so long after the first."""
 
 
 class RouterDeployment:
@@ -20,6 +24,7 @@ class RouterDeployment:
 
     async def __init__(self, config: HoldfastConfig, host: str, directory: Any, replicas: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         # `replicas` is here only because Serve deploys what the ingress is given.
+        self._directory = directory
         self._drain_timeout_s = config.cluster.drain_timeout_s
         self._lease = Lease(directory, Member(member_id=serve.get_replica_context().replica_tag, role=Role.ROUTER))
         try:
@@ -32,9 +37,15 @@ class RouterDeployment:
         self._lease.update(replace(self._lease.member, phase="serving", address=address))
 
     async def __del__(self) -> None:
-        """Serve awaits this when the router is to end in peace: open requests may finish, new ones are refused."""
+        """Serve awaits this when the router is to end in peace.
+
+        If it ends alone, clients that come again take their streams elsewhere at once; others, and all where every
+        router ends, have time for their open requests.
+        """
         await self._lease.end()
-        await self._router.stop(self._drain_timeout_s)
+        await asyncio.sleep(ALL_END_S)
+        hands_over = await has_other_routers(self._directory, self._lease.member.member_id)
+        await self._router.stop(self._drain_timeout_s, hands_over=hands_over)
 
 
 async def _start(config: HoldfastConfig, host: str, directory: WatchedDirectory) -> Router:

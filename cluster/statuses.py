@@ -52,12 +52,13 @@ def error_of(error: grpc.aio.AioRpcError) -> HoldfastError:
     return InternalError(f"{code.name}: {message}")
 
 
-def is_worth_another_try(error: grpc.aio.AioRpcError) -> bool:
+def is_worth_another_try(error: grpc.aio.AioRpcError, *, was_taken: bool = False) -> bool:
     """Whether the same call may succeed at another router, or later: where a router, a replica or the way was lost.
 
-    The codes of a bug count only if nobody said so: then it is the connection that broke in a way of its own.
+    A full queue is for the caller to deal with, unless the request `was_taken`: some router has let it in before. The
+    codes of a bug count only if nobody said so: then the connection broke in a way of its own.
     """
-    if error.code() in _BROKEN_CODES:
+    if error.code() in _BROKEN_CODES or (was_taken and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED):
         return True
     return error.code() in _BUG_CODES and rpc_status.from_call(error) is None  # type: ignore[arg-type]
 

@@ -20,6 +20,7 @@ _FINISH_REASONS: Final = {
     inference_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
     inference_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
 }
+_FINISH_NUMBERS: Final = {reason: number for number, reason in _FINISH_REASONS.items()}
 _PRIORITIES: Final = {
     Priority.CRITICAL: inference_pb2.PRIORITY_CRITICAL,
     Priority.HIGH: inference_pb2.PRIORITY_HIGH,
@@ -49,6 +50,7 @@ def generate_request(
         priority=_PRIORITIES[priority],
         tenant=tenant,
         cache_salt=cache_salt,
+        attempt=1,
     )
     if isinstance(prompt, str):
         request.text = prompt
@@ -56,6 +58,19 @@ def generate_request(
         request.token_ids.ids.extend(prompt)
     set_timeout(request, timeout_s)
     return request
+
+
+def resubmission(
+    request: inference_pb2.GenerateRequest, time_left_s: float | None, received: Received | None = None
+) -> inference_pb2.GenerateRequest:
+    """The same request once more: after what was received of it, or from its beginning."""
+    again = inference_pb2.GenerateRequest()
+    again.CopyFrom(request)
+    again.attempt += 1
+    if received is not None:
+        again.resume.CopyFrom(resume(received))
+    set_timeout(again, time_left_s)
+    return again
 
 
 def set_timeout(request: inference_pb2.GenerateRequest, timeout_s: float | None) -> None:
@@ -67,7 +82,11 @@ def set_timeout(request: inference_pb2.GenerateRequest, timeout_s: float | None)
 def resume(received: Received) -> inference_pb2.Resume:
     """What a client has of a stream, for the router that is to go on with it."""
     sequences = [
-        inference_pb2.SequenceProgress(token_ids=sequence.token_ids, text_length=sequence.text_length)
+        inference_pb2.SequenceProgress(
+            token_ids=sequence.token_ids,
+            text_length=sequence.text_length,
+            finish_reason=None if sequence.finish_reason is None else _FINISH_NUMBERS[sequence.finish_reason],
+        )
         for sequence in received.sequences
     ]
     return inference_pb2.Resume(sequences=sequences, system_fingerprint=received.fingerprint)

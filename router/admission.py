@@ -1,8 +1,9 @@
 """The bounded queue of requests that wait in this router for a replica: by priority, then by arrival.
 
-Requests that have lost their replica come first in their class. Held ones keep out of the order until they are called
-by name. What may live here: the order, the bound, and how long until there is room. What may not: when a request may
-leave (`dispatch.py`), what it contains, clocks.
+Requests that have lost their replica come first in their class, then those that come with output because they have lost
+their router: they were admitted before, so they have a bound of their own, and newcomers cannot shut them out. Held
+ones keep out of the order until they are called by name. What may live here: the order, the bounds, and how long until
+there is room. What may not: when a request may leave (`dispatch.py`), what it contains, clocks.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ class Standing(IntEnum):
     """What brought a request into the queue. Within a priority, the smaller goes first."""
 
     RETURNED = 0
-    ARRIVED = 1
+    RESUMED = 1
+    ARRIVED = 2
 
 
 Lane = tuple[Priority, Standing]
@@ -36,6 +38,7 @@ class AdmissionQueue:
         self._held: dict[str, dict[str, None]] = {}
         self._place: dict[str, tuple[str, Lane | None]] = {}
         """Model and lane; no lane for what is held."""
+        self._num_resumed = 0
         self._last_pop: float | None = None
         self._mean_pause_s: float | None = None
 
@@ -45,12 +48,13 @@ class AdmissionQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._place
 
-    def push(self, request_id: str, model: str, priority: Priority) -> None:
-        """Queues a request. Raises `QueueFullError` with an estimate of when to come back."""
-        if len(self._place) >= self._max_queued:
-            message = f"{len(self._place)} requests wait for a replica already (limits.max_queued)"
+    def push(self, request_id: str, model: str, priority: Priority, *, is_resumed: bool = False) -> None:
+        """Queues a request that has just come. Raises `QueueFullError` with an estimate of when to come back."""
+        num_before = self._num_resumed if is_resumed else len(self._place)
+        if num_before >= self._max_queued:
+            message = f"{num_before} requests wait for a replica already (limits.max_queued)"
             raise QueueFullError(message, self.retry_after_s())
-        self._enter(request_id, model, (priority, Standing.ARRIVED))
+        self._enter(request_id, model, (priority, Standing.RESUMED if is_resumed else Standing.ARRIVED))
 
     def put_back(self, request_id: str, model: str, priority: Priority) -> None:
         """Queues a request that was admitted before: ahead of all that arrive in its class, and whatever the bound."""
@@ -69,6 +73,7 @@ class AdmissionQueue:
     def remove(self, request_id: str) -> None:
         """Takes out a request that waits here and will not wait any longer."""
         model, lane = self._place.pop(request_id)
+        self._num_resumed -= _is_resumed(lane)
         del (self._held[model] if lane is None else self._lanes[model][lane])[request_id]
 
     def first(self, model: str) -> str | None:
@@ -110,11 +115,13 @@ class AdmissionQueue:
         assert dict(found) == self._place
         num_arrived = sum(lane is not None and lane[1] is Standing.ARRIVED for _, lane in self._place.values())
         assert num_arrived <= self._max_queued
+        assert self._num_resumed == sum(_is_resumed(lane) for _, lane in self._place.values()) <= self._max_queued
 
     def _enter(self, request_id: str, model: str, lane: Lane) -> None:
         lanes = self._lanes.setdefault(model, {(level, standing): {} for level in Priority for standing in Standing})
         lanes[lane][request_id] = None
         self._place[request_id] = (model, lane)
+        self._num_resumed += _is_resumed(lane)
 
     def _note_departure(self, now: float) -> None:
         """Pauses count only while somebody waits: an idle night says nothing of the pace."""
@@ -123,3 +130,7 @@ class AdmissionQueue:
             mean = pause_s if self._mean_pause_s is None else self._mean_pause_s
             self._mean_pause_s = mean + SMOOTHING * (pause_s - mean)
         self._last_pop = now if self._place else None
+
+
+def _is_resumed(lane: Lane | None) -> bool:
+    return lane is not None and lane[1] is Standing.RESUMED

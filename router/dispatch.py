@@ -89,25 +89,34 @@ class Dispatch:
         deadline: float,
         now: float,
         caught_up: CaughtUp = FRESH,
+        client_attempt: int = 0,
     ) -> list[Action]:
         """Opens a request, which from here on is owed exactly one last word.
 
         One with output goes on after it: `text` has had that pushed, and `caught_up` says what came of it. Its id must
-        not be open: see `supersede`. Raises, and then has recorded nothing: `UnknownModelError`, `QueueFullError`,
-        `ReplicaError` (no replica for too long), `DeadlineExceededError`.
+        not be open: see `supersede`. `client_attempt` is above 0 if its client comes again when it is told to. Raises,
+        and then has recorded nothing: `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for too long),
+        `DeadlineExceededError`.
         """
         self._check_admissible(model, deadline, now)
-        record = RequestRecord.opened(request, model, text, caught_up)
+        record = RequestRecord.opened(request, model, text, caught_up, client_attempt)
         replica = self._placement.admit(record)
         self._requests.add(record, deadline)
         actions = [] if replica is None else [self._placement.send(record, replica, now)]
         return actions + self._drain_all(now)  # a submission fills the budget for retries of whatever model
 
-    def supersede(self, request_id: str, now: float) -> list[Action]:
-        """The same id is about to be submitted again: the newer submission wins. An id that is not open is ignored."""
+    def supersede(self, request_id: str, client_attempt: int, now: float) -> list[Action]:
+        """The same id is about to be submitted again: the newer submission wins. An id that is not open is ignored.
+
+        The newer one is that with the higher number; of equal ones, the one that comes later. Raises
+        `RequestSupersededError` if that is the one which is open: the submission was late.
+        """
         record = self._requests.get(request_id)
         if record is None:
             return []
+        if record.client_attempt > client_attempt:
+            told = f"submission {client_attempt} of request {request_id} came after submission {record.client_attempt}"
+            raise RequestSupersededError(f"{told}, which goes on")
         error = RequestSupersededError(f"request {request_id} was submitted again; the newer submission goes on")
         return [*self._fail(record, error), *self._placement.drain(record.model, now)]
 
@@ -182,6 +191,11 @@ class Dispatch:
         waits += self._placement.wake_ups()
         deadline = self._requests.deadlines.next
         return min(waits if deadline is None else [*waits, deadline], default=None)
+
+    def hand_over(self, error: HoldfastError) -> list[Action]:
+        """Ends with `error` every open request whose client will go on with it at another router."""
+        handed_over = [key for key in self._requests if self._requests[key].client_attempt > 0]
+        return self._fail_all(handed_over, error)
 
     def close_all(self, error: HoldfastError) -> list[Action]:
         """Ends every open request with `error`."""

@@ -161,8 +161,8 @@ class CaughtUp:
     """Text that is certain and that the client has not got."""
     fingerprint: str = ""
     """Of where the output came from; empty if not known."""
-    is_over: bool = False
-    """A stop string is complete: there is nothing to go on with."""
+    finish_reason: FinishReason | None = None
+    """Set if the output is complete: there is nothing to go on with."""
 
 
 FRESH: Final = CaughtUp()

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Final
 
 from router.answer import SampledAnswer
 from router.beam_answer import BeamAnswer
@@ -28,6 +29,8 @@ from worker.errors import InvalidRequestError, ReplicaError, RequestAbortedError
 from worker.request import EngineRequest
 from worker.sampling_params import SamplingParams
 
+STOPPED_RETRY_S: Final = 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Admitted:
@@ -38,6 +41,7 @@ class _Admitted:
     deadline: float
     echo: str
     """The prompt's text, where the output begins with it."""
+    attempt: int
 
 
 class Intake:
@@ -132,7 +136,7 @@ class Intake:
         request = await self._engine_request(wish, model)
         echo = await self._tokenizers.echo(model.name, wish.prompt, request) if request.sampling_params.echo else ""
         self._check_open()
-        return _Admitted(request=request, model=model, deadline=deadline, echo=echo)
+        return _Admitted(request=request, model=model, deadline=deadline, echo=echo, attempt=wish.attempt)
 
     async def _part(
         self, sibling: EngineRequest, index: int, resume: Resume | None, admitted: "_Admitted"
@@ -151,17 +155,22 @@ class Intake:
         self, sibling: EngineRequest, text: TextStream, caught_up: CaughtUp, admitted: "_Admitted"
     ) -> OutputStream:
         model = admitted.model.name
-        if caught_up.is_over:
+        if caught_up.finish_reason is not None:
             stream = OutputStream(sibling.request_id, model)
             stream.push(last_words(sibling, caught_up))
             return stream
-        return self._switchboard.open(sibling, model=model, text=text, deadline=admitted.deadline, caught_up=caught_up)
+        return self._switchboard.open(
+            sibling,
+            model=model,
+            text=text,
+            deadline=admitted.deadline,
+            caught_up=caught_up,
+            client_attempt=admitted.attempt,
+        )
 
     def _check_open(self) -> None:
         if self._is_closed:
-            error = RequestAbortedError("this router is stopping")
-            error.retry_after_s = 1.0
-            raise error
+            raise stopping()
 
     def _timeout_s(self, wish: GenerationRequest, time_remaining_s: float | None) -> float:
         timeout_s = self._limits.default_timeout_s if wish.timeout_s is None else wish.timeout_s
@@ -186,6 +195,13 @@ class Intake:
             bad_word_token_ids=await self._tokenizers.bad_words(model.name, wish.sampling_params.bad_words),
             grammar=await self._tokenizers.grammar(model.name, wish.sampling_params.structure),
         )
+
+
+def stopping() -> RequestAbortedError:
+    """What callers of a router that stops are told. They may come again: by then another may have its place."""
+    error = RequestAbortedError("this router is stopping")
+    error.retry_after_s = STOPPED_RETRY_S
+    return error
 
 
 def _resolved(params: SamplingParams, request_id: str, facts: ReplicaFacts) -> SamplingParams:

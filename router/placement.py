@@ -32,7 +32,9 @@ class Placement:
         """Where a new request can go at once; None if it must wait, and then it is queued. Raises `QueueFullError`."""
         replica = None if self.queue.first(record.model) is not None else self._choose(record)
         if replica is None:
-            self.queue.push(record.request_id, record.model, record.request.priority)
+            self.queue.push(
+                record.request_id, record.model, record.request.priority, is_resumed=bool(record.output_token_ids)
+            )
         self._budget.note_submission()
         return replica
 

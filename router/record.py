@@ -29,6 +29,8 @@ class RequestRecord:
     request: EngineRequest
     model: str
     text: TextState
+    client_attempt: int = 0
+    """Which submission of the request this is, as its client counts; 0: the client does not come again."""
     output_token_ids: list[int] = field(default_factory=list)
     """Begins with those of the request, if it is resumed."""
     unsent_text: str = ""
@@ -57,12 +59,15 @@ class RequestRecord:
     is_suspect: bool = False
 
     @classmethod
-    def opened(cls, request: EngineRequest, model: str, text: TextState, caught_up: CaughtUp) -> "RequestRecord":
+    def opened(
+        cls, request: EngineRequest, model: str, text: TextState, caught_up: CaughtUp, client_attempt: int = 0
+    ) -> "RequestRecord":
         """A request that has just come in, with the output that its client has already."""
         return cls(
             request=request,
             model=model,
             text=text,
+            client_attempt=client_attempt,
             output_token_ids=list(request.output_token_ids),
             unsent_text=caught_up.unsent_text,
             fingerprint=caught_up.fingerprint,

@@ -34,6 +34,8 @@ class GenerationRequest:
     """What the client has already; None: nothing."""
     tenant: str = ""
     """On whose account it runs: tenants get service by their shares."""
+    attempt: int = 0
+    """Which submission of the request it is, from 1; 0: its client does not come again."""
 
     def check(self, limits: LimitsConfig) -> None:
         """Raises `InvalidRequestError`, naming field and limit."""

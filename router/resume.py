@@ -19,6 +19,8 @@ class Progress:
     token_ids: tuple[int, ...] = ()
     text_length: int = 0
     """In characters. The text may lag behind the tokens."""
+    finish_reason: FinishReason | None = None
+    """Set if the client has the end of the sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,8 @@ def catch_up(text: TextState, resume: Resume, index: int, echo_length: int = 0) 
     Raises `InvalidRequestError` if the client cannot be there.
     """
     progress, name = resume.progress(index), f"resume.sequences[{index}]"
+    if progress.finish_reason is not None:
+        return CaughtUp(fingerprint=resume.fingerprint, finish_reason=progress.finish_reason)
     piece = text.push(progress.token_ids)
     if piece.num_tokens < len(progress.token_ids):
         limit = f"must be at most {piece.num_tokens} tokens: a stop string is complete there"
@@ -62,7 +66,8 @@ def catch_up(text: TextState, resume: Resume, index: int, echo_length: int = 0) 
         limit = f"must be in [{least}, {most}]: so much text is certain after {piece.num_tokens} tokens"
         raise InvalidRequestError(f"{name}.text_length", progress.text_length, limit)
     unsent_text = piece.text[progress.text_length - least :]
-    return CaughtUp(unsent_text=unsent_text, fingerprint=resume.fingerprint, is_over=piece.stopped)
+    finish_reason = FinishReason.STOP if piece.stopped else None
+    return CaughtUp(unsent_text=unsent_text, fingerprint=resume.fingerprint, finish_reason=finish_reason)
 
 
 def last_words(request: EngineRequest, caught_up: CaughtUp) -> Deliver:
@@ -73,7 +78,7 @@ def last_words(request: EngineRequest, caught_up: CaughtUp) -> Deliver:
         first_token_index=num_tokens,
         token_ids=(),
         text=caught_up.unsent_text,
-        finish_reason=FinishReason.STOP,
+        finish_reason=caught_up.finish_reason,
         usage=Usage(num_prompt_tokens=len(request.prompt_token_ids), num_completion_tokens=num_tokens),
         fingerprint=caught_up.fingerprint,
     )

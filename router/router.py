@@ -11,13 +11,12 @@ from router.config import LimitsConfig, RouterConfig
 from router.directory import ReplicaDirectory
 from router.dispatch import Dispatch
 from router.health import HealthServicer
-from router.intake import Intake
+from router.intake import Intake, stopping
 from router.links import Links
 from router.server import InferenceServicer, build_server
 from router.switchboard import Switchboard
 from router.tokenizer import Tokenizer
 from router.tokenizer_shelf import TokenizerShelf
-from worker.errors import RequestAbortedError
 
 logger = logging.getLogger(__name__)
 
@@ -61,19 +60,22 @@ class Router:
         router._following = asyncio.create_task(router._links.follow(directory), name="replica directory")
         return router
 
-    async def stop(self, grace_s: float = 0.0) -> None:
+    async def stop(self, grace_s: float = 0.0, *, hands_over: bool = False) -> None:
         """Stops in order: unhealthy first, then no new requests; open ones have `grace_s` to end and are then ended.
 
-        Every caller has been answered when it returns.
+        With `hands_over`, because other routers serve, calls whose clients submit them again are ended at once. Every
+        caller has been answered when it returns.
         """
         self._health.stop()
         self._intake.close()
+        if hands_over:
+            self._switchboard.hand_over(stopping())
         try:
             async with asyncio.timeout(grace_s):
                 await self._switchboard.idle()
         except TimeoutError:
             logger.info("%d requests did not end in time; they are ended", self._switchboard.num_open)
-        self._switchboard.close_all(RequestAbortedError("this router is stopping"))
+        self._switchboard.close_all(stopping())
         await self._server.stop(LAST_WORDS_S)
         if self._following is not None:
             self._following.cancel()

@@ -59,15 +59,28 @@ class Switchboard:
         return self._loop.time()
 
     def open(
-        self, request: EngineRequest, *, model: str, text: TextState, deadline: float, caught_up: CaughtUp = FRESH
+        self,
+        request: EngineRequest,
+        *,
+        model: str,
+        text: TextState,
+        deadline: float,
+        caught_up: CaughtUp = FRESH,
+        client_attempt: int = 0,
     ) -> OutputStream:
-        """Opens a request. Raises what `Dispatch.submit` raises. Whoever opens a stream closes it.
+        """Opens a request. Raises what `Dispatch.submit` and `supersede` raise. Whoever opens a stream closes it.
 
         An open request of the same id ends first: most likely its client has lost the connection and comes again.
         """
-        self._perform(self._dispatch.supersede(request.request_id, self.now()))
+        self._perform(self._dispatch.supersede(request.request_id, client_attempt, self.now()))
         actions = self._dispatch.submit(
-            request, model=model, text=text, deadline=deadline, now=self.now(), caught_up=caught_up
+            request,
+            model=model,
+            text=text,
+            deadline=deadline,
+            now=self.now(),
+            caught_up=caught_up,
+            client_attempt=client_attempt,
         )
         stream = OutputStream(request.request_id, model)
         self._streams[request.request_id] = stream
@@ -104,6 +117,10 @@ class Switchboard:
         return self._dispatch.is_busy(replica_id)
 
     # --- the end ---
+
+    def hand_over(self, error: HoldfastError) -> None:
+        """Ends with `error` every open request whose client will go on with it at another router."""
+        self._perform(self._dispatch.hand_over(error))
 
     def close_all(self, error: HoldfastError) -> None:
         """Ends every open request with `error`."""

@@ -38,6 +38,7 @@ _FINISH_REASONS: Final = {
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: inference_pb2.FINISH_REASON_ABORT,
 }
+_RECEIVED_REASONS: Final = {int(value): reason for reason, value in _FINISH_REASONS.items()}
 _OPTIONAL: Final = (
     "top_k",
     "seed",
@@ -80,12 +81,20 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         cache_salt=message.cache_salt,
         resume=_resume(message.resume) if message.HasField("resume") else None,
         tenant=message.tenant,
+        attempt=message.attempt,
     )
 
 
 def _resume(message: inference_pb2.Resume) -> Resume:
-    sequences = [Progress(token_ids=tuple(item.token_ids), text_length=item.text_length) for item in message.sequences]
-    return Resume(sequences=tuple(sequences), fingerprint=message.system_fingerprint)
+    return Resume(sequences=tuple(map(_progress, message.sequences)), fingerprint=message.system_fingerprint)
+
+
+def _progress(message: inference_pb2.SequenceProgress) -> Progress:
+    return Progress(
+        token_ids=tuple(message.token_ids),
+        text_length=message.text_length,
+        finish_reason=_RECEIVED_REASONS.get(message.finish_reason),
+    )
 
 
 def _prompt(message: inference_pb2.GenerateRequest) -> str | tuple[int, ...]:

@@ -117,7 +117,9 @@ class ContinuousBatching:
     def _admit(self, queues: SequenceQueues, siblings: Siblings, service_class: Priority, budget: int) -> list[Share]:
         """Admit from the front of the waiting, of this class alone, while there are places, tokens and blocks."""
         shares: list[Share] = []
-        while budget > 0 and self._has_place(queues) and (first := siblings.first_ready()) is not None:
+        while budget > 0 and queues.waiting.best_class is service_class and self._has_place(queues):
+            if (first := siblings.first_ready()) is None:
+                break
             sequence, prefix = first
             if sequence.service_class is not service_class or not self._has_memory(queues, sequence, prefix):
                 break

@@ -18,6 +18,9 @@ _Entry = tuple[float, float, int, str]
 """Counter of a tenant, urgency of its first sequence, and its name."""
 
 
+_PRIORITIES = tuple(Priority)
+
+
 class WaitingSequences:
     """The waiting sequences of one scheduler. Finding the first costs O(log tenants), all else O(log sequences).
 
@@ -51,12 +54,16 @@ class WaitingSequences:
     @property
     def best_class(self) -> Priority | None:
         """The class of the first, or None if nobody is ready."""
-        return next((priority for priority in Priority if self._classes[priority]), None)
+        for priority, waiting_class in zip(_PRIORITIES, self._classes, strict=True):  # at every step, so no generator
+            if waiting_class:
+                return priority
+        return None
 
     def first(self) -> Sequence:
         """The one to be served next. There must be one."""
-        assert self.best_class is not None, "nobody waits"
-        return self._classes[self.best_class].first()
+        best_class = self.best_class
+        assert best_class is not None, "nobody waits"
+        return self._classes[best_class].first()
 
     def add(self, sequence: Sequence) -> None:
         self._tenants.note_waiting(sequence.tenant)

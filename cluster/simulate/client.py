@@ -13,14 +13,17 @@ from cluster.simulate.network import Connection, Network
 from cluster.simulate.oracle import Completion, right_completion
 from cluster.simulate.promises import Violation, require
 from cluster.simulate.router import SimulatedRouter
-from router.events import Deliver, Fail
+from router.events import Deliver, Fail, Usage
+from router.parallel_sampling import siblings
 from router.resume import Progress, Resume
 from worker.errors import (
     CapacityError,
     DeadlineExceededError,
     HoldfastError,
     ReplicaError,
+    RequestAbortedError,
     RequestQuarantinedError,
+    RequestSupersededError,
     UnknownModelError,
 )
 from worker.request import EngineRequest
@@ -42,6 +45,24 @@ class Wish:
     """It kills the replicas that run it."""
 
 
+@dataclass(slots=True)
+class Sequence:
+    """What has arrived of one completion, and what is right."""
+
+    right: Completion
+    num_tokens: int = 0
+    text: str = ""
+    is_finished: bool = False
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(
+            token_ids=self.right.token_ids[: self.num_tokens],
+            text_length=len(self.text),
+            finish_reason=self.right.finish_reason if self.is_finished else None,
+        )
+
+
 class SimulatedClient:
     """One request's client. `outcome` says how it ended."""
 
@@ -51,15 +72,13 @@ class SimulatedClient:
         self.wish = wish
         self.outcome: str | None = None
         """`completed`, `cancelled`, `expired`, `shed` or `quarantined`; None while it goes on."""
-        self.num_tokens = 0
         self.num_connections = 0
         self._network = network
         self._timeline = network.timeline
         self._routers = routers
         self._router = rng.randrange(len(routers))
         self._max_model_len = max_model_len
-        self._right: Completion | None = None
-        self._text = ""
+        self._sequences: list[Sequence] = []
         self._fingerprint = ""
         self._connection: Connection | None = None
         self._deadline_s = 0.0
@@ -70,10 +89,16 @@ class SimulatedClient:
         """The request is made."""
         self._deadline_s = self._timeline.now + self.wish.timeout_s
         self._timeline.at(self._deadline_s, self._time_up)
-        self._right = right_completion(self.wish.request, self._max_model_len)
+        rights = [right_completion(sibling, self._max_model_len) for sibling in siblings(self.wish.request)]
+        self._sequences = [Sequence(right) for right in rights]
         if self.wish.cancel_after == 0:
             self._timeline.after(0.05, self._leave)
         self._connect()
+
+    @property
+    def num_tokens(self) -> int:
+        """Received, of all completions."""
+        return sum(sequence.num_tokens for sequence in self._sequences)
 
     # --- as an endpoint ---
 
@@ -100,7 +125,12 @@ class SimulatedClient:
         self.num_connections += 1
         router = self._routers[self._router]
         self._connection = Connection(self._network, self._network.path(SITE, router.site), (self, router))
-        call = Generate(request=self.wish.request, resume=self._resume(), timeout_s=self._left_s())
+        call = Generate(
+            request=self.wish.request,
+            resume=self._resume(),
+            timeout_s=self._left_s(),
+            attempt=self.num_connections,
+        )
         self._connection.send(self, call)
 
     def _reconnect(self, after_s: float = RETRY_S) -> None:
@@ -112,43 +142,54 @@ class SimulatedClient:
         self._timeline.after(after_s, self._connect)
 
     def _resume(self) -> Resume | None:
-        if self._right is None or self.num_connections == 1:
+        if self.num_connections == 1:
             return None
-        progress = Progress(token_ids=self._right.token_ids[: self.num_tokens], text_length=len(self._text))
-        return Resume(sequences=(progress,), fingerprint=self._fingerprint)
+        sequences = tuple(sequence.progress for sequence in self._sequences)
+        return Resume(sequences=sequences, fingerprint=self._fingerprint)
 
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - self._timeline.now)
 
     def _take(self, delivery: Deliver) -> None:
-        right = self._right
-        assert right is not None
-        first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
-        if first != self.num_tokens:
-            raise Violation(f"{self}: token {first} came when token {self.num_tokens} was due")
-        if delivery.token_ids != right.token_ids[first:end]:
-            raise Violation(f"{self}: tokens {delivery.token_ids} at {first}, right are {right.token_ids}")
-        self.num_tokens = end
-        self._text += delivery.text
-        self._fingerprint = delivery.fingerprint
-        if not delivery.identity_guaranteed:
-            raise Violation(f"{self}: {delivery} says that it may differ")
-        if not right.text.startswith(self._text):
-            raise Violation(f"{self}: text {self._text!r}, right is {right.text!r}")
-        if delivery.finish_reason is not None:
-            self._check_end(delivery, right)
+        sequence = self._sequences[delivery.sequence_index]
+        if sequence.is_finished:
+            is_news = bool(delivery.token_ids or delivery.text)
+            require(not is_news, f"{self}: {delivery} came after the end of that completion")
+        else:
+            self._take_news(sequence, delivery)
+        if delivery.usage is not None:
+            self._check_end(delivery.usage)
             self._over("completed")
         elif self.wish.cancel_after is not None and self.num_tokens >= self.wish.cancel_after:
             self._leave()
 
-    def _check_end(self, last: Deliver, right: Completion) -> None:
-        require(self.num_tokens == len(right.token_ids), f"{self}: {self.num_tokens} tokens of {right}")
-        require(self._text == right.text, f"{self}: text {self._text!r} of {right}")
-        require(last.finish_reason is right.finish_reason, f"{self}: ended by {last.finish_reason}, right is {right}")
-        num_prompt_tokens = len(self.wish.request.prompt_token_ids)
-        usage = last.usage
-        told = None if usage is None else (usage.num_prompt_tokens, usage.num_completion_tokens)
-        require(told == (num_prompt_tokens, len(right.token_ids)), f"{self}: {usage} for {right}")
+    def _take_news(self, sequence: Sequence, delivery: Deliver) -> None:
+        right = sequence.right
+        first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
+        if first != sequence.num_tokens:
+            raise Violation(f"{self}: token {first} came when token {sequence.num_tokens} was due")
+        if delivery.token_ids != right.token_ids[first:end]:
+            raise Violation(f"{self}: tokens {delivery.token_ids} at {first}, right are {right.token_ids}")
+        sequence.num_tokens = end
+        sequence.text += delivery.text
+        self._fingerprint = delivery.fingerprint
+        if not delivery.identity_guaranteed:
+            raise Violation(f"{self}: {delivery} says that it may differ")
+        if not right.text.startswith(sequence.text):
+            raise Violation(f"{self}: text {sequence.text!r}, right is {right.text!r}")
+        if delivery.finish_reason is not None:
+            sequence.is_finished = True
+            require(end == len(right.token_ids), f"{self}: {end} tokens of {right}")
+            require(sequence.text == right.text, f"{self}: text {sequence.text!r} of {right}")
+            reason = delivery.finish_reason
+            require(reason is right.finish_reason, f"{self}: ended by {reason}, right is {right}")
+
+    def _check_end(self, usage: Usage) -> None:
+        """The last word counts the prompt once, and the tokens of all completions."""
+        for number, sequence in enumerate(self._sequences):
+            require(sequence.is_finished, f"{self}: the answer is over, and completion {number} is not")
+        told = (usage.num_prompt_tokens, usage.num_completion_tokens)
+        require(told == (len(self.wish.request.prompt_token_ids), self.num_tokens), f"{self}: {usage}")
 
     def _fail(self, error: HoldfastError) -> None:
         match error:
@@ -162,7 +203,9 @@ class SimulatedClient:
                 self._over("expired")
             case RequestQuarantinedError():
                 self._over("quarantined")
-            case ReplicaError() | UnknownModelError():
+            case RequestSupersededError():
+                raise Violation(f"{self}: {error}, and it was the newest")
+            case ReplicaError() | UnknownModelError() | RequestAbortedError():
                 self._reconnect()
             case _:
                 raise Violation(f"{self}: {type(error).__name__}: {error}")

@@ -106,6 +106,15 @@ def _freeze_router(cluster: Cluster, fault: Fault) -> None:
         cluster.timeline.after(fault.duration_s, router.thaw)
 
 
+def _drain_router(cluster: Cluster, fault: Fault) -> None:
+    """It is to go, and hands its calls over if there is another; else they have their time."""
+    router = cluster.routers[fault.router]
+    if router.is_up and not router.is_frozen:
+        others = [other for other in cluster.routers if other is not router]
+        router.stop(hands_over=any(other.is_up and not other.is_stopping for other in others))
+        cluster.timeline.after(fault.duration_s, router.replace)
+
+
 def _jump_clock(cluster: Cluster, fault: Fault) -> None:
     seconds = 10 * (fault.size - 0.5)
     cluster.note_clock_jump(seconds)
@@ -156,6 +165,7 @@ KINDS: Final[dict[str, Callable[[Cluster, Fault], None]]] = {
     "slow replica": _slow_replica,
     "kill router": _kill_router,
     "freeze router": _freeze_router,
+    "drain router": _drain_router,
     "jump clock": _jump_clock,
     "cut link": _cut_link,
     "cut calls": _cut_calls,

@@ -38,3 +38,5 @@ class Generate:
     request: EngineRequest
     resume: Resume | None
     timeout_s: float
+    attempt: int = 1
+    """Of the client, from 1."""

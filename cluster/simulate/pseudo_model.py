@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Final
 
 from router.tokenizer import Tokenizer
-from worker.plan import ScheduledSequence, StepPlan, StepResult
+from worker.plan import BlockCopy, ScheduledSequence, StepPlan, StepResult
 
 EOS_TOKEN_ID: Final = 0
 _LETTERS: Final = "abcdefgh"
@@ -29,6 +29,8 @@ NUM_POISON_STEPS: Final = 4
 WHOLE_TOKEN_IDS: Final = tuple(range(1, POISON_TOKEN_ID))
 """Tokens that are whole characters, and no end of sequence: prompts are made of them."""
 VOCAB_SIZE: Final = len(_PIECES)
+_EMPTY: Final = b"\xff"
+"""What slots hold that nobody has written: no token."""
 
 
 def next_token(prefix: bytes, seed: int, output_index: int, banned: Sequence[int] = ()) -> int:
@@ -72,13 +74,22 @@ class PseudoRunner:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
-        self._slots = bytearray(b"\xff" * (num_blocks * block_size))
+        self._slots = bytearray(_EMPTY * (num_blocks * block_size))
 
     def run(self, plan: StepPlan) -> StepResult:
+        self._copy(plan.block_copies)
         for sequence in plan.sequences:
             self._write(sequence)
         drawn = tuple(self._draw(sequence) for sequence in plan.sequences)
         return StepResult(step_id=plan.step_id, token_ids=drawn)
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        """All sources are read before any destination is written."""
+        size = self._block_size
+        sources = [self._slots[copy.source * size :][: copy.num_tokens] for copy in copies]
+        for copy, tokens in zip(copies, sources, strict=True):
+            start = copy.destination * size
+            self._slots[start : start + size] = tokens.ljust(size, _EMPTY)
 
     def _write(self, sequence: ScheduledSequence) -> None:
         size, block_ids = self._block_size, sequence.block_ids

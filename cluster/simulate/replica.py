@@ -15,12 +15,14 @@ from cluster.simulate.process import Process
 from cluster.simulate.pseudo_model import PoisonedError
 from cluster.simulate.step_model import StepModel
 from router.events import AttemptDelta, AttemptRejection, ReplicaFacts, SendAbort, SendSubmit, StepNews
-from worker.config import SchedulerConfig
+from worker.cache_feed import CacheFeed
+from worker.config import SchedulerConfig, SpeculationConfig
 from worker.errors import DeadlineExceededError, HoldfastError
 from worker.plan import StepPlan, StepResult
 from worker.progress import FrozenVerdict
-from worker.request import TokenDelta
+from worker.request import EngineRequest, TokenDelta
 from worker.scheduler import Scheduler
+from worker.speculation import Proposer, Speculation
 
 MODEL: Final = "pseudo"
 WATCH_S: Final = 0.2
@@ -48,6 +50,16 @@ class ReplicaShape:
     step_model: StepModel
     make_runner: Callable[[int, int], Runner]
     """From the number of blocks and their size."""
+    num_drafts: int = 0
+    """Tokens guessed ahead for a sequence, at most."""
+    make_proposer: Callable[[], Proposer] | None = None
+    """Who guesses; None: nobody."""
+
+    def speculation(self) -> Speculation | None:
+        if self.make_proposer is None:
+            return None
+        config = SpeculationConfig(speculative="ngram", num_speculative_tokens=self.num_drafts)
+        return Speculation(config, self.scheduler, self.make_proposer())
 
 
 @dataclass(slots=True)
@@ -55,6 +67,7 @@ class Session:
     """One router's link, as the replica sees it."""
 
     name: str
+    cache: CacheFeed
     attempts: dict[str, int] = field(default_factory=dict)
     """By the request id that the scheduler knows."""
     deltas: list[AttemptDelta] = field(default_factory=list)
@@ -91,6 +104,7 @@ class SimulatedReplica(Process):
             max_model_len=shape.max_model_len,
             eos_token_ids=shape.eos_token_ids,
             prefix_caching=shape.prefix_caching,
+            speculation=shape.speculation(),
         )
         self.sessions: dict[Connection, Session] = {}
         self.verdict = FrozenVerdict()
@@ -142,7 +156,9 @@ class SimulatedReplica(Process):
     def on_message(self, connection: Connection, message: Any) -> None:
         if isinstance(message, Dial):
             self._num_links += 1
-            self.sessions[connection] = Session(f"link-{self._num_links}")
+            # A step that is under way may cache more; the events of that say the same again, or more.
+            cache = CacheFeed(self.scheduler.cached_block_hashes())
+            self.sessions[connection] = Session(f"link-{self._num_links}", cache)
             connection.send(self, Hello(facts=self._facts(), load=self.load))
             if self.is_retiring:
                 connection.send(self, Retiring(is_retiring=True))
@@ -205,7 +221,7 @@ class SimulatedReplica(Process):
     def _submit(self, session: Session, command: SendSubmit) -> None:
         request_id = f"{session.name}/{command.attempt}"
         try:
-            finished = self.scheduler.add(replace(command.request, request_id=request_id), self.clock)
+            finished = self.scheduler.add(_renamed(command.request, session.name, request_id), self.clock)
         except HoldfastError as error:
             session.rejections.append(AttemptRejection(attempt=command.attempt, error=error))
             return
@@ -243,9 +259,18 @@ class SimulatedReplica(Process):
     def _deliver(self, *, stepped: bool) -> None:
         before, self.load = self.load, self.scheduler.load()
         concerns_all = stepped or self.load != before
+        events = self.scheduler.take_cache_events() if self.shape.prefix_caching else []
         for connection, session in self.sessions.items():
-            if concerns_all or session.deltas or session.rejections:
-                news = StepNews(load=self.load, deltas=session.deltas, rejections=session.rejections)
+            session.cache.note(events)
+            if concerns_all or session.deltas or session.rejections or session.cache.has_news:
+                cache = session.cache.take()
+                news = StepNews(
+                    load=self.load,
+                    deltas=session.deltas,
+                    rejections=session.rejections,
+                    stored=cache.stored,
+                    evicted=cache.evicted,
+                )
                 session.deltas, session.rejections = [], []
                 connection.send(self, news)
 
@@ -274,3 +299,9 @@ class SimulatedReplica(Process):
             num_blocks=self.shape.num_blocks,
             row_invariant=True,
         )
+
+
+def _renamed(request: EngineRequest, link: str, request_id: str) -> EngineRequest:
+    """As the replica knows it: routers do not know each other's names."""
+    group_id = f"{link}/{request.group_id}" if request.group_id else ""
+    return replace(request, request_id=request_id, group_id=group_id)

@@ -6,7 +6,7 @@ decisions, which are the core's.
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from cluster.simulate.attempts import AttemptBooks
@@ -17,15 +17,29 @@ from cluster.simulate.promises import Violation, require
 from cluster.simulate.replica import MODEL, SimulatedReplica
 from router.config import LimitsConfig, RouterConfig
 from router.dispatch import Dispatch
-from router.events import FRESH, Action, Deliver, Fail, SendAbort, SendSubmit, StepNews, TextState
+from router.events import FRESH, Action, CaughtUp, Deliver, Fail, SendAbort, SendSubmit, StepNews, TextState, Usage
+from router.parallel_sampling import merged_usage, siblings
 from router.policy import ChooseReplica, power_of_two_choices
 from router.resume import catch_up, last_words
-from worker.errors import HoldfastError, ReplicaError, RequestQuarantinedError
+from worker.errors import HoldfastError, ReplicaError, RequestAbortedError, RequestQuarantinedError
 from worker.request import EngineRequest
 
 FIRST_PAUSE_S: Final = 0.05
+RESTART_S: Final = 0.5
 TIMER_S: Final = 1e-6
 """A timer is never set for sooner than a clock can tell: sums of floats are not exact."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Call:
+    """One client's call: its completions, together on one connection."""
+
+    connection: Connection
+    request_id: str
+    open: dict[str, int] = field(default_factory=dict)
+    """By the id of a sibling that has not ended: its number."""
+    usages: list[Usage] = field(default_factory=list)
+    """Of those that have ended."""
 
 
 class SimulatedRouter(Process):
@@ -58,8 +72,9 @@ class SimulatedRouter(Process):
         self._link_of: dict[str, Connection] = {}  # by replica id
         self._num_failed = dict.fromkeys(self._replicas, 0)
         self._books = AttemptBooks(self)
-        self._calls: dict[str, Connection] = {}
-        self._request_ids: dict[Connection, str] = {}
+        self._calls: dict[str, Call] = {}  # by the id of an open sibling
+        self._call_on: dict[Connection, Call] = {}
+        self.is_stopping = False
         self._timer_s: float | None = None
         self.num_links_lost = 0
         """In this life, of links that were up."""
@@ -87,8 +102,23 @@ class SimulatedRouter(Process):
     def on_closed(self, connection: Connection) -> None:
         if connection in self._links:
             self._link_lost(connection)
-        elif connection in self._request_ids:
-            self._perform(self.dispatch.cancel(self._end_call(connection), self.clock))
+        elif connection in self._call_on:
+            self._cancel(self._call_on.pop(connection))
+
+    # --- what the world does to it ---
+
+    def stop(self, *, hands_over: bool) -> None:
+        """It takes nothing new. With `hands_over` its calls end at once, to go on at another router."""
+        self.is_stopping = True
+        if hands_over:
+            self._perform(self.dispatch.hand_over(_stopping()))
+            require(self.dispatch.num_open == 0, f"{self}: {self.dispatch.num_open} requests were not handed over")
+
+    def replace(self) -> None:
+        """If it was to go, it goes, and the next one comes."""
+        if self.is_up and self.is_stopping:
+            self.kill()
+            self.timeline.after(RESTART_S, self.revive)
 
     # --- links ---
 
@@ -125,51 +155,96 @@ class SimulatedRouter(Process):
 
     # --- calls ---
 
-    def _open(self, connection: Connection, call: Generate) -> None:
+    def _open(self, connection: Connection, message: Generate) -> None:
+        """What `router/intake.py` does: all siblings are opened, or none."""
+        call = Call(connection=connection, request_id=message.request.request_id)
+        self._call_on[connection] = call
         try:
-            word: Deliver | Fail | None = self._admit(connection, call)
+            if self.is_stopping:
+                raise _stopping()
+            parts = [self._part(sibling, number, message) for number, sibling in enumerate(siblings(message.request))]
+            for number, (sibling, text, caught_up) in enumerate(parts):
+                call.open[sibling.request_id] = number
+                if caught_up.finish_reason is None:
+                    self._admit(call, sibling, text, caught_up, message)
         except HoldfastError as error:
-            word = Fail(request_id=call.request.request_id, error=error)
-        if word is not None:
-            connection.send(self, word)
-            self.hang_up(connection)
+            self._end_call(call, Fail(request_id=call.request_id, error=error))
+            self._cancel(call)
+            return
+        for sibling, _, caught_up in parts:
+            if caught_up.finish_reason is not None:
+                self._tell(call, last_words(sibling, caught_up))
 
-    def _admit(self, connection: Connection, call: Generate) -> Deliver | None:
-        """What `router/intake.py` does. Returns the answer if there is nothing left to do."""
-        request, text, caught_up = call.request, self._make_text(call.request), FRESH
-        if call.resume is not None:
-            caught_up = catch_up(text, call.resume, 0)
-            request = replace(request, output_token_ids=call.resume.progress(0).token_ids)
-        if caught_up.is_over:
-            return last_words(request, caught_up)
-        self._perform(self.dispatch.supersede(request.request_id, self.clock))
-        most = max(self.dispatch.num_queued, self.limits.max_queued)
-        deadline = self.clock + call.timeout_s
+    def _part(
+        self, sibling: EngineRequest, number: int, message: Generate
+    ) -> tuple[EngineRequest, TextState, CaughtUp]:
+        """One completion, brought to where the client is."""
+        text = self._make_text(sibling)
+        if message.resume is None:
+            return sibling, text, FRESH
+        caught_up = catch_up(text, message.resume, number)
+        return replace(sibling, output_token_ids=message.resume.progress(number).token_ids), text, caught_up
+
+    def _admit(
+        self, call: Call, sibling: EngineRequest, text: TextState, caught_up: CaughtUp, message: Generate
+    ) -> None:
+        request_id, now = sibling.request_id, self.clock
+        self._perform(self.dispatch.supersede(request_id, message.attempt, now))
+        num_before = self.dispatch.num_queued
         actions = self.dispatch.submit(
-            request, model=MODEL, text=text, deadline=deadline, now=self.clock, caught_up=caught_up
+            sibling,
+            model=MODEL,
+            text=text,
+            deadline=now + message.timeout_s,
+            now=now,
+            caught_up=caught_up,
+            client_attempt=message.attempt,
         )
-        if self.dispatch.num_queued > most:
-            raise Violation(f"{self}: {request.request_id} is queued beyond {most}")
-        self._calls[request.request_id] = connection
-        self._request_ids[connection] = request.request_id
+        is_new = not sibling.output_token_ids
+        if is_new and self.dispatch.num_queued > max(num_before, self.limits.max_queued):
+            raise Violation(f"{self}: {request_id} is queued beyond {self.limits.max_queued}")
+        self._calls[request_id] = call
         self._perform(actions)
-        return None
 
-    def _end_call(self, connection: Connection) -> str:
-        request_id = self._request_ids.pop(connection)
-        del self._calls[request_id]
-        return request_id
+    def _tell(self, call: Call, delivery: Deliver) -> None:
+        """What `router/answer.py` makes of a sibling's delivery."""
+        number, told = call.open[delivery.request_id], delivery
+        if delivery.usage is not None:
+            del call.open[delivery.request_id]
+            call.usages.append(delivery.usage)
+        if delivery.request_id != call.request_id:
+            usage = None if call.open else merged_usage(call.usages)
+            told = replace(delivery, request_id=call.request_id, sequence_index=number, usage=usage)
+        if call.open:
+            call.connection.send(self, told)
+        else:
+            self._end_call(call, told)
+
+    def _end_call(self, call: Call, last_word: Deliver | Fail) -> None:
+        """Nothing more is said on it."""
+        if self._call_on.pop(call.connection, None) is not None:
+            call.connection.send(self, last_word)
+            self.hang_up(call.connection)
+
+    def _cancel(self, call: Call) -> None:
+        """Nobody waits any more for what is left of a call."""
+        for request_id in [request_id for request_id in call.open if self._calls.get(request_id) is call]:
+            del self._calls[request_id]
+            self._perform(self.dispatch.cancel(request_id, self.clock))
 
     # --- actions ---
 
     def _perform(self, actions: list[Action]) -> None:
         over: list[str] = []
+        failed: list[tuple[Call, Fail]] = []
         for action in actions:
             match action:
                 case Deliver():
-                    self._tell(action)
+                    call = self._calls[action.request_id]
                     if action.finish_reason is not None:
-                        over.append(self._hang_up(action.request_id))
+                        over.append(action.request_id)
+                        del self._calls[action.request_id]
+                    self._tell(call, action)
                 case SendSubmit():
                     self._books.note_submit(action)
                     self._link_of[action.replica_id].send(self, action)
@@ -178,19 +253,13 @@ class SimulatedRouter(Process):
                     self._link_of[action.replica_id].send(self, action)
                 case Fail():
                     self._check_excuse(action)
-                    self._tell(action)
-                    over.append(self._hang_up(action.request_id))
+                    over.append(action.request_id)
+                    failed.append((self._calls.pop(action.request_id), action))
         self._books.check_over(over)
+        for call, failure in failed:
+            self._end_call(call, failure)
+            self._cancel(call)
         self._set_timer()
-
-    def _tell(self, word: Deliver | Fail) -> None:
-        self._calls[word.request_id].send(self, word)
-
-    def _hang_up(self, request_id: str) -> str:
-        connection = self._calls[request_id]
-        self._end_call(connection)
-        self.hang_up(connection)
-        return request_id
 
     def _check_excuse(self, failure: Fail) -> None:
         """A router may give up for lack of replicas alone, and if several have died under the request."""
@@ -233,4 +302,9 @@ class SimulatedRouter(Process):
         """Asserts that there is a call for each open request, and a link for each replica that is up."""
         self.dispatch.check_integrity()
         assert len(self._calls) == self.dispatch.num_open, "calls and open requests differ"
+        assert set(self._call_on.values()) >= set(self._calls.values()), "a call has ended, and its requests go on"
         assert self._link_of.keys() == {load.replica_id for load in self.dispatch.loads()}, "links and replicas differ"
+
+
+def _stopping() -> RequestAbortedError:
+    return RequestAbortedError("this router is stopping")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cluster.simulate.client import Wish
 from cluster.simulate.faults import Fault, draw_faults
+from cluster.simulate.proposers import PROPOSERS
 from cluster.simulate.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE, PseudoRunner
 from cluster.simulate.replica import ReplicaShape
 from cluster.simulate.step_model import StepModel
@@ -28,6 +29,9 @@ class Scenario:
     router: RouterConfig
     limits: LimitsConfig
     replica: ReplicaShape
+    """What all replicas have in common."""
+    proposers: list[str | None]
+    """Who guesses tokens ahead in each replica (`proposers.py`)."""
     wishes: list[Wish]
     faults: list[Fault]
 
@@ -43,9 +47,14 @@ def draw_scenario(seed: int) -> Scenario:
         num_routers=num_routers,
         num_replicas=num_replicas,
         latency_s=rng.choice((0.0002, 0.002, 0.02)),
-        router=RouterConfig(max_waiting_per_replica=rng.choice((1, 2, 8, 64)), replica_wait_s=rng.choice((5.0, 30.0))),
+        router=RouterConfig(
+            routing_policy=rng.choice(("prefix_aware", "prefix_aware", "power_of_two")),
+            max_waiting_per_replica=rng.choice((1, 2, 8, 64)),
+            replica_wait_s=rng.choice((5.0, 30.0)),
+        ),
         limits=LimitsConfig(max_queued=rng.choice((4, 1024, 1024, 1024))),
         replica=replica,
+        proposers=rng.choices((None, *PROPOSERS), weights=(3, 1, 1, 1), k=num_replicas),
         wishes=draw_wishes(rng, rng.randint(60, 160), span_s, replica.max_model_len),
         faults=draw_faults(rng, span_s, num_routers, num_replicas),
     )
@@ -62,6 +71,7 @@ def _draw_shape(rng: random.Random) -> ReplicaShape:
             max_num_batched_tokens=rng.choice((4, 16, 64, 256)),
             max_num_seqs=max_num_seqs,
             max_num_waiting=rng.choice((4, 1024, 1024, 1024)),
+            tenant_shares=rng.choice(({}, {"gold": 4.0})),
         ),
         num_blocks=-(-num_slots // block_size),
         block_size=block_size,
@@ -71,4 +81,5 @@ def _draw_shape(rng: random.Random) -> ReplicaShape:
         prefix_caching=rng.random() < 0.8,
         step_model=StepModel(base_s=rng.uniform(0.005, 0.05), per_token_s=rng.choice((0.0, 0.0002))),
         make_runner=PseudoRunner,
+        num_drafts=rng.choice((1, 2, 4, 8)),
     )

@@ -52,6 +52,7 @@ def _draw_request(rng: random.Random, request_id: str, prefix: tuple[int, ...], 
         sampling_params=_draw_params(rng),
         priority=rng.choice((Priority.NORMAL, Priority.NORMAL, Priority.HIGH, Priority.LOW)),
         cache_salt=rng.choice(("", "", "", "other")),
+        tenant=rng.choice(("", "", "gold", "free")),
     )
 
 
@@ -60,6 +61,7 @@ def _draw_params(rng: random.Random) -> SamplingParams:
     stops = rng.random() < 0.3
     return SamplingParams(
         seed=rng.getrandbits(40),
+        n=rng.randint(2, 4) if rng.random() < 0.1 else 1,
         max_tokens=None if rng.random() < 0.02 else max_tokens,
         min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.1 else 0,
         stop=rng.sample(_STOPS, rng.randint(1, 3)) if stops else (),

@@ -7,7 +7,7 @@ socket, no thread, no hash of a string.
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cluster.simulate.checks import Checks
@@ -15,6 +15,7 @@ from cluster.simulate.client import SimulatedClient
 from cluster.simulate.faults import Fault, strike
 from cluster.simulate.network import KEEPALIVE_S, Network
 from cluster.simulate.promises import Violation, require
+from cluster.simulate.proposers import PROPOSERS
 from cluster.simulate.pseudo_model import pseudo_tokenizer
 from cluster.simulate.replica import SimulatedReplica
 from cluster.simulate.router import SimulatedRouter
@@ -92,7 +93,10 @@ class World:
         self.timeline = Timeline(watch)
         self.network = Network(self.timeline, rng, scenario.latency_s)
         self.replicas = [
-            SimulatedReplica(f"replica-{i}", self.network, scenario.replica) for i in range(scenario.num_replicas)
+            SimulatedReplica(
+                f"replica-{i}", self.network, replace(scenario.replica, make_proposer=PROPOSERS[name] if name else None)
+            )
+            for i, name in enumerate(scenario.proposers)
         ]
         tokenizer = pseudo_tokenizer()
         self.routers = [

@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.simulate.client import Sequence as ReceivedSequence
 from router.fleet import ReplicaState
 from router.record import RequestRecord, RequestTable
 from router.text_stream import TextStream
+from worker import sequence as sequence_module
 from worker.block_allocator import BlockAllocator
 from worker.plan import DrawParams
+from worker.queues import SequenceQueues
 from worker.sequence import Sequence
 
 
@@ -82,6 +85,35 @@ def restart_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sequence, "draw_params", restarted)
 
 
+def fork_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A completion that forks from its sibling in mid-block finds nothing in the block that it goes on in."""
+    take = SequenceQueues.take_block_copies
+
+    def forgetful(self: SequenceQueues) -> tuple[()]:
+        take(self)
+        return ()
+
+    monkeypatch.setattr(SequenceQueues, "take_block_copies", forgetful)
+
+
+def believe_a_wrong_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several drafts, one that was wrong does not make those after it wrong as well."""
+
+    def believed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, ...]:
+        return drawn if len(drawn) > 1 and token_ids[-1] == drawn[-2] else confirmed(token_ids, drawn)
+
+    confirmed = sequence_module._confirmed
+    monkeypatch.setattr(sequence_module, "_confirmed", believed)
+
+
+def forget_that_a_completion_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that resumes does not say which of its completions have ended."""
+    progress = ReceivedSequence.progress.fget
+    monkeypatch.setattr(
+        ReceivedSequence, "progress", property(lambda self: replace(progress(self), finish_reason=None))
+    )
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     bug.__name__: bug
     for bug in (
@@ -90,5 +122,8 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         hand_out_a_block_twice,
         forget_the_stop_buffer,
         restart_the_noise,
+        fork_without_a_copy,
+        believe_a_wrong_draft,
+        forget_that_a_completion_is_over,
     )
 }

@@ -1,15 +1,22 @@
 """Clients of several routers: whoever iterates does not notice that a router was lost."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from cluster.blocking_client import Client
 from cluster.client import AsyncClient
-from router.config import LimitsConfig
+from cluster.generation import Chunk
+from cluster.received import Received
+from cluster.wire import chunk, generate_request, resubmission
+from holdfast_pb import inference_pb2
+from router.config import LimitsConfig, RouterConfig
+from router.wire import generation_request
 from tests.fakes import FakeReplica, Wire
 from tests.router.site import Site, expected, on_a_loop, site
-from worker.errors import CallerError, ReplicaError, RequestSupersededError
+from worker.errors import CallerError, CapacityError, ReplicaError, RequestSupersededError
+from worker.request import FinishReason, Priority
 from worker.sampling_params import SamplingParams
 
 NUM_TOKENS = 60
@@ -40,6 +47,52 @@ async def test_a_stream_goes_on_at_another_router():
         await check(chunks)
         assert len(other.submits[0].output_token_ids) >= 5
         assert not chunks[-1].replayed_without_guarantee
+
+
+@on_a_loop
+async def test_a_router_that_stops_hands_its_streams_over():
+    """Others have their time; a client that comes again does not wait for it to pass."""
+    mine, other = await FakeReplica.start("a"), await FakeReplica.start("b")
+    async with site(mine) as first, site(other) as second:
+        async with AsyncClient([first.router.address, second.router.address], draw=lambda: 0.0) as client:
+            asking = asyncio.create_task(whole(client, max_tokens=5000))
+            await mine.until(lambda: mine.running and mine.num_tokens > 5)
+            await asyncio.wait_for(first.router.stop(grace_s=600, hands_over=True), 30)
+            await check(await asking, 5000)
+        assert len(other.submits[0].output_token_ids) >= 5
+
+
+@on_a_loop
+async def test_a_router_without_others_gives_its_streams_time():
+    replica = await FakeReplica.start()
+    async with site(replica) as place, AsyncClient(place.router.address) as client:
+        asking = asyncio.create_task(whole(client))
+        await replica.until(lambda: replica.running)
+        await place.router.stop(grace_s=30)
+        await check(await asking)
+        assert len(replica.submits) == 1
+
+
+@on_a_loop
+async def test_a_full_queue_is_waited_for_by_those_who_were_in_before():
+    """The stream had no token yet, so it comes like a new one; but its client knows that it is not."""
+    mine, other = await FakeReplica.start("a"), await FakeReplica.start("b")
+    mine.pause(), other.pause()
+    full, one_each = LimitsConfig(max_queued=0), RouterConfig(max_waiting_per_replica=1, max_reconnect_s=0.1)
+    async with site(mine) as first, site(other, limits=full, config=one_each) as second:
+        async with AsyncClient(second.router.address) as busy:
+            blocking = asyncio.create_task(whole(busy))
+            await other.until(lambda: other.running)
+            with pytest.raises(CapacityError):
+                await whole(busy)
+            async with AsyncClient([first.router.address, second.router.address], draw=lambda: 0.0) as client:
+                asking = asyncio.create_task(whole(client))
+                await mine.until(lambda: mine.running)
+                await first.router.stop()
+                other.resume()
+                await check(await blocking)
+                await check(await asking)
+        assert [submit.attempt for submit in other.submits]
 
 
 @on_a_loop
@@ -151,3 +204,22 @@ async def whole(client: AsyncClient, request_id: str = "", **changes: object) ->
 
 def port_of(place: Site) -> int:
     return int(place.router.address.rpartition(":")[2])
+
+
+def test_a_submission_says_its_number_and_what_is_over():
+    first = generate_request(
+        "hello", params(n=2), model="", request_id="x", priority=Priority.HIGH, timeout_s=9, tenant="t"
+    )
+    received = Received()
+    for index, reason in ((0, FinishReason.LENGTH), (1, None)):
+        received.take(a_chunk(sequence_index=index, finish_reason=reason))
+    wish = generation_request(resubmission(first, 5.0, received))
+    assert (generation_request(first).attempt, wish.attempt, wish.timeout_s) == (1, 2, 5.0)
+    assert (wish.tenant, wish.priority, wish.sampling_params.n) == ("t", Priority.HIGH, 2)
+    assert [progress.finish_reason for progress in wish.resume.sequences] == [FinishReason.LENGTH, None]
+    assert [progress.text_length for progress in wish.resume.sequences] == [2, 2]
+
+
+def a_chunk(**changes: object) -> Chunk:
+    message = inference_pb2.GenerateStreamResponse(request_id="x", token_ids=[1], text="ab")
+    return replace(chunk(message, params()), **changes)

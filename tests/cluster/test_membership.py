@@ -3,7 +3,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from cluster.directory import Directory, Member, Role, Snapshot
-from cluster.membership import Lease, WatchedDirectory
+from cluster.membership import Lease, WatchedDirectory, has_other_routers
 from router.directory import ReplicaEndpoint
 
 
@@ -39,6 +39,7 @@ class FakeHandle:
         self._num_failures = num_failures
         self.renew = FakeMethod(self._renew)
         self.remove = FakeMethod(self._remove)
+        self.watch = FakeMethod(self._watch)
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -54,6 +55,11 @@ class FakeHandle:
 
     async def _remove(self, member_id: str) -> None:
         self.directory.remove(member_id)
+
+    async def _watch(self, seen_version: int) -> Snapshot:
+        if self._num_failures:
+            raise ConnectionError("the directory is being replaced")
+        return self.directory.snapshot(0.0)
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
@@ -146,3 +152,23 @@ def test_a_replaced_directory_takes_no_replica_away_until_it_has_settled():
         {endpoint(1), endpoint(2), endpoint(3)},
         {endpoint(1), endpoint(3)},
     ]
+
+
+async def _others_of_a_router() -> None:
+    handle = FakeHandle()
+    for member in (router("mine"), replica(1)):
+        handle.directory.renew(member, 0.0)
+    assert not await has_other_routers(handle, "mine")
+    handle.directory.renew(router("starting", address=None), 0.0)
+    assert not await has_other_routers(handle, "mine")
+    handle.directory.renew(router("other"), 0.0)
+    assert await has_other_routers(handle, "mine")
+    assert not await has_other_routers(FakeHandle(num_failures=1), "mine")
+
+
+def router(member_id: str, address: str | None = "h:1") -> Member:
+    return Member(member_id=member_id, role=Role.ROUTER, address=address)
+
+
+def test_a_router_is_told_whether_another_one_serves():
+    run(_others_of_a_router())

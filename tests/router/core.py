@@ -85,6 +85,8 @@ class Core:
         num_prompt_tokens: int = 3,
         group_id: str = "",
         prompt_logprobs: int | None = None,
+        output: Sequence[int] = (),
+        client_attempt: int = 0,
     ) -> list[Action]:
         params = SamplingParams(seed=1, max_tokens=100, prompt_logprobs=prompt_logprobs)
         request = EngineRequest(
@@ -93,10 +95,20 @@ class Core:
             sampling_params=params,
             priority=priority,
             group_id=group_id,
+            output_token_ids=tuple(output),
         )
-        deadline = self.now + timeout_s
-        text = LetterText(stop_at)
-        return self._checked(self.dispatch.submit(request, model=model, text=text, deadline=deadline, now=self.now))
+        actions = self.dispatch.submit(
+            request,
+            model=model,
+            text=LetterText(stop_at),
+            deadline=self.now + timeout_s,
+            now=self.now,
+            client_attempt=client_attempt,
+        )
+        return self._checked(actions)
+
+    def supersede(self, request_id: str, client_attempt: int = 0) -> list[Action]:
+        return self._checked(self.dispatch.supersede(request_id, client_attempt, self.now))
 
     def cancel(self, request_id: str) -> list[Action]:
         return self._checked(self.dispatch.cancel(request_id, self.now))

@@ -256,6 +256,17 @@ def test_a_full_queue_refuses_with_an_estimate():
     assert core.dispatch.num_open == 2
 
 
+def test_a_full_queue_has_room_for_what_was_admitted_before():
+    """A request with output has lost its router, not its turn; there is a bound for those as well."""
+    core = queueing_core(max_queued=1)
+    core.submit("new")
+    core.submit("resumed", output=(1, 2))
+    with pytest.raises(QueueFullError):
+        core.submit("resumed too", output=(1,))
+    assert sent(core.step(load=load(num_running=1))).request.request_id == "resumed"
+    core.submit("resumed too", output=(1,))
+
+
 def test_old_figures_do_not_lock_a_router_out():
     """The replica was full when last heard of, and has no reason to speak to a router that has nothing there."""
     core = Core()
@@ -358,15 +369,33 @@ def test_everything_can_be_ended_at_once():
     assert core.dispatch.num_open == 0
 
 
+def test_what_is_handed_over_is_what_its_client_comes_again_with():
+    core = queueing_core()
+    core.submit("comes again", client_attempt=1)
+    core.submit("does not")
+    actions = core.dispatch.hand_over(RequestAbortedError("stopping"))
+    assert failure(actions).request_id == "comes again"
+    core.dispatch.check_integrity()
+    assert core.dispatch.num_open == 2
+
+
+def test_a_submission_that_comes_late_does_not_win(core):
+    newer = sent(core.submit("x", client_attempt=3)).attempt
+    with pytest.raises(RequestSupersededError, match="submission 2 of request x came after submission 3"):
+        core.supersede("x", client_attempt=2)
+    assert delivered(core.step(delta(newer, 0, 1))).token_ids == (1,)
+    assert failure(core.supersede("x", client_attempt=4)).request_id == "x"
+
+
 def test_of_two_submissions_of_one_id_the_newer_wins(core):
     older = sent(core.submit("x")).attempt
-    actions = core.dispatch.supersede("x", core.now)
+    actions = core.supersede("x")
     assert isinstance(failure(actions).error, RequestSupersededError)
     assert aborts(actions) == [("r", older)]
     newer = sent(core.submit("x")).attempt
     assert core.step(delta(older, 0, 9)) == []
     assert delivered(core.step(delta(newer, 0, 1))).token_ids == (1,)
-    assert core.dispatch.supersede("never heard of", core.now) == []
+    assert core.supersede("never heard of") == []
 
 
 # --- what is known of models ---

@@ -1,11 +1,13 @@
 """Streams that go on where an earlier one was cut off: no token and no character is lost or repeated."""
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast_pb import inference_pb2
 from router.events import CaughtUp
 from router.record import RequestRecord
-from router.resume import Progress, Resume, catch_up
+from router.resume import Progress, Resume, catch_up, last_words
 from router.text_stream import TextStream
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.router.core import LetterText, facts
@@ -52,6 +54,40 @@ def test_unsent_text_leads_the_first_delivery_and_comes_once():
     assert (first.first_token_index, first.token_ids, first.text) == (2, (2,), "ab")
     assert second.text == "cd"
     assert second.usage.num_completion_tokens == 4
+
+
+def test_a_completion_whose_end_was_received_is_over():
+    """Its text has what was held back until the end, so it is longer than what is certain after its tokens."""
+    text, params = LetterText(), SamplingParams(seed=0, max_tokens=2)
+    progress = Progress(token_ids=(0, 1), text_length=2, finish_reason=FinishReason.LENGTH)
+    caught_up = catch_up(text, Resume(sequences=(progress,), fingerprint="f"), 0)
+    request = EngineRequest(request_id="x", prompt_token_ids=(1,), sampling_params=params, output_token_ids=(0, 1))
+    end = last_words(request, caught_up)
+    assert (end.finish_reason, end.text, end.token_ids) == (FinishReason.LENGTH, "", ())
+    assert end.usage.num_completion_tokens == 2
+    with pytest.raises(InvalidRequestError, match="text_length"):
+        catch_up(text, Resume(sequences=(replace(progress, finish_reason=None),)), 0)
+
+
+@on_a_loop
+async def test_of_several_completions_those_that_have_ended_are_not_run_again():
+    replica = await FakeReplica.start()
+    async with site(replica) as place:
+        token_ids, text = expected("hello", 1, 8)
+        ended = inference_pb2.SequenceProgress(
+            token_ids=token_ids, text_length=len(text), finish_reason=inference_pb2.FINISH_REASON_LENGTH
+        )
+        resume = inference_pb2.Resume(sequences=[ended], system_fingerprint=fingerprint())
+        message = request(resume=resume, request_id="x")
+        message.sampling_params.n = 2
+        chunks = await collected(place.stub.GenerateStream(message))
+        assert len(replica.submits) == 1
+    again = [chunk for chunk in chunks if chunk.sequence_index == 0]
+    assert [(chunk.text, list(chunk.token_ids), chunk.finish_reason) for chunk in again] == [
+        ("", [], inference_pb2.FINISH_REASON_LENGTH)
+    ]
+    assert "".join(chunk.text for chunk in chunks) == expected("hello", 2, 8)[1]
+    assert chunks[-1].usage.completion_tokens == 16
 
 
 @on_a_loop
