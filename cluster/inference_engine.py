@@ -8,6 +8,7 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from cluster.bundled_model import located
 from cluster.completion import Callback, Completion
@@ -29,6 +30,9 @@ from worker.replica import Progress, Replica
 from worker.request import EngineRequest, Priority
 from worker.sampling_params import SamplingParams
 from worker.stats import EngineStats
+
+ALONE_FROZEN_AFTER_S: Final = 60.0
+"""Without a cluster, no engine is frozen before it has stood still for so long."""
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -70,7 +74,7 @@ class InferenceEngine:
         launcher: RankLauncher | None = None,
         progress: Progress | None = None,
     ) -> None:
-        self._config = located(_worker_config(model, config))
+        self._config = _patient(located(_worker_config(model, config)))
         self._seed = seed
         self._launcher = launcher
         self._progress = progress
@@ -235,6 +239,15 @@ class InferenceEngine:
 def _check_timeout(timeout_s: float | None) -> None:
     if timeout_s is not None and not timeout_s > 0:
         raise InvalidRequestError("timeout_s", timeout_s, "must be above 0")
+
+
+def _patient(config: WorkerConfig) -> WorkerConfig:
+    """In one process nobody is there to take over from a replica that is found frozen: all that a hasty verdict could
+    do is end a script whose machine was busy.
+    """
+    frozen_after_s = max(config.health.frozen_after_s, ALONE_FROZEN_AFTER_S)
+    health = config.health.model_copy(update={"frozen_after_s": frozen_after_s})
+    return config.model_copy(update={"health": health})
 
 
 def _worker_config(model: str | None, config: WorkerConfig | Mapping[str, object] | None) -> WorkerConfig:

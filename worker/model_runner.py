@@ -6,6 +6,7 @@ contain (`scheduler.py`), how a model is loaded (`loading.py`), and processes (`
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from enum import IntEnum
 from itertools import islice
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from worker.config import WorkerConfig
-from worker.errors import UnsupportedModelError
+from worker.errors import ReplicaError, UnsupportedModelError
 from worker.grammar_masks import GrammarMasks
 from worker.kv_cache import KVCache
 from worker.loading import Parts, load_parts
@@ -37,6 +38,9 @@ Progress = Callable[[str, int, int], None]
 """Called as `progress(phase, done, total)`; phases are `load` and `check`."""
 
 Item = TypeVar("Item")
+
+_MASK_LOOK_S: Final = 0.2
+_MASK_LOOKS: Final = 150
 
 _KEEP_ALIVE: Final = 0
 _STOP: Final = -1
@@ -112,7 +116,8 @@ class LeaderRunner:
         plan = plan.with_drafts(drafts)
         waiting = self._grammars.start(plan)
         logits = self.logits(plan)
-        result = step_result(plan, logits, waiting.result() if waiting is not None else None)
+        self._runner.progress.tick()
+        result = step_result(plan, logits, self._masks(waiting) if waiting is not None else None)
         return replace(result, drafts=drafts) if drafts else result
 
     def logits(self, plan: StepPlan) -> Tensor:
@@ -121,6 +126,17 @@ class LeaderRunner:
         logits = self._runner.execute(StepBatch.unpack(message))
         assert logits is not None, "rank 0 is the leader"
         return logits
+
+    def _masks(self, waiting: "Future[dict[int, bytes]]") -> dict[int, bytes]:
+        """The first grammar of a replica has to read the tokenizer, which takes a second if it is large: that is
+        progress, though nothing else moves.
+        """
+        for _ in range(_MASK_LOOKS):
+            try:
+                return waiting.result(_MASK_LOOK_S)
+            except TimeoutError:
+                self._runner.progress.tick()
+        raise ReplicaError(f"the masks of a grammar took more than {_MASK_LOOKS * _MASK_LOOK_S:.0f} s")
 
     def keep_alive(self) -> None:
         """Shows idle followers a live leader."""

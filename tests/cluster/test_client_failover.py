@@ -208,7 +208,7 @@ def port_of(place: Site) -> int:
 
 def test_a_submission_says_its_number_and_what_is_over():
     first = generate_request(
-        "hello", params(n=2), model="", request_id="x", priority=Priority.HIGH, timeout_s=9, tenant="t"
+        "hello", params(n=2), model="", request_id="x", priority=Priority.HIGH, timeout_s=9, tenant="t", cache_salt=""
     )
     received = Received()
     for index, reason in ((0, FinishReason.LENGTH), (1, None)):
