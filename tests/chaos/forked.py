@@ -1,0 +1,187 @@
+"""A cluster of real processes that come up in milliseconds: two routers and some replicas, forked by the nursery.
+
+What may not live here: what the processes are (`nursery.py`), and which faults they meet.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cluster.client import AsyncClient
+from holdfast_pb import inference_pb2
+from router.directory import ReplicaEndpoint
+
+POLL_S = 0.003
+UP_S = 30.0
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A process that is up."""
+
+    id: str
+    address: str
+    pid: int
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+
+class ForkedCluster:
+    """Made by `forked_cluster`. A process that it is told to kill is replaced when asked for."""
+
+    def __init__(self, nursery: asyncio.subprocess.Process, directory: Path, step_s: float) -> None:
+        self._nursery = nursery
+        self._directory = directory
+        self._step_s = step_s
+        self._numbers = itertools.count()
+        self._expected: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._reading = asyncio.create_task(self._read())
+        self._endpoints: dict[str, ReplicaEndpoint] = {}
+        self.replicas: dict[str, Forked] = {}
+        self.routers: list[Forked] = []
+        self.watchers: list[AsyncClient] = []
+        """A client for each router, to look at it alone."""
+
+    @property
+    def addresses(self) -> list[str]:
+        return [router.address for router in self.routers]
+
+    async def add_replica(self, speculative: str = "none", through: str | None = None) -> Forked:
+        """`through` is the address that routers are told instead of its own."""
+        name = f"replica-{next(self._numbers)}"
+        news = await self._order(name, step_s=self._step_s, speculative=speculative)
+        replica = Forked(name, news["address"], news["pid"])
+        self.replicas[name] = replica
+        self.announce(replica, news["model"], news["model_path"], replica.address)
+        return replica
+
+    def announce(self, replica: Forked, model: str, model_path: str, address: str) -> None:
+        """Tells the routers where a replica is."""
+        self._endpoints[replica.id] = ReplicaEndpoint(
+            replica_id=replica.id, address=address, model=model, model_path=model_path
+        )
+        self._publish()
+
+    def move(self, replica: Forked, address: str) -> None:
+        """Tells the routers that a replica is reached elsewhere."""
+        known = self._endpoints[replica.id]
+        self.announce(replica, known.model, known.model_path, address)
+
+    async def add_router(self, port: int = 0) -> Forked:
+        name = f"router-{next(self._numbers)}"
+        news = await self._order(name, directory=str(self._directory), port=port)
+        return Forked(name, news["address"], news["pid"])
+
+    async def replace_router(self, lost: Forked) -> Forked:
+        """Another one, on the same port."""
+        await gone(lost)
+        router = await self.add_router(int(lost.address.rpartition(":")[2]))
+        self.routers[self.routers.index(lost)] = router
+        return router
+
+    def forget(self, replica: Forked) -> None:
+        """It is dead, or as good as that."""
+        del self.replicas[replica.id], self._endpoints[replica.id]
+        replica.send(signal.SIGKILL)
+        self._publish()
+
+    async def until_up(self) -> None:
+        """Every router is linked to the replicas that there are, and to no others."""
+        async with asyncio.timeout(UP_S):
+            for watcher in self.watchers:
+                while {replica.replica_id for replica in (await watcher.get_load()).replicas} != self.replicas.keys():
+                    await asyncio.sleep(POLL_S)
+
+    async def serving_replica(self) -> tuple[Forked, dict[str, inference_pb2.ReplicaStats]]:
+        """The one that runs something now, and the statistics of the others."""
+        while True:
+            for watcher in self.watchers:
+                loads = (await watcher.get_load()).replicas
+                busy = [load.replica_id for load in loads if load.num_running and load.replica_id in self.replicas]
+                if busy:
+                    others = {load.replica_id: load.stats for load in loads if load.replica_id != busy[0]}
+                    return self.replicas[busy[0]], others
+            await asyncio.sleep(POLL_S)
+
+    async def serving_router(self) -> Forked:
+        """The one that has a request open."""
+        while True:
+            for router, watcher in zip(self.routers, self.watchers, strict=True):
+                if (await watcher.get_load()).num_open:
+                    return router
+            await asyncio.sleep(POLL_S)
+
+    async def close(self) -> None:
+        for watcher in self.watchers:
+            await watcher.close()
+        assert self._nursery.stdin is not None
+        children = psutil.Process(self._nursery.pid).children()
+        for child in children:
+            child.send_signal(signal.SIGCONT)
+        self._nursery.stdin.close()
+        await self._nursery.wait()
+        await self._reading
+        assert psutil.wait_procs(children, timeout=5)[1] == []
+
+    # --- inside ---
+
+    async def _order(self, name: str, **order: Any) -> dict[str, Any]:
+        self._expected[name] = asyncio.get_running_loop().create_future()
+        assert self._nursery.stdin is not None
+        self._nursery.stdin.write((json.dumps({"id": name, **order}) + "\n").encode())
+        return await asyncio.wait_for(self._expected[name], UP_S)
+
+    async def _read(self) -> None:
+        assert self._nursery.stdout is not None
+        async for line in self._nursery.stdout:
+            news = json.loads(line)
+            self._expected.pop(news["id"]).set_result(news)
+
+    def _publish(self) -> None:
+        new = self._directory.with_suffix(".new")
+        new.write_text(json.dumps([asdict(endpoint) for endpoint in self._endpoints.values()]))
+        new.replace(self._directory)
+
+
+async def gone(process: Forked) -> None:
+    """Returns once a process that was killed is."""
+    while psutil.pid_exists(process.pid):
+        await asyncio.sleep(POLL_S)
+
+
+@asynccontextmanager
+async def forked_cluster(
+    folder: Path, *, speculative: str = "none", num_replicas: int = 3, step_s: float = 0.008, num_blocks: int = 200
+) -> AsyncIterator[ForkedCluster]:
+    """Two routers and some replicas, one rank each, whose steps take at least `step_s`."""
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    nursery = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.chaos.nursery", str(num_blocks)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=environ,
+    )
+    cluster = ForkedCluster(nursery, folder / "replicas.json", step_s)
+    cluster._expected["nursery"] = up = asyncio.get_running_loop().create_future()
+    try:
+        await asyncio.wait_for(up, 60)
+        cluster._publish()
+        cluster.routers = [await cluster.add_router() for _ in range(2)]
+        cluster.watchers = [AsyncClient(address) for address in cluster.addresses]
+        for _ in range(num_replicas):
+            await cluster.add_replica(speculative)
+        await cluster.until_up()
+        yield cluster
+    finally:
+        await cluster.close()
