@@ -9,8 +9,9 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ from typing import Any
 import psutil
 
 from cluster.client import AsyncClient
-from holdfast_pb import inference_pb2
 from router.directory import ReplicaEndpoint
 
 POLL_S = 0.003
-UP_S = 30.0
+UP_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Forked:
     pid: int
 
     def send(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
 
 class ForkedCluster:
@@ -91,27 +92,33 @@ class ForkedCluster:
         return router
 
     def forget(self, replica: Forked) -> None:
-        """It is dead, or as good as that."""
+        """Tells the routers that it is no more."""
         del self.replicas[replica.id], self._endpoints[replica.id]
-        replica.send(signal.SIGKILL)
         self._publish()
 
     async def until_up(self) -> None:
         """Every router is linked to the replicas that there are, and to no others."""
-        async with asyncio.timeout(UP_S):
-            for watcher in self.watchers:
-                while {replica.replica_id for replica in (await watcher.get_load()).replicas} != self.replicas.keys():
-                    await asyncio.sleep(POLL_S)
+        for router, watcher in zip(self.routers, self.watchers, strict=True):
+            deadline_s = time.monotonic() + UP_S
+            while (linked := {load.replica_id for load in (await watcher.get_load()).replicas}) != self.replicas.keys():
+                assert time.monotonic() < deadline_s, f"{router} has {linked}, not {list(self.replicas.values())}"
+                await asyncio.sleep(POLL_S)
 
-    async def serving_replica(self) -> tuple[Forked, dict[str, inference_pb2.ReplicaStats]]:
-        """The one that runs something now, and the statistics of the others."""
+    async def serving_replica(self) -> Forked:
+        """The one that runs something now."""
         while True:
             for watcher in self.watchers:
-                loads = (await watcher.get_load()).replicas
-                busy = [load.replica_id for load in loads if load.num_running and load.replica_id in self.replicas]
-                if busy:
-                    others = {load.replica_id: load.stats for load in loads if load.replica_id != busy[0]}
-                    return self.replicas[busy[0]], others
+                for load in (await watcher.get_load()).replicas:
+                    if load.num_running and load.replica_id in self.replicas:
+                        return self.replicas[load.replica_id]
+            await asyncio.sleep(POLL_S)
+
+    async def num_computed(self) -> dict[str, int]:
+        """How many tokens each replica has computed. Returns when nothing runs."""
+        while True:
+            loads = (await self.watchers[0].get_load()).replicas
+            if not any(load.num_running or load.num_waiting for load in loads):
+                return {load.replica_id: load.stats.num_tokens_computed for load in loads}
             await asyncio.sleep(POLL_S)
 
     async def serving_router(self) -> Forked:

@@ -47,7 +47,7 @@ _KINDS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = MappingProxyType(
         "JSON schema": ("A person:", {"seed": 11, "structured_outputs": {"json": PERSON}, "max_tokens": 64}),
         "stop strings": (
             "Monday, Tuesday,",
-            {"temperature": 0.9, "seed": 5, "stop": ["zebra", "qu"], "min_tokens": 20, "ignore_eos": True},
+            {"temperature": 0.9, "seed": 5, "stop": ["15 + 8", "15 +"], "max_tokens": 60, "ignore_eos": True},
         ),
         "n=2": ("Three plus four is", {"n": 2, "temperature": 0.8, "seed": 3, "ignore_eos": True}),
         "logprobs": (
@@ -111,6 +111,18 @@ class Answer:
     def is_over(self) -> bool:
         return self.usage is not None or self.error is not None
 
+    @property
+    def is_whole(self) -> bool:
+        return self.usage is not None and all(sequence.finish_reason for sequence in self.sequences.values())
+
+    def difference(self, right: "Answer") -> str:
+        """Where this answer and the right one part; empty if they do not."""
+        told, wanted = vars(self) | _by_sequence(self), vars(right) | _by_sequence(right)
+        compared = [name for name in told if name not in ("sequences", "num_doubled", "arrivals_s")]
+        return "; ".join(
+            f"{name}: {told[name]}, not {wanted.get(name)}" for name in compared if told[name] != wanted.get(name)
+        )
+
     def take(self, chunk: Chunk) -> None:
         self.arrivals_s.append(time.monotonic())
         sequence = self.sequences.setdefault(chunk.sequence_index, Sequence())
@@ -128,6 +140,14 @@ class Answer:
         if not self.arrivals_s or self.arrivals_s[0] > moment_s:
             return None
         return next((arrival_s - moment_s for arrival_s in self.arrivals_s if arrival_s > moment_s), None)
+
+
+def _by_sequence(answer: Answer) -> dict[str, object]:
+    return {
+        f"{name} of sequence {index}": value
+        for index, sequence in answer.sequences.items()
+        for name, value in vars(sequence).items()
+    }
 
 
 def _counts(usage: Usage) -> tuple[int, int]:
