@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,30 +104,34 @@ class ForkedCluster:
                 assert time.monotonic() < deadline_s, f"{router} has {linked}, not {list(self.replicas.values())}"
                 await asyncio.sleep(POLL_S)
 
-    async def serving_replica(self) -> Forked:
-        """The one that runs something now."""
-        while True:
+    async def serving_replica(self, is_over: Callable[[], bool]) -> Forked | None:
+        """The one that runs something now; None once it is over."""
+        while not is_over():
             for watcher in self.watchers:
                 for load in (await watcher.get_load()).replicas:
                     if load.num_running and load.replica_id in self.replicas:
                         return self.replicas[load.replica_id]
             await asyncio.sleep(POLL_S)
+        return None
 
     async def num_computed(self) -> dict[str, int]:
         """How many tokens each replica has computed. Returns when nothing runs."""
+        deadline_s = time.monotonic() + UP_S
         while True:
             loads = (await self.watchers[0].get_load()).replicas
             if not any(load.num_running or load.num_waiting for load in loads):
                 return {load.replica_id: load.stats.num_tokens_computed for load in loads}
+            assert time.monotonic() < deadline_s, f"something runs on for ever: {loads}"
             await asyncio.sleep(POLL_S)
 
-    async def serving_router(self) -> Forked:
-        """The one that has a request open."""
-        while True:
+    async def serving_router(self, is_over: Callable[[], bool]) -> Forked | None:
+        """The one that has a request open; None once it is over."""
+        while not is_over():
             for router, watcher in zip(self.routers, self.watchers, strict=True):
                 if (await watcher.get_load()).num_open:
                     return router
             await asyncio.sleep(POLL_S)
+        return None
 
     async def close(self) -> None:
         for watcher in self.watchers:
