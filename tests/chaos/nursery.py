@@ -2,8 +2,8 @@
 
     python -m tests.chaos.nursery      # reads orders, one JSON object a line; answers each with a line when it is up
 
-What it forks is what serves anywhere: an engine behind its link, a router behind its port. Ray alone is missing. All of
-them end with the nursery, and it with its stdin. What may not live here: faults, and the side that orders (`forked.py`).
+What it forks is what serves anywhere: an engine behind its link, a router behind its port. Ray alone is missing. They
+end with the nursery, and it with its stdin. What may not live here: faults, and the side that orders (`forked.py`).
 """
 
 import asyncio
@@ -35,7 +35,7 @@ LOOK_S = 0.01
 
 
 class PacedRank(SingleRank):
-    """A group of one whose steps take at least `step_s`, so that a fault between two tokens can be timed from outside."""
+    """A group of one whose steps take at least `step_s`, so that faults can be timed to a token from outside."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s

@@ -52,7 +52,7 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         pauses = (f"{median(self.pauses_s):.2f}", f"{max(self.pauses_s):.2f}") if self.pauses_s else ("-", "-")
-        counts = (self.num_recomputed, self.num_lost, self.num_doubled, self.num_mismatched)
+        counts = (self.num_recomputed or "-", self.num_lost, self.num_doubled, self.num_mismatched)
         return (str(self.num_faults), str(self.num_streams), *pauses, *map(str, counts))
 
 

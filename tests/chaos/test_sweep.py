@@ -1,6 +1,6 @@
 """Every kind of request loses what serves it at every token, and its client cannot tell.
 
-The processes are real, and so are the signals. What may not live here: a cluster as users run it (`test_steady_load.py`).
+The processes are real, and so are the signals. What may not live here: a cluster as users run it.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ TARGETS = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
 MOST_TRIES = 10
-"""On a busy machine a signal may come after the end of a stream, which proves nothing: the stream is asked for again."""
+"""On a busy machine a signal may come after the end of a stream, which proves nothing: then it is asked for again."""
 
 Choose = Callable[[ForkedCluster, Callable[[], bool]], Awaitable[Forked | None]]
 Mend = Callable[[ForkedCluster, Forked], Awaitable[object]]
