@@ -14,15 +14,17 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
 from cluster.client import AsyncClient
 from router.directory import ReplicaEndpoint
+from tests.fakes import Wire
 
 POLL_S = 0.003
 UP_S = 15.0
+START_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,19 @@ class Forked:
 class ForkedCluster:
     """Made by `forked_cluster`. A process that it is told to kill is replaced when asked for."""
 
-    def __init__(self, nursery: asyncio.subprocess.Process, directory: Path, step_s: float) -> None:
+    def __init__(self, nursery: asyncio.subprocess.Process, directory: Path, step_s: float, wired: bool) -> None:
         self._nursery = nursery
         self._directory = directory
         self._step_s = step_s
+        self._wired = wired
+        self._speculative = itertools.cycle(("none", "ngram", "suffix"))
         self._numbers = itertools.count()
         self._expected: dict[str, asyncio.Future[dict[str, Any]]] = {}
         self._reading = asyncio.create_task(self._read())
         self._endpoints: dict[str, ReplicaEndpoint] = {}
         self.replicas: dict[str, Forked] = {}
+        self.wires: dict[str, Wire] = {}
+        """Between the routers and each replica, in a cluster that has them."""
         self.routers: list[Forked] = []
         self.watchers: list[AsyncClient] = []
         """A client for each router, to look at it alone."""
@@ -58,26 +64,29 @@ class ForkedCluster:
     def addresses(self) -> list[str]:
         return [router.address for router in self.routers]
 
-    async def add_replica(self, speculative: str = "none", through: str | None = None) -> Forked:
-        """`through` is the address that routers are told instead of its own."""
-        name = f"replica-{next(self._numbers)}"
-        news = await self._order(name, step_s=self._step_s, speculative=speculative)
-        replica = Forked(name, news["address"], news["pid"])
-        self.replicas[name] = replica
-        self.announce(replica, news["model"], news["model_path"], replica.address)
-        return replica
+    async def come_up(self) -> None:
+        self._publish()
+        await self._news_of("nursery")
+        self.routers = [await self.add_router() for _ in range(2)]
+        self.watchers = [AsyncClient(address) for address in self.addresses]
+        for _ in range(3):
+            await self.add_replica()
+        await self.until_up()
 
-    def announce(self, replica: Forked, model: str, model_path: str, address: str) -> None:
-        """Tells the routers where a replica is."""
-        self._endpoints[replica.id] = ReplicaEndpoint(
-            replica_id=replica.id, address=address, model=model, model_path=model_path
+    async def add_replica(self) -> Forked:
+        """Each with another way to guess tokens than the one before: what one began goes on at the other."""
+        name = f"replica-{next(self._numbers)}"
+        news = await self._order(name, step_s=self._step_s, speculative=next(self._speculative))
+        replica = self.replicas[name] = Forked(name, news["address"], news["pid"])
+        address = replica.address
+        if self._wired:
+            wire = self.wires[name] = await Wire.start(int(address.rpartition(":")[2]))
+            address = f"127.0.0.1:{wire.port}"
+        self._endpoints[name] = ReplicaEndpoint(
+            replica_id=name, address=address, model=news["model"], model_path=news["model_path"]
         )
         self._publish()
-
-    def move(self, replica: Forked, address: str) -> None:
-        """Tells the routers that a replica is reached elsewhere."""
-        known = self._endpoints[replica.id]
-        self.announce(replica, known.model, known.model_path, address)
+        return replica
 
     async def add_router(self, port: int = 0) -> Forked:
         name = f"router-{next(self._numbers)}"
@@ -136,6 +145,8 @@ class ForkedCluster:
     async def close(self) -> None:
         for watcher in self.watchers:
             await watcher.close()
+        for wire in self.wires.values():
+            await wire.stop()
         assert self._nursery.stdin is not None
         children = psutil.Process(self._nursery.pid).children()
         for child in children:
@@ -148,10 +159,13 @@ class ForkedCluster:
     # --- inside ---
 
     async def _order(self, name: str, **order: Any) -> dict[str, Any]:
-        self._expected[name] = asyncio.get_running_loop().create_future()
         assert self._nursery.stdin is not None
         self._nursery.stdin.write((json.dumps({"id": name, **order}) + "\n").encode())
-        return await asyncio.wait_for(self._expected[name], UP_S)
+        return await self._news_of(name)
+
+    async def _news_of(self, name: str) -> dict[str, Any]:
+        self._expected[name] = asyncio.get_running_loop().create_future()
+        return await asyncio.wait_for(self._expected[name], START_S)
 
     async def _read(self) -> None:
         assert self._nursery.stdout is not None
@@ -173,26 +187,19 @@ async def gone(process: Forked) -> None:
 
 @asynccontextmanager
 async def forked_cluster(
-    folder: Path, *, speculative: str = "none", num_replicas: int = 3, step_s: float = 0.008, num_blocks: int = 200
+    folder: Path, *, step_s: float = 0.006, num_blocks: int = 200, wired: bool = False, stderr: IO[str] | None = None
 ) -> AsyncIterator[ForkedCluster]:
-    """Two routers and some replicas, one rank each, whose steps take at least `step_s`."""
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    """Two routers and three replicas, of one rank each, whose steps take at least `step_s`."""
     nursery = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.chaos.nursery", str(num_blocks)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env=environ,
+        stderr=stderr,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    cluster = ForkedCluster(nursery, folder / "replicas.json", step_s)
-    cluster._expected["nursery"] = up = asyncio.get_running_loop().create_future()
+    cluster = ForkedCluster(nursery, folder / "replicas.json", step_s, wired)
     try:
-        await asyncio.wait_for(up, 60)
-        cluster._publish()
-        cluster.routers = [await cluster.add_router() for _ in range(2)]
-        cluster.watchers = [AsyncClient(address) for address in cluster.addresses]
-        for _ in range(num_replicas):
-            await cluster.add_replica(speculative)
-        await cluster.until_up()
+        await cluster.come_up()
         yield cluster
     finally:
         await cluster.close()
