@@ -95,6 +95,8 @@ class ReplicaLink:
     async def _run(self) -> None:
         while not self._is_retired:
             await self._session()
+            if _is_cancelled():  # the call may have failed in the same moment, and gRPC then tells of that alone
+                return
             pause_s = min(FIRST_PAUSE_S * 2 ** min(self._num_failed, 10), self._config.max_reconnect_s)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 

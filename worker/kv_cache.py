@@ -112,4 +112,5 @@ def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     """
     if device.type != "cpu" or not math.prod(shape):
         return torch.zeros(*shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(*shape)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)

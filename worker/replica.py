@@ -25,6 +25,7 @@ from worker.watchdog import Watchdog
 if TYPE_CHECKING:
     import torch
 
+    from worker.model_runner import ModelRunner
     from worker.tensor_parallel import TensorParallelGroup
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class Replica:
         Raises `UnsupportedModelError` or `ConfigurationError` where the settings cannot work, `ReplicaError` when a
         rank dies on the way. Nothing is left running then.
         """
-        from worker.model_runner import LeaderRunner, ModelRunner
+        from worker.model_runner import ModelRunner
 
         device = default_device(config, rank=0)
         prepare_process(config, device)
@@ -80,6 +81,15 @@ class Replica:
                 ranks.kill()
             group.close()
             raise
+        return cls.around(config, runner, group, ranks)
+
+    @classmethod
+    def around(
+        cls, config: WorkerConfig, runner: "ModelRunner", group: "TensorParallelGroup", ranks: Ranks | None = None
+    ) -> "Replica":
+        """A replica of a leading rank that is loaded and checked. Its engine runs when this returns."""
+        from worker.model_runner import LeaderRunner
+
         info = runner.info
         speculation = Speculation(config.speculation, config.scheduler)
         scheduler = Scheduler(

@@ -11,3 +11,8 @@ def ray_processes() -> list[psutil.Process]:
 def processes_named(part: str) -> list[psutil.Process]:
     """Those of Ray whose title has `part` in it, such as `RankActor` or `:Directory`."""
     return [process for process in ray_processes() if part in " ".join(process.cmdline())]
+
+
+def listening_ports(process: psutil.Process) -> set[int]:
+    """The TCP ports that it serves."""
+    return {link.laddr.port for link in process.net_connections() if link.status == psutil.CONN_LISTEN}

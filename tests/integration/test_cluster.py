@@ -10,7 +10,7 @@ from cluster.client import AsyncClient
 from cluster.directory import SETTLED_S
 from cluster.llm import LLM
 from cluster.serving import Serving
-from tests.integration.processes import processes_named, ray_processes
+from tests.integration.processes import listening_ports, processes_named, ray_processes
 from worker.errors import HoldfastError
 from worker.request import FinishReason
 from worker.sampling_params import SamplingParams
@@ -200,10 +200,6 @@ def test_streams_outlive_the_process_that_serves_them(
         assert (again.token_ids, again.text) == (wanted.token_ids, wanted.text)
     print(f"the longest pause within a stream was {max(answer.longest_pause_s for answer in answers):.2f} s")
     assert len(processes_named(part)) == 2
-
-
-def listening_ports(process: psutil.Process) -> set[int]:
-    return {link.laddr.port for link in process.net_connections() if link.status == psutil.CONN_LISTEN}
 
 
 async def _kill_the_router(routers: tuple[str, ...], victim: psutil.Process) -> list[Answer]:

@@ -7,6 +7,7 @@ import grpc
 from holdfast_pb import engine_pb2, inference_pb2, inference_pb2_grpc
 from router.config import LimitsConfig, RouterConfig
 from router.directory import StaticDirectory
+from router.link import ReplicaLink
 from router.router import Router
 from tests.fakes import FakeReplica, Wire, byte_tokenizer
 from tests.router.site import (
@@ -156,6 +157,25 @@ async def test_a_link_that_breaks_by_our_fault_comes_back_and_its_requests_go_on
         assert list((await call).completions[0].token_ids) == expected("hello", 1, 8)[0]
         assert "failed by a fault of ours" in caplog.text
         assert (await place.stub.Generate(request())).usage.completion_tokens == 8
+
+
+@on_a_loop
+async def test_a_link_that_fails_in_the_moment_it_is_let_go_ends(monkeypatch):
+    """gRPC takes a cancellation for its own where the call has failed already, and raises that failure instead."""
+    talking = asyncio.Event()
+
+    async def talk(link):
+        talking.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()) from None
+
+    monkeypatch.setattr(ReplicaLink, "_talk", talk)
+    directory = StaticDirectory([FakeReplica("gone", "fake", 0.01).endpoint_at(1)])
+    router = await Router.start(RouterConfig(), LimitsConfig(), directory, load_tokenizer=byte_tokenizer)
+    await talking.wait()
+    await asyncio.wait_for(router.stop(), 5)
 
 
 @on_a_loop

@@ -1,5 +1,7 @@
 """The memory of the paged cache: shaped by its layers, zero at first and when cleared."""
 
+import os
+
 import numpy as np
 import psutil
 import pytest
@@ -53,3 +55,12 @@ def test_a_large_pool_takes_memory_only_where_it_is_written_to():
     assert not layer.keys[:4].any()
     layer.values[7] = 1
     assert psutil.Process().memory_info().rss - resident < 2**25
+
+
+def test_a_process_that_is_forked_has_a_cache_of_its_own():
+    cache = KVCache.allocate([PLAIN], 4, 4, torch.float32, "cpu")
+    if (child := os.fork()) == 0:
+        cache.layers[0].keys.numpy()[:] = 1.0
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not cache.layers[0].keys.any()

@@ -1,0 +1,205 @@
+"""A cluster of real processes that come up in milliseconds: two routers and some replicas, forked by the nursery.
+
+What may not live here: what the processes are (`nursery.py`), and which faults they meet.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from cluster.client import AsyncClient
+from router.directory import ReplicaEndpoint
+from tests.fakes import Wire
+
+POLL_S = 0.003
+UP_S = 15.0
+START_S = 60.0
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A process that is up."""
+
+    id: str
+    address: str
+    pid: int
+
+    def send(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+class ForkedCluster:
+    """Made by `forked_cluster`. A process that it is told to kill is replaced when asked for."""
+
+    def __init__(self, nursery: asyncio.subprocess.Process, directory: Path, step_s: float, wired: bool) -> None:
+        self._nursery = nursery
+        self._directory = directory
+        self._step_s = step_s
+        self._wired = wired
+        self._speculative = itertools.cycle(("none", "ngram", "suffix"))
+        self._numbers = itertools.count()
+        self._expected: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._reading = asyncio.create_task(self._read())
+        self._endpoints: dict[str, ReplicaEndpoint] = {}
+        self.replicas: dict[str, Forked] = {}
+        self.wires: dict[str, Wire] = {}
+        """Between the routers and each replica, in a cluster that has them."""
+        self.routers: list[Forked] = []
+        self.watchers: list[AsyncClient] = []
+        """A client for each router, to look at it alone."""
+
+    @property
+    def addresses(self) -> list[str]:
+        return [router.address for router in self.routers]
+
+    async def come_up(self) -> None:
+        self._publish()
+        await self._news_of("nursery")
+        self.routers = [await self.add_router() for _ in range(2)]
+        self.watchers = [AsyncClient(address) for address in self.addresses]
+        for _ in range(3):
+            await self.add_replica()
+        await self.until_up()
+
+    async def add_replica(self) -> Forked:
+        """Each with another way to guess tokens than the one before: what one began goes on at the other."""
+        name = f"replica-{next(self._numbers)}"
+        news = await self._order(name, step_s=self._step_s, speculative=next(self._speculative))
+        replica = self.replicas[name] = Forked(name, news["address"], news["pid"])
+        address = replica.address
+        if self._wired:
+            wire = self.wires[name] = await Wire.start(int(address.rpartition(":")[2]))
+            address = f"127.0.0.1:{wire.port}"
+        self._endpoints[name] = ReplicaEndpoint(
+            replica_id=name, address=address, model=news["model"], model_path=news["model_path"]
+        )
+        self._publish()
+        return replica
+
+    async def add_router(self, port: int = 0) -> Forked:
+        name = f"router-{next(self._numbers)}"
+        news = await self._order(name, directory=str(self._directory), port=port)
+        return Forked(name, news["address"], news["pid"])
+
+    async def replace_router(self, lost: Forked) -> Forked:
+        """Another one, on the same port."""
+        await gone(lost)
+        router = await self.add_router(int(lost.address.rpartition(":")[2]))
+        self.routers[self.routers.index(lost)] = router
+        return router
+
+    def forget(self, replica: Forked) -> None:
+        """Tells the routers that it is no more."""
+        del self.replicas[replica.id], self._endpoints[replica.id]
+        self._publish()
+
+    async def until_up(self) -> None:
+        """Every router is linked to the replicas that there are, and to no others."""
+        for router, watcher in zip(self.routers, self.watchers, strict=True):
+            deadline_s = time.monotonic() + UP_S
+            while (linked := {load.replica_id for load in (await watcher.get_load()).replicas}) != self.replicas.keys():
+                assert time.monotonic() < deadline_s, f"{router} has {linked}, not {list(self.replicas.values())}"
+                await asyncio.sleep(POLL_S)
+
+    async def serving_replica(self, is_over: Callable[[], bool]) -> Forked | None:
+        """The one that runs something now; None once it is over."""
+        while not is_over():
+            for watcher in self.watchers:
+                for load in (await watcher.get_load()).replicas:
+                    if load.num_running and load.replica_id in self.replicas:
+                        return self.replicas[load.replica_id]
+            await asyncio.sleep(POLL_S)
+        return None
+
+    async def num_computed(self) -> dict[str, int]:
+        """How many tokens each replica has computed. Returns when nothing runs."""
+        deadline_s = time.monotonic() + UP_S
+        while True:
+            loads = (await self.watchers[0].get_load()).replicas
+            if not any(load.num_running or load.num_waiting for load in loads):
+                return {load.replica_id: load.stats.num_tokens_computed for load in loads}
+            assert time.monotonic() < deadline_s, f"something runs on for ever: {loads}"
+            await asyncio.sleep(POLL_S)
+
+    async def serving_router(self, is_over: Callable[[], bool]) -> Forked | None:
+        """The one that has a request open; None once it is over."""
+        while not is_over():
+            for router, watcher in zip(self.routers, self.watchers, strict=True):
+                if (await watcher.get_load()).num_open:
+                    return router
+            await asyncio.sleep(POLL_S)
+        return None
+
+    async def close(self) -> None:
+        for watcher in self.watchers:
+            await watcher.close()
+        for wire in self.wires.values():
+            await wire.stop()
+        assert self._nursery.stdin is not None
+        children = psutil.Process(self._nursery.pid).children()
+        for child in children:
+            child.send_signal(signal.SIGCONT)
+        self._nursery.stdin.close()
+        await self._nursery.wait()
+        await self._reading
+        assert psutil.wait_procs(children, timeout=5)[1] == []
+
+    # --- inside ---
+
+    async def _order(self, name: str, **order: Any) -> dict[str, Any]:
+        assert self._nursery.stdin is not None
+        self._nursery.stdin.write((json.dumps({"id": name, **order}) + "\n").encode())
+        return await self._news_of(name)
+
+    async def _news_of(self, name: str) -> dict[str, Any]:
+        self._expected[name] = asyncio.get_running_loop().create_future()
+        return await asyncio.wait_for(self._expected[name], START_S)
+
+    async def _read(self) -> None:
+        assert self._nursery.stdout is not None
+        async for line in self._nursery.stdout:
+            news = json.loads(line)
+            self._expected.pop(news["id"]).set_result(news)
+
+    def _publish(self) -> None:
+        new = self._directory.with_suffix(".new")
+        new.write_text(json.dumps([asdict(endpoint) for endpoint in self._endpoints.values()]))
+        new.replace(self._directory)
+
+
+async def gone(process: Forked) -> None:
+    """Returns once a process that was killed is."""
+    while psutil.pid_exists(process.pid):
+        await asyncio.sleep(POLL_S)
+
+
+@asynccontextmanager
+async def forked_cluster(
+    folder: Path, *, step_s: float = 0.006, num_blocks: int = 200, wired: bool = False, stderr: IO[str] | None = None
+) -> AsyncIterator[ForkedCluster]:
+    """Two routers and three replicas, of one rank each, whose steps take at least `step_s`."""
+    nursery = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.chaos.nursery", str(num_blocks)),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=stderr,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    cluster = ForkedCluster(nursery, folder / "replicas.json", step_s, wired)
+    try:
+        await cluster.come_up()
+        yield cluster
+    finally:
+        await cluster.close()

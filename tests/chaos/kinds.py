@@ -1,0 +1,166 @@
+"""The kinds of requests that must survive every fault, and all that their clients are told of an answer.
+
+What may not live here: processes and faults.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from cluster.client import AsyncClient
+from cluster.generation import Chunk
+from router.events import Usage
+from worker.errors import HoldfastError
+from worker.request import FinishReason, SamplingParams, TokenLogprob
+
+PERSON: Final = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 10, "maximum": 99},
+        "likes": {"enum": ["tea", "coffee"]},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A request as a client makes it."""
+
+    name: str
+    prompt: str
+    params: SamplingParams
+
+    def longer(self, max_tokens: int) -> "Kind":
+        """The same request with more to say, where its kind does not end it before."""
+        return Kind(name=self.name, prompt=self.prompt, params=params_of(self.name, max_tokens))
+
+
+_KINDS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = MappingProxyType(
+    {
+        "greedy": ("The capital of France is", {"temperature": 0.0, "ignore_eos": True}),
+        "seeded": ("Once upon a time", {"temperature": 0.9, "top_k": 40, "seed": 7, "ignore_eos": True}),
+        "JSON schema": ("A person:", {"seed": 11, "structured_outputs": {"json": PERSON}, "max_tokens": 64}),
+        "stop strings": (
+            "Monday, Tuesday,",
+            {"temperature": 0.9, "seed": 5, "stop": ["15 + 8", "15 +"], "max_tokens": 60, "ignore_eos": True},
+        ),
+        "n=2": ("Three plus four is", {"n": 2, "temperature": 0.8, "seed": 3, "ignore_eos": True}),
+        "logprobs": (
+            "What is the currency of Japan?",
+            {"temperature": 0.7, "seed": 2, "logprobs": 3, "prompt_logprobs": 2, "ignore_eos": True},
+        ),
+        "penalties": (
+            "The weather is",
+            {
+                "temperature": 0.9,
+                "seed": 13,
+                "presence_penalty": 0.5,
+                "frequency_penalty": 0.5,
+                "repetition_penalty": 1.1,
+                "min_tokens": 20,
+                "bad_words": ["the"],
+                "logit_bias": {5: 1.0},
+            },
+        ),
+        "speculation": ("Monday Tuesday Wednesday Monday Tuesday", {"temperature": 0.0, "ignore_eos": True}),
+    }
+)
+
+
+def params_of(name: str, max_tokens: int = 24) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": max_tokens, **_KINDS[name][1]})
+
+
+KINDS: Final = tuple(Kind(name=name, prompt=prompt, params=params_of(name)) for name, (prompt, _) in _KINDS.items())
+
+
+@dataclass
+class Sequence:
+    """One completion as it came."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class Answer:
+    """All that one client was told. Two are equal if it was told the same; when it was told does not count."""
+
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    usage: tuple[int, int] | None = None
+    """Prompt and completion tokens. How many of the prompt's were cached differs from run to run."""
+    error: HoldfastError | None = None
+    num_doubled: int = field(default=0, compare=False)
+    """Tokens that came with an index that had come before."""
+    arrivals_s: list[float] = field(default_factory=list, compare=False)
+    """When each chunk came, by the monotonic clock."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sequence.token_ids) for sequence in self.sequences.values())
+
+    @property
+    def is_over(self) -> bool:
+        return self.usage is not None or self.error is not None
+
+    @property
+    def is_whole(self) -> bool:
+        return self.usage is not None and all(sequence.finish_reason for sequence in self.sequences.values())
+
+    def difference(self, right: "Answer") -> str:
+        """Where this answer and the right one part; empty if they do not."""
+        told, wanted = vars(self) | _by_sequence(self), vars(right) | _by_sequence(right)
+        compared = [name for name in told if name not in ("sequences", "num_doubled", "arrivals_s")]
+        return "; ".join(
+            f"{name}: {told[name]}, not {wanted.get(name)}" for name in compared if told[name] != wanted.get(name)
+        )
+
+    def take(self, chunk: Chunk) -> None:
+        self.arrivals_s.append(time.monotonic())
+        sequence = self.sequences.setdefault(chunk.sequence_index, Sequence())
+        self.num_doubled += max(0, len(sequence.token_ids) - chunk.first_token_index)
+        sequence.token_ids += chunk.token_ids
+        sequence.text += chunk.text
+        sequence.logprobs += chunk.logprobs
+        sequence.finish_reason = chunk.finish_reason or sequence.finish_reason
+        self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
+        if chunk.usage is not None:
+            self.usage = _counts(chunk.usage)
+
+    def pause_after(self, moment_s: float) -> float | None:
+        """Seconds from a moment to the next chunk; None if it came to an end, or began, on the other side of it."""
+        if not self.arrivals_s or self.arrivals_s[0] > moment_s:
+            return None
+        return next((arrival_s - moment_s for arrival_s in self.arrivals_s if arrival_s > moment_s), None)
+
+
+def _by_sequence(answer: Answer) -> dict[str, object]:
+    return {
+        f"{name} of sequence {index}": value
+        for index, sequence in answer.sequences.items()
+        for name, value in vars(sequence).items()
+    }
+
+
+def _counts(usage: Usage) -> tuple[int, int]:
+    return usage.num_prompt_tokens, usage.num_completion_tokens
+
+
+async def ask(client: AsyncClient, kind: Kind, on_chunk: Callable[[Answer], object] = lambda answer: None) -> Answer:
+    """One request to its end. An error is part of the answer."""
+    answer = Answer()
+    try:
+        async for chunk in client.stream(kind.prompt, kind.params):
+            answer.take(chunk)
+            on_chunk(answer)
+    except HoldfastError as error:
+        answer.error = error
+    return answer

@@ -1,0 +1,70 @@
+"""Clients that never stop asking, and what each of their answers came to.
+
+What may not live here: faults (`test_steady_load.py`), and what an answer is (`kinds.py`).
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from cluster.client import AsyncClient
+from tests.chaos.kinds import Answer, Kind, ask
+from tests.chaos.tally import Row
+
+POLL_S = 0.02
+SETTLED_S = 90.0
+
+
+class Load:
+    """Made by `steady_load`. Every client goes through the kinds in turn, each from another one on."""
+
+    def __init__(self, kinds: Sequence[Kind], right: Sequence[Answer]) -> None:
+        self._kinds = kinds
+        self._right = right
+        self._open: dict[int, Answer] = {}
+        self._unjudged: list[tuple[Answer, Answer]] = []
+
+    async def settle(self, struck_s: float) -> list[float]:
+        """Waits until every stream that was open then has gone on. How long each of them had to wait for that."""
+        caught = [answer for answer in self._open.values() if answer.arrivals_s]
+        async with asyncio.timeout(SETTLED_S):
+            while any(not answer.is_over and answer.pause_after(struck_s) is None for answer in caught):
+                await asyncio.sleep(POLL_S)
+        pauses_s = [answer.pause_after(struck_s) for answer in caught]
+        return [pause_s for pause_s in pauses_s if pause_s is not None]
+
+    async def judge_all(self, row: Row) -> None:
+        """Every answer that has come to its end, and those that are open now once they have."""
+        caught = list(self._open.values())
+        async with asyncio.timeout(SETTLED_S):
+            while any(not answer.is_over for answer in caught):
+                await asyncio.sleep(POLL_S)
+        for answer, right in self._unjudged:
+            row.judge(answer, right)
+        self._unjudged.clear()
+
+    async def run(self, number: int, addresses: Sequence[str]) -> None:
+        """One client, for ever."""
+        async with AsyncClient(addresses, draw=lambda: (number % 2) / 2) as client:
+            for turn in itertools.count(number):
+                index = turn % len(self._kinds)
+                answer = await ask(client, self._kinds[index], lambda answer: self._open.update({number: answer}))
+                self._open.pop(number, None)
+                self._unjudged.append((answer, self._right[index]))
+
+
+@asynccontextmanager
+async def steady_load(addresses: Sequence[str], kinds: Sequence[Kind], num_clients: int) -> AsyncIterator[Load]:
+    """Asks for each kind once, while nothing goes wrong; then goes on until the block ends."""
+    async with AsyncClient(addresses) as client:
+        right = [await ask(client, kind) for kind in kinds]
+    assert all(answer.is_whole for answer in right)
+    load = Load(kinds, right)
+    tasks = [asyncio.create_task(load.run(number, addresses)) for number in range(num_clients)]
+    try:
+        yield load
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

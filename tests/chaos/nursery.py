@@ -1,0 +1,124 @@
+"""A process that loads the libraries and the bundled model once, and forks replicas and routers that are up at once.
+
+    python -m tests.chaos.nursery      # reads orders, one JSON object a line; answers each with a line when it is up
+
+What it forks is what serves anywhere: an engine behind its link, a router behind its port. Ray alone is missing. They
+end with the nursery, and it with its stdin. What may not live here: faults, and the side that orders (`forked.py`).
+"""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.bundled_model import located
+from router.config import LimitsConfig, RouterConfig
+from router.directory import ReplicaEndpoint
+from router.router import Router
+from worker.config import CacheConfig, ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
+from worker.link import LinkServer
+from worker.model_runner import ModelRunner
+from worker.rank import prepare_process
+from worker.replica import Replica
+from worker.tensor_parallel import Message, SingleRank
+
+LOOK_S = 0.01
+
+
+class PacedRank(SingleRank):
+    """A group of one whose steps take at least `step_s`, so that faults can be timed to a token from outside."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+
+    def broadcast(self, message: Message | None) -> Message:
+        time.sleep(self._step_s)
+        return super().broadcast(message)
+
+
+class FileDirectory:
+    """A `ReplicaDirectory` in a file: a JSON list of endpoints, replaced as a whole."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    async def watch(self) -> AsyncIterator[frozenset[ReplicaEndpoint]]:
+        seen = None
+        while True:
+            text = self._path.read_text()
+            if text != seen:
+                seen = text
+                yield frozenset(ReplicaEndpoint(**fields) for fields in json.loads(text))
+            await asyncio.sleep(LOOK_S)
+
+
+class Nursery:
+    """The process that forks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._config = located(
+            WorkerConfig(
+                parallel=ParallelConfig(num_threads=1),
+                cache=CacheConfig(num_blocks=num_blocks),
+                scheduler=SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=32),
+            )
+        )
+        device = torch.device("cpu")
+        prepare_process(self._config, device)
+        self._runner = ModelRunner.load(self._config, SingleRank(), device=device)
+        self._lifeline, self._held = os.pipe()
+
+    def run(self) -> None:
+        """Forks on every order, until there are no more."""
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+        say(id="nursery", address="", pid=os.getpid())
+        for line in sys.stdin:
+            if os.fork() == 0:
+                os._exit(self._live(json.loads(line)))
+
+    def _live(self, order: dict[str, Any]) -> int:
+        """A child's whole life."""
+        os.close(self._held)
+        os.close(sys.stdin.fileno())
+        threading.Thread(target=self._end_with_the_nursery, daemon=True).start()
+        asyncio.run(self._router(**order) if "directory" in order else self._replica(**order))
+        return 1
+
+    def _end_with_the_nursery(self) -> None:
+        os.read(self._lifeline, 1)
+        os._exit(0)
+
+    async def _replica(self, id: str, step_s: float, speculative: str) -> None:
+        config = self._config.model_copy(update={"speculation": SpeculationConfig(speculative=speculative)})
+        replica = Replica.around(config, self._runner, PacedRank(step_s))
+        server = await LinkServer.start(replica, replica_id=id)
+        info = replica.info
+        endpoint = ReplicaEndpoint(replica_id=id, address=server.address, model=info.name, model_path=info.path)
+        await _for_ever(id=id, pid=os.getpid(), **asdict(endpoint))
+
+    async def _router(self, id: str, directory: str, port: int) -> None:
+        router = await Router.start(RouterConfig(), LimitsConfig(), FileDirectory(directory), port=port)
+        await _for_ever(id=id, pid=os.getpid(), address=router.address)
+
+
+async def _for_ever(**news: Any) -> None:
+    say(**news)
+    await asyncio.Event().wait()
+
+
+def say(**news: Any) -> None:
+    """One line in one piece: children write to the same pipe."""
+    os.write(sys.stdout.fileno(), (json.dumps(news) + "\n").encode())
+
+
+if __name__ == "__main__":
+    Nursery(num_blocks=int(sys.argv[1])).run()

@@ -1,0 +1,152 @@
+"""A cluster as users run it, under steady load of every kind of request, while its processes die and freeze one by one.
+
+What may not live here: faults at a chosen token (`test_sweep.py`).
+"""
+
+import asyncio
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from cluster.client import AsyncClient
+from cluster.config import ClusterConfig, HoldfastConfig
+from cluster.progress import progress
+from cluster.serving import Serving, serving
+from tests.chaos.kinds import KINDS
+from tests.chaos.load import Load, steady_load
+from tests.chaos.tally import Tally
+from tests.integration.processes import listening_ports, processes_named, ray_processes
+from worker.config import CacheConfig, ParallelConfig
+from worker.errors import ReplicaError
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+
+NUM_CLIENTS = 8
+NUM_REPLICAS = 3
+MAX_TOKENS = 80
+NUM_BLOCKS = 24
+"""So few that replicas with several requests have to preempt all the time."""
+
+BACK_S = 150.0
+CALM_S = 1.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A signal, and who gets it."""
+
+    name: str
+    number: signal.Signals
+    choose: Callable[["Site"], Awaitable[psutil.Process]]
+
+
+@dataclass
+class Site:
+    """The cluster and its load, on an event loop that outlives the tests."""
+
+    loop: asyncio.Runner
+    cluster: Serving
+    load: Load
+
+    async def until_all_are_up(self) -> None:
+        """Every router answers, and has every replica."""
+        async with asyncio.timeout(BACK_S):
+            for address in self.cluster.routers:
+                async with AsyncClient(address) as client:
+                    while await num_replicas(client) != NUM_REPLICAS:
+                        await asyncio.sleep(0.1)
+
+    async def strike(self, fault: Fault, tally: Tally) -> None:
+        """Does it under load; every answer that was open then, or was asked for later, is as without faults."""
+        await self.until_all_are_up()
+        await asyncio.sleep(CALM_S)
+        await self.load.judge_all(tally.row("no fault"))
+        row = tally.row(fault.name)
+        victim = await fault.choose(self)
+        victim.send_signal(fault.number)
+        pauses_s = await self.load.settle(time.monotonic())
+        row.num_faults += 1
+        row.pauses_s.append(max(pauses_s))
+        await self.load.judge_all(row)
+        assert row.is_clean, row.differences
+        assert tally.row("no fault").is_clean, tally.row("no fault").differences
+
+
+async def num_replicas(client: AsyncClient) -> int:
+    """As its router has it; 0 where there is no router."""
+    try:
+        return sum(model.num_replicas for model in (await client.list_models()).models)
+    except ReplicaError:
+        return 0
+
+
+async def any_leader(site: Site) -> psutil.Process:
+    return random.choice(processes_named(":Replica"))
+
+
+async def any_rank(site: Site) -> psutil.Process:
+    return random.choice(processes_named("RankActor"))
+
+
+async def busiest_router(site: Site) -> psutil.Process:
+    loads = {}
+    for address in site.cluster.routers:
+        async with AsyncClient(address) as client:
+            loads[address] = (await client.get_load()).num_open
+    port = int(max(loads, key=loads.__getitem__).rpartition(":")[2])
+    (router,) = [process for process in processes_named(":Router") if port in listening_ports(process)]
+    return router
+
+
+FAULTS = (
+    Fault("SIGKILL of a leader", signal.SIGKILL, any_leader),
+    Fault("SIGKILL of a rank", signal.SIGKILL, any_rank),
+    Fault("SIGKILL of a router", signal.SIGKILL, busiest_router),
+    Fault("SIGSTOP of a rank", signal.SIGSTOP, any_rank),
+    Fault("SIGSTOP of a router", signal.SIGSTOP, busiest_router),
+    Fault("SIGSTOP of a leader", signal.SIGSTOP, any_leader),
+)
+
+
+def two_free_ports() -> int:
+    """The first of them. A router that is replaced has to come back where clients look for it."""
+    for port in range(random.randrange(20_000, 30_000), 32_000, 2):
+        try:
+            for candidate in (port, port + 1):
+                socket.create_server(("127.0.0.1", candidate)).close()
+        except OSError:
+            continue
+        return port
+    raise AssertionError("no two free ports next to each other")
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    config = HoldfastConfig(
+        cluster=ClusterConfig(replicas=NUM_REPLICAS, port=two_free_ports(), drain_timeout_s=5.0),
+        parallel=ParallelConfig(tensor_parallel_size=2),
+        cache=CacheConfig(num_blocks=NUM_BLOCKS),
+    )
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    kinds = [kind.longer(MAX_TOKENS) for kind in KINDS]
+    with progress(sys.stderr) as report, asyncio.Runner() as loop, serving(config, report) as cluster:
+        loading = steady_load(cluster.routers, kinds, NUM_CLIENTS)
+        yield Site(loop, cluster, loop.run(loading.__aenter__()))
+        loop.run(loading.__aexit__(None, None, None))
+        processes = ray_processes()
+        for process in processes:
+            process.resume()
+    signal.signal(signal.SIGTERM, on_sigterm)
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_no_stream_notices(site: Site, fault: Fault, tally: Tally):
+    site.loop.run(site.strike(fault, tally))
