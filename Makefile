@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
 	$(shell $(name) -c 'import sys; print("$(name)" if (3, 11) <= sys.version_info[:2] <= (3, 13) else "")' 2>/dev/null)))
 
-.PHONY: help install demo test test-fast lint format types proto proto-check check bench nightly model clean
+.PHONY: help install demo test test-all test-fast lint format types proto proto-check check bench nightly model clean
 
 help:            ## Show this list.
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -24,7 +24,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install    ## Start a cluster on this machine, stream four prompts through it, stop it.
 	@$(BIN)/holdfast demo
 
-test: install    ## Run the tests.
+test: install    ## Run the tests, but for the long searches; what is left out is named at the end.
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-all: install  ## Run every test: the soak, the full sweeps and the steady load under faults as well.
 	@$(BIN)/python -m pytest
 
 test-fast: install  ## Run the tests that start neither Ray nor long searches.
@@ -52,7 +55,7 @@ check: lint types proto-check  ## All that CI checks, but for the tests.
 bench: install   ## The batching policies against each other, on this machine.
 	@$(BIN)/python -m benchmarks.batching
 
-nightly: install ## Ten thousand simulations on all cores: every promise, under every fault.
+nightly: test-all ## Every test, and ten thousand simulations on all cores: every promise, under every fault.
 	@$(BIN)/holdfast simulate --seeds 0:10000 --jobs 0 --max-failures 10
 
 model: install   ## Train the bundled models again (minutes).

@@ -13,7 +13,8 @@ from cluster.client import AsyncClient
 from cluster.generation import Chunk
 from router.events import Usage
 from worker.errors import HoldfastError
-from worker.request import FinishReason, SamplingParams, TokenLogprob
+from worker.request import FinishReason, TokenLogprob
+from worker.sampling_params import SamplingParams
 
 PERSON: Final = {
     "type": "object",
