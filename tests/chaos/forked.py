@@ -19,8 +19,10 @@ from typing import IO, Any
 import psutil
 
 from cluster.client import AsyncClient
+from holdfast_pb import inference_pb2
 from router.directory import ReplicaEndpoint
 from tests.fakes import Wire
+from worker.errors import ReplicaError
 
 POLL_S = 0.003
 UP_S = 15.0
@@ -107,9 +109,9 @@ class ForkedCluster:
 
     async def until_up(self) -> None:
         """Every router is linked to the replicas that there are, and to no others."""
+        deadline_s = time.monotonic() + UP_S
         for router, watcher in zip(self.routers, self.watchers, strict=True):
-            deadline_s = time.monotonic() + UP_S
-            while (linked := {load.replica_id for load in (await watcher.get_load()).replicas}) != self.replicas.keys():
+            while (linked := {load.replica_id for load in await loads(watcher)}) != self.replicas.keys():
                 assert time.monotonic() < deadline_s, f"{router} has {linked}, not {list(self.replicas.values())}"
                 await asyncio.sleep(POLL_S)
 
@@ -117,7 +119,7 @@ class ForkedCluster:
         """The one that runs something now; None once it is over."""
         while not is_over():
             for watcher in self.watchers:
-                for load in (await watcher.get_load()).replicas:
+                for load in await loads(watcher):
                     if load.num_running and load.replica_id in self.replicas:
                         return self.replicas[load.replica_id]
             await asyncio.sleep(POLL_S)
@@ -127,10 +129,10 @@ class ForkedCluster:
         """How many tokens each replica has computed. Returns when nothing runs."""
         deadline_s = time.monotonic() + UP_S
         while True:
-            loads = (await self.watchers[0].get_load()).replicas
-            if not any(load.num_running or load.num_waiting for load in loads):
-                return {load.replica_id: load.stats.num_tokens_computed for load in loads}
-            assert time.monotonic() < deadline_s, f"something runs on for ever: {loads}"
+            told = [load for watcher in self.watchers for load in await loads(watcher)]
+            if told and not any(load.num_running or load.num_waiting for load in told):
+                return {load.replica_id: load.stats.num_tokens_computed for load in told}
+            assert time.monotonic() < deadline_s, f"something runs on for ever: {told}"
             await asyncio.sleep(POLL_S)
 
     async def serving_router(self, is_over: Callable[[], bool]) -> Forked | None:
@@ -177,6 +179,14 @@ class ForkedCluster:
         new = self._directory.with_suffix(".new")
         new.write_text(json.dumps([asdict(endpoint) for endpoint in self._endpoints.values()]))
         new.replace(self._directory)
+
+
+async def loads(watcher: AsyncClient) -> list[inference_pb2.ReplicaLoad]:
+    """What a router says of its replicas; nothing where there is no router."""
+    try:
+        return list((await watcher.get_load()).replicas)
+    except ReplicaError:
+        return []
 
 
 async def gone(process: Forked) -> None:
