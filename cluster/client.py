@@ -25,10 +25,11 @@ from worker.sampling_params import SamplingParams
 AnswerT = TypeVar("AnswerT")
 GenerateCall: TypeAlias = "grpc.aio.UnaryUnaryCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]"
 
-KEEPALIVE_MS: Final = 5_500
-"""Silence after which a router is pinged. Routers take no more than one ping in five seconds."""
+KEEPALIVE_MS: Final = 1_200
+"""Silence after which a router is pinged. Routers take no more than one ping in a second."""
 
-PING_TIMEOUT_MS: Final = 3_000
+PING_TIMEOUT_MS: Final = 1_500
+"""A router that has not answered a ping for so long is left: at worst it was busy, and another one goes on as well."""
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -206,6 +207,9 @@ class AsyncClient:
 
     async def _pause(self, at: int, error: grpc.aio.AioRpcError, patience: Patience) -> None:
         """Gets ready for the next try, after what the router `at` has said. Raises if there is no use in one."""
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # a call that fails just then hides that its caller has gone
+            raise asyncio.CancelledError from error
         failure, pause_s = error_of(error), None
         if is_worth_another_try(error, was_taken=patience.was_taken):
             pause_s = patience.pause_s(self._now(), failure.retry_after_s)

@@ -91,7 +91,7 @@ def _options(config: RouterConfig, limits: LimitsConfig) -> list[tuple[str, int]
         # A client that has gone without a word keeps its request for so long at most.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
-        # Clients may ping as often as once in five seconds.
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        # Clients may ping once a second: that is how soon they can find a router that is stopped, or out of reach.
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
         ("grpc.keepalive_permit_without_calls", 1),
     ]

@@ -41,6 +41,9 @@ VARIANTS = {
     },
 }
 
+ON_TWO_RANKS = ("strangers", "draft model", "all of it")
+"""Tried there every time. Ranks run the same steps as one would: the others are for a long search."""
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -198,7 +201,14 @@ def test_the_mixture_is_a_mixture(requests):
         assert 3 < sum(getattr(one, name) is not None for one in params) < NUM_REQUESTS - 3, name
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+CASES = [
+    pytest.param(size, name, id=f"tp{size}-{name}", marks=[] if size == 1 or name in ON_TWO_RANKS else pytest.mark.slow)
+    for size in (1, 2)
+    for name in VARIANTS
+]
+
+
+@pytest.mark.parametrize(("alone", "name"), CASES, indirect=["alone"])
 def test_a_request_comes_out_the_same_whatever_happens_around_it(alone, requests, name):
     tensor_parallel_size, expected = alone
     replica = start(tensor_parallel_size, VARIANTS[name])
