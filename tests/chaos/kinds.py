@@ -6,6 +6,7 @@ What may not live here: processes and faults.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -136,11 +137,14 @@ class Answer:
         if chunk.usage is not None:
             self.usage = _counts(chunk.usage)
 
-    def pause_after(self, moment_s: float) -> float | None:
-        """Seconds from a moment to the next chunk; None if it came to an end, or began, on the other side of it."""
-        if not self.arrivals_s or self.arrivals_s[0] > moment_s:
+    def longest_pause_after(self, moment_s: float) -> float | None:
+        """Seconds without a chunk, at most, from a moment to the end; None if it ended, or began, on the other side of
+        it. The longest, because the next chunk may have been on its way already.
+        """
+        later = [arrival_s for arrival_s in self.arrivals_s if arrival_s > moment_s]
+        if not later or self.arrivals_s[0] > moment_s:
             return None
-        return next((arrival_s - moment_s for arrival_s in self.arrivals_s if arrival_s > moment_s), None)
+        return max(after - before for before, after in pairwise([moment_s, *later]))
 
 
 def _by_sequence(answer: Answer) -> dict[str, object]:

@@ -26,12 +26,12 @@ class Load:
         self._unjudged: list[tuple[Answer, Answer]] = []
 
     async def settle(self, struck_s: float) -> list[float]:
-        """Waits until every stream that was open then has gone on. How long each of them had to wait for that."""
+        """Waits until every stream that was open then has come to its end. The longest pause of each of them since."""
         caught = [answer for answer in self._open.values() if answer.arrivals_s]
         async with asyncio.timeout(SETTLED_S):
-            while any(not answer.is_over and answer.pause_after(struck_s) is None for answer in caught):
+            while any(not answer.is_over for answer in caught):
                 await asyncio.sleep(POLL_S)
-        pauses_s = [answer.pause_after(struck_s) for answer in caught]
+        pauses_s = [answer.longest_pause_after(struck_s) for answer in caught]
         return [pause_s for pause_s in pauses_s if pause_s is not None]
 
     async def judge_all(self, row: Row) -> None:

@@ -37,7 +37,7 @@ async def struck(client: AsyncClient, kind: Kind, row: Row, strike: Callable[[],
     answer = await asking
     row.num_faults += 1
     row.judge(answer, right)
-    row.pauses_s += [pause_s for pause_s in [answer.pause_after(struck_s)] if pause_s is not None]
+    row.pauses_s += [pause_s for pause_s in [answer.longest_pause_after(struck_s)] if pause_s is not None]
     assert row.is_clean, row.differences
 
 

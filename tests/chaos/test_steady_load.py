@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -34,6 +35,7 @@ MAX_TOKENS = 80
 NUM_BLOCKS = 24
 """So few that replicas with several requests have to preempt all the time."""
 
+NUM_RANDOM_FAULTS = 5
 BACK_S = 150.0
 CALM_S = 1.0
 
@@ -55,17 +57,17 @@ class Site:
     cluster: Serving
     load: Load
 
-    async def until_all_are_up(self) -> None:
-        """Every router answers, and has every replica."""
+    async def until_up(self, at_least: int = NUM_REPLICAS) -> None:
+        """Every router answers, and has so many replicas."""
         async with asyncio.timeout(BACK_S):
             for address in self.cluster.routers:
                 async with AsyncClient(address) as client:
-                    while await num_replicas(client) != NUM_REPLICAS:
+                    while await num_replicas(client) < at_least:
                         await asyncio.sleep(0.1)
 
     async def strike(self, fault: Fault, tally: Tally) -> None:
         """Does it under load; every answer that was open then, or was asked for later, is as without faults."""
-        await self.until_all_are_up()
+        await self.until_up()
         await asyncio.sleep(CALM_S)
         await self.load.judge_all(tally.row("no fault"))
         row = tally.row(fault.name)
@@ -77,6 +79,25 @@ class Site:
         await self.load.judge_all(row)
         assert row.is_clean, row.differences
         assert tally.row("no fault").is_clean, tally.row("no fault").differences
+
+    async def strike_at_random(self, seed: int, tally: Tally) -> None:
+        """One fault after the other, also while earlier ones are being mended, as long as two replicas are up."""
+        rng, row = random.Random(seed), tally.row("faults at random")
+        await self.until_up()
+        for _ in range(NUM_RANDOM_FAULTS):
+            await self.until_up(at_least=2)
+            fault = rng.choice(FAULTS)
+            with suppress(psutil.NoSuchProcess):  # it may be gone since it was chosen
+                (await fault.choose(self)).send_signal(fault.number)
+                row.num_faults += 1
+            await asyncio.sleep(rng.uniform(0.2, 3.0))
+        await self.load.judge_all(row)
+        assert row.is_clean, row.differences
+
+    async def num_preemptions(self) -> int:
+        """In the replicas that are up, as far as they have told."""
+        async with AsyncClient(self.cluster.routers) as client:
+            return sum(replica.stats.num_preemptions for replica in (await client.get_load()).replicas)
 
 
 async def num_replicas(client: AsyncClient) -> int:
@@ -150,3 +171,8 @@ def site() -> Iterator[Site]:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_no_stream_notices(site: Site, fault: Fault, tally: Tally):
     site.loop.run(site.strike(fault, tally))
+    assert site.loop.run(site.num_preemptions()) > 0, "memory was meant to be short"
+
+
+def test_no_stream_notices_faults_at_random(site: Site, tally: Tally):
+    site.loop.run(site.strike_at_random(seed=1, tally=tally))

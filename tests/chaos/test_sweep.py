@@ -112,7 +112,7 @@ class Sweep:
         struck_s = time.monotonic()
         await asking
         self.row.num_faults += 1
-        self.row.pauses_s += [pause_s for pause_s in [answer.pause_after(struck_s)] if pause_s is not None]
+        self.row.pauses_s += [pause_s for pause_s in [answer.longest_pause_after(struck_s)] if pause_s is not None]
         self.row.judge(answer, self.right)
         self.row.num_recomputed += await self.num_recomputed(before, victim, num_tokens)
         await self.fault.mend(self.cluster, victim)
