@@ -1,7 +1,7 @@
 """A program: a Ray cluster of two nodes with a replica on each, streams on both, and one node that is lost.
 
-Run by `test_node_loss.py` in a process of its own, because a process can only ever be part of one Ray. Prints what came of
-it as JSON.
+Run by `test_node_loss.py` in a process of its own, because a process can only ever be part of one Ray. Prints what came
+of it as JSON.
 """
 
 import asyncio
