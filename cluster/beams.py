@@ -6,14 +6,16 @@ What may live here: asking the engine for candidates. What may not: the search i
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Unpack
 
 from cluster.inference_engine import InferenceEngine, Prompt, RequestHandle
 from cluster.outputs import BeamSearchSequence, CompletionOutput, Logprob, RequestOutput
+from cluster.service_options import ServiceOptions
 from router.beam_search import Beam, BeamSearch
 from router.prompt import echoed_text
 from router.text_stream import TextStream
 from worker.errors import InvalidRequestError
-from worker.request import FinishReason, Priority
+from worker.request import FinishReason
 from worker.sampling_params import SamplingParams
 
 
@@ -70,13 +72,16 @@ class FoundBeam:
 
 
 def search(
-    engine: InferenceEngine, prompt: Prompt, params: SamplingParams, priority: Priority = Priority.NORMAL
+    engine: InferenceEngine, prompt: Prompt, params: SamplingParams, **service: Unpack[ServiceOptions]
 ) -> RequestOutput:
-    """The `params.n` best beams of one prompt as its completions, best first. Raises `HoldfastError`."""
+    """The `params.n` best beams of one prompt as its completions, best first. Raises `HoldfastError`.
+
+    A `timeout_s` holds for each token.
+    """
     kept = engine.prompt_token_ids(prompt, params)
     given = prompt if isinstance(prompt, str) else tuple(prompt)
     echo = echoed_text(engine.tokenizer, given, kept, params) if params.echo else ""
-    (beams,) = find_beams(engine, [kept], params, priority)
+    (beams,) = find_beams(engine, [kept], params, **service)
     return RequestOutput(
         request_id="",
         prompt=prompt if isinstance(prompt, str) else None,
@@ -104,7 +109,7 @@ def find_beams(
     engine: InferenceEngine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
-    priority: Priority = Priority.NORMAL,
+    **service: Unpack[ServiceOptions],
 ) -> list[list[FoundBeam]]:
     """The `params.n` best beams of each prompt, best first. Raises `HoldfastError`; nothing is left running then."""
     assert params.beam_width is not None, "a request without beams is no search"
@@ -113,17 +118,17 @@ def find_beams(
     for start in range(0, len(prompts), at_once):
         searches = [_Search(engine, tuple(prompt), params) for prompt in prompts[start : start + at_once]]
         while pending := [search for search in searches if search.prefixes]:
-            _step(engine, pending, priority)
+            _step(engine, pending, service)
         found += [search.best(params.n) for search in searches]
     return found
 
 
-def _step(engine: InferenceEngine, searches: "Sequence[_Search]", priority: Priority) -> None:
+def _step(engine: InferenceEngine, searches: "Sequence[_Search]", service: ServiceOptions) -> None:
     """One token more for all live beams of all searches, asked for together."""
     handles: list[RequestHandle] = []
     try:
         for search in searches:
-            handles += [engine.submit_request(prefix, search.one_token, priority) for prefix in search.prefixes]
+            handles += [engine.submit_request(prefix, search.one_token, **service) for prefix in search.prefixes]
         outputs = iter([handle.result().outputs[0] for handle in handles])
     finally:
         for handle in handles:

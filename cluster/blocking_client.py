@@ -7,11 +7,11 @@ import asyncio
 import random
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from cluster.client import AsyncClient
 from cluster.generation import Chunk, Generation
-from worker.request import Priority
+from cluster.service_options import ServiceOptions
 from worker.sampling_params import SamplingParams
 
 ResultT = TypeVar("ResultT")
@@ -57,22 +57,10 @@ class Client:
         *,
         model: str = "",
         request_id: str = "",
-        priority: Priority = Priority.NORMAL,
-        timeout_s: float | None = None,
-        tenant: str = "",
-        cache_salt: str = "",
+        **service: Unpack[ServiceOptions],
     ) -> Iterator[Chunk]:
         """The completions as they come, as `AsyncClient.stream`. Leaving the iteration aborts the request."""
-        chunks = self._client.stream(
-            prompt,
-            params,
-            model=model,
-            request_id=request_id,
-            priority=priority,
-            timeout_s=timeout_s,
-            tenant=tenant,
-            cache_salt=cache_salt,
-        )
+        chunks = self._client.stream(prompt, params, model=model, request_id=request_id, **service)
         try:
             while (chunk := self._wait(_next(chunks))) is not None:
                 yield chunk
@@ -86,24 +74,10 @@ class Client:
         *,
         model: str = "",
         request_id: str = "",
-        priority: Priority = Priority.NORMAL,
-        timeout_s: float | None = None,
-        tenant: str = "",
-        cache_salt: str = "",
+        **service: Unpack[ServiceOptions],
     ) -> Generation:
         """All completions, when they have ended, as `AsyncClient.generate`."""
-        return self._wait(
-            self._client.generate(
-                prompt,
-                params,
-                model=model,
-                request_id=request_id,
-                priority=priority,
-                timeout_s=timeout_s,
-                tenant=tenant,
-                cache_salt=cache_salt,
-            )
-        )
+        return self._wait(self._client.generate(prompt, params, model=model, request_id=request_id, **service))
 
     # --- inside ---
 

@@ -9,17 +9,17 @@ import random
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar, Unpack
 
 import grpc
 
 from cluster.generation import Chunk, Generation
 from cluster.patience import Patience
 from cluster.received import Received
+from cluster.service_options import ServiceOptions
 from cluster.statuses import error_of, is_worth_another_try
 from cluster.wire import chunk, generate_request, generation, resubmission
 from holdfast_pb import inference_pb2, inference_pb2_grpc
-from worker.request import Priority
 from worker.sampling_params import SamplingParams
 
 AnswerT = TypeVar("AnswerT")
@@ -90,15 +90,11 @@ class AsyncClient:
         *,
         model: str = "",
         request_id: str = "",
-        priority: Priority = Priority.NORMAL,
-        timeout_s: float | None = None,
-        tenant: str = "",
-        cache_salt: str = "",
+        **service: Unpack[ServiceOptions],
     ) -> AsyncGenerator[Chunk, None]:
         """The completions as they come. Leaving the iteration, or cancelling the task, aborts the request.
 
         With n > 1, chunks of different completions take turns. `best_of` and `beam_width` are for `generate` alone.
-        Only requests with the same `cache_salt` find each other's prefixes in the cache.
         Raises the error tree of `worker/errors.py`: `CallerError` for what a retry cannot mend, `CapacityError` and
         `ReplicaError` with `retry_after_s`.
         """
@@ -108,12 +104,9 @@ class AsyncClient:
             params,
             model=model,
             request_id=request_id or uuid.uuid4().hex,  # chosen here, because an unseeded request draws by it
-            priority=priority,
-            timeout_s=timeout_s,
-            tenant=tenant,
-            cache_salt=cache_salt,
+            **service,
         )
-        patience, received = self._patience(timeout_s), Received()
+        patience, received = self._patience(service.get("timeout_s")), Received()
         while True:
             at = self._at
             try:
@@ -133,10 +126,7 @@ class AsyncClient:
         *,
         model: str = "",
         request_id: str = "",
-        priority: Priority = Priority.NORMAL,
-        timeout_s: float | None = None,
-        tenant: str = "",
-        cache_salt: str = "",
+        **service: Unpack[ServiceOptions],
     ) -> Generation:
         """All completions, when they have ended. Cancelling the task aborts the request. Raises as `stream` does.
 
@@ -148,12 +138,9 @@ class AsyncClient:
             params,
             model=model,
             request_id=request_id or uuid.uuid4().hex,
-            priority=priority,
-            timeout_s=timeout_s,
-            tenant=tenant,
-            cache_salt=cache_salt,
+            **service,
         )
-        patience = self._patience(timeout_s)
+        patience = self._patience(service.get("timeout_s"))
         while True:
             at = self._at
             try:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import TypeVar
+from typing import TypeVar, Unpack
 
 from cluster.beams import BeamSearchParams, find_beams
 from cluster.config import HoldfastConfig, load_config
@@ -16,6 +16,7 @@ from cluster.config_sources import keyword_layer
 from cluster.inference_engine import InferenceEngine, Prompt, RequestHandle
 from cluster.outputs import BeamSearchOutput, RequestOutput
 from cluster.progress import progress
+from cluster.service_options import ServiceOptions
 from router.chat import render_chat
 from router.tokenizer import Tokenizer
 from worker.errors import InvalidRequestError
@@ -63,25 +64,29 @@ class LLM:
         prompts: PromptInput | Sequence[PromptInput] | Sequence[int],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **service: Unpack[ServiceOptions],
     ) -> list[RequestOutput]:
         """Completes all prompts together; outputs come in the order of the prompts.
 
         One prompt may be given without a list. `sampling_params` is one for all, or one for each. `use_tqdm` shows a
-        progress bar if stderr is a terminal. Raises `InvalidRequestError` for a prompt that can never fit.
+        progress bar if stderr is a terminal. `service` holds for each request, `timeout_s` from when it is submitted:
+        the first that runs out of time ends the call with a `DeadlineExceededError`. Raises `InvalidRequestError` for a
+        prompt that can never fit.
         """
         chosen = [_prompt(item) for item in _prompt_list(prompts)]
-        return self._run(chosen, _one_each(sampling_params, len(chosen)), use_tqdm)
+        return self._run(chosen, _one_each(sampling_params, len(chosen)), use_tqdm, service)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **service: Unpack[ServiceOptions],
     ) -> list[RequestOutput]:
         """The assistant's next turn in one conversation, or in each of several, by the model's own chat template."""
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         prompts: list[Prompt] = [chat_token_ids(self.get_tokenizer(), talk) for talk in conversations]  # type: ignore[arg-type]
-        return self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm)
+        return self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm, service)
 
     def beam_search(
         self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams
@@ -121,7 +126,9 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, prompts: list[Prompt], params: list[SamplingParams], show: bool) -> list[RequestOutput]:
+    def _run(
+        self, prompts: list[Prompt], params: list[SamplingParams], show: bool, service: ServiceOptions
+    ) -> list[RequestOutput]:
         """Keeps as many requests submitted as the engine's queue takes. If one fails, the others are cancelled."""
         handles: list[RequestHandle] = []
         outputs: list[RequestOutput] = []
@@ -131,7 +138,8 @@ class LLM:
             with bar as report:
                 for index in range(len(prompts)):
                     while len(handles) < len(prompts) and self._has_room(num_ahead, index, len(handles)):
-                        handles.append(self._engine.submit_request(prompts[len(handles)], params[len(handles)]))
+                        number = len(handles)
+                        handles.append(self._engine.submit_request(prompts[number], params[number], **service))
                     outputs.append(handles[index].result())
                     report("generating", len(outputs), len(prompts))
         finally:

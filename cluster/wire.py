@@ -35,10 +35,10 @@ def generate_request(
     *,
     model: str,
     request_id: str,
-    priority: Priority,
-    timeout_s: float | None,
-    tenant: str,
-    cache_salt: str,
+    priority: Priority = Priority.NORMAL,
+    timeout_s: float | None = None,
+    tenant: str = "",
+    cache_salt: str = "",
 ) -> inference_pb2.GenerateRequest:
     """Raises `InvalidRequestError` for a timeout that is over before it begins."""
     if timeout_s is not None and not timeout_s > 0:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TypedDict
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from cyclopts import Parameter
 
@@ -14,6 +14,7 @@ from cluster.commands.sampling_flags import SamplingFlags
 from cluster.config import load_config
 from cluster.config_sources import Layer
 from cluster.flags import ESSENTIALS, takes_settings
+from cluster.service_options import ServiceOptions
 from worker.config import WorkerConfig
 from worker.errors import ConfigurationError
 from worker.request import Priority, TokenLogprob
@@ -25,15 +26,6 @@ if TYPE_CHECKING:
     from cluster.outputs import Logprob, RequestOutput
 
 
-class Service(TypedDict):
-    """Keyword arguments of the engine and of the client alike."""
-
-    priority: Priority
-    tenant: str
-    timeout_s: float | None
-    cache_salt: str
-
-
 _DEFAULTS: Final = SamplingFlags()
 
 
@@ -43,21 +35,8 @@ class Ask:
 
     text: str
     params: SamplingParams
+    service: ServiceOptions
     chat: bool = False
-    priority: Priority = Priority.NORMAL
-    tenant: str = ""
-    timeout_s: float | None = None
-    cache_salt: str = ""
-
-    @property
-    def service(self) -> "Service":
-        """How it is to be served, by whoever completes it."""
-        return {
-            "priority": self.priority,
-            "tenant": self.tenant,
-            "timeout_s": self.timeout_s,
-            "cache_salt": self.cache_salt,
-        }
 
     @property
     def is_streamed(self) -> bool:
@@ -100,10 +79,12 @@ def generate(
         text=text,
         params=sampling.params(),
         chat=chat,
-        priority=Priority[priority.upper()],
-        tenant=tenant,
-        timeout_s=timeout_s,
-        cache_salt=cache_salt,
+        service={
+            "priority": Priority[priority.upper()],
+            "tenant": tenant,
+            "timeout_s": timeout_s,
+            "cache_salt": cache_salt,
+        },
     )
     if server is None:
         _complete_here(load_config(settings, config).config.worker, ask)
@@ -130,7 +111,7 @@ def _check_for_server(settings: Layer, config: Path | None) -> None:
 
 
 def _complete_here(config: WorkerConfig, ask: Ask) -> None:
-    if ask.params.beam_width is not None and ask.timeout_s is not None:
+    if ask.params.beam_width is not None and ask.service.get("timeout_s") is not None:
         raise ConfigurationError("--timeout-s (with --beam-width): is kept by servers alone; add --server")
     from cluster.beams import search
     from cluster.inference_engine import InferenceEngine
@@ -149,7 +130,7 @@ def _complete_here(config: WorkerConfig, ask: Ask) -> None:
             output = engine.submit_request(prompt, ask.params, **ask.service).result()
             printer.show(output.outputs)
         else:
-            output = search(engine, prompt, ask.params, ask.priority)
+            output = search(engine, prompt, ask.params, **ask.service)
             printer.show(output.outputs)
         _print_all_logprobs(output, lambda token_id: engine.tokenizer.decode((token_id,), skip_special_tokens=False))
     finally:

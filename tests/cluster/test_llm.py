@@ -7,7 +7,8 @@ import jsonschema
 import pytest
 
 from cluster.llm import LLM
-from worker.errors import ConfigurationError, InvalidRequestError
+from worker.errors import ConfigurationError, DeadlineExceededError, InvalidRequestError
+from worker.request import Priority
 from worker.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -74,6 +75,29 @@ def test_more_prompts_than_the_queue_holds_all_finish(llm):
     together = llm.generate(prompts, GREEDY)
     assert [output.prompt for output in together] == prompts
     assert tokens(together)[7] == tokens(llm.generate(prompts[7], GREEDY))[0]
+
+
+def test_how_a_request_is_served_changes_no_token(llm):
+    service = {"priority": Priority.LOW, "tenant": "night", "timeout_s": 60.0, "cache_salt": "mine"}
+    assert tokens(llm.generate(PROMPTS, GREEDY, **service)) == tokens(llm.generate(PROMPTS, GREEDY))
+
+
+def test_prefixes_are_found_by_requests_of_the_same_salt_alone(llm):
+    prompt = "a prompt that is longer than a block " * 4
+    before = llm.get_stats().num_prefix_hit_tokens
+    llm.generate(prompt, GREEDY, cache_salt="one")
+    llm.generate(prompt, GREEDY, cache_salt="two")
+    assert llm.get_stats().num_prefix_hit_tokens == before
+    llm.generate(prompt, GREEDY, cache_salt="two")
+    assert llm.get_stats().num_prefix_hit_tokens > before
+
+
+def test_a_call_that_runs_out_of_time_leaves_nothing_running(llm):
+    with pytest.raises(DeadlineExceededError):
+        llm.generate(PROMPTS, SamplingParams(max_tokens=200, ignore_eos=True), timeout_s=1e-6)
+    assert llm.get_stats().num_running == 0
+    with pytest.raises(InvalidRequestError, match="timeout_s"):
+        llm.generate(PROMPTS, GREEDY, timeout_s=-1)
 
 
 def test_without_parameters_sixteen_tokens_are_sampled(llm):

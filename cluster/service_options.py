@@ -1,0 +1,21 @@
+"""How a request is to be served, as keyword arguments that the engine, the clients and the command line have in common.
+
+What may not live here: what is to be completed and how it is sampled (`worker/sampling_params.py`).
+"""
+
+from typing import TypedDict
+
+from worker.request import Priority
+
+
+class ServiceOptions(TypedDict, total=False):
+    """None of them changes a token of the completion."""
+
+    priority: Priority
+    """The class of service; `NORMAL` unless said otherwise."""
+    tenant: str
+    """On whose account; tenants share by `scheduler.tenant_shares`."""
+    timeout_s: float | None
+    """Seconds after which the request ends with a `DeadlineExceededError`."""
+    cache_salt: str
+    """Only requests with the same one find each other's prefixes in the cache."""
