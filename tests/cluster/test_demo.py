@@ -3,7 +3,9 @@ import io
 import pytest
 from rich.console import Console
 
-from cluster.demo.run import LinePrinter, Stream
+from cluster.demo.display import LinePrinter
+from cluster.demo.loss import Loss
+from cluster.demo.streams import Stream
 from cluster.generation import Chunk
 from worker.request import FinishReason
 
@@ -36,3 +38,29 @@ def test_without_a_terminal_a_stream_is_shown_by_the_line_and_at_its_end():
     lines = shown.getvalue().splitlines()
     assert [line.count(" x") for line in lines] == [12, 24, 30]
     assert all(line.startswith("[3]") and "The x" in line for line in lines)
+
+
+def streamed(number: int, *pieces: tuple[float, int]) -> Stream:
+    stream = Stream(number, "prompt")
+    for at_s, token_id in pieces:
+        text = f"{token_id} "
+        stream.take(
+            Chunk(request_id="r", first_token_index=0, token_ids=(token_id,), text=text, finish_reason=None), at_s
+        )
+    return stream
+
+
+def test_a_loss_shows_who_paused_and_who_changed():
+    before = [streamed(1, (0, 5)), streamed(2, (0, 5), (1, 6), (2, 7)), streamed(3, (0, 5), (1, 6))]
+    after = [streamed(1, (0, 5)), streamed(2, (0, 5), (1, 6), (4, 7)), streamed(3, (0, 5), (3, 8))]
+    loss = Loss(pid=77, at_s=1.5, streams=after)
+    shown = io.StringIO()
+    Console(file=shown).print(loss.table(before))
+    rows = [line.split("│")[1:-1] for line in shown.getvalue().splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["1", "1", "had ended", "identical"],
+        ["2", "3", "3000 ms", "identical"],
+        ["3", "2", "3000 ms", "DIFFERENT"],
+    ]
+    assert not loss.is_unseen(before)
+    assert loss.is_unseen(after)

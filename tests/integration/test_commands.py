@@ -118,7 +118,7 @@ def test_an_interrupt_while_starting_leaves_nothing_behind(start: Callable[..., 
     assert_all_gone(processes)
 
 
-def test_the_demo_streams_four_prompts_and_exits_cleanly(start: Callable[..., Command]):
+def test_the_demo_streams_four_prompts_kills_a_replica_and_exits_cleanly(start: Callable[..., Command]):
     command = start("cluster.demo.run")
     command.wait_for(r"up after")
     processes = command.descendants()
@@ -127,5 +127,7 @@ def test_the_demo_streams_four_prompts_and_exits_cleanly(start: Callable[..., Co
     assert command.process.returncode == 0, printed
     assert all(re.search(rf"^\[{number}\]", printed, re.MULTILINE) for number in (1, 2, 3, 4))
     assert "tokens/s" in printed
+    assert "kill -9" in printed
+    assert printed.count("identical") == 4
     assert "Traceback" not in printed
     assert_all_gone(processes)

@@ -1,0 +1,92 @@
+"""The demo's second part: the same prompts once more, and on the way the busiest replica is killed.
+
+What may not live here: anything that helps the streams over it. They go on because routers and clients always work so.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.table import Table
+
+from cluster.app import REPLICA
+from cluster.client import AsyncClient
+from cluster.demo.streams import Show, Stream, stream_all
+from worker.sampling_params import SamplingParams
+
+AFTER_TOKENS: Final = 16
+"""Of each stream that has not ended: then it happens."""
+
+
+def replica_pids(application: str) -> dict[str, int]:
+    """The processes of the replicas' leaders on this machine, by replica id. Needs a connection to Ray."""
+    import ray
+    from ray.util import list_named_actors
+
+    prefix = f"SERVE_REPLICA::{application}#{REPLICA}#"
+    actors = {
+        named["name"].removeprefix(prefix): ray.get_actor(named["name"], named["namespace"])
+        for named in list_named_actors(all_namespaces=True)
+        if named["name"].startswith(prefix)
+    }
+    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors.values()])
+    return dict(zip(actors, pids, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """What a killed replica has cost the streams."""
+
+    pid: int
+    at_s: float
+    streams: list[Stream]
+
+    def is_unseen(self, expected: Sequence[Stream]) -> bool:
+        """Whether every stream is as the one of the same number that nobody disturbed."""
+        return all(_same(stream, other) for stream, other in zip(self.streams, expected, strict=True))
+
+    def table(self, expected: Sequence[Stream]) -> Table:
+        """Each stream against the one that nobody disturbed."""
+        table = Table("stream", "tokens", "longest pause", "against before", title=f"kill -9 {self.pid}")
+        for stream, other in zip(self.streams, expected, strict=True):
+            pause_s = stream.longest_pause_s(self.at_s)
+            pause = "had ended" if pause_s is None else f"{1000 * pause_s:.0f} ms"
+            verdict = "identical" if _same(stream, other) else "DIFFERENT"
+            table.add_row(str(stream.number), str(stream.num_tokens), pause, verdict)
+        return table
+
+
+def _same(stream: Stream, other: Stream) -> bool:
+    return stream.token_ids == other.token_ids and stream.text == other.text
+
+
+async def stream_with_a_loss(
+    routers: Sequence[str], pids: dict[str, int], prompts: Sequence[str], params: SamplingParams, show: Show
+) -> Loss:
+    """Streams all prompts, and kills the busiest replica when each stream is well under way."""
+    killing: asyncio.Task[tuple[int, float]] | None = None
+
+    def watch(streams: Sequence[Stream], grown: Stream) -> None:
+        nonlocal killing
+        show(streams, grown)
+        if killing is None and all(stream.is_finished or stream.num_tokens >= AFTER_TOKENS for stream in streams):
+            killing = asyncio.create_task(_kill_the_busiest(routers, pids))
+
+    streams = await stream_all(routers, prompts, params, watch)
+    assert killing is not None, "the streams have ended without a token"
+    pid, at_s = await killing
+    return Loss(pid=pid, at_s=at_s, streams=streams)
+
+
+async def _kill_the_busiest(routers: Sequence[str], pids: dict[str, int]) -> tuple[int, float]:
+    """The process, and when that was."""
+    async with AsyncClient(routers) as client:
+        loads = (await client.get_load()).replicas
+    busiest = max((load for load in loads if load.replica_id in pids), key=lambda load: load.num_running)
+    at_s = time.perf_counter()
+    os.kill(pids[busiest.replica_id], signal.SIGKILL)
+    return pids[busiest.replica_id], at_s

@@ -1,0 +1,76 @@
+"""Several prompts streamed at once over gRPC, and when each of their tokens came.
+
+What may not live here: how that is shown (`display.py`).
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from cluster.client import AsyncClient
+from cluster.generation import Chunk
+from worker.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class Stream:
+    """One prompt's completion as it comes, and when each token came."""
+
+    number: int
+    prompt: str
+    started_s: float = 0.0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    token_times_s: list[float] = field(default_factory=list)
+    is_finished: bool = False
+
+    def take(self, chunk: Chunk, now_s: float) -> None:
+        self.text += chunk.text
+        self.token_ids += chunk.token_ids
+        self.is_finished = chunk.finish_reason is not None
+        self.token_times_s += [now_s] * len(chunk.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_times_s)
+
+    @property
+    def first_token_s(self) -> float:
+        return self.token_times_s[0] - self.started_s
+
+    @property
+    def per_token_s(self) -> float:
+        """Mean time from one token to the next."""
+        return (self.token_times_s[-1] - self.token_times_s[0]) / max(1, self.num_tokens - 1)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / (self.token_times_s[-1] - self.started_s)
+
+    def longest_pause_s(self, since_s: float) -> float | None:
+        """Between two tokens, the second of which came after `since_s`; None if there was no such token."""
+        times_s = self.token_times_s
+        return max((after - before for before, after in pairwise(times_s) if after > since_s), default=None)
+
+
+Show = Callable[[Sequence[Stream], Stream], None]
+"""Called as `show(streams, grown)` after every chunk."""
+
+
+async def stream_all(
+    routers: Sequence[str], prompts: Sequence[str], params: SamplingParams, show: Show
+) -> list[Stream]:
+    """Streams all prompts at the same time, from one of the routers as long as it lives."""
+    streams = [Stream(number, prompt) for number, prompt in enumerate(prompts, 1)]
+
+    async def follow(client: AsyncClient, stream: Stream) -> None:
+        stream.started_s = time.perf_counter()
+        async for chunk in client.stream(stream.prompt, params):
+            stream.take(chunk, time.perf_counter())
+            show(streams, stream)
+
+    async with AsyncClient(routers) as client:
+        await asyncio.gather(*(follow(client, stream) for stream in streams))
+    return streams
