@@ -3,8 +3,9 @@
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Group, Parameter
 
@@ -17,7 +18,81 @@ if TYPE_CHECKING:
 
 _FAULTS = Group.create_ordered("Faults")
 _CAPACITY = Group.create_ordered("Capacity")
+_LOAD = Group.create_ordered("Capacity: the load")
 _SHAPE = Group.create_ordered("Capacity: each replica")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFlags:
+    """What is to be served: a trace, or a load that is made up."""
+
+    trace: Annotated[Path | None, Parameter(group=_LOAD, help=".jsonl or .csv; without, a load is made up")] = None
+    rate: Annotated[float, Parameter(group=_LOAD, help="made up: requests a second")] = 10.0
+    requests: Annotated[int, Parameter(group=_LOAD, help="made up: requests")] = 1000
+    mean_prompt: Annotated[int, Parameter(group=_LOAD, help="made up: prompt tokens, on average")] = 128
+    mean_output: Annotated[int, Parameter(group=_LOAD, help="made up: output tokens, on average")] = 64
+    prefixes: Annotated[int, Parameter(group=_LOAD, help="made up: prefixes, one of which each prompt has")] = 0
+    prefix_len: Annotated[int, Parameter(group=_LOAD, help="made up: tokens of each of these prefixes")] = 0
+
+    def load(self, max_len: int) -> "list[Arrival]":
+        """In order of arrival. Raises `ConfigurationError`."""
+        from cluster.simulate.trace import made_up_trace, read_trace
+
+        if self.trace is not None:
+            return read_trace(self.trace)
+        for name in ("rate", "requests", "mean_prompt", "mean_output"):
+            _require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
+        _require(self.prefixes >= 0, "prefixes", self.prefixes, "must not be below 0")
+        limit = f"must be 1 to {max_len // 2 - 1} with --prefixes, half of --max-model-len, and else 0"
+        is_possible = 0 < self.prefix_len < max_len // 2 if self.prefixes else self.prefix_len == 0
+        _require(is_possible, "prefix_len", self.prefix_len, limit)
+        return made_up_trace(
+            rate=self.rate,
+            num_requests=self.requests,
+            mean_prompt=self.mean_prompt,
+            mean_output=self.mean_output,
+            max_len=max_len,
+            seed=0,
+            num_prefixes=self.prefixes,
+            prefix_len=self.prefix_len,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeFlags:
+    """What each replica is like."""
+
+    step_model: Annotated[
+        Path | None, Parameter(group=_SHAPE, help="JSON from benchmarks.step_model: how long a step takes")
+    ] = None
+    max_num_seqs: Annotated[int, Parameter(group=_SHAPE, help="sequences of one step")] = 64
+    max_num_batched_tokens: Annotated[int, Parameter(group=_SHAPE, help="tokens of one step")] = 512
+    num_blocks: Annotated[int, Parameter(group=_SHAPE, help="blocks of the KV cache, of 16 tokens")] = 4096
+    max_model_len: Annotated[int, Parameter(group=_SHAPE, help="longest prompt plus output in tokens")] = 4096
+
+    def cluster(self, num_replicas: int) -> "ClusterShape":
+        """Of so many such replicas. Raises `ConfigurationError`."""
+        from cluster.simulate.capacity import ClusterShape
+        from cluster.simulate.step_model import StepModel
+        from worker.config import SchedulerConfig
+
+        _require(num_replicas >= 1, "replicas", num_replicas, "must be at least 1")
+        if self.step_model is None:
+            raise ConfigurationError("--replicas needs --step-model (python -m benchmarks.step_model writes one)")
+        return ClusterShape(
+            num_replicas=num_replicas,
+            step_model=StepModel.read(self.step_model),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
+            ),
+            num_blocks=self.num_blocks,
+            block_size=16,
+            max_model_len=self.max_model_len,
+        )
+
+
+_DEFAULT_LOAD: Final = LoadFlags()
+_DEFAULT_SHAPE: Final = ShapeFlags()
 
 
 def simulate(
@@ -32,26 +107,14 @@ def simulate(
     replicas: Annotated[
         int | None, Parameter(group=_CAPACITY, help="serve a load with so many replicas, without faults")
     ] = None,
-    trace: Annotated[
-        Path | None, Parameter(group=_CAPACITY, help="the load: .jsonl or .csv; without, one is made up")
-    ] = None,
-    step_model: Annotated[
-        Path | None, Parameter(group=_CAPACITY, help="JSON from benchmarks.step_model: how long a step takes")
-    ] = None,
-    rate: Annotated[float, Parameter(group=_CAPACITY, help="made-up load: requests a second")] = 10.0,
-    requests: Annotated[int, Parameter(group=_CAPACITY, help="made-up load: requests")] = 1000,
-    mean_prompt: Annotated[int, Parameter(group=_CAPACITY, help="made-up load: prompt tokens, on average")] = 128,
-    mean_output: Annotated[int, Parameter(group=_CAPACITY, help="made-up load: output tokens, on average")] = 64,
     routing: Annotated[
         list[str] | None, Parameter(group=_CAPACITY, negative=(), help="policies to compare; default: all")
     ] = None,
     slo_ttft: Annotated[float, Parameter(group=_CAPACITY, help="goodput: seconds to the first token")] = 1.0,
     slo_tpot: Annotated[float, Parameter(group=_CAPACITY, help="goodput: seconds for each further token")] = 0.1,
     plot: Annotated[Path | None, Parameter(group=_CAPACITY, help="write a .png or .svg here")] = None,
-    max_num_seqs: Annotated[int, Parameter(group=_SHAPE, help="sequences of one step")] = 64,
-    max_num_batched_tokens: Annotated[int, Parameter(group=_SHAPE, help="tokens of one step")] = 512,
-    num_blocks: Annotated[int, Parameter(group=_SHAPE, help="blocks of the KV cache, of 16 tokens")] = 4096,
-    max_model_len: Annotated[int, Parameter(group=_SHAPE, help="longest prompt plus output in tokens")] = 4096,
+    load: Annotated[LoadFlags, Parameter(name="*")] = _DEFAULT_LOAD,
+    shape: Annotated[ShapeFlags, Parameter(name="*")] = _DEFAULT_SHAPE,
 ) -> int:
     """Run routers and replicas in virtual time, break them, and check every client's tokens.
 
@@ -59,14 +122,16 @@ def simulate(
     a load is served, and what its clients would see is printed for each routing policy.
     """
     if replicas is not None:
-        if step_model is None:
-            raise ConfigurationError("--replicas needs --step-model (python -m benchmarks.step_model writes one)")
-        shape = _shape(replicas, step_model, max_num_seqs, max_num_batched_tokens, num_blocks, max_model_len)
-        load = _load(trace, rate, requests, mean_prompt, mean_output, max_model_len)
-        return _capacity(load, shape, routing, slo_ttft, slo_tpot, plot)
+        cluster = shape.cluster(replicas)
+        return _capacity(load.load(cluster.max_model_len), cluster, routing, slo_ttft, slo_tpot, plot)
     if replay is not None:
         return _replay(replay, last)
     return _campaign(_range(seeds), jobs or os.cpu_count() or 1, max_failures)
+
+
+def _require(is_met: bool, name: str, value: object, limit: str) -> None:
+    if not is_met:
+        raise ConfigurationError(f"--{name.replace('_', '-')} {value}: {limit}")
 
 
 def _range(seeds: str) -> range:
@@ -104,50 +169,6 @@ def _replay(seed: int, num_events: int) -> int:
     from cluster.simulate.report import replay
 
     return 1 if replay(Console(), seed, num_events).failure else 0
-
-
-def _shape(
-    num_replicas: int,
-    step_model: Path,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    num_blocks: int,
-    max_model_len: int,
-) -> "ClusterShape":
-    from cluster.simulate.capacity import ClusterShape
-    from cluster.simulate.step_model import StepModel
-    from worker.config import SchedulerConfig
-
-    if num_replicas < 1:
-        raise ConfigurationError(f"--replicas {num_replicas}: must be at least 1")
-    return ClusterShape(
-        num_replicas=num_replicas,
-        step_model=StepModel.read(step_model),
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
-        num_blocks=num_blocks,
-        block_size=16,
-        max_model_len=max_model_len,
-    )
-
-
-def _load(
-    trace: Path | None, rate: float, num_requests: int, mean_prompt: int, mean_output: int, max_len: int
-) -> "list[Arrival]":
-    from cluster.simulate.trace import made_up_trace, read_trace
-
-    if trace is not None:
-        return read_trace(trace)
-    for flag, value in (("rate", rate), ("requests", num_requests), ("mean-prompt", mean_prompt)):
-        if value <= 0:
-            raise ConfigurationError(f"--{flag} {value}: must be above 0")
-    return made_up_trace(
-        rate=rate,
-        num_requests=num_requests,
-        mean_prompt=mean_prompt,
-        mean_output=mean_output,
-        max_len=max_len,
-        seed=0,
-    )
 
 
 def _capacity(

@@ -12,7 +12,7 @@ from cluster.simulate.messages import Generate
 from cluster.simulate.network import Connection, Network
 from cluster.simulate.replica import ReplicaShape, SimulatedReplica
 from cluster.simulate.router import SimulatedRouter
-from cluster.simulate.routing import ROUTING
+from cluster.simulate.routing import PREFIX_AWARE, ROUTING
 from cluster.simulate.step_model import StepModel
 from cluster.simulate.timeline import Timeline
 from cluster.simulate.trace import Arrival
@@ -22,6 +22,7 @@ from worker.config import SchedulerConfig
 from worker.plan import StepPlan, StepResult
 from worker.request import EngineRequest
 from worker.sampling_params import SamplingParams
+from worker.stats import SchedulerStats
 
 LATENCY_S: Final = 0.0005
 PATIENCE_S: Final = 1e9
@@ -61,6 +62,8 @@ class CapacityResult:
     """From the first arrival to the last token."""
     busy_s: list[float]
     """Seconds that each replica spent in steps."""
+    prefix_hit_rate: float
+    """Share of the prompts' tokens that replicas had cached."""
 
     @property
     def imbalance(self) -> float:
@@ -118,7 +121,7 @@ class MeteredClient:
         self._began_s = self._network.timeline.now
         request = EngineRequest(
             request_id=str(self._number),
-            prompt_token_ids=(1,) * self._arrival.num_prompt_tokens,
+            prompt_token_ids=self._arrival.prompt_token_ids(self._number),
             sampling_params=SamplingParams(seed=0, ignore_eos=True, max_tokens=self._arrival.num_output_tokens),
         )
         path = self._network.path("clients", self._router.site)
@@ -160,7 +163,7 @@ def serve(
         "router",
         network,
         replicas,
-        RouterConfig(),
+        RouterConfig(routing_policy="prefix_aware" if routing == PREFIX_AWARE else "power_of_two"),
         LimitsConfig(max_queued=len(trace)),
         make_text=lambda request: NoText(),
         seed=rng.getrandbits(32),
@@ -182,6 +185,7 @@ def serve(
         services=[client.service() for client in clients],
         duration_s=max(client.last_s for client in clients) - BEGIN_S - trace[0].arrival_s,
         busy_s=[replica.busy_s for replica in replicas],
+        prefix_hit_rate=_hit_rate([replica.scheduler.stats() for replica in replicas]),
     )
 
 
@@ -192,11 +196,16 @@ def _replica_shape(shape: ClusterShape) -> ReplicaShape:
         block_size=shape.block_size,
         max_model_len=shape.max_model_len,
         eos_token_ids=frozenset(),
-        vocab_size=2,
-        prefix_caching=False,
+        vocab_size=2**31,
+        prefix_caching=True,
         step_model=shape.step_model,
         make_runner=AnyTokenRunner,
     )
+
+
+def _hit_rate(stats: Sequence[SchedulerStats]) -> float:
+    num_hits = sum(each.num_prefix_hit_tokens for each in stats)
+    return num_hits / max(1, sum(each.num_prefix_query_tokens for each in stats))
 
 
 def _is_good(service: Service, slo_ttft_s: float, slo_tpot_s: float) -> bool:

@@ -18,14 +18,20 @@ def print_results(console: Console, results: Sequence[CapacityResult], slo_ttft_
     table = Table(box=None, pad_edge=False)
     for name in ("routing", "TTFT ms", "TPOT ms"):
         table.add_column(name, no_wrap=True)
-    for name in ("good/s", "served/s", "max/mean"):
+    for name in ("good/s", "served/s", "max/mean", "cached"):
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
         ttft, tpot = _served(result)
         goodput = result.goodput(slo_ttft_s, slo_tpot_s)
         rate = len(ttft) / result.duration_s
         table.add_row(
-            result.routing, _told(ttft), _told(tpot), f"{goodput:.1f}", f"{rate:.1f}", f"{result.imbalance:.2f}"
+            result.routing,
+            _told(ttft),
+            _told(tpot),
+            f"{goodput:.1f}",
+            f"{rate:.1f}",
+            f"{result.imbalance:.2f}",
+            f"{result.prefix_hit_rate:.0%}",
         )
     console.print(table)
     console.print("TTFT, TPOT: median/90th/99th percentile; max/mean: seconds of the replicas in steps")

@@ -33,10 +33,14 @@ def least_loaded(replicas: Sequence[ReplicaT], draw: DrawIndex) -> ReplicaT:
     return emptiest[draw(len(emptiest))]
 
 
+PREFIX_AWARE: Final = "prefix_aware"
+"""What routers do by default: to where most of the prompt is cached, and else as `power_of_two`."""
+
 ROUTING: Final[dict[str, Callable[[], ChooseReplica]]] = {
+    PREFIX_AWARE: lambda: power_of_two_choices,
     "power_of_two": lambda: power_of_two_choices,
     "least_loaded": lambda: least_loaded,
     "round_robin": RoundRobin,
     "random": lambda: at_random,
 }
-"""By name; each call makes one that has not chosen yet."""
+"""By name, for replicas that have none of the prompt cached; each call makes one that has not chosen yet."""

@@ -72,6 +72,23 @@ def test_looking_at_the_load_balances_better_than_chance():
     assert p99["power_of_two"] < p99["random"]
 
 
+def test_prompts_that_begin_alike_are_sent_to_where_their_prefix_is():
+    trace = made_up_trace(
+        rate=100, num_requests=300, mean_prompt=16, mean_output=8, max_len=1024, seed=1, num_prefixes=16, prefix_len=400
+    )
+    assert len({arrival.prompt_token_ids(number)[:400] for number, arrival in enumerate(trace)}) == 16
+    model = StepModel(base_s=0.002, per_token_s=1e-4)
+    by_prefix, by_load = (serve(trace, cluster(8, model), routing) for routing in ("prefix_aware", "power_of_two"))
+    assert by_prefix.prefix_hit_rate > 0.8
+    assert by_load.prefix_hit_rate < 0.7
+    assert sum(by_prefix.busy_s) < sum(by_load.busy_s)
+
+
+def test_prompts_without_a_prefix_have_nothing_in_common():
+    result = serve(load((0.0, 100, 4), (0.5, 100, 4), (1.0, 100, 4)), cluster(1), "prefix_aware")
+    assert result.prefix_hit_rate == 0
+
+
 def test_goodput_counts_those_that_kept_to_both_limits():
     services = [
         Service(ttft_s=0.5, tpot_s=0.05),
@@ -79,7 +96,7 @@ def test_goodput_counts_those_that_kept_to_both_limits():
         Service(ttft_s=0.5, tpot_s=0.5),
         Service(ttft_s=None, tpot_s=None),
     ]
-    result = CapacityResult(routing="any", services=services, duration_s=2.0, busy_s=[1.0, 3.0])
+    result = CapacityResult(routing="any", services=services, duration_s=2.0, busy_s=[1.0, 3.0], prefix_hit_rate=0.0)
     assert result.goodput(1.0, 0.1) == 0.5
     assert result.imbalance == 1.5
 
@@ -92,6 +109,17 @@ def test_a_trace_is_read_from_json_lines_and_from_csv(tmp_path):
     )
     csv.write_text("arrival_s,num_prompt_tokens,num_output_tokens\n2,5,6\n1.5,3,4\n")
     assert read_trace(jsonl) == read_trace(csv) == load((1.5, 3, 4), (2.0, 5, 6))
+
+
+def test_a_published_trace_is_read_with_its_hash_ids(tmp_path):
+    path = tmp_path / "load.jsonl"
+    path.write_text('{"timestamp": 2500, "input_length": 1000, "output_length": 7, "hash_ids": [46, 47]}\n')
+    (arrival,) = read_trace(path)
+    assert (arrival.arrival_s, arrival.num_prompt_tokens, arrival.num_output_tokens) == (2.5, 1000, 7)
+    one, other = arrival.prompt_token_ids(1), arrival.prompt_token_ids(2)
+    assert one == other
+    assert len(one) == 1000
+    assert len(set(one[:512])) == len(set(one[512:])) == 1
 
 
 @pytest.mark.parametrize("line", ["{}", "3", "nonsense", '{"arrival_s": 0, "num_prompt_tokens": 0}'])
@@ -120,3 +148,20 @@ def test_the_command_prints_a_row_for_each_policy(tmp_path, capsys):
     assert all(routing in printed for routing in ROUTING)
     assert run(["simulate", "--replicas", "2", *files, "--routing", "nearest"]) == 2
     assert run(["simulate", "--replicas", "2"]) == 2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--rate", "0"],
+        ["--mean-output", "0"],
+        ["--prefixes", "-1"],
+        ["--prefixes", "2"],
+        ["--prefix-len", "5"],
+        ["--prefixes", "2", "--prefix-len", "2048"],
+    ],
+)
+def test_a_load_that_cannot_be_made_up_is_refused_by_its_flag(tmp_path, capsys, flags):
+    STEP.write(tmp_path / "step.json")
+    assert run(["simulate", "--replicas", "2", "--step-model", str(tmp_path / "step.json"), *flags]) == 2
+    assert flags[0] in capsys.readouterr().err or "--prefix-len" in flags
