@@ -13,7 +13,6 @@ from typing import Final
 
 from rich.table import Table
 
-from cluster.app import REPLICA
 from cluster.client import AsyncClient
 from cluster.demo.streams import Show, Stream, stream_all
 from worker.sampling_params import SamplingParams
@@ -22,12 +21,15 @@ AFTER_TOKENS: Final = 16
 """Of each stream that has not ended: then it happens."""
 
 
-def replica_pids(application: str) -> dict[str, int]:
-    """The processes of the replicas' leaders on this machine, by replica id. Needs a connection to Ray."""
+def pids_of(deployment: str, application: str) -> dict[str, int]:
+    """The processes on this machine that a deployment's replicas, in Serve's sense, run in, by their ids.
+
+    Needs a connection to Ray.
+    """
     import ray
     from ray.util import list_named_actors
 
-    prefix = f"SERVE_REPLICA::{application}#{REPLICA}#"
+    prefix = f"SERVE_REPLICA::{application}#{deployment}#"
     actors = {
         named["name"].removeprefix(prefix): ray.get_actor(named["name"], named["namespace"])
         for named in list_named_actors(all_namespaces=True)
@@ -84,9 +86,15 @@ async def stream_with_a_loss(
 
 async def _kill_the_busiest(routers: Sequence[str], pids: dict[str, int]) -> tuple[int, float]:
     """The process, and when that was."""
+    pid = await busiest_replica(routers, pids)
+    at_s = time.perf_counter()
+    os.kill(pid, signal.SIGKILL)
+    return pid, at_s
+
+
+async def busiest_replica(routers: Sequence[str], pids: dict[str, int]) -> int:
+    """Its process: one of `pids`, which are by replica id."""
     async with AsyncClient(routers) as client:
         loads = (await client.get_load()).replicas
     busiest = max((load for load in loads if load.replica_id in pids), key=lambda load: load.num_running)
-    at_s = time.perf_counter()
-    os.kill(pids[busiest.replica_id], signal.SIGKILL)
-    return pids[busiest.replica_id], at_s
+    return pids[busiest.replica_id]

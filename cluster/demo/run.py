@@ -13,9 +13,10 @@ from typing import Final
 
 from rich.console import Console
 
+from cluster.app import REPLICA
 from cluster.config import ClusterConfig, HoldfastConfig
 from cluster.demo.display import display, figures
-from cluster.demo.loss import replica_pids, stream_with_a_loss
+from cluster.demo.loss import pids_of, stream_with_a_loss
 from cluster.demo.streams import stream_all
 from cluster.progress import progress
 from cluster.serving import serving
@@ -39,7 +40,7 @@ def main() -> int:
         with display(console) as show:
             streams = asyncio.run(stream_all(cluster.routers, PROMPTS, PARAMS, show))
         console.print(figures(streams))
-        pids = replica_pids(config.cluster.namespace)
+        pids = pids_of(REPLICA, config.cluster.namespace)
         console.print("\nonce more, and on the way a replica is killed\n")
         with redirect_stdout(StringIO()), display(console) as show:  # Ray prints a paragraph about the death
             loss = asyncio.run(stream_with_a_loss(cluster.routers, pids, PROMPTS, PARAMS, show))
