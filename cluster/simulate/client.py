@@ -170,6 +170,7 @@ class SimulatedClient:
             raise Violation(f"{self}: token {first} came when token {sequence.num_tokens} was due")
         if delivery.token_ids != right.token_ids[first:end]:
             raise Violation(f"{self}: tokens {delivery.token_ids} at {first}, right are {right.token_ids}")
+        self._check_reports(right, delivery)
         sequence.num_tokens = end
         sequence.text += delivery.text
         self._fingerprint = delivery.fingerprint
@@ -183,6 +184,15 @@ class SimulatedClient:
             require(sequence.text == right.text, f"{self}: text {sequence.text!r} of {right}")
             reason = delivery.finish_reason
             require(reason is right.finish_reason, f"{self}: ended by {reason}, right is {right}")
+
+    def _check_reports(self, right: Completion, delivery: Deliver) -> None:
+        """Each token comes with its logprobs, and those of the prompt come once, with the first."""
+        first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
+        if delivery.logprobs != right.logprobs[first:end]:
+            raise Violation(f"{self}: logprobs {delivery.logprobs} at {first}, right are {right.logprobs[first:end]}")
+        of_prompt = right.prompt_logprobs if first == 0 else ()
+        if delivery.prompt_logprobs != of_prompt:
+            raise Violation(f"{self}: prompt logprobs {delivery.prompt_logprobs} at {first}, right are {of_prompt}")
 
     def _check_end(self, usage: Usage) -> None:
         """The last word counts the prompt once, and the tokens of all completions."""
