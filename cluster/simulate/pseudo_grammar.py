@@ -26,9 +26,10 @@ class PseudoMatcher:
         return _bitmask(self._allowed())
 
     def validate_tokens(self, tokens: Sequence[int]) -> int:
+        num_before = len(self._states)
         num_read = next((i for i, token in enumerate(tokens) if not self.consume_token(token)), len(tokens))
         self._error = ""
-        self.rollback(num_read)
+        del self._states[num_before:]
         return num_read
 
     def consume_token(self, token: int) -> bool:
