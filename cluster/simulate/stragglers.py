@@ -20,33 +20,35 @@ class Straggler:
     def __init__(self, call: Generate, network: Network, path: Path, router: Process) -> None:
         self.was_turned_away = False
         """It was told that a newer one goes on."""
-        self.is_over = False
         self._call = call
         self._connection = Connection(network, path, (self, router))
+        self._has_arrived = False
+        self._is_given_up = False
 
     def arrive(self) -> None:
-        """The call comes through, unless the client has had its answer."""
-        if not self.is_over:
-            self._connection.send(self, self._call)
+        """The call comes through, with the end of the line if nobody waits at it any more."""
+        self._has_arrived = True
+        self._connection.send(self, self._call)
+        if self._is_given_up:
+            self._connection.close(self)
 
     def give_up(self) -> None:
         """The client waits for nothing any more."""
-        self.is_over = True
-        self._connection.close(self)
+        self._is_given_up = True
+        if self._has_arrived:
+            self._connection.close(self)
 
     # --- as an endpoint ---
 
     def receive(self, connection: Connection, message: Any) -> None:
         match message:
             case Fail():
-                self.is_over = True
                 self.was_turned_away = isinstance(message.error, RequestSupersededError)
             case Deliver():
-                # The newer one is not here: it has gone to another router. Nobody listens on this line.
-                self.give_up()
+                self.give_up()  # the newer one is not here, but at another router: nobody listens on this line
 
     def closed(self, connection: Connection) -> None:
-        self.is_over = True
+        """Its last word has come before, or it is lost."""
 
     def __str__(self) -> str:
         return f"{self._call.request.request_id}, late"
