@@ -21,7 +21,8 @@ def right_token(request: EngineRequest, output: bytes) -> int:
     """What comes after `output`."""
     params = request.sampling_params
     assert params.seed is not None
-    raw = scores(bytes(request.prompt_token_ids) + output, params.seed, len(output))
+    tokens = bytes(request.prompt_token_ids) + output
+    raw = scores(tokens, params.seed, len(output)) if params.temperature else likelihoods(tokens)
     if not _is_controlled(request):
         return raw.index(max(raw))
     candidates = _may_follow(request.grammar, output) if request.grammar else set(range(VOCAB_SIZE))

@@ -18,7 +18,8 @@ _OUT = float("-inf")
 
 def drawn_token(prefix: bytes, params: DrawParams, mask: bytes | None) -> int:
     """What is drawn after `prefix`; `mask` is that of a grammar."""
-    raw = scores(prefix, params.seed, params.first_output_index)
+    is_greedy = params.temperature == 0
+    raw = likelihoods(prefix) if is_greedy else scores(prefix, params.seed, params.first_output_index)
     if params.controls is None:
         return raw.index(max(raw))
     row = [score / 16 - 8 for score in raw]

@@ -36,7 +36,8 @@ def scores(prefix: bytes, seed: int, output_index: int) -> bytes:
 
 
 def likelihoods(prefix: bytes) -> bytes:
-    """How likely each token is after `prefix`, whatever the request: larger is likelier, see `logprob`."""
+    """How likely each token is after `prefix`, whatever the request: larger is likelier, see `logprob`. The scores of
+    draws without noise."""
     return blake2b(prefix, digest_size=VOCAB_SIZE).digest()
 
 

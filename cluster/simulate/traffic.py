@@ -66,6 +66,7 @@ def _draw_params(rng: random.Random) -> SamplingParams:
     stops = rng.random() < 0.3
     return SamplingParams(
         seed=rng.getrandbits(40),
+        temperature=0.0 if rng.random() < 0.1 else 1.0,
         n=rng.randint(2, 4) if rng.random() < 0.1 else 1,
         max_tokens=None if rng.random() < 0.02 else max_tokens,
         min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.1 else 0,

@@ -39,7 +39,7 @@ def draw_params(item: EngineRequest, output: bytes) -> DrawParams:
     return DrawParams(
         seed=params.seed,
         first_output_index=len(output),
-        temperature=1.0,
+        temperature=params.temperature,
         top_k=0,
         top_p=1.0,
         controls=LogitControls.of(item, EOS),
@@ -53,13 +53,14 @@ def drawn_requests(number: int) -> list[EngineRequest]:
     return [wish.request for wish in draw_wishes(random.Random(number), 150, 1.0, 48) if not wish.is_poison]
 
 
-def test_a_simulation_has_requests_of_every_kind():
-    requests = drawn_requests(0)
+def test_simulations_have_requests_of_every_kind():
+    requests = [item for number in range(4) for item in drawn_requests(number)]
     params = [item.sampling_params for item in requests]
     kinds = {
         "grammar": [bool(item.grammar) for item in requests],
         "bad words": [bool(item.bad_word_token_ids) for item in requests],
         "grammar and penalty": [bool(item.grammar) and item.sampling_params.frequency_penalty for item in requests],
+        "no noise": [one.temperature == 0 for one in params],
         "repetition": [one.repetition_penalty != 1 for one in params],
         "bias": [bool(one.logit_bias) for one in params],
         "allowed": [one.allowed_token_ids is not None for one in params],
@@ -82,7 +83,8 @@ def test_draws_are_those_of_the_real_controls_and_of_the_oracle():
             prefix = bytes(item.prompt_token_ids) + output
             matcher = PseudoMatcher(item.grammar) if item.grammar else None
             mask = matcher.compute_bitmask() if matcher is not None and matcher.consume_tokens(output) else None
-            logits = torch.tensor([[score / 16 - 8 for score in scores(prefix, params.seed, len(output))]])
+            raw = scores(prefix, params.seed, len(output)) if params.temperature else likelihoods(prefix)
+            logits = torch.tensor([[score / 16 - 8 for score in raw]])
             apply_controls(logits, [params], {0: mask} if mask else {})
             token_id = drawn_token(prefix, params, mask)
             assert token_id == int(logits.argmax()) == right_token(item, output), item
@@ -139,6 +141,11 @@ def test_an_output_with_a_grammar_ends_where_the_grammar_does():
     right = right_completion(item, 4000)
     assert re.fullmatch(f"a{entry}b", right.text)
     assert (right.finish_reason, right.token_ids[-1]) == (FinishReason.STOP, EOS_TOKEN_ID)
+
+
+def test_without_noise_the_likeliest_token_is_drawn():
+    right = right_completion(request(temperature=0.0, logprobs=0, ignore_eos=True), 60)
+    assert {said.rank for said in right.logprobs} == {1}
 
 
 def test_bans_and_penalties_change_what_comes():
