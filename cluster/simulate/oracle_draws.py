@@ -46,7 +46,7 @@ def right_logprob(tokens: bytes, index: int, num_top: int) -> TokenLogprob:
 
 
 def _is_controlled(request: EngineRequest) -> bool:
-    """Whether anything but the model has a say: nearly never."""
+    """Whether anything but the model has a say."""
     params = request.sampling_params
     penalties = (params.repetition_penalty - 1, params.frequency_penalty, params.presence_penalty)
     others = (request.grammar, request.bad_word_token_ids, params.allowed_token_ids, params.logit_bias)

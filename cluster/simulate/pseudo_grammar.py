@@ -7,7 +7,7 @@ here: who reads what (`worker/grammar_readers.py`).
 
 from collections.abc import Iterable, Sequence
 
-from cluster.simulate.pseudo_model import EOS_TOKEN_ID, PseudoCodec
+from cluster.simulate.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE, PseudoCodec
 
 
 class PseudoMatcher:
@@ -77,4 +77,4 @@ def allows(mask: bytes, token_id: int) -> bool:
 
 def _bitmask(token_ids: Iterable[int]) -> bytes:
     """A bit for each token id, the lowest first."""
-    return sum(1 << token_id for token_id in token_ids).to_bytes(8, "little")
+    return sum(1 << token_id for token_id in token_ids).to_bytes(-(-VOCAB_SIZE // 8), "little")
