@@ -13,6 +13,7 @@ PLAIN_DATA |= {"structured_outputs"}
 POLICY = PLAIN_DATA | {"batching", "block_allocator", "plan", "prefix_cache", "queues", "scheduler", "sequence"}
 POLICY |= {"cache_feed", "controls", "deltas", "engine_updates", "fit", "forking", "mailboxes", "prompt_rating"}
 POLICY |= {"static_batching", "step_limits"}
+POLICY |= {"draws", "grammar_readers"}
 POLICY |= {"batching_optimizer", "dial", "stats", "step_time", "step_tuner"}
 POLICY |= {"bucketed_batching", "deadlines", "memory_aware_batching", "tenants", "timers", "waiting"}
 POLICY |= {"draft_length", "model_drafts", "ngram_drafts", "speculation", "suffix_drafts"}

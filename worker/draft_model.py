@@ -18,13 +18,14 @@ from torch import Tensor
 from worker.attention.paged import AttentionContext, PagedAttention
 from worker.checks import choose_max_model_len
 from worker.config import ModelConfig
+from worker.draws import draw_after, draws_of
 from worker.errors import ConfigurationError
 from worker.kv_cache import KVCache
 from worker.model import RankModel, build_rank_model
 from worker.parallelize import Target
 from worker.plan import BlockCopy, Drafting, DrawParams, ScheduledSequence, StepPlan
 from worker.row_tiles import RowTiles
-from worker.sampler import draw, draw_after, draws_of
+from worker.sampler import draw
 from worker.step_batch import StepBatch
 from worker.tensor_parallel import SingleRank
 from worker.weights import read_config, resolve_model

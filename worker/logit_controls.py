@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from worker.controls import LogitControls
+from worker.draws import banned_token_ids
 from worker.plan import DrawParams
 
 _MINUS_INF = float("-inf")
@@ -55,15 +56,6 @@ def keep_allowed(logits: Tensor, controls: Sequence[LogitControls]) -> None:
             if len(token_ids) and not (item.grammar and kept.max() == _MINUS_INF):
                 logits[row] = _MINUS_INF
                 logits[row, token_ids] = kept
-
-
-def banned_token_ids(params: DrawParams) -> list[int]:
-    """What bad words, the minimum length and ends that are to be ignored forbid as the next token."""
-    controls, outputs = _controls(params), params.output_token_ids
-    banned = [word[-1] for word in controls.bad_words if outputs[len(outputs) - len(word) + 1 :] == word[:-1]]
-    if params.first_output_index < controls.min_tokens:
-        banned += controls.end_token_ids
-    return banned + list(controls.avoided_token_ids)
 
 
 def ban(logits: Tensor, token_ids: Sequence[Sequence[int]]) -> None:

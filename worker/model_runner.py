@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from worker.config import WorkerConfig
+from worker.draws import draws_of
 from worker.errors import ReplicaError, UnsupportedModelError
 from worker.grammar_masks import GrammarMasks
 from worker.kv_cache import KVCache
@@ -27,7 +28,7 @@ from worker.model_info import ModelInfo
 from worker.plan import StepPlan, StepResult
 from worker.progress import ProgressCounter
 from worker.request import TokenLogprob
-from worker.sampler import draw, draws_of
+from worker.sampler import draw
 from worker.self_check import SelfCheck
 from worker.step_batch import StepBatch
 from worker.tensor_parallel import Message, TensorParallelGroup

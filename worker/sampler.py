@@ -11,14 +11,13 @@ decide between tokens are taken in float64, where no order of computing shows. G
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from worker.logit_controls import apply_controls
-from worker.plan import DrawParams, StepPlan
+from worker.plan import DrawParams
 from worker.sampling_params import GREEDY_TEMPERATURE
 
 TOKEN_STREAM: Final = 0
@@ -34,27 +33,6 @@ _NUCLEUS_SIZES: Final = (64, 1024)
 
 _CHUNK_VALUES: Final = 2**17
 """Logits that are worked on at a time, so that the noise stays in cache."""
-
-
-def draws_of(plan: StepPlan) -> list[DrawParams]:
-    """The draws of a plan, one for each of its logits rows, in order."""
-    draws = []
-    for sequence in plan.sequences:
-        if sequence.draw is not None and sequence.num_draws > 0:
-            draws.append(sequence.draw)
-            drafts = sequence.token_ids[len(sequence.token_ids) - sequence.num_draws + 1 :]
-            draws += [draw_after(sequence.draw, drafts[: index + 1]) for index in range(len(drafts))]
-    return draws
-
-
-def draw_after(first: DrawParams, drafts: tuple[int, ...]) -> DrawParams:
-    """The draw after these drafted tokens, which it takes for outputs: it counts only if they are right."""
-    looks_back = first.controls is not None and first.controls.look_back
-    return replace(
-        first,
-        first_output_index=first.first_output_index + len(drafts),
-        output_token_ids=first.output_token_ids + drafts if looks_back else (),
-    )
 
 
 def draw(logits: Tensor, draws: Sequence[DrawParams], masks: Mapping[int, bytes] | None = None) -> list[int]:

@@ -13,6 +13,7 @@ from cluster.simulate.network import Connection, Network
 from cluster.simulate.oracle import Completion, right_completion
 from cluster.simulate.promises import Violation, require
 from cluster.simulate.router import SimulatedRouter
+from cluster.simulate.stragglers import Straggler
 from router.events import Deliver, Fail, Usage
 from router.parallel_sampling import siblings
 from router.resume import Progress, Resume
@@ -30,6 +31,9 @@ from worker.request import EngineRequest
 
 SITE: Final = "clients"
 RETRY_S: Final = 0.2
+HELD_UP_SHARE: Final = 0.03
+HELD_UP_S: Final = 1.0
+"""So many of the calls are held up on their way, for so long at most; clients come again long before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +77,8 @@ class SimulatedClient:
         self.outcome: str | None = None
         """`completed`, `cancelled`, `expired`, `shed` or `quarantined`; None while it goes on."""
         self.num_connections = 0
+        self.stragglers: list[Straggler] = []
+        """Its calls that were held up on their way."""
         self._network = network
         self._timeline = network.timeline
         self._routers = routers
@@ -124,14 +130,24 @@ class SimulatedClient:
             return
         self.num_connections += 1
         router = self._routers[self._router]
-        self._connection = Connection(self._network, self._network.path(SITE, router.site), (self, router))
+        path = self._network.path(SITE, router.site)
         call = Generate(
             request=self.wish.request,
             resume=self._resume(),
             timeout_s=self._left_s(),
             attempt=self.num_connections,
         )
-        self._connection.send(self, call)
+        if not self.wish.is_poison and self._network.rng.random() < HELD_UP_SHARE:
+            self._leave_behind(Straggler(call, self._network, path, router))
+        else:
+            self._connection = Connection(self._network, path, (self, router))
+            self._connection.send(self, call)
+
+    def _leave_behind(self, straggler: Straggler) -> None:
+        """A call is held up: goes to the same router again, and as a rule is there before it."""
+        self.stragglers.append(straggler)
+        self._timeline.after(self._network.rng.uniform(RETRY_S, HELD_UP_S), straggler.arrive)
+        self._timeline.after(RETRY_S, self._connect)
 
     def _reconnect(self, after_s: float = RETRY_S) -> None:
         """Goes on at the next router."""
@@ -170,6 +186,7 @@ class SimulatedClient:
             raise Violation(f"{self}: token {first} came when token {sequence.num_tokens} was due")
         if delivery.token_ids != right.token_ids[first:end]:
             raise Violation(f"{self}: tokens {delivery.token_ids} at {first}, right are {right.token_ids}")
+        self._check_reports(right, delivery)
         sequence.num_tokens = end
         sequence.text += delivery.text
         self._fingerprint = delivery.fingerprint
@@ -183,6 +200,15 @@ class SimulatedClient:
             require(sequence.text == right.text, f"{self}: text {sequence.text!r} of {right}")
             reason = delivery.finish_reason
             require(reason is right.finish_reason, f"{self}: ended by {reason}, right is {right}")
+
+    def _check_reports(self, right: Completion, delivery: Deliver) -> None:
+        """Each token comes with its logprobs, and those of the prompt come once, with the first."""
+        first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
+        if delivery.logprobs != right.logprobs[first:end]:
+            raise Violation(f"{self}: logprobs {delivery.logprobs} at {first}, right are {right.logprobs[first:end]}")
+        of_prompt = right.prompt_logprobs if first == 0 else ()
+        if delivery.prompt_logprobs != of_prompt:
+            raise Violation(f"{self}: prompt logprobs {delivery.prompt_logprobs} at {first}, right are {of_prompt}")
 
     def _check_end(self, usage: Usage) -> None:
         """The last word counts the prompt once, and the tokens of all completions."""
@@ -220,5 +246,7 @@ class SimulatedClient:
 
     def _over(self, outcome: str) -> None:
         self.outcome = outcome
+        for straggler in self.stragglers:
+            straggler.give_up()
         if self._connection is not None:
             self._connection.close(self)

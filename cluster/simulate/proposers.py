@@ -6,14 +6,15 @@ Whatever they guess, the output must be the same. What may not live here: verifi
 from collections.abc import Callable
 from typing import Final
 
-from cluster.simulate.pseudo_model import VOCAB_SIZE, next_token
+from cluster.simulate.oracle_draws import right_token
+from cluster.simulate.pseudo_model import VOCAB_SIZE
 from worker.ngram_drafts import NgramProposer
 from worker.sequence import Sequence
 from worker.speculation import Proposer
 
 
 class InformedProposer:
-    """Knows the model. Every `errs_every`th guess is wrong, by one."""
+    """Knows the model and the request. Every `errs_every`th guess is wrong, by one."""
 
     def __init__(self, errs_every: int) -> None:
         self._errs_every = errs_every
@@ -21,16 +22,15 @@ class InformedProposer:
 
     def propose(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
         """What the model draws next, were it not for the errors."""
-        tokens, seed = bytes(sequence.token_ids), sequence.request.sampling_params.seed
-        assert seed is not None
+        output = bytes(sequence.token_ids[sequence.num_prompt_tokens :])
         guesses: list[int] = []
-        for output_index in range(sequence.num_output_tokens, sequence.num_output_tokens + num_tokens):
-            token_id = next_token(tokens, seed, output_index)
+        for _ in range(num_tokens):
+            token_id = right_token(sequence.request, output)
             self._num_guesses += 1
             if self._num_guesses % self._errs_every == 0:
                 token_id = (token_id + 1) % VOCAB_SIZE
             guesses.append(token_id)
-            tokens += bytes((token_id,))
+            output += bytes((token_id,))
         return tuple(guesses)
 
     def forget(self, sequence: Sequence) -> None:

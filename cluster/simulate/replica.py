@@ -14,7 +14,7 @@ from cluster.simulate.network import Connection, Network
 from cluster.simulate.process import Process
 from cluster.simulate.pseudo_model import PoisonedError
 from cluster.simulate.step_model import StepModel
-from router.events import AttemptDelta, AttemptRejection, ReplicaFacts, SendAbort, SendSubmit, StepNews
+from router.events import AttemptDelta, AttemptRejection, Likelihood, ReplicaFacts, SendAbort, SendSubmit, StepNews
 from worker.cache_feed import CacheFeed
 from worker.config import SchedulerConfig, SpeculationConfig
 from worker.errors import DeadlineExceededError, HoldfastError
@@ -253,6 +253,10 @@ class SimulatedReplica(Process):
                 token_ids=delta.token_ids,
                 finish_reason=delta.finish_reason,
                 num_cached_tokens=delta.num_cached_tokens,
+                logprobs=delta.logprobs,
+                prompt_logprobs=[
+                    Likelihood(item.logprob, item.rank, item.top) for item in delta.prompt_logprobs if item is not None
+                ],
             )
         )
 

@@ -31,6 +31,7 @@ def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
         ("faults", f"{sum(tally.faults.values()):,}"),
         ("", _counts(tally.faults)),
         ("reconnects", f"{tally.num_reconnects:,}, with what a client had received until then"),
+        ("stragglers", f"{tally.num_stragglers:,} calls, {tally.num_turned_away:,} turned away for a newer one"),
         ("condemned", f"{tally.num_condemned:,} frozen replicas"),
         ("poisoned", f"{tally.num_poisoned:,} replicas, by requests that kill whoever runs them"),
         ("promises broken", str(len(campaign.failures))),

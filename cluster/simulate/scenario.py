@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from cluster.simulate.client import Wish
 from cluster.simulate.faults import Fault, draw_faults
 from cluster.simulate.proposers import PROPOSERS
-from cluster.simulate.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE, PseudoRunner
+from cluster.simulate.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE
+from cluster.simulate.pseudo_runner import PseudoRunner
 from cluster.simulate.replica import ReplicaShape
 from cluster.simulate.step_model import StepModel
 from cluster.simulate.traffic import draw_wishes

@@ -1,12 +1,15 @@
 """The requests of one simulation, drawn from its seed: short, many, and of every kind that failover must survive."""
 
 import random
+from dataclasses import replace
+from typing import Any
 
 from cluster.simulate.client import Wish
 from cluster.simulate.pseudo_model import POISON_TOKEN_ID, VOCAB_SIZE, WHOLE_TOKEN_IDS
 from worker.request import EngineRequest, Priority
 from worker.sampling_params import SamplingParams
 
+_GRAMMARS = ("ab:cde:2", "ab:cdefgh:3", "ch:abdefg:4", "gh:a:1")
 _STOPS = ("ab", "ba", "cd", "abc", "dd", "e", "éa", "a.", "hgf", "bb ")
 PATIENCE_S = 600.0
 """Of those who would rather wait: longer than any simulation takes."""
@@ -49,10 +52,12 @@ def _draw_request(rng: random.Random, request_id: str, prefix: tuple[int, ...], 
     return EngineRequest(
         request_id=request_id,
         prompt_token_ids=prompt[: max_model_len - 1],
-        sampling_params=_draw_params(rng),
+        sampling_params=replace(_draw_params(rng), **_draw_controls(rng), **_draw_reports(rng)),
         priority=rng.choice((Priority.NORMAL, Priority.NORMAL, Priority.HIGH, Priority.LOW)),
         cache_salt=rng.choice(("", "", "", "other")),
         tenant=rng.choice(("", "", "gold", "free")),
+        bad_word_token_ids=_draw_bad_words(rng) if rng.random() < 0.06 else (),
+        grammar=rng.choice(_GRAMMARS) if rng.random() < 0.12 else "",
     )
 
 
@@ -61,6 +66,7 @@ def _draw_params(rng: random.Random) -> SamplingParams:
     stops = rng.random() < 0.3
     return SamplingParams(
         seed=rng.getrandbits(40),
+        temperature=0.0 if rng.random() < 0.1 else 1.0,
         n=rng.randint(2, 4) if rng.random() < 0.1 else 1,
         max_tokens=None if rng.random() < 0.02 else max_tokens,
         min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.1 else 0,
@@ -69,3 +75,30 @@ def _draw_params(rng: random.Random) -> SamplingParams:
         stop_token_ids=(rng.randrange(VOCAB_SIZE),) if rng.random() < 0.1 else (),
         ignore_eos=rng.random() < 0.3,
     )
+
+
+def _draw_controls(rng: random.Random) -> dict[str, Any]:
+    """What changes the draws. All numbers are sums of few powers of two, so that no order of adding shows."""
+    controls: dict[str, Any] = {}
+    if rng.random() < 0.15:
+        controls["repetition_penalty"] = rng.choice((0.5, 1.0, 2.0))
+        controls["frequency_penalty"] = rng.choice((-1.0, 0.0, 0.5, 2.0))
+        controls["presence_penalty"] = rng.choice((-0.5, 0.0, 1.5))
+    if rng.random() < 0.06:
+        controls["logit_bias"] = {rng.randrange(VOCAB_SIZE): rng.choice((-100.0, -4.0, 2.5, 6.0)) for _ in range(4)}
+    if rng.random() < 0.06:
+        controls["allowed_token_ids"] = rng.sample(range(VOCAB_SIZE), rng.randint(1, 8))
+    return controls
+
+
+def _draw_reports(rng: random.Random) -> dict[str, Any]:
+    """What is to be said of the tokens."""
+    return {
+        "logprobs": rng.choice((0, 1, 2, 5)) if rng.random() < 0.2 else None,
+        "prompt_logprobs": rng.choice((0, 1, 3)) if rng.random() < 0.1 else None,
+    }
+
+
+def _draw_bad_words(rng: random.Random) -> tuple[tuple[int, ...], ...]:
+    """Some of a single token; others end in a token that is drawn often enough after the one before."""
+    return tuple(tuple(rng.choices(WHOLE_TOKEN_IDS, k=rng.randint(1, 2))) for _ in range(rng.randint(1, 8)))

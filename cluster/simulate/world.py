@@ -49,6 +49,10 @@ class Tally:
     num_events: int = 0
     num_reconnects: int = 0
     """Times that a client went to the next router, with what it had."""
+    num_stragglers: int = 0
+    """Calls that came to a router late, if at all."""
+    num_turned_away: int = 0
+    """Of those, for a newer one was there."""
     num_condemned: int = 0
     num_poisoned: int = 0
     simulated_s: float = 0.0
@@ -144,6 +148,7 @@ class World:
         return "fault:"
 
     def tally(self) -> Tally:
+        stragglers = [straggler for client in self.clients for straggler in client.stragglers]
         return Tally(
             num_simulations=1,
             num_requests=len(self.clients),
@@ -152,6 +157,8 @@ class World:
             num_steps=sum(replica.num_steps for replica in self.replicas),
             num_events=self.timeline.num_events,
             num_reconnects=sum(max(0, client.num_connections - 1) for client in self.clients),
+            num_stragglers=len(stragglers),
+            num_turned_away=sum(straggler.was_turned_away for straggler in stragglers),
             num_condemned=sum(replica.num_condemned for replica in self.replicas),
             num_poisoned=sum(replica.num_poisoned for replica in self.replicas),
             simulated_s=self.timeline.now,

@@ -2,17 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from cluster.simulate.client import Sequence as ReceivedSequence
+from cluster.simulate.pseudo_grammar import PseudoMatcher
+from router.dispatch import Dispatch
 from router.fleet import ReplicaState
 from router.record import RequestRecord, RequestTable
 from router.text_stream import TextStream
+from worker import scheduler as scheduler_module
 from worker import sequence as sequence_module
 from worker.block_allocator import BlockAllocator
+from worker.grammar_readers import GrammarReaders, Matcher
 from worker.plan import DrawParams
 from worker.queues import SequenceQueues
+from worker.request import TokenDelta
 from worker.sequence import Sequence
 
 
@@ -64,11 +70,11 @@ def forget_the_stop_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """On failover the text state starts anew after the tokens so far, without what it had held back."""
     continuation = RequestRecord.continuation
 
-    def forgetful(self: RequestRecord) -> object:
+    def forgetful(self: RequestRecord, time_left_s: float | None = None) -> object:
         if self.output_token_ids:
             assert isinstance(self.text, TextStream)
             self.text._matcher._held = ""
-        return continuation(self)
+        return continuation(self, time_left_s)
 
     monkeypatch.setattr(RequestRecord, "continuation", forgetful)
 
@@ -114,6 +120,60 @@ def forget_that_a_completion_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def forget_the_grammar_at_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that comes with output begins its grammar anew."""
+    matcher_after = GrammarReaders._matcher_after
+
+    def forgetful(self: GrammarReaders, sequence_id: int, draw: DrawParams, step_id: int) -> Matcher:
+        if sequence_id not in self._readers:
+            matcher_after(self, sequence_id, replace(draw, output_token_ids=()), step_id)
+            self._readers[sequence_id].token_ids = draw.output_token_ids
+        return matcher_after(self, sequence_id, draw, step_id)
+
+    monkeypatch.setattr(GrammarReaders, "_matcher_after", forgetful)
+
+
+def keep_drafts_in_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that has read drafts goes on after them, also if they were wrong."""
+    monkeypatch.setattr(PseudoMatcher, "rollback", lambda self, num_tokens: True)
+
+
+def count_from_the_failover_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties and bad words do not see the output that a continued request came with."""
+    draw_params = Sequence.draw_params
+
+    def forgetful(self: Sequence) -> DrawParams:
+        params, num_before = draw_params(self), len(self.request.output_token_ids)
+        is_counted = params.controls is not None and not params.controls.grammar
+        return replace(params, output_token_ids=params.output_token_ids[num_before:]) if is_counted else params
+
+    monkeypatch.setattr(Sequence, "draw_params", forgetful)
+
+
+def drop_the_logprobs_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several tokens that a step confirms, only the first has its logprobs."""
+    advance = scheduler_module.advance
+
+    def dropping(*args: Any) -> TokenDelta | None:
+        delta = advance(*args)
+        return delta and replace(delta, logprobs=delta.logprobs[:1])
+
+    monkeypatch.setattr(scheduler_module, "advance", dropping)
+
+
+def skip_what_is_to_be_rated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cached prefix is not computed, though its logprobs are asked for."""
+    monkeypatch.setattr(Sequence, "num_skippable_tokens", property(lambda self: len(self.token_ids) - 1))
+
+
+def let_a_straggler_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two submissions of a request, the one that comes later goes on, also if its client sent it first."""
+    supersede = Dispatch.supersede
+    monkeypatch.setattr(
+        Dispatch, "supersede", lambda self, request_id, attempt, now: supersede(self, request_id, 10**6, now)
+    )
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     bug.__name__: bug
     for bug in (
@@ -125,5 +185,11 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         fork_without_a_copy,
         believe_a_wrong_draft,
         forget_that_a_completion_is_over,
+        forget_the_grammar_at_a_replay,
+        keep_drafts_in_the_grammar,
+        count_from_the_failover_on,
+        drop_the_logprobs_of_drafts,
+        skip_what_is_to_be_rated,
+        let_a_straggler_win,
     )
 }

@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from worker.draws import draws_of
 from worker.plan import ScheduledSequence, StepPlan
 from worker.request import EngineRequest
-from worker.sampler import draw, draws_of
+from worker.sampler import draw
 from worker.sampling_params import SamplingParams
 from worker.sequence import Sequence
 

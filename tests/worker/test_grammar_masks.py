@@ -21,11 +21,12 @@ from router.tokenizer import Tokenizer
 from tests.worker.schemas import schema
 from worker.config import SchedulerConfig
 from worker.controls import LogitControls
+from worker.draws import draws_of
 from worker.errors import InvalidRequestError
 from worker.grammar_masks import GrammarMasks
 from worker.plan import DrawParams, ScheduledSequence, StepPlan, StepResult
 from worker.request import EngineRequest, FinishReason
-from worker.sampler import draw, draws_of
+from worker.sampler import draw
 from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
 

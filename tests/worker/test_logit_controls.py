@@ -14,10 +14,11 @@ from transformers.generation.logits_process import (
 )
 
 from worker.controls import LogitControls
+from worker.draws import draws_of
 from worker.logit_controls import apply_controls
 from worker.plan import DrawParams, ScheduledSequence, StepPlan
 from worker.request import EngineRequest
-from worker.sampler import draw, draws_of, keep_min_p
+from worker.sampler import draw, keep_min_p
 from worker.sampling_params import SamplingParams
 
 EOS = frozenset({2, 3})

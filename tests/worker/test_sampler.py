@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from worker.draws import draws_of
 from worker.plan import DrawParams, ScheduledSequence, StepPlan
-from worker.sampler import draw, draws_of, keep_top_k, keep_top_p, noise, noise_key
+from worker.sampler import draw, keep_top_k, keep_top_p, noise, noise_key
 
 PLAIN = DrawParams(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
 
