@@ -104,7 +104,9 @@ class HealthConfig(Settings):
     )
     heartbeat_s: float = Field(0.2, gt=0, description="seconds between a busy replica's heartbeats to its routers")
     condemned_after_s: float | None = Field(
-        5.0, ge=1, description="a leader's process that hangs for so many seconds is killed with its ranks; unset: never"
+        5.0,
+        ge=1,
+        description="a leader's process that hangs for so many seconds is killed with its ranks; unset: never",
     )
 
 

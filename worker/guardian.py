@@ -37,7 +37,7 @@ def hangs(leader: ProcessId, beats: int, limit_s: float) -> bool:
     """Watches until there is a verdict: True for a leader that hangs, False for one that has ended.
 
     It hangs if none of the bytes it writes to `beats` comes for `limit_s`. Before the first, and while it is traced by
-    a debugger, it need not write any. The end of `beats` is its end: it holds the other side.
+    a debugger, it need not write any. The end of `beats` is its end, which may come without: a child may hold it open.
     """
     try:
         ending = leader.open()
