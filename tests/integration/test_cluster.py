@@ -19,6 +19,7 @@ from worker.sampling_params import SamplingParams
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 NUM_STREAMS = 64
+GONE_S = 30.0  # Serve by itself ends no process that is silent before its time to drain is over, which is as long
 WORDS = ("The capital of France is", "Monday, Tuesday,", "Three plus four is", "What is the currency of Japan?")
 
 
@@ -174,7 +175,11 @@ async def _strike(address: str, victim: psutil.Process, fault: signal.Signals) -
         async def both_are_up() -> bool:
             return (await client.list_models()).models[0].num_replicas == 2
 
+        async def is_gone() -> bool:
+            return not victim.is_running()
+
         await until(lambda: _not(both_are_up), 10.0)
+        await until(is_gone, GONE_S)
         await until(both_are_up, 180.0)
         print(f"the replica was back after {time.monotonic() - struck_s:.1f} s")
         later = await asyncio.gather(*(ask(client, long_wish(number)) for number in range(8)))
@@ -204,7 +209,6 @@ def test_streams_outlive_the_process_that_serves_them(
         assert (answer.token_ids, answer.text) == (wanted.token_ids, wanted.text)
         assert (again.token_ids, again.text) == (wanted.token_ids, wanted.text)
     print(f"the longest pause within a stream was {max(answer.longest_pause_s for answer in answers):.2f} s")
-    assert not processes[0].is_running()
     assert len(processes_named(part)) == 2
 
 
