@@ -1,6 +1,5 @@
 """A guardian ends a leader that hangs, and its ranks: those processes, for that reason, and nothing else."""
 
-import asyncio
 import ctypes
 import fcntl
 import os
@@ -15,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from worker.lifeline import Lifeline
 from worker.process_id import ProcessId
 
 TIMEOUT_S = 30
@@ -202,23 +200,3 @@ def test_a_number_that_belongs_to_another_by_now_is_left_alone(lead, rank):
     leader.process.wait(TIMEOUT_S)
     until(lambda: has_ended(leader.guardian))
     assert rank.poll() is None
-
-
-def test_another_takes_the_place_of_a_guardian_that_was_killed(monkeypatch):
-    monkeypatch.setattr("worker.lifeline.START_AGAIN_AFTER_S", 0.0)
-
-    async def kill_it() -> None:
-        lifeline = Lifeline(1000, [])
-        beating = asyncio.create_task(lifeline.keep_beating())
-        first = lifeline.guardian
-        first.kill()
-        async with asyncio.timeout(TIMEOUT_S):
-            while (second := lifeline.guardian) == first:
-                await asyncio.sleep(0.01)
-        lifeline.cut()
-        lifeline.cut()
-        await beating
-        with pytest.raises(ProcessLookupError):
-            second.open()
-
-    asyncio.run(kill_it())
