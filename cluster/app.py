@@ -29,7 +29,8 @@ HEALTH_CHECK_PERIOD_S: Final = 2.0
 """Serve notices a process that has ended at its next check."""
 
 HEALTH_CHECK_TIMEOUT_S: Final = 3.0
-"""A process that has not answered for so long, three times in a row, is ended by Serve: it must be stopped itself."""
+"""A process that has not answered for so long, three times in a row, is asked to drain, and ended by Serve after that.
+A leader that hangs is found by its guardian before, so that this is for routers and directories."""
 
 _QUIET: Final = {"log_level": "WARNING", "enable_access_log": False}
 

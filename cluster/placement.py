@@ -7,16 +7,15 @@ anything of Serve, and what a rank does (`worker/rank.py`).
 import importlib
 import logging
 import os
-import signal
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from worker.config import WorkerConfig
+from worker.process_id import ProcessId
 from worker.rank import run_rank
 
 logger = logging.getLogger(__name__)
@@ -62,9 +61,9 @@ class RankActor:
         for module in SLOW_IMPORTS:  # while the leader imports them too
             importlib.import_module(module)
 
-    def where(self) -> tuple[str, int]:
+    def where(self) -> tuple[str, ProcessId]:
         """The node and the process, by which a rank can be ended that does not answer any more."""
-        return ray.get_runtime_context().get_node_id(), os.getpid()
+        return ray.get_runtime_context().get_node_id(), ProcessId.of(os.getpid())
 
     def run(self, config: WorkerConfig, rank: int, rendezvous: str, has_gpu: bool) -> None:
         import torch
@@ -134,22 +133,21 @@ class RayRanks:
 
     def kill(self) -> None:
         """Ray asks a process to end before it makes it, seconds later; one that is stopped cannot answer."""
-        known, _ = ray.wait(self._places, num_returns=len(self._places), timeout=0)
-        for place in known:
-            with suppress(ray.exceptions.RayError, OSError):
-                _kill_if_here(*ray.get(place))
+        for process in self.processes_here():
+            with suppress(ProcessLookupError):
+                process.kill()
         self._dismiss()
+
+    def processes_here(self) -> list[ProcessId]:
+        known, _ = ray.wait(self._places, num_returns=len(self._places), timeout=0)
+        this_node, processes = ray.get_runtime_context().get_node_id(), []
+        for place in known:
+            with suppress(ray.exceptions.RayError):  # it has ended before it could say where it is
+                node, process = ray.get(place)
+                processes += [process] if node == this_node else []
+        return processes
 
     def _dismiss(self) -> None:
         """Has Ray end the processes, which it counts as no accident."""
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
-
-
-def _kill_if_here(node: str, pid: int) -> None:
-    """Ends a rank's process on this node, if the number is still its own. Raises `OSError` if there is none."""
-    if (
-        node == ray.get_runtime_context().get_node_id()
-        and RankActor.__name__ in Path(f"/proc/{pid}/cmdline").read_text()
-    ):
-        os.kill(pid, signal.SIGKILL)

@@ -48,6 +48,8 @@ class ReplicaDeployment:
             raise
         self._server = await LinkServer.start(self._replica, replica_id=_replica_id(), host=launcher.host)
         self._replica.on_failure(self._on_failure)
+        lifeline = await asyncio.to_thread(self._replica.guard)
+        self._beating = None if lifeline is None else self._loop.create_task(lifeline.keep_beating())
         info = self._replica.info
         self._say(phase="serving", address=self._server.address, model=info.name, model_path=info.path)
 

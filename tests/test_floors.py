@@ -18,6 +18,7 @@ POLICY |= {"batching_optimizer", "dial", "stats", "step_time", "step_tuner"}
 POLICY |= {"bucketed_batching", "deadlines", "memory_aware_batching", "tenants", "timers", "waiting"}
 POLICY |= {"draft_length", "model_drafts", "ngram_drafts", "speculation", "suffix_drafts"}
 PROCESS = {"engine", "inbox", "link", "rank", "replica", "watchdog"}
+PROCESS |= {"guardian", "lifeline", "process_id"}
 ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "prefix_index", "record"}
 ROUTER_CORE |= {"beam_search", "circuit_breaker", "parallel_sampling", "placement", "quarantine", "resume"}
 ROUTER_CORE |= {"retry_budget"}

@@ -103,6 +103,11 @@ class HealthConfig(Settings):
         1.0, gt=0, description="a replica is frozen after so many seconds with work and without progress, or 20 steps"
     )
     heartbeat_s: float = Field(0.2, gt=0, description="seconds between a busy replica's heartbeats to its routers")
+    condemned_after_s: float | None = Field(
+        5.0,
+        ge=1,
+        description="a leader's process that hangs for so many seconds is killed with its ranks; unset: never",
+    )
 
 
 class SpeculationConfig(Settings):

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from worker.config import WorkerConfig
+from worker.process_id import ProcessId
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,9 @@ class Ranks(Protocol):
 
     def kill(self) -> None:
         """Ends them at once. `wait` returns."""
+
+    def processes_here(self) -> list[ProcessId]:
+        """Those that run on this machine; all of them are known once the group has met."""
 
 
 class RankLauncher(Protocol):
@@ -120,6 +124,7 @@ class LocalRanks:
 
     def __init__(self, processes: dict[int, "subprocess.Popen[bytes]"]) -> None:
         self._processes = processes
+        self._ids = [ProcessId.of(process.pid) for process in processes.values()]  # none of them has been waited for
         self._first_end: Future[str] = Future()
         watches = {os.pidfd_open(process.pid): rank for rank, process in processes.items()}
         threading.Thread(target=self._watch, args=(watches,), name="local-ranks", daemon=True).start()
@@ -140,9 +145,12 @@ class LocalRanks:
             assert process.stdin is not None, "it is a pipe"
             process.stdin.close()
 
+    def processes_here(self) -> list[ProcessId]:
+        return self._ids
+
     @property
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes.values()]
+        return [process.pid for process in self._ids]
 
     def _watch(self, watches: dict[int, int]) -> None:
         poll = select.poll()  # unlike `select`, it takes descriptors of any number

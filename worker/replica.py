@@ -15,6 +15,7 @@ from worker.config import HealthConfig, WorkerConfig
 from worker.engine import Engine
 from worker.engine_updates import EngineUpdate
 from worker.errors import HoldfastError, ReplicaError
+from worker.lifeline import Lifeline
 from worker.model_info import ModelInfo
 from worker.rank import LocalLauncher, RankLauncher, Ranks, default_device, join, prepare_process
 from worker.scheduler import Scheduler
@@ -55,6 +56,7 @@ class Replica:
         )
         self._group = group
         self._ranks = ranks
+        self._lifeline: Lifeline | None = None
         self._stopping = False
         self._failure: HoldfastError | None = None
         self._callbacks: list[Callable[[HoldfastError], None]] = []
@@ -119,8 +121,18 @@ class Replica:
                 return
         callback(self._failure)
 
+    def guard(self) -> Lifeline | None:
+        """Starts a guardian, which kills this process and its ranks if the process hangs as a whole; None if the
+        settings want none. For hosts whose process is the replica's alone: they keep the lifeline beating until `stop`.
+        """
+        if self.health.condemned_after_s is None:
+            return None
+        ranks = [] if self._ranks is None else self._ranks.processes_here()
+        self._lifeline = Lifeline(max(self.health.condemned_after_s, self.health.frozen_after_s), ranks)
+        return self._lifeline
+
     def stop(self) -> None:
-        """Aborts what is running, answers everyone, ends the ranks. Safe to call twice."""
+        """Aborts what is running, answers everyone, ends the ranks and the guardian. Safe to call twice."""
         if self._stopping:
             return
         self._stopping = True
@@ -132,6 +144,8 @@ class Replica:
             self._group.close()
         except ReplicaError as error:
             logger.debug("leaving a group that is broken already: %s", error)
+        if self._lifeline is not None:
+            self._lifeline.cut()
 
     def _begin(self) -> None:
         self.engine.attach(_EndOfEngine(self._fail))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster.inference_engine import InferenceEngine
@@ -53,6 +54,13 @@ class Recorder:
 def all_blocks_are_free(engine: InferenceEngine) -> bool:
     stats = engine.get_stats()
     return stats.num_free_blocks == stats.num_total_blocks
+
+
+def test_no_guardian_watches_the_process_of_a_user(tiny_model):
+    before = psutil.Process().children()
+    with InferenceEngine(config=config(tiny_model)) as engine:
+        engine.submit_request("hello", GREEDY).result(30)
+        assert psutil.Process().children() == before
 
 
 def test_callbacks_see_the_text_grow_and_its_end(engine):

@@ -109,17 +109,21 @@ class Launcher(LocalLauncher):
         return ranks
 
 replica = Replica.start(WorkerConfig.model_validate_json(sys.argv[1]), Launcher())
+if sys.argv[2:] == ["guarded"]:
+    replica.guard()
 print("up", flush=True)
 sys.stdin.read()
 """
 
 
-def test_a_killed_leader_leaves_no_rank_behind(config, tmp_path):
+@pytest.mark.parametrize("state", ["running", "stopped"])
+def test_a_killed_leader_leaves_no_rank_behind(config, tmp_path, state):
+    """A rank sees to that itself; for one that cannot, the leader's guardian does."""
     script = tmp_path / "leader.py"
     script.write_text(LEADER)
     root = Path(__file__).parents[2]
     leader = subprocess.Popen(
-        [sys.executable, str(script), config.model_dump_json()],
+        [sys.executable, str(script), config.model_dump_json(), *(["guarded"] if state == "stopped" else [])],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -127,6 +131,8 @@ def test_a_killed_leader_leaves_no_rank_behind(config, tmp_path):
     )
     ranks = [psutil.Process(int(pid)) for pid in leader.stdout.readline().split()]
     assert leader.stdout.readline() == "up\n"
+    if state == "stopped":
+        ranks[0].suspend()
     leader.kill()
     leader.wait(TIMEOUT_S)
     _, alive = psutil.wait_procs(ranks, timeout=TIMEOUT_S)

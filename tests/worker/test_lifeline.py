@@ -1,0 +1,40 @@
+"""A leader keeps a guardian, whatever becomes of it, and is never held up by it."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from worker.lifeline import Lifeline
+
+TIMEOUT_S = 30
+
+
+def test_another_takes_the_place_of_a_guardian_that_was_killed(monkeypatch):
+    monkeypatch.setattr("worker.lifeline.START_AGAIN_AFTER_S", 0.0)
+
+    async def kill_it() -> None:
+        lifeline = Lifeline(1000, [])
+        beating = asyncio.create_task(lifeline.keep_beating())
+        first = lifeline.guardian
+        first.kill()
+        async with asyncio.timeout(TIMEOUT_S):
+            while (second := lifeline.guardian) == first:
+                await asyncio.sleep(0.01)
+        lifeline.cut()
+        lifeline.cut()
+        await beating
+        with pytest.raises(ProcessLookupError):
+            second.open()
+
+    asyncio.run(kill_it())
+
+
+def test_a_guardian_that_is_stopped_holds_nobody_up():
+    """A pipe takes 64 KiB."""
+    lifeline = Lifeline(1000, [])
+    os.kill(lifeline.guardian.pid, signal.SIGSTOP)
+    for _ in range(70_000):
+        lifeline._beat()
+    lifeline.cut()

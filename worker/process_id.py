@@ -1,0 +1,54 @@
+"""Which process is meant: its number and when it began, because a number alone may be another's by the time it is used.
+
+What may live here: the standard library's os and signal. A guardian loads this, and has to be up at once.
+"""
+
+import os
+import signal
+from typing import NamedTuple
+
+
+class ProcessId(NamedTuple):
+    """One process of this machine. No other ever equals it, unless the machine is started anew."""
+
+    pid: int
+    start_ticks: int
+    """Clock ticks from the machine's start to its own: field 22 of /proc/PID/stat, see proc(5)."""
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessId":
+        """Raises `ProcessLookupError` if there is no such process."""
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields_from_3 = file.read().rpartition(b")")[2].split()  # field 2, the name, may hold anything
+        except FileNotFoundError as error:
+            raise ProcessLookupError(f"there is no process {pid}") from error
+        return cls(pid, int(fields_from_3[22 - 3]))
+
+    @classmethod
+    def parse(cls, text: str) -> "ProcessId":
+        """The opposite of `str`."""
+        pid, start_ticks = text.split(":")
+        return cls(int(pid), int(start_ticks))
+
+    def __str__(self) -> str:
+        return f"{self.pid}:{self.start_ticks}"
+
+    def open(self) -> int:
+        """A descriptor of it that becomes readable when it ends. Raises `ProcessLookupError` if it is gone."""
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            if ProcessId.of(self.pid) == self:
+                return descriptor
+            raise ProcessLookupError(f"{self.pid} is another process by now")
+        except ProcessLookupError:
+            os.close(descriptor)
+            raise
+
+    def kill(self) -> None:
+        """SIGKILL to it, and never to another. Raises `ProcessLookupError` if it is gone."""
+        descriptor = self.open()
+        try:
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
