@@ -1,13 +1,17 @@
 """Bugs that tests plant in the real deciders, to see whether the simulator finds them."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
 from cluster.simulate.client import Sequence as ReceivedSequence
+from router import call as call_module
+from router import stream as stream_module
 from router.fleet import ReplicaState
 from router.record import RequestRecord, RequestTable
+from router.switchboard import Switchboard
 from router.text_stream import TextStream
 from worker import sequence as sequence_module
 from worker.block_allocator import BlockAllocator
@@ -64,11 +68,11 @@ def forget_the_stop_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """On failover the text state starts anew after the tokens so far, without what it had held back."""
     continuation = RequestRecord.continuation
 
-    def forgetful(self: RequestRecord) -> object:
+    def forgetful(self: RequestRecord, time_left_s: float | None = None) -> object:
         if self.output_token_ids:
             assert isinstance(self.text, TextStream)
             self.text._matcher._held = ""
-        return continuation(self)
+        return continuation(self, time_left_s)
 
     monkeypatch.setattr(RequestRecord, "continuation", forgetful)
 
@@ -114,6 +118,38 @@ def forget_that_a_completion_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def forget_what_a_sibling_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usage of a request with several completions is that of the one which ended last."""
+    monkeypatch.setattr(call_module, "merged_usage", lambda usages: usages[-1])
+
+
+def leave_siblings_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a request's last completion finds no room, those that were opened before it go on for nobody."""
+
+    class ForgetfulStack(ExitStack):
+        def __exit__(self, *error: object) -> None:
+            """Closes nothing."""
+
+    monkeypatch.setattr(call_module, "ExitStack", ForgetfulStack)
+
+
+def leave_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer that rings too early to find anything due is not set again."""
+
+    def tick(self: Switchboard) -> None:
+        self._timer = None
+        actions = self._dispatch.tick(self.now())
+        if actions:
+            self.perform(actions)
+
+    monkeypatch.setattr(Switchboard, "_tick", tick)
+
+
+def lose_what_a_slow_reader_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what came since a reader last looked, it gets the newest."""
+    monkeypatch.setattr(stream_module, "merged", lambda deliveries: deliveries[-1])
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     bug.__name__: bug
     for bug in (
@@ -125,5 +161,9 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         fork_without_a_copy,
         believe_a_wrong_draft,
         forget_that_a_completion_is_over,
+        forget_what_a_sibling_cost,
+        leave_siblings_open,
+        leave_the_timer,
+        lose_what_a_slow_reader_missed,
     )
 }
