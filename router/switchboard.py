@@ -160,7 +160,7 @@ class Switchboard:
         assert self._ports.keys() == {load.replica_id for load in self._dispatch.loads()}
 
     def perform(self, actions: list[Action]) -> None:
-        """Carries out, in their order, what the core has answered."""
+        """Carries out, in their order, what the core has answered. All that it ever answers comes through here."""
         for action in actions:
             match action:
                 case Deliver():
