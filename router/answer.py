@@ -1,7 +1,7 @@
 """The answer to one client's request: its completions, read together as they are drawn, or all at once.
 
-What may live here: joining the streams of siblings, and what is told of them in the end. What may not: gRPC, and how a
-completion comes about.
+What may live here: waiting for news of a call, and what is told of its completions in the end. What may not: gRPC, and
+how a completion comes about (`call.py`).
 """
 
 import asyncio
@@ -9,9 +9,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from router.call import Call
 from router.events import Deliver, Usage
-from router.parallel_sampling import best, is_ranked, merged_usage
-from router.stream import OutputStream, merged
+from router.parallel_sampling import best, is_ranked
+from router.stream import merged
 from worker.sampling_params import SamplingParams
 
 
@@ -35,72 +36,48 @@ class Answer:
 
 
 class SampledAnswer:
-    """The streams of a request's siblings as one. For one reader, which either iterates or asks for the whole.
+    """A call for one task that reads it, which either iterates or asks for the whole.
 
-    Iterating gives deliveries of all completions as they come, told apart by `sequence_index`. The usage is on the very
-    last one. What ends one completion with an error is raised, and so ends them all.
+    Iterating gives what `Call.poll` gives, and raises what it raises, as soon as there is something. `news` is set
+    whenever there may be.
     """
 
-    def __init__(
-        self, request_id: str, model: str, params: SamplingParams, streams: Sequence[OutputStream], echo: str = ""
-    ) -> None:
-        self.request_id = request_id
+    def __init__(self, call: Call, news: asyncio.Event, model: str, params: SamplingParams) -> None:
+        self.request_id = call.request_id
         self.model = model
+        self._call = call
+        self._news = news
         self._params = params
-        self._echo = echo
-        self._streams = dict(enumerate(streams))
-        """Those that have not ended. The one that was read last is at the end."""
-        self._usages: list[Usage] = []
-        self._news = asyncio.Event()
-        for stream in streams:
-            stream.announce_to(self._news)
 
     def __aiter__(self) -> "SampledAnswer":
         return self
 
     async def __anext__(self) -> Deliver:
-        if not self._streams:
+        if self._call.is_over:
             raise StopAsyncIteration
-        while (found := self._poll()) is None:
+        while True:
+            self._news.clear()
+            delivery = self._call.poll()
+            if delivery is not None:
+                return delivery
             await self._news.wait()
-        return found
 
-    async def whole(self) -> Answer:
-        """All completions; with `best_of`, the best ones, best first. Raises what ended one of them with an error."""
-        pieces: list[list[Deliver]] = [[] for _ in self._streams]
+    async def outputs(self) -> list[Deliver]:
+        """Every completion in one delivery, by its number."""
+        pieces: list[list[Deliver]] = [[] for _ in range(self._call.num_completions)]
         async for delivery in self:
             pieces[delivery.sequence_index].append(delivery)
-        outputs = [merged(deliveries) for deliveries in pieces]
+        return [merged(deliveries) for deliveries in pieces]
+
+    async def whole(self) -> Answer:
+        """All completions; with `best_of`, the best ones, best first."""
+        outputs = await self.outputs()
         chosen = self._chosen(outputs) if is_ranked(self._params) else outputs
         return Answer(
             request_id=self.request_id,
             model=self.model,
             completions=tuple(self._completion(output) for output in chosen),
-            usage=merged_usage(self._usages),
-        )
-
-    def _poll(self) -> Deliver | None:
-        self._news.clear()
-        for index, stream in self._streams.items():
-            delivery = stream.poll()
-            if delivery is not None:
-                del self._streams[index]
-                if delivery.finish_reason is None:
-                    self._streams[index] = stream
-                return self._told(index, delivery)
-        return None
-
-    def _told(self, index: int, delivery: Deliver) -> Deliver:
-        """A sibling's delivery in the words of the request."""
-        if delivery.usage is not None:
-            self._usages.append(delivery.usage)
-        begins = delivery.first_token_index == 0
-        return replace(
-            delivery,
-            request_id=self.request_id,
-            sequence_index=index,
-            text=self._echo + delivery.text if begins else delivery.text,
-            usage=None if self._streams else merged_usage(self._usages),
+            usage=self._call.usage,
         )
 
     def _chosen(self, outputs: Sequence[Deliver]) -> list[Deliver]:

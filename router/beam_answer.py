@@ -1,13 +1,15 @@
 """The answer to a request with beams: a `BeamSearch` whose candidates come from ordinary requests of one token each."""
 
+import asyncio
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from typing import Final
 
-from router.answer import Answer, Completion
+from router.answer import Answer, Completion, SampledAnswer
 from router.beam_search import Beam, BeamSearch, extension
+from router.call import open_call
 from router.events import Deliver, Usage
-from router.stream import OutputStream
+from router.resume import Part
 from router.switchboard import Switchboard
 from router.text_stream import TextStream
 from router.tokenizer import Tokenizer
@@ -59,23 +61,22 @@ class BeamAnswer:
 
     async def _extend(self, beams: Sequence[Beam]) -> list[Deliver]:
         """One token after each beam, all of them asked for together."""
-        with ExitStack() as opened:
-            streams = [self._open(beam, opened) for beam in beams]
-            outputs = [await stream.whole() for stream in streams]
+        parts, news = [self._extension(beam) for beam in beams], asyncio.Event()
+        call = open_call(
+            self._switchboard, self.request_id, parts, model=self.model, deadline=self._deadline, on_news=news.set
+        )
+        with closing(call):
+            outputs = await SampledAnswer(call, news, self.model, _AS_IT_IS).outputs()
         seen = dict.fromkeys([*self._fingerprints, *(output.fingerprint for output in outputs)])
         self._fingerprints = list(seen)
-        first_usage = outputs[0].usage
-        if not beams[0].token_ids and first_usage is not None:
-            self._num_cached_tokens = first_usage.num_cached_tokens
+        if not beams[0].token_ids:
+            self._num_cached_tokens = call.usage.num_cached_tokens
         return outputs
 
-    def _open(self, beam: Beam, opened: ExitStack) -> OutputStream:
+    def _extension(self, beam: Beam) -> Part:
         request = extension(self._request, beam, self._num_extensions, self._search.num_candidates)
         self._num_extensions += 1
-        text = TextStream(self._tokenizer, _AS_IT_IS)
-        stream = self._switchboard.open(request, model=self.model, text=text, deadline=self._deadline)
-        opened.callback(self._switchboard.close, stream)
-        return stream
+        return Part(request=request, text=TextStream(self._tokenizer, _AS_IT_IS))
 
     def _completion(self, index: int, beam: Beam) -> Completion:
         params = self._request.sampling_params

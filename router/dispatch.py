@@ -21,7 +21,6 @@ stays as it is. A replica that retires is emptied in the same way. Nothing of th
 
 import logging
 from collections.abc import Iterable
-from typing import Final
 
 from router.config import LimitsConfig, RouterConfig
 from router.events import (
@@ -42,9 +41,7 @@ from router.placement import Placement
 from router.policy import ChooseReplica, DrawIndex, power_of_two_choices
 from router.record import RequestRecord, RequestTable
 from worker.errors import (
-    CapacityError,
     DeadlineExceededError,
-    Fault,
     HoldfastError,
     InternalError,
     ReplicaError,
@@ -54,12 +51,6 @@ from worker.errors import (
 from worker.request import EngineLoad, EngineRequest, FinishReason
 
 logger = logging.getLogger(__name__)
-
-MAX_FULL_S: Final = 1.0
-"""Longest time that a replica gets nothing new after it has said that it is full."""
-
-MAX_REFUSALS: Final = 4
-"""So many attempts in a row may be given up by replicas that stay up. More, and the request is the likelier cause."""
 
 
 class Dispatch:
@@ -103,7 +94,7 @@ class Dispatch:
         replica = self._placement.admit(record)
         self._requests.add(record, deadline)
         actions = [] if replica is None else [self._placement.send(record, replica, now)]
-        return actions + self._drain_all(now)  # a submission fills the budget for retries of whatever model
+        return actions + self._placement.drain_all(now)  # a submission fills the budget for retries of whatever model
 
     def supersede(self, request_id: str, client_attempt: int, now: float) -> list[Action]:
         """The same id is about to be submitted again: the newer submission wins. An id that is not open is ignored.
@@ -165,7 +156,7 @@ class Dispatch:
         for rejection in news.rejections:
             record = self._requests.running(replica, rejection.attempt)
             if record is not None:
-                actions += self._reject(record, rejection.error, now)
+                actions += self._refuse(record, rejection.error, now)
         return actions + self._placement.drain(replica.facts.model, now)
 
     # --- time, and the end ---
@@ -178,7 +169,7 @@ class Dispatch:
             if now >= down_since + self._replica_wait_s:
                 actions += self._fail_all(self._queue.waiting(model), _no_replica(model))
         self._placement.refresh(now)
-        return actions + self._drain_all(now)
+        return actions + self._placement.drain_all(now)
 
     @property
     def next_tick(self) -> float | None:
@@ -233,12 +224,6 @@ class Dispatch:
 
     # --- inside ---
 
-    def _drain_all(self, now: float) -> list[Action]:
-        """Sends what waits for any model."""
-        if not len(self._queue):
-            return []
-        return [action for status in self._fleet.models() for action in self._placement.drain(status.name, now)]
-
     def _check_admissible(self, model: str, deadline: float, now: float) -> None:
         down_since = self._fleet.model(model).down_since
         if down_since is not None and now >= down_since + self._replica_wait_s:
@@ -254,7 +239,7 @@ class Dispatch:
             gap = f"{-num_seen} output tokens are missing before token {delta.first_token_index}"
             return self._fail(record, InternalError(gap), replica_has_it=replica_has_it)
         if delta.finish_reason is FinishReason.ABORT:
-            return self._lose(record, ReplicaError("the replica gave the request up"), now)
+            return self._refuse(record, ReplicaError("the replica gave the request up"), now)
         if not record.output_token_ids:
             record.num_cached_tokens = delta.num_cached_tokens
         try:
@@ -271,26 +256,10 @@ class Dispatch:
             return [delivery]
         return [delivery, *self._close(record, replica_has_it=replica_has_it)]
 
-    def _reject(self, record: RequestRecord, error: HoldfastError, now: float) -> list[Action]:
-        """A replica will not run an attempt: by its own fault, for lack of room, or because the request is wrong."""
-        assert record.attempt is not None
-        if error.fault is Fault.REPLICA:
-            return self._lose(record, error, now)
-        if isinstance(error, CapacityError):
-            record.attempt.replica.breaker.rest_until(now + min(error.retry_after_s or 1.0, MAX_FULL_S))
-            self._placement.put_back(record, is_retry=False)
-            return []
-        return self._fail(record, error, replica_has_it=False)
-
-    def _lose(self, record: RequestRecord, error: HoldfastError, now: float) -> list[Action]:
-        """A replica that is up gave an attempt up. Another may do better."""
-        assert record.attempt is not None
-        record.attempt.replica.breaker.note_failure(now)
-        record.num_refusals += 1
-        if record.num_refusals > MAX_REFUSALS:
-            return self._fail(record, error, replica_has_it=False)
-        self._placement.put_back(record, is_retry=True)
-        return []
+    def _refuse(self, record: RequestRecord, error: HoldfastError, now: float) -> list[Action]:
+        """A replica that is up will not run an attempt, or gave it up. Another may do better."""
+        is_taken_back = self._placement.take_back(record, error, now)
+        return [] if is_taken_back else self._fail(record, error, replica_has_it=False)
 
     def _expire(self, record: RequestRecord) -> list[Action]:
         state = "waited for a replica" if record.attempt is None else "ran"

@@ -7,29 +7,26 @@ wire formats, decisions about replicas.
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
-from typing import Final
 
 from router.answer import SampledAnswer
 from router.beam_answer import BeamAnswer
 from router.beam_search import BeamSearch
+from router.call import open_call, stopping
 from router.config import LimitsConfig
 from router.controls import check_controls, check_vocabulary
-from router.events import FRESH, CaughtUp, ModelStatus, ReplicaFacts
+from router.events import ModelStatus, ReplicaFacts
 from router.parallel_sampling import siblings
 from router.prompt import kept_tokens
 from router.request import GenerationRequest, check_text, derived_seed
-from router.resume import Resume, catch_up, last_words
-from router.stream import OutputStream
+from router.resume import Part, Resume, part_of
 from router.switchboard import Switchboard
 from router.text_stream import TextStream
 from router.tokenizer_shelf import TokenizerShelf
-from worker.errors import InvalidRequestError, ReplicaError, RequestAbortedError, UnknownModelError
+from worker.errors import InvalidRequestError, ReplicaError, UnknownModelError
 from worker.request import EngineRequest
 from worker.sampling_params import SamplingParams
-
-STOPPED_RETRY_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +66,19 @@ class Intake:
         request, model = admitted.request, admitted.model.name
         parts = [await self._part(one, index, wish.resume, admitted) for index, one in enumerate(siblings(request))]
         self._check_open()
-        with ExitStack() as opened:
-            streams = []
-            for sibling, text, caught_up in parts:
-                stream = self._opened(sibling, text, caught_up, admitted)
-                opened.callback(self._switchboard.close, stream)
-                streams.append(stream)
-            yield SampledAnswer(request.request_id, model, request.sampling_params, streams, admitted.echo)
+        news = asyncio.Event()
+        call = open_call(
+            self._switchboard,
+            request.request_id,
+            parts,
+            model=model,
+            deadline=admitted.deadline,
+            on_news=news.set,
+            client_attempt=admitted.attempt,
+            echo=admitted.echo,
+        )
+        with closing(call):
+            yield SampledAnswer(call, news, model, request.sampling_params)
 
     @asynccontextmanager
     async def search(self, wish: GenerationRequest, time_remaining_s: float | None = None) -> AsyncIterator[BeamAnswer]:
@@ -138,35 +141,14 @@ class Intake:
         self._check_open()
         return _Admitted(request=request, model=model, deadline=deadline, echo=echo, attempt=wish.attempt)
 
-    async def _part(
-        self, sibling: EngineRequest, index: int, resume: Resume | None, admitted: "_Admitted"
-    ) -> tuple[EngineRequest, TextStream, CaughtUp]:
+    async def _part(self, sibling: EngineRequest, index: int, resume: Resume | None, admitted: "_Admitted") -> Part:
         """One completion of a request, brought to where the client is."""
-        tokenizer = self._tokenizers[admitted.model.name]
-        text = TextStream(tokenizer, sibling.sampling_params, sibling.prompt_token_ids)
+        text = TextStream(self._tokenizers[admitted.model.name], sibling.sampling_params, sibling.prompt_token_ids)
         if resume is None:
-            return sibling, text, FRESH
+            return part_of(sibling, text, None, index)
         received = resume.progress(index).token_ids
         check_vocabulary(f"resume.sequences[{index}].token_ids", received, admitted.model.facts.vocab_size)
-        caught_up = await asyncio.to_thread(catch_up, text, resume, index, len(admitted.echo))
-        return replace(sibling, output_token_ids=received), text, caught_up
-
-    def _opened(
-        self, sibling: EngineRequest, text: TextStream, caught_up: CaughtUp, admitted: "_Admitted"
-    ) -> OutputStream:
-        model = admitted.model.name
-        if caught_up.finish_reason is not None:
-            stream = OutputStream(sibling.request_id, model)
-            stream.push(last_words(sibling, caught_up))
-            return stream
-        return self._switchboard.open(
-            sibling,
-            model=model,
-            text=text,
-            deadline=admitted.deadline,
-            caught_up=caught_up,
-            client_attempt=admitted.attempt,
-        )
+        return await asyncio.to_thread(part_of, sibling, text, resume, index, len(admitted.echo))
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -195,13 +177,6 @@ class Intake:
             bad_word_token_ids=await self._tokenizers.bad_words(model.name, wish.sampling_params.bad_words),
             grammar=await self._tokenizers.grammar(model.name, wish.sampling_params.structure),
         )
-
-
-def stopping() -> RequestAbortedError:
-    """What callers of a router that stops are told. They may come again: by then another may have its place."""
-    error = RequestAbortedError("this router is stopping")
-    error.retry_after_s = STOPPED_RETRY_S
-    return error
 
 
 def _resolved(params: SamplingParams, request_id: str, facts: ReplicaFacts) -> SamplingParams:

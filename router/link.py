@@ -19,6 +19,7 @@ from router.directory import ReplicaEndpoint
 from router.events import ReplicaFacts, SendAbort, SendSubmit, StepNews
 from router.link_watch import LinkWatch
 from router.link_wire import abort_message, engine_load, follow_cache_message, replica_facts, step_news, submit_message
+from router.redial import Redial
 from worker.errors import HoldfastError, InternalError, ReplicaError
 from worker.request import EngineLoad
 
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 LinkCall: TypeAlias = "grpc.aio.StreamStreamCall[engine_pb2.LinkRequest, engine_pb2.LinkResponse]"
 
-FIRST_PAUSE_S: Final = 0.05
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
 
 
@@ -58,8 +58,7 @@ class ReplicaLink:
         self._is_retired = False
         self._frozen_s: float | None = None
         """For how long the replica of this session had stood still when it was given up for that."""
-        self._num_failed = 0
-        """Dials in a row that came to nothing."""
+        self._redial = Redial(max_pause_s=config.max_reconnect_s)
         self._task: asyncio.Task[None] | None = None
 
     # --- life ---
@@ -97,8 +96,7 @@ class ReplicaLink:
             await self._session()
             if _is_cancelled():  # the call may have failed in the same moment, and gRPC then tells of that alone
                 return
-            pause_s = min(FIRST_PAUSE_S * 2 ** min(self._num_failed, 10), self._config.max_reconnect_s)
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            await asyncio.sleep(self._redial.pause_s(random.random()))
 
     async def _session(self) -> None:
         """Dials once, and listens until the link is lost."""
@@ -120,8 +118,9 @@ class ReplicaLink:
             was_up, self.is_up = self.is_up, False
             if was_up:
                 self._listener.replica_down(self.endpoint.replica_id, error)
-        logger.log(logging.DEBUG if self._num_failed else logging.WARNING, "%s", error)
-        self._num_failed = 0 if was_up else self._num_failed + 1
+        logger.log(logging.DEBUG if self._redial.num_failed else logging.WARNING, "%s", error)
+        if not was_up:
+            self._redial.note_failure()
 
     async def _talk(self) -> NoReturn:
         """One session. Ends by raising: `ReplicaError`, or what gRPC raises."""
@@ -174,7 +173,7 @@ class ReplicaLink:
         facts = self._checked(first)
         await self._listener.prepare(self.endpoint)
         self.is_up = True
-        self._num_failed = 0
+        self._redial.note_up()
         self._listener.replica_up(self, facts, engine_load(first.hello.load))
         logger.info("replica %s of model %s is up at %s", facts.replica_id, facts.model, self.endpoint.address)
         return first.hello

@@ -5,6 +5,7 @@ What may not: how a request ends and what its client hears (`dispatch.py`), IO, 
 """
 
 from collections.abc import Iterator
+from typing import Final
 
 from router.admission import AdmissionQueue
 from router.config import LimitsConfig, RouterConfig
@@ -14,6 +15,13 @@ from router.parallel_sampling import first_sibling_id
 from router.quarantine import Quarantine
 from router.record import RequestRecord, RequestTable
 from router.retry_budget import RetryBudget
+from worker.errors import CapacityError, Fault, HoldfastError
+
+MAX_FULL_S: Final = 1.0
+"""Longest time that a replica gets nothing new after it has said that it is full."""
+
+MAX_REFUSALS: Final = 4
+"""So many attempts in a row may be given up by replicas that stay up. More, and the request is the likelier cause."""
 
 
 class Placement:
@@ -58,6 +66,12 @@ class Placement:
             actions.append(self.send(record, replica, now))
         return actions
 
+    def drain_all(self, now: float) -> list[Action]:
+        """Sends what waits for any model."""
+        if not len(self.queue):
+            return []
+        return [action for status in self._fleet.models() for action in self.drain(status.name, now)]
+
     # --- attempts come to something, or to nothing ---
 
     def note_step(self, record: RequestRecord) -> None:
@@ -67,6 +81,26 @@ class Placement:
         self.quarantine.note_step(record)
         if record.num_steps == 1:
             record.attempt.replica.breaker.note_success()
+
+    def take_back(self, record: RequestRecord, error: HoldfastError, now: float) -> bool:
+        """A replica that is up will not run an attempt, or gave it up: by its own fault, or for lack of room.
+
+        False if no other should try it, because the request is wrong, or the likelier cause: then it is to end.
+        """
+        assert record.attempt is not None
+        breaker = record.attempt.replica.breaker
+        if isinstance(error, CapacityError):
+            breaker.rest_until(now + min(error.retry_after_s or 1.0, MAX_FULL_S))
+            self.put_back(record, is_retry=False)
+            return True
+        if error.fault is not Fault.REPLICA:
+            return False
+        breaker.note_failure(now)
+        record.num_refusals += 1
+        if record.num_refusals > MAX_REFUSALS:
+            return False
+        self.put_back(record, is_retry=True)
+        return True
 
     def put_back(self, record: RequestRecord, *, is_retry: bool) -> None:
         """Ends an attempt that came to nothing. The request waits at the front of its class, a suspect for its trial.

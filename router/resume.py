@@ -4,9 +4,9 @@ Nothing is kept for it: the text state is a function of the tokens, so they are 
 client has not got is sent first. What may not live here: wire formats, how a request is continued (`dispatch.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from router.events import CaughtUp, Deliver, TextState, Usage
+from router.events import FRESH, CaughtUp, Deliver, TextState, Usage
 from worker.errors import InvalidRequestError
 from worker.request import EngineRequest, FinishReason
 from worker.sampling_params import SamplingParams
@@ -46,6 +46,24 @@ class Resume:
 
     def progress(self, index: int) -> Progress:
         return self.sequences[index] if index < len(self.sequences) else Progress()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One of a request's completions, about to be opened: a request of its own, brought to where its client is."""
+
+    request: EngineRequest
+    text: TextState
+    caught_up: CaughtUp = FRESH
+
+
+def part_of(sibling: EngineRequest, text: TextState, resume: Resume | None, index: int, echo_length: int = 0) -> Part:
+    """Completion `index` of a request; `text` is new. Raises what `catch_up` raises."""
+    if resume is None:
+        return Part(request=sibling, text=text)
+    caught_up = catch_up(text, resume, index, echo_length)
+    continued = replace(sibling, output_token_ids=resume.progress(index).token_ids)
+    return Part(request=continued, text=text, caught_up=caught_up)
 
 
 def catch_up(text: TextState, resume: Resume, index: int, echo_length: int = 0) -> CaughtUp:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import grpc
 
+from router.call import stopping
 from router.config import LimitsConfig, RouterConfig
 from router.directory import ReplicaDirectory
 from router.dispatch import Dispatch
 from router.health import HealthServicer
-from router.intake import Intake, stopping
+from router.intake import Intake
 from router.links import Links
 from router.server import InferenceServicer, build_server
 from router.switchboard import Switchboard
@@ -30,7 +31,7 @@ class Router:
     def __init__(self, config: RouterConfig, limits: LimitsConfig, load_tokenizer: Callable[[str], Tokenizer]) -> None:
         self._health = HealthServicer()
         dispatch = Dispatch(config, limits, random.Random().randrange)
-        self._switchboard = Switchboard(dispatch, on_models_changed=self._publish_health)
+        self._switchboard = Switchboard(dispatch, asyncio.get_running_loop(), self._publish_health)
         tokenizers = TokenizerShelf(load_tokenizer, config.inline_tokenize_bytes)
         self._intake = Intake(self._switchboard, tokenizers, limits)
         self._links = Links(self._switchboard, tokenizers, config)
@@ -70,9 +71,11 @@ class Router:
         self._intake.close()
         if hands_over:
             self._switchboard.hand_over(stopping())
+        idle = asyncio.Event()
+        self._switchboard.when_idle(idle.set)
         try:
             async with asyncio.timeout(grace_s):
-                await self._switchboard.idle()
+                await idle.wait()
         except TimeoutError:
             logger.info("%d requests did not end in time; they are ended", self._switchboard.num_open)
         self._switchboard.close_all(stopping())

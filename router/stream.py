@@ -1,10 +1,9 @@
-"""The output of one request on its way to one reader.
+"""The output of one request on its way to one reader. A pure core: who reads, and how it waits, is another's business.
 
 What the reader has not fetched yet is merged into one delivery, so a slow reader holds up nobody, and what is kept for
 it is bounded by what the request may produce at all.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -13,67 +12,34 @@ from worker.errors import HoldfastError
 
 
 class OutputStream:
-    """Filled by `push` and `fail` without waiting; read by one task.
+    """Filled by `push` and `fail`, emptied by `poll`. `on_news` is called whenever there is something to poll.
 
-    Iterating gives deliveries up to the one with a finish reason, and raises what `fail` was given.
+    It is called in the midst of other work, so it takes note, and does not read by itself.
     """
 
-    def __init__(self, request_id: str, model: str) -> None:
+    def __init__(self, request_id: str, on_news: Callable[[], None]) -> None:
         self.request_id = request_id
-        self.model = model
+        self._on_news = on_news
         self._pending: list[Deliver] = []
         self._error: HoldfastError | None = None
-        self._is_read = False
-        self._news = asyncio.Event()
-
-    def __aiter__(self) -> "OutputStream":
-        return self
-
-    async def __anext__(self) -> Deliver:
-        if self._is_read:
-            raise StopAsyncIteration
-        await self._wait_until(lambda: bool(self._pending))
-        return self._take()
-
-    async def whole(self) -> Deliver:
-        """All of the output in one delivery. Raises what `fail` was given."""
-        await self._wait_until(lambda: bool(self._pending) and self._pending[-1].finish_reason is not None)
-        return self._take()
-
-    def poll(self) -> Deliver | None:
-        """What can be read without waiting, if anything. Raises what `fail` was given."""
-        if self._pending:
-            return self._take()
-        if self._error is not None:
-            raise self._error.with_traceback(None)  # one error may end many streams
-        return None
-
-    def announce_to(self, news: asyncio.Event) -> None:
-        """Has `news` set from here on whenever there is something to `poll`: one reader may wait for many streams."""
-        if self._news.is_set():
-            news.set()
-        self._news = news
 
     def push(self, delivery: Deliver) -> None:
         self._pending.append(delivery)
-        self._news.set()
+        self._on_news()
 
     def fail(self, error: HoldfastError) -> None:
         """The last word: raised to the reader after what was pushed before."""
         self._error = error
-        self._news.set()
+        self._on_news()
 
-    async def _wait_until(self, is_enough: Callable[[], bool]) -> None:
-        while not is_enough():
-            if self._error is not None:
-                raise self._error.with_traceback(None)  # one error may end many streams
-            await self._news.wait()
-            self._news.clear()
-
-    def _take(self) -> Deliver:
-        pending, self._pending = self._pending, []
-        self._is_read = pending[-1].finish_reason is not None
-        return merged(pending)
+    def poll(self) -> Deliver | None:
+        """What has come since the last time, if anything. Raises what `fail` was given."""
+        if self._pending:
+            pending, self._pending = self._pending, []
+            return merged(pending)
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # one error may end many streams
+        return None
 
 
 def merged(deliveries: Sequence[Deliver]) -> Deliver:
@@ -88,6 +54,4 @@ def merged(deliveries: Sequence[Deliver]) -> Deliver:
         token_ids=tuple(token_id for delivery in deliveries for token_id in delivery.token_ids),
         text="".join(delivery.text for delivery in deliveries),
         logprobs=tuple(item for delivery in deliveries for item in delivery.logprobs),
-        fingerprint=last.fingerprint,
-        identity_guaranteed=last.identity_guaranteed,
     )

@@ -22,6 +22,7 @@ PROCESS |= {"guardian", "lifeline", "process_id"}
 ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "prefix_index", "record"}
 ROUTER_CORE |= {"beam_search", "circuit_breaker", "parallel_sampling", "placement", "quarantine", "resume"}
 ROUTER_CORE |= {"retry_budget"}
+ROUTER_CORE |= {"call", "redial", "stream", "switchboard"}
 RELATIVE = "a relative import"
 STUB_FILES = {"wire", "link_wire", "link", "server", "client"}
 DEVICE = {"torch", "transformers", "safetensors", "numpy"}

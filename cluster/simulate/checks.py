@@ -1,7 +1,8 @@
 """What must hold of a cluster whatever happens to it.
 
 Cheap checks run after every event, deep ones now and then and at the end. What each client gets is checked where it
-arrives (`client.py`). What may not live here: making things happen.
+arrives (`client.py`), what each router does where it does it (`audit.py`). What may not live here: making things
+happen.
 """
 
 from typing import Final
@@ -22,9 +23,6 @@ class Checks:
         self._num_events = 0
 
     def after_event(self) -> None:
-        for router in self._routers:
-            if router.is_up and router.dispatch.num_open != router.num_calls:
-                raise Violation(f"{router}: {router.dispatch.num_open} open requests for {router.num_calls} calls")
         for replica in self._replicas:
             if replica.is_up and replica.load.num_waiting > replica.max_num_waiting:
                 raise Violation(f"{replica}: {replica.load.num_waiting} wait, and only {replica.max_num_waiting} may")
@@ -43,7 +41,7 @@ class Checks:
         self.deep()
         for router in self._routers:
             require(router.is_up and not router.is_frozen, f"{router} did not come back")
-            require(router.dispatch.num_open == 0, f"{router}: {router.dispatch.num_open} records leaked")
+            require(router.switchboard.num_open == 0, f"{router}: {router.switchboard.num_open} records leaked")
             require(router.num_links_up == len(self._replicas), f"{router}: {router.num_links_up} links are up")
         for replica in self._replicas:
             require(replica.is_up and not replica.is_frozen, f"{replica} did not come back")

@@ -31,6 +31,8 @@ ANSWER_S: Final = 60.0
 """After the last fault is over and the last request has come, everyone has an answer within so many seconds."""
 MAX_EVENTS: Final = 200_000
 """Many times what any simulation needs: beyond it, processes keep each other busy for nothing."""
+MAX_LAG_S: Final = 0.05
+"""Longest time that a router's event loop lets the reader of a call wait."""
 SETTLE_S: Final = 2 * KEEPALIVE_S + 5.0
 """Then, after so many more, nothing is left of any request."""
 
@@ -112,6 +114,7 @@ class World:
                 scenario.limits,
                 make_text=lambda request: TextStream(tokenizer, request.sampling_params, request.prompt_token_ids),
                 seed=rng.getrandbits(32),
+                max_lag_s=MAX_LAG_S,
             )
             for i in range(scenario.num_routers)
         ]

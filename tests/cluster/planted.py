@@ -1,6 +1,7 @@
 """Bugs that tests plant in the real deciders, to see whether the simulator finds them."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -8,9 +9,12 @@ import pytest
 
 from cluster.simulate.client import Sequence as ReceivedSequence
 from cluster.simulate.pseudo_grammar import PseudoMatcher
+from router import call as call_module
+from router import stream as stream_module
 from router.dispatch import Dispatch
 from router.fleet import ReplicaState
 from router.record import RequestRecord, RequestTable
+from router.switchboard import Switchboard
 from router.text_stream import TextStream
 from worker import scheduler as scheduler_module
 from worker import sequence as sequence_module
@@ -174,6 +178,38 @@ def let_a_straggler_win(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def forget_what_a_sibling_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usage of a request with several completions is that of the one which ended last."""
+    monkeypatch.setattr(call_module, "merged_usage", lambda usages: usages[-1])
+
+
+def leave_siblings_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a request's last completion finds no room, those that were opened before it go on for nobody."""
+
+    class ForgetfulStack(ExitStack):
+        def __exit__(self, *error: object) -> None:
+            """Closes nothing."""
+
+    monkeypatch.setattr(call_module, "ExitStack", ForgetfulStack)
+
+
+def leave_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer that rings too early to find anything due is not set again."""
+
+    def tick(self: Switchboard) -> None:
+        self._timer = None
+        actions = self._dispatch.tick(self.now())
+        if actions:
+            self.perform(actions)
+
+    monkeypatch.setattr(Switchboard, "_tick", tick)
+
+
+def lose_what_a_slow_reader_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what came since a reader last looked, it gets the newest."""
+    monkeypatch.setattr(stream_module, "merged", lambda deliveries: deliveries[-1])
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     bug.__name__: bug
     for bug in (
@@ -191,5 +227,9 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         drop_the_logprobs_of_drafts,
         skip_what_is_to_be_rated,
         let_a_straggler_win,
+        forget_what_a_sibling_cost,
+        leave_siblings_open,
+        leave_the_timer,
+        lose_what_a_slow_reader_missed,
     )
 }

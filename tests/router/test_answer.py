@@ -8,6 +8,7 @@ import pytest
 from cluster.client import AsyncClient
 from holdfast_pb import engine_pb2, inference_pb2
 from router.answer import SampledAnswer
+from router.call import Call
 from router.config import LimitsConfig, RouterConfig
 from router.events import Deliver, Usage
 from router.stream import OutputStream
@@ -149,13 +150,18 @@ async def test_a_truncated_prompt_is_its_end():
 # --- what is said of the prompt ---
 
 
+def answer_of(num_streams: int, **given) -> tuple[list[OutputStream], SampledAnswer]:
+    news = asyncio.Event()
+    streams = [OutputStream(f"r/{index}", news.set) for index in range(num_streams)]
+    call = Call("r", streams, close=lambda: None)
+    return streams, SampledAnswer(call, news, "m", SamplingParams(seed=0, **given))
+
+
 def told(*deltas: Deliver, **given) -> SampledAnswer:
-    streams = []
-    for index, delta in enumerate(deltas):
-        stream = OutputStream(f"r/{index}", "m")
-        stream.push(replace(delta, request_id=f"r/{index}"))
-        streams.append(stream)
-    return SampledAnswer("r", "m", SamplingParams(seed=0, **given), streams)
+    streams, answer = answer_of(len(deltas), **given)
+    for stream, delta in zip(streams, deltas, strict=True):
+        stream.push(replace(delta, request_id=stream.request_id))
+    return answer
 
 
 @on_a_loop
@@ -176,21 +182,8 @@ def said(logprob: float) -> TokenLogprob:
 
 
 @on_a_loop
-async def test_a_completion_that_says_much_does_not_keep_the_others_waiting():
-    streams = [OutputStream(f"r/{index}", "m") for index in range(3)]
-    answer = SampledAnswer("r", "m", SamplingParams(seed=0, n=3), streams)
-    order = []
-    for step in range(6):
-        for index in range(3):
-            streams[index].push(Deliver(request_id=f"r/{index}", first_token_index=step, token_ids=(5,), text=""))
-        order.append((await anext(answer)).sequence_index)
-    assert order == [0, 1, 2, 0, 1, 2]
-
-
-@on_a_loop
 async def test_an_error_of_any_stream_is_raised():
-    streams = [OutputStream("r/0", "m"), OutputStream("r/1", "m")]
-    answer = SampledAnswer("r", "m", SamplingParams(seed=0, n=2), streams)
+    streams, answer = answer_of(2, n=2)
     reader = asyncio.create_task(answer.whole())
     await asyncio.sleep(0)
     streams[1].fail(ReplicaError("lost"))

@@ -4,8 +4,8 @@ import pytest
 
 from router.circuit_breaker import NUM_FAILURES_TO_REST
 from router.config import LimitsConfig, RouterConfig
-from router.dispatch import MAX_REFUSALS
 from router.events import AttemptRejection, Deliver, Usage
+from router.placement import MAX_REFUSALS
 from router.quarantine import NUM_STEPS_TO_CLEAR
 from router.text_stream import TextStream
 from tests.fakes import byte_tokenizer

@@ -1,5 +1,7 @@
 """From a client's request to what the core is asked, whichever door the client came through."""
 
+import asyncio
+
 import pytest
 
 from router.config import LimitsConfig, RouterConfig
@@ -34,7 +36,7 @@ async def desk(**changes) -> tuple[Intake, Port]:
     tokenizers = TokenizerShelf(byte_tokenizer, inline_bytes=100)
     await tokenizers.load("m", "/nowhere")
     dispatch = Dispatch(RouterConfig(), LimitsConfig(), lambda n: 0)
-    switchboard, port = Switchboard(dispatch, lambda: None), Port()
+    switchboard, port = Switchboard(dispatch, asyncio.get_running_loop(), lambda: None), Port()
     switchboard.replica_up(port, facts("r", "m", **({"vocab_size": 256, "num_blocks": 1000} | changes)), NO_LOAD)
     return Intake(switchboard, tokenizers, LimitsConfig()), port
 
