@@ -16,6 +16,7 @@ POLICY |= {"static_batching", "step_limits"}
 POLICY |= {"batching_optimizer", "dial", "stats", "step_time", "step_tuner"}
 POLICY |= {"bucketed_batching", "deadlines", "memory_aware_batching", "tenants", "timers", "waiting"}
 POLICY |= {"draft_length", "model_drafts", "ngram_drafts", "speculation", "suffix_drafts"}
+POLICY |= {"engine_core", "link_session"}
 PROCESS = {"engine", "inbox", "link", "rank", "replica", "watchdog"}
 ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "prefix_index", "record"}
 ROUTER_CORE |= {"beam_search", "circuit_breaker", "parallel_sampling", "placement", "quarantine", "resume"}

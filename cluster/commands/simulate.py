@@ -115,14 +115,14 @@ def _shape(
     max_model_len: int,
 ) -> "ClusterShape":
     from cluster.simulate.capacity import ClusterShape
-    from cluster.simulate.step_model import StepModel
+    from cluster.simulate.step_costs_file import read_step_costs
     from worker.config import SchedulerConfig
 
     if num_replicas < 1:
         raise ConfigurationError(f"--replicas {num_replicas}: must be at least 1")
     return ClusterShape(
         num_replicas=num_replicas,
-        step_model=StepModel.read(step_model),
+        step_costs=read_step_costs(step_model),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens),
         num_blocks=num_blocks,
         block_size=16,

@@ -1,6 +1,6 @@
 """What a cluster would make of a load: the real router and schedulers in virtual time, without faults and without text.
 
-What may not live here: where loads come from (`trace.py`), how long a step takes (`step_model.py`), printing.
+What may not live here: where loads come from (`trace.py`), how long a step takes (`worker/step_time.py`), printing.
 """
 
 import random
@@ -13,7 +13,6 @@ from cluster.simulate.network import Connection, Network
 from cluster.simulate.replica import ReplicaShape, SimulatedReplica
 from cluster.simulate.router import SimulatedRouter
 from cluster.simulate.routing import ROUTING
-from cluster.simulate.step_model import StepModel
 from cluster.simulate.timeline import Timeline
 from cluster.simulate.trace import Arrival
 from router.config import LimitsConfig, RouterConfig
@@ -22,6 +21,7 @@ from worker.config import SchedulerConfig
 from worker.plan import StepPlan, StepResult
 from worker.request import EngineRequest
 from worker.sampling_params import SamplingParams
+from worker.step_time import StepCosts
 
 LATENCY_S: Final = 0.0005
 PATIENCE_S: Final = 1e9
@@ -34,7 +34,7 @@ class ClusterShape:
     """The cluster that is asked about."""
 
     num_replicas: int
-    step_model: StepModel
+    step_costs: StepCosts
     scheduler: SchedulerConfig
     num_blocks: int
     block_size: int
@@ -194,7 +194,7 @@ def _replica_shape(shape: ClusterShape) -> ReplicaShape:
         eos_token_ids=frozenset(),
         vocab_size=2,
         prefix_caching=False,
-        step_model=shape.step_model,
+        step_costs=shape.step_costs,
         make_runner=AnyTokenRunner,
     )
 

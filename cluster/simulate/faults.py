@@ -14,6 +14,9 @@ from cluster.simulate.replica import SimulatedReplica
 from cluster.simulate.router import SimulatedRouter
 from cluster.simulate.timeline import Timeline
 
+MAX_SLOWNESS: Final = 10.0
+"""Of a replica: factor on the time of its steps."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
@@ -88,7 +91,7 @@ def _drain_replica(cluster: Cluster, fault: Fault) -> None:
 
 def _slow_replica(cluster: Cluster, fault: Fault) -> None:
     replica = cluster.replicas[fault.replica]
-    replica.slowness = 1 + 9 * fault.size
+    replica.slowness = 1 + (MAX_SLOWNESS - 1) * fault.size
     cluster.timeline.after(fault.duration_s, replica.recover)
 
 

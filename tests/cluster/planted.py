@@ -11,6 +11,10 @@ from router.record import RequestRecord, RequestTable
 from router.text_stream import TextStream
 from worker import sequence as sequence_module
 from worker.block_allocator import BlockAllocator
+from worker.engine_core import EngineCore
+from worker.engine_updates import EngineUpdate, StepListener
+from worker.errors import HoldfastError
+from worker.mailboxes import Mailbox, Mailboxes
 from worker.plan import DrawParams
 from worker.queues import SequenceQueues
 from worker.sequence import Sequence
@@ -114,6 +118,45 @@ def forget_that_a_completion_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def forget_tokens_beside_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener that is told of a rejection is not told the tokens of the same step."""
+    take = Mailbox.take
+
+    def forgetful(self: Mailbox, *args: object) -> EngineUpdate:
+        update = take(self, *args)
+        return replace(update, deltas=()) if update.rejections else update
+
+    monkeypatch.setattr(Mailbox, "take", forgetful)
+
+
+def keep_a_refusal_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that cannot take a request in tells nobody."""
+
+    def refuse(self: Mailboxes, request_id: str, error: HoldfastError, listener: StepListener) -> None:
+        pass
+
+    monkeypatch.setattr(Mailboxes, "refuse", refuse)
+
+
+def serve_those_who_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests that came through a link go on when it has broken."""
+
+    def detach(self: EngineCore, listener: StepListener) -> None:
+        self._mailboxes.detach(listener)
+
+    monkeypatch.setattr(EngineCore, "detach", detach)
+
+
+def judge_the_speed_by_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step of a single token computes in a second counts as all that the replica can do."""
+
+    def note_speed(self: EngineCore, num_tokens: int, step_s: float) -> None:
+        scheduler = self._scheduler
+        scheduler.tokens_per_s = max(num_tokens / step_s, scheduler.tokens_per_s or 0.0)
+
+    monkeypatch.setattr(EngineCore, "_note_speed", note_speed)
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     bug.__name__: bug
     for bug in (
@@ -125,5 +168,9 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         fork_without_a_copy,
         believe_a_wrong_draft,
         forget_that_a_completion_is_over,
+        forget_tokens_beside_a_rejection,
+        keep_a_refusal_to_itself,
+        serve_those_who_have_left,
+        judge_the_speed_by_any_step,
     )
 }
