@@ -92,8 +92,8 @@ class Mailboxes:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a request is kept for one who has left."""
-        left_behind = {request_id for request_id, owner in self._owner.items() if owner not in self._of}
-        assert not left_behind, f"nobody waits for {left_behind}"
+        left_behind = [request_id for request_id, owner in self._owner.items() if owner not in self._of]
+        assert not left_behind, f"nobody waits for {', '.join(left_behind)}"
 
 
 class Mailbox:

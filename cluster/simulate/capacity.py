@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from cluster.simulate.messages import Generate
 from cluster.simulate.network import Connection, Network
-from cluster.simulate.replica import ReplicaShape, SimulatedReplica
+from cluster.simulate.replica import SimulatedReplica
+from cluster.simulate.replica_shape import ReplicaShape
 from cluster.simulate.router import SimulatedRouter
 from cluster.simulate.routing import ROUTING
 from cluster.simulate.timeline import Timeline

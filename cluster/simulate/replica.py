@@ -5,73 +5,27 @@ whose, which are the engine core's (`worker/engine_core.py`) and the sessions' (
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from cluster.simulate.messages import Dial, Hello, Retiring
 from cluster.simulate.network import Connection, Network
 from cluster.simulate.process import Process
 from cluster.simulate.pseudo_model import PoisonedError
 from cluster.simulate.replica_link import ReplicaLink
+from cluster.simulate.replica_shape import ReplicaShape
 from router.events import ReplicaFacts, SendAbort, SendSubmit
-from worker.config import SchedulerConfig, SpeculationConfig
 from worker.engine_core import EngineCore
 from worker.errors import ReplicaError
 from worker.link_session import LinkSession
-from worker.plan import StepPlan, StepResult
+from worker.plan import StepPlan
 from worker.progress import FrozenVerdict
-from worker.scheduler import Scheduler
-from worker.speculation import Proposer, Speculation
-from worker.step_time import StepCosts, shape_of
+from worker.step_time import shape_of
 
 MODEL: Final = "pseudo"
 WATCH_S: Final = 0.2
 """Between two looks of the supervisor at a replica."""
 RESTART_S: Final = 0.5
-
-
-class Runner(Protocol):
-    """What runs a plan, in no time."""
-
-    def run(self, plan: StepPlan) -> StepResult: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaShape:
-    """What every replica of a simulation is like."""
-
-    scheduler: SchedulerConfig
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int]
-    vocab_size: int
-    prefix_caching: bool
-    step_costs: StepCosts
-    make_runner: Callable[[int, int], Runner]
-    """From the number of blocks and their size."""
-    num_drafts: int = 0
-    """Tokens guessed ahead for a sequence, at most."""
-    make_proposer: Callable[[], Proposer] | None = None
-    """Who guesses; None: nobody."""
-
-    def make_scheduler(self) -> Scheduler:
-        return Scheduler(
-            self.scheduler,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            max_model_len=self.max_model_len,
-            eos_token_ids=self.eos_token_ids,
-            prefix_caching=self.prefix_caching,
-            speculation=self._speculation(),
-        )
-
-    def _speculation(self) -> Speculation | None:
-        if self.make_proposer is None:
-            return None
-        config = SpeculationConfig(speculative="ngram", num_speculative_tokens=self.num_drafts)
-        return Speculation(config, self.scheduler, self.make_proposer())
 
 
 class SimulatedReplica(Process):

@@ -10,7 +10,7 @@ from cluster.simulate.client import Wish
 from cluster.simulate.faults import Fault, draw_faults
 from cluster.simulate.proposers import PROPOSERS
 from cluster.simulate.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE, PseudoRunner
-from cluster.simulate.replica import ReplicaShape
+from cluster.simulate.replica_shape import ReplicaShape
 from cluster.simulate.traffic import draw_wishes
 from router.config import LimitsConfig, RouterConfig
 from worker.config import SchedulerConfig

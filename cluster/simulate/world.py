@@ -12,7 +12,7 @@ from typing import Final
 
 from cluster.simulate.checks import Checks
 from cluster.simulate.client import SimulatedClient
-from cluster.simulate.faults import MAX_SLOWNESS, Fault, strike
+from cluster.simulate.faults import Fault, slowness, strike
 from cluster.simulate.network import KEEPALIVE_S, Network
 from cluster.simulate.promises import Violation, require
 from cluster.simulate.proposers import PROPOSERS
@@ -190,10 +190,11 @@ class World:
 
     def _prefill_s(self, num_tokens: int) -> float:
         """How long a prompt takes in full steps of a replica that is as slow as any gets."""
-        shape = self.scenario.replica
+        shape, faults = self.scenario.replica, self.scenario.faults
+        slowest = max((slowness(fault) for fault in faults if fault.kind == "slow replica"), default=1.0)
         budget = shape.scheduler.max_num_batched_tokens
         full_step = StepShape(num_decodes=0, num_tokens=budget, num_context_tokens=0)
-        return MAX_SLOWNESS * shape.step_costs.predict(full_step) * num_tokens / budget
+        return slowest * shape.step_costs.predict(full_step) * num_tokens / budget
 
     def _healed_s(self) -> float:
         """When the last fault is over and the last request has come."""

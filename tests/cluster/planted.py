@@ -68,11 +68,11 @@ def forget_the_stop_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """On failover the text state starts anew after the tokens so far, without what it had held back."""
     continuation = RequestRecord.continuation
 
-    def forgetful(self: RequestRecord) -> object:
+    def forgetful(self: RequestRecord, time_left_s: float | None = None) -> object:
         if self.output_token_ids:
             assert isinstance(self.text, TextStream)
             self.text._matcher._held = ""
-        return continuation(self)
+        return continuation(self, time_left_s)
 
     monkeypatch.setattr(RequestRecord, "continuation", forgetful)
 
@@ -147,16 +147,6 @@ def serve_those_who_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineCore, "detach", detach)
 
 
-def judge_the_speed_by_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step of a single token computes in a second counts as all that the replica can do."""
-
-    def note_speed(self: EngineCore, num_tokens: int, step_s: float) -> None:
-        scheduler = self._scheduler
-        scheduler.tokens_per_s = max(num_tokens / step_s, scheduler.tokens_per_s or 0.0)
-
-    monkeypatch.setattr(EngineCore, "_note_speed", note_speed)
-
-
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     bug.__name__: bug
     for bug in (
@@ -171,6 +161,5 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         forget_tokens_beside_a_rejection,
         keep_a_refusal_to_itself,
         serve_those_who_have_left,
-        judge_the_speed_by_any_step,
     )
 }
