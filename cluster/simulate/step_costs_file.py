@@ -18,10 +18,12 @@ def read_step_costs(path: Path) -> StepCosts:
     """The costs in a file; those that it does not name are 0. Raises `ConfigurationError` where they make no sense."""
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(entries, dict):
+            raise ValueError("it is a list or a single value")
         if unknown := entries.keys() - set(_NAMES):
-            raise ValueError(f"{', '.join(sorted(unknown))} is not known")
+            raise ValueError(f"it does not know {', '.join(sorted(unknown))}")
         costs = StepCosts(**{name: float(entries.get(name, 0.0)) for name in _NAMES})
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigurationError(
             f"--step-model {path}: {error}; it must be an object of {', '.join(_NAMES)}"
         ) from error
