@@ -52,4 +52,5 @@ class Checks:
             stats = replica.core.stats()
             num_alive = stats.num_running + stats.num_waiting
             require(num_alive == 0, f"{replica}: {num_alive} attempts run for nobody")
+            require(replica.num_unanswered == 0, f"{replica}: {replica.num_unanswered} attempts were never answered")
             require(stats.num_used_blocks == 0, f"{replica}: {stats.num_used_blocks} blocks leaked")

@@ -105,7 +105,7 @@ class SimulatedReplica(Process):
                 self._greet(connection)
             case SendSubmit():
                 link = self._links[connection]
-                request = link.session.named(message.request, message.attempt)
+                request = link.take_in(message)
                 self._post(lambda: self.core.submit(request, link, self.clock))
             case SendAbort():
                 self._post(partial(self.core.abort, self._links[connection].session.request_id(message.attempt)))
@@ -163,6 +163,11 @@ class SimulatedReplica(Process):
             listener.on_update(update)
 
     # --- what can be asked ---
+
+    @property
+    def num_unanswered(self) -> int:
+        """Attempts of routers that are there, and that have had no last word."""
+        return sum(link.num_unanswered for link in self._links.values())
 
     def check_integrity(self) -> None:
         """Asserts that scheduler, blocks and links agree."""

@@ -129,6 +129,27 @@ def forget_tokens_beside_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mailbox, "take", forgetful)
 
 
+def tell_tokens_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a busy step has said last is said again after the next one; a router would not mind."""
+    take = Mailbox.take
+
+    def repeat(self: Mailbox, *args: object) -> EngineUpdate:
+        update = take(self, *args)
+        self.deltas = list(update.deltas[3:4])
+        return update
+
+    monkeypatch.setattr(Mailbox, "take", repeat)
+
+
+def keep_it_from_the_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose time is up is dropped without a word; a router would find out by itself."""
+
+    def reject(self: Mailboxes, request_id: str, error: HoldfastError) -> None:
+        del self._owner[request_id]
+
+    monkeypatch.setattr(Mailboxes, "reject", reject)
+
+
 def keep_a_refusal_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that cannot take a request in tells nobody."""
 
@@ -159,6 +180,8 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         believe_a_wrong_draft,
         forget_that_a_completion_is_over,
         forget_tokens_beside_a_rejection,
+        tell_tokens_twice,
+        keep_it_from_the_late,
         keep_a_refusal_to_itself,
         serve_those_who_have_left,
     )
