@@ -3,7 +3,7 @@
     python -m benchmarks.step_model [--model demo] [--out step_model.json] [--rounds 5]
 
 Runs steps of many shapes (one long prompt, many decodes, both at once, short and long contexts), takes the best time of
-each, and fits seconds = base + per_token * tokens + per_context_token * context + per_sequence * sequences.
+each, and fits the costs of `worker/step_time.py` to them.
 `holdfast simulate --replicas N --step-model step_model.json` then answers capacity questions for such replicas.
 """
 
@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.batching import load_model
-from cluster.simulate.step_model import StepModel
+from cluster.simulate.step_costs_file import write_step_costs
 from worker.model_info import ModelInfo
 from worker.plan import DrawParams, ScheduledSequence, StepPlan, StepRunner
+from worker.step_time import StepCosts, StepShape, shape_of
 
 NUM_SEQUENCES = (1, 4, 16, 32)
 NUM_TOKENS = (1, 16, 64)
@@ -66,28 +67,22 @@ def measure(runner: StepRunner, plan: StepPlan, rounds: int) -> float:
     return min(times)
 
 
-def fit(plans: list[StepPlan], seconds: list[float]) -> StepModel:
+def fit(steps: list[StepShape], seconds: list[float]) -> StepCosts:
     """Least squares of the relative error, with no negative part: one that comes out below zero is left out."""
-    rows = np.array([_features(plan) for plan in plans]) / np.array(seconds)[:, None]
+    rows = np.array([_features(step) for step in steps]) / np.array(seconds)[:, None]
     kept = list(range(rows.shape[1]))
     while True:
-        solution, *_ = np.linalg.lstsq(rows[:, kept], np.ones(len(plans)), rcond=None)
+        solution, *_ = np.linalg.lstsq(rows[:, kept], np.ones(len(steps)), rcond=None)
         if solution.min() >= 0:
             break
         kept.pop(int(solution.argmin()))
     parts = dict(zip(kept, solution.tolist(), strict=True))
-    base_s, per_token_s, per_context_token_s, per_sequence_s = (parts.get(i, 0.0) for i in range(4))
-    return StepModel(
-        base_s=max(base_s, 1e-6),
-        per_token_s=per_token_s,
-        per_context_token_s=per_context_token_s,
-        per_sequence_s=per_sequence_s,
-    )
+    base_s, decode_s, token_s, context_token_s = (parts.get(i, 0.0) for i in range(4))
+    return StepCosts(base_s=max(base_s, 1e-6), decode_s=decode_s, token_s=token_s, context_token_s=context_token_s)
 
 
-def _features(plan: StepPlan) -> tuple[int, int, int, int]:
-    num_context = sum(item.first_position + len(item.token_ids) for item in plan.sequences)
-    return 1, plan.num_tokens, num_context, len(plan.sequences)
+def _features(step: StepShape) -> tuple[int, int, int, int]:
+    return 1, step.num_decodes, step.num_tokens, step.num_context_tokens
 
 
 def main() -> None:
@@ -99,11 +94,12 @@ def main() -> None:
     runner, info = load_model(options.model, None)
     plans = [make_plan(info, *shape) for shape in shapes(info)]
     seconds = [measure(runner, plan, options.rounds) for plan in plans]
-    model = fit(plans, seconds)
-    model.write(options.out)
-    errors = [abs(model.seconds(plan) / took - 1) for plan, took in zip(plans, seconds, strict=True)]
+    steps = [shape_of(plan) for plan in plans]
+    costs = fit(steps, seconds)
+    write_step_costs(options.out, costs)
+    errors = [abs(costs.predict(step) / took - 1) for step, took in zip(steps, seconds, strict=True)]
     print(f"{info.name} on {platform.processor() or platform.machine()}: {len(plans)} shapes of step")
-    print(f"{model}")
+    print(f"{costs}")
     print(f"relative error: median {statistics.median(errors):.0%}, worst {max(errors):.0%}; written to {options.out}")
 
 

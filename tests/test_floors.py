@@ -17,6 +17,7 @@ POLICY |= {"draws", "grammar_readers"}
 POLICY |= {"batching_optimizer", "dial", "stats", "step_time", "step_tuner"}
 POLICY |= {"bucketed_batching", "deadlines", "memory_aware_batching", "tenants", "timers", "waiting"}
 POLICY |= {"draft_length", "model_drafts", "ngram_drafts", "speculation", "suffix_drafts"}
+POLICY |= {"engine_core", "link_session"}
 PROCESS = {"engine", "inbox", "link", "rank", "replica", "watchdog"}
 PROCESS |= {"guardian", "lifeline", "process_id"}
 ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "prefix_index", "record"}

@@ -7,7 +7,6 @@ loop. What may not: decisions. When a router's stream ends, for whatever reason,
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from typing import Final, TypeAlias
 
 import grpc
@@ -18,6 +17,7 @@ from worker.config import HealthConfig
 from worker.engine import Engine
 from worker.engine_updates import EngineUpdate, Rejection
 from worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError
+from worker.link_session import LinkSession
 from worker.model_info import ModelInfo
 from worker.replica import Replica
 from worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta, TokenLogprob
@@ -82,7 +82,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         self, requests: AsyncIterator[engine_pb2.LinkRequest], context: Context
     ) -> AsyncIterator[engine_pb2.LinkResponse]:
         self._num_links += 1
-        link = RouterLink(self._engine, f"link-{self._num_links}")
+        link = RouterLink(self._engine, LinkSession(f"link-{self._num_links}"))
         try:
             self._engine.attach(link)
         except HoldfastError as error:
@@ -120,12 +120,11 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 class RouterLink:
     """One router's stream: a `StepListener` whose other half lives on the event loop that made it."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Engine, session: LinkSession) -> None:
         self._engine = engine
-        self._name = name
+        self._session = session
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[EngineUpdate | engine_pb2.Heartbeat | None] = asyncio.Queue()
-        self._attempts: dict[str, int] = {}
         self.failure: HoldfastError | None = None
 
     # --- on the engine's thread ---
@@ -146,7 +145,7 @@ class RouterLink:
                 if request.HasField("submit"):
                     self._submit(request.submit)
                 elif request.HasField("abort"):
-                    self._engine.abort(self._request_id(request.abort.attempt))
+                    self._engine.abort(self._session.request_id(request.abort.attempt))
                 elif request.HasField("follow_cache"):
                     self._engine.follow_cache(self)
         except HoldfastError as error:
@@ -187,26 +186,18 @@ class RouterLink:
             yield engine_pb2.StepUpdate(step_id=update.step_id, load=load, cache_events=_cache_message(part))
 
     def _submit(self, submit: engine_pb2.Submit) -> None:
-        request_id = self._request_id(submit.attempt)
-        self._attempts[request_id] = submit.attempt
+        request_id = self._session.request_id(submit.attempt)
         try:
             request = _engine_request(request_id, submit)
         except InvalidRequestError as error:
             rejection = Rejection(request_id=request_id, error=error)
             self._outbox.put_nowait(EngineUpdate(step_id=0, deltas=(), rejections=(rejection,), load=self._engine.load))
             return
-        if request.group_id:  # a name that the router gave, as it gave the attempt's
-            request = replace(request, group_id=f"{self._name}/{request.group_id}")
-        self._engine.submit(request, self)
-
-    def _request_id(self, attempt: int) -> str:
-        return f"{self._name}/{attempt}"
+        self._engine.submit(self._session.named(request, submit.attempt), self)
 
     def _delta(self, delta: TokenDelta) -> engine_pb2.Delta:
-        finished = delta.finish_reason is not None
-        attempt = self._attempts.pop(delta.request_id) if finished else self._attempts[delta.request_id]
         return engine_pb2.Delta(
-            attempt=attempt,
+            attempt=self._session.attempt(delta.request_id),
             first_token_index=delta.first_token_index,
             num_cached_tokens=delta.num_cached_tokens,
             token_ids=delta.token_ids,
@@ -218,7 +209,7 @@ class RouterLink:
     def _rejection(self, rejection: Rejection) -> engine_pb2.Rejection:
         error = rejection.error
         return engine_pb2.Rejection(
-            attempt=self._attempts.pop(rejection.request_id),
+            attempt=self._session.attempt(rejection.request_id),
             field=error.field if isinstance(error, InvalidRequestError) else "",
             message=error.limit if isinstance(error, InvalidRequestError) else str(error),
             retry_after_ms=round(1000 * error.retry_after_s) if error.retry_after_s else 0,

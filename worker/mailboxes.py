@@ -1,7 +1,7 @@
 """Who listens to an engine, whose request is whose, and what each listener has not been told yet.
 
 What may live here: sorting news into the mailboxes of listeners. What may not: calling a listener, and deciding when
-(`engine.py`).
+(`engine_core.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -46,6 +46,11 @@ class Mailboxes:
         """Whether a request with this id still waits for its last word."""
         return request_id in self._owner
 
+    @property
+    def num_owned(self) -> int:
+        """Requests that still wait for their last word."""
+        return len(self._owner)
+
     def own(self, request_id: str, listener: StepListener) -> None:
         """From now on, what is said of the request is for `listener`."""
         self._owner[request_id] = listener
@@ -84,6 +89,11 @@ class Mailboxes:
         for mailbox in self._of.values():
             if mailbox.cache is not None:
                 mailbox.cache.note(events)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a request is kept for one who has left."""
+        left_behind = [request_id for request_id, owner in self._owner.items() if owner not in self._of]
+        assert not left_behind, f"nobody waits for {', '.join(left_behind)}"
 
 
 class Mailbox:

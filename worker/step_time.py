@@ -10,6 +10,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Final
 
+from worker.plan import StepPlan
+
 _UNITS: Final = (1.0, 16.0, 64.0, 65536.0)
 """One of each feature is about as much work as one of another: keeps the equations well conditioned."""
 _FORGETTING: Final = 0.998
@@ -35,6 +37,17 @@ class StepShape:
     """Of decodes and of prompt chunks together."""
     num_context_tokens: int
     """Tokens attended to, summed over all tokens of the step: each attends to its position + 1."""
+
+
+def shape_of(plan: StepPlan) -> StepShape:
+    """The shape of a step without drafts of a draft model: see `StepPlan.with_drafts`."""
+    num_decodes = num_tokens = num_context_tokens = 0
+    for item in plan.sequences:
+        count = len(item.token_ids)
+        num_decodes += item.num_draws == count
+        num_tokens += count
+        num_context_tokens += count * item.first_position + count * (count + 1) // 2
+    return StepShape(num_decodes=num_decodes, num_tokens=num_tokens, num_context_tokens=num_context_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,7 +73,7 @@ class ShapeFlags:
     def cluster(self, num_replicas: int) -> "ClusterShape":
         """Of so many such replicas. Raises `ConfigurationError`."""
         from cluster.simulate.capacity import ClusterShape
-        from cluster.simulate.step_model import StepModel
+        from cluster.simulate.step_costs_file import read_step_costs
         from worker.config import SchedulerConfig
 
         _require(num_replicas >= 1, "replicas", num_replicas, "must be at least 1")
@@ -81,7 +81,7 @@ class ShapeFlags:
             raise ConfigurationError("--replicas needs --step-model (python -m benchmarks.step_model writes one)")
         return ClusterShape(
             num_replicas=num_replicas,
-            step_model=StepModel.read(self.step_model),
+            step_costs=read_step_costs(self.step_model),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
             ),

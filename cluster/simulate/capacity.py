@@ -1,6 +1,6 @@
 """What a cluster would make of a load: the real router and schedulers in virtual time, without faults and without text.
 
-What may not live here: where loads come from (`trace.py`), how long a step takes (`step_model.py`), printing.
+What may not live here: where loads come from (`trace.py`), how long a step takes (`worker/step_time.py`), printing.
 """
 
 import random
@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from cluster.simulate.messages import Generate
 from cluster.simulate.network import Connection, Network
-from cluster.simulate.replica import ReplicaShape, SimulatedReplica
+from cluster.simulate.replica import SimulatedReplica
+from cluster.simulate.replica_shape import ReplicaShape
 from cluster.simulate.router import SimulatedRouter
 from cluster.simulate.routing import PREFIX_AWARE, ROUTING
-from cluster.simulate.step_model import StepModel
 from cluster.simulate.timeline import Timeline
 from cluster.simulate.trace import Arrival
 from router.config import LimitsConfig, RouterConfig
@@ -23,6 +23,7 @@ from worker.plan import StepPlan, StepResult
 from worker.request import EngineRequest
 from worker.sampling_params import SamplingParams
 from worker.stats import SchedulerStats
+from worker.step_time import StepCosts
 
 LATENCY_S: Final = 0.0005
 PATIENCE_S: Final = 1e9
@@ -35,7 +36,7 @@ class ClusterShape:
     """The cluster that is asked about."""
 
     num_replicas: int
-    step_model: StepModel
+    step_costs: StepCosts
     scheduler: SchedulerConfig
     num_blocks: int
     block_size: int
@@ -185,7 +186,7 @@ def serve(
         services=[client.service() for client in clients],
         duration_s=max(client.last_s for client in clients) - BEGIN_S - trace[0].arrival_s,
         busy_s=[replica.busy_s for replica in replicas],
-        prefix_hit_rate=_hit_rate([replica.scheduler.stats() for replica in replicas]),
+        prefix_hit_rate=_hit_rate([replica.core.stats() for replica in replicas]),
     )
 
 
@@ -198,7 +199,7 @@ def _replica_shape(shape: ClusterShape) -> ReplicaShape:
         eos_token_ids=frozenset(),
         vocab_size=2**31,
         prefix_caching=True,
-        step_model=shape.step_model,
+        step_costs=shape.step_costs,
         make_runner=AnyTokenRunner,
     )
 

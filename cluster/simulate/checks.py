@@ -24,8 +24,10 @@ class Checks:
 
     def after_event(self) -> None:
         for replica in self._replicas:
-            if replica.is_up and replica.load.num_waiting > replica.max_num_waiting:
-                raise Violation(f"{replica}: {replica.load.num_waiting} wait, and only {replica.max_num_waiting} may")
+            if replica.is_up and replica.core.load.num_waiting > replica.max_num_waiting:
+                raise Violation(
+                    f"{replica}: {replica.core.load.num_waiting} wait, and only {replica.max_num_waiting} may"
+                )
         self._num_events += 1
         if self._num_events % EVENTS_PER_DEEP_CHECK == 0:
             self.deep()
@@ -45,6 +47,8 @@ class Checks:
             require(router.num_links_up == len(self._replicas), f"{router}: {router.num_links_up} links are up")
         for replica in self._replicas:
             require(replica.is_up and not replica.is_frozen, f"{replica} did not come back")
-            require(replica.num_attempts == 0, f"{replica}: {replica.num_attempts} attempts run for nobody")
-            num_used = replica.scheduler.stats().num_used_blocks
-            require(num_used == 0, f"{replica}: {num_used} blocks leaked")
+            stats = replica.core.stats()
+            num_alive = stats.num_running + stats.num_waiting
+            require(num_alive == 0, f"{replica}: {num_alive} attempts run for nobody")
+            require(replica.num_unanswered == 0, f"{replica}: {replica.num_unanswered} attempts were never answered")
+            require(stats.num_used_blocks == 0, f"{replica}: {stats.num_used_blocks} blocks leaked")

@@ -90,6 +90,8 @@ class SimulatedClient:
         self._deadline_s = 0.0
         self.clock_error_s = 0.0
         """How far the clocks of routers may be off: a deadline may come early by so much."""
+        self.hopeless_s = 0.0
+        """What its prompt may take: so long before the deadline a replica may see that it will not be done."""
 
     def begin(self) -> None:
         """The request is made."""
@@ -224,7 +226,7 @@ class SimulatedClient:
             case CapacityError():
                 self._over("shed")
             case DeadlineExceededError():
-                is_due = self._timeline.now + self.clock_error_s >= self._deadline_s
+                is_due = self._timeline.now + self.clock_error_s + self.hopeless_s >= self._deadline_s
                 require(is_due, f"{self}: {error}, {self._left_s():.3f} s before its time")
                 self._over("expired")
             case RequestQuarantinedError():

@@ -11,11 +11,11 @@ from cluster.simulate.faults import Fault, draw_faults
 from cluster.simulate.proposers import PROPOSERS
 from cluster.simulate.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE
 from cluster.simulate.pseudo_runner import PseudoRunner
-from cluster.simulate.replica import ReplicaShape
-from cluster.simulate.step_model import StepModel
+from cluster.simulate.replica_shape import ReplicaShape
 from cluster.simulate.traffic import draw_wishes
 from router.config import LimitsConfig, RouterConfig
 from worker.config import SchedulerConfig
+from worker.step_time import StepCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,9 @@ def _draw_shape(rng: random.Random) -> ReplicaShape:
         eos_token_ids=frozenset({EOS_TOKEN_ID}),
         vocab_size=VOCAB_SIZE,
         prefix_caching=rng.random() < 0.8,
-        step_model=StepModel(base_s=rng.uniform(0.005, 0.05), per_token_s=rng.choice((0.0, 0.0002))),
+        step_costs=StepCosts(
+            base_s=rng.uniform(0.005, 0.05), decode_s=0.0, token_s=rng.choice((0.0, 0.0002)), context_token_s=0.0
+        ),
         make_runner=PseudoRunner,
         num_drafts=rng.choice((1, 2, 4, 8)),
     )

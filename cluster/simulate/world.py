@@ -12,7 +12,7 @@ from typing import Final
 
 from cluster.simulate.checks import Checks
 from cluster.simulate.client import SimulatedClient
-from cluster.simulate.faults import Fault, strike
+from cluster.simulate.faults import Fault, slowness, strike
 from cluster.simulate.network import KEEPALIVE_S, Network
 from cluster.simulate.promises import Violation, require
 from cluster.simulate.proposers import PROPOSERS
@@ -22,6 +22,7 @@ from cluster.simulate.router import SimulatedRouter
 from cluster.simulate.scenario import Scenario, draw_scenario
 from cluster.simulate.timeline import Event, Timeline
 from router.text_stream import TextStream
+from worker.step_time import StepShape
 
 LOSSES: Final = frozenset(
     {"kill replica", "freeze replica", "drain replica", "cut link", "partition link", "freeze router"}
@@ -122,6 +123,8 @@ class World:
         self.clients = [
             SimulatedClient(wish, self.network, self.routers, rng, max_model_len) for wish in scenario.wishes
         ]
+        for client in self.clients:
+            client.hopeless_s = self._prefill_s(len(client.wish.request.prompt_token_ids))
         self._checks = Checks(self.routers, self.replicas)
 
     def run(self) -> None:
@@ -194,6 +197,14 @@ class World:
         for client in self.clients:
             is_wronged = client.outcome == "quarantined" and not client.wish.is_poison and is_plain
             require(not is_wronged, f"{client} was taken for poison")
+
+    def _prefill_s(self, num_tokens: int) -> float:
+        """How long a prompt takes in full steps of a replica that is as slow as any gets."""
+        shape, faults = self.scenario.replica, self.scenario.faults
+        slowest = max((slowness(fault) for fault in faults if fault.kind == "slow replica"), default=1.0)
+        budget = shape.scheduler.max_num_batched_tokens
+        full_step = StepShape(num_decodes=0, num_tokens=budget, num_context_tokens=0)
+        return slowest * shape.step_costs.predict(full_step) * num_tokens / budget
 
     def _healed_s(self) -> float:
         """When the last fault is over and the last request has come."""

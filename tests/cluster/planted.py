@@ -19,7 +19,11 @@ from router.text_stream import TextStream
 from worker import scheduler as scheduler_module
 from worker import sequence as sequence_module
 from worker.block_allocator import BlockAllocator
+from worker.engine_core import EngineCore
+from worker.engine_updates import EngineUpdate, StepListener
+from worker.errors import HoldfastError
 from worker.grammar_readers import GrammarReaders, Matcher
+from worker.mailboxes import Mailbox, Mailboxes
 from worker.plan import DrawParams
 from worker.queues import SequenceQueues
 from worker.request import TokenDelta
@@ -210,6 +214,56 @@ def lose_what_a_slow_reader_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_module, "merged", lambda deliveries: deliveries[-1])
 
 
+def forget_tokens_beside_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener that is told of a rejection is not told the tokens of the same step."""
+    take = Mailbox.take
+
+    def forgetful(self: Mailbox, *args: object) -> EngineUpdate:
+        update = take(self, *args)
+        return replace(update, deltas=()) if update.rejections else update
+
+    monkeypatch.setattr(Mailbox, "take", forgetful)
+
+
+def tell_tokens_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a busy step has said last is said again after the next one; a router would not mind."""
+    take = Mailbox.take
+
+    def repeat(self: Mailbox, *args: object) -> EngineUpdate:
+        update = take(self, *args)
+        self.deltas = list(update.deltas[3:4])
+        return update
+
+    monkeypatch.setattr(Mailbox, "take", repeat)
+
+
+def keep_it_from_the_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose time is up is dropped without a word; a router would find out by itself."""
+
+    def reject(self: Mailboxes, request_id: str, error: HoldfastError) -> None:
+        del self._owner[request_id]
+
+    monkeypatch.setattr(Mailboxes, "reject", reject)
+
+
+def keep_a_refusal_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that cannot take a request in tells nobody."""
+
+    def refuse(self: Mailboxes, request_id: str, error: HoldfastError, listener: StepListener) -> None:
+        pass
+
+    monkeypatch.setattr(Mailboxes, "refuse", refuse)
+
+
+def serve_those_who_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests that came through a link go on when it has broken."""
+
+    def detach(self: EngineCore, listener: StepListener) -> None:
+        self._mailboxes.detach(listener)
+
+    monkeypatch.setattr(EngineCore, "detach", detach)
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     bug.__name__: bug
     for bug in (
@@ -231,5 +285,10 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         leave_siblings_open,
         leave_the_timer,
         lose_what_a_slow_reader_missed,
+        forget_tokens_beside_a_rejection,
+        tell_tokens_twice,
+        keep_it_from_the_late,
+        keep_a_refusal_to_itself,
+        serve_those_who_have_left,
     )
 }

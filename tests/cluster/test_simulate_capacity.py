@@ -8,18 +8,19 @@ from cluster.cli import run
 from cluster.simulate.capacity import CapacityResult, ClusterShape, Service, serve
 from cluster.simulate.capacity_report import percentile
 from cluster.simulate.routing import ROUTING
-from cluster.simulate.step_model import StepModel
+from cluster.simulate.step_costs_file import read_step_costs, write_step_costs
 from cluster.simulate.trace import Arrival, made_up_trace, read_trace
 from worker.config import SchedulerConfig
 from worker.errors import ConfigurationError
+from worker.step_time import StepCosts
 
-STEP = StepModel(base_s=0.01)
+STEP = StepCosts(base_s=0.01, decode_s=0.0, token_s=0.0, context_token_s=0.0)
 
 
-def cluster(num_replicas: int, step_model: StepModel = STEP, **limits: int) -> ClusterShape:
+def cluster(num_replicas: int, step_costs: StepCosts = STEP, **limits: int) -> ClusterShape:
     return ClusterShape(
         num_replicas=num_replicas,
-        step_model=step_model,
+        step_costs=step_costs,
         scheduler=SchedulerConfig(**limits),
         num_blocks=256,
         block_size=16,
@@ -47,10 +48,10 @@ def test_a_long_prompt_takes_several_steps():
     assert result.busy_s == [pytest.approx(0.04)]
 
 
-def test_the_step_model_counts_tokens_context_and_sequences():
-    model = StepModel(base_s=1.0, per_token_s=0.1, per_context_token_s=0.01, per_sequence_s=0.001)
-    result = serve(load((0.0, 10, 2)), cluster(1, model), "power_of_two")
-    prefill, decode = 1 + 0.1 * 10 + 0.01 * 10 + 0.001, 1 + 0.1 + 0.01 * 11 + 0.001
+def test_a_step_costs_its_decodes_its_tokens_and_what_they_attend_to():
+    costs = StepCosts(base_s=1.0, decode_s=0.001, token_s=0.1, context_token_s=0.01)
+    result = serve(load((0.0, 10, 2)), cluster(1, costs), "power_of_two")
+    prefill, decode = 1 + 0.1 * 10 + 0.01 * 55, 1 + 0.001 + 0.1 + 0.01 * 11
     assert result.busy_s == [pytest.approx(prefill + decode)]
 
 
@@ -77,7 +78,7 @@ def test_prompts_that_begin_alike_are_sent_to_where_their_prefix_is():
         rate=100, num_requests=300, mean_prompt=16, mean_output=8, max_len=1024, seed=1, num_prefixes=16, prefix_len=400
     )
     assert len({arrival.prompt_token_ids(number)[:400] for number, arrival in enumerate(trace)}) == 16
-    model = StepModel(base_s=0.002, per_token_s=1e-4)
+    model = StepCosts(base_s=0.002, decode_s=0.0, token_s=1e-4, context_token_s=0.0)
     by_prefix, by_load = (serve(trace, cluster(8, model), routing) for routing in ("prefix_aware", "power_of_two"))
     assert by_prefix.prefix_hit_rate > 0.8
     assert by_load.prefix_hit_rate < 0.7
@@ -130,16 +131,18 @@ def test_a_trace_that_cannot_be_read_says_where(tmp_path, line):
         read_trace(path)
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", '{"base_s": 0}', '{"base_s": 1, "per_token_s": -1}'])
+@pytest.mark.parametrize(
+    "text", ["{}", "[1]", '{"base_s": 0}', '{"base_s": 1, "token_s": -1}', '{"base_s": 1, "token": 1}', "nonsense"]
+)
 def test_a_step_model_that_makes_no_sense_is_refused(tmp_path, text):
     path = tmp_path / "step.json"
     path.write_text(text)
     with pytest.raises(ConfigurationError, match="--step-model"):
-        StepModel.read(path)
+        read_step_costs(path)
 
 
 def test_the_command_prints_a_row_for_each_policy(tmp_path, capsys):
-    STEP.write(tmp_path / "step.json")
+    write_step_costs(tmp_path / "step.json", STEP)
     entry = {"arrival_s": 0.0, "num_prompt_tokens": 8, "num_output_tokens": 4}
     (tmp_path / "load.jsonl").write_text(json.dumps(entry))
     files = ["--trace", str(tmp_path / "load.jsonl"), "--step-model", str(tmp_path / "step.json")]
@@ -162,6 +165,6 @@ def test_the_command_prints_a_row_for_each_policy(tmp_path, capsys):
     ],
 )
 def test_a_load_that_cannot_be_made_up_is_refused_by_its_flag(tmp_path, capsys, flags):
-    STEP.write(tmp_path / "step.json")
+    write_step_costs(tmp_path / "step.json", STEP)
     assert run(["simulate", "--replicas", "2", "--step-model", str(tmp_path / "step.json"), *flags]) == 2
     assert flags[0] in capsys.readouterr().err or "--prefix-len" in flags

@@ -41,7 +41,7 @@ def test_five_hundred_more_simulations_keep_every_promise():
 def test_a_planted_bug_is_found_and_replays_to_the_same_event(bug, monkeypatch):
     planted.BUGS[bug](monkeypatch)
     found = first_failure(range(NUM_SEEDS))
-    assert not isinstance(found.error, TypeError | AttributeError), "the bug itself is broken"
+    assert not isinstance(found.error, TypeError | AttributeError), "it is the planting that failed"
     again = simulate(found.seed).failure
     assert (again.event, again.time_s, str(again.error)) == (found.event, found.time_s, str(found.error))
 

@@ -4,25 +4,15 @@ import random
 
 from worker.batching_optimizer import Recommendation
 from worker.config import SchedulerConfig
-from worker.plan import StepPlan, StepResult
+from worker.plan import StepResult
 from worker.request import EngineRequest
 from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
-from worker.step_time import StepCosts, StepShape
+from worker.step_time import StepCosts, shape_of
 from worker.step_tuner import StepTuner
 
 MACHINE = StepCosts(base_s=4e-3, decode_s=1e-3, token_s=1.5e-4, context_token_s=5e-8)
 BLOCK_SIZE = 16
-
-
-def shape_of(plan: StepPlan) -> StepShape:
-    ends = [sequence.first_position + len(sequence.token_ids) for sequence in plan.sequences]
-    attended = [sum(range(s.first_position + 1, end + 1)) for s, end in zip(plan.sequences, ends, strict=True)]
-    return StepShape(
-        num_decodes=sum(len(sequence.token_ids) == sequence.num_draws for sequence in plan.sequences),
-        num_tokens=plan.num_tokens,
-        num_context_tokens=sum(attended),
-    )
 
 
 class SimulatedMachine:

@@ -8,7 +8,8 @@ import pytest
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from worker.block_hash import HashChain, short_hash
 from worker.config import SchedulerConfig
-from worker.engine import STATS_EVERY_STEPS, Engine
+from worker.engine import Engine
+from worker.engine_core import STATS_EVERY_STEPS
 from worker.engine_updates import EngineUpdate
 from worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError, ReplicaError
 from worker.plan import StepPlan, StepResult
@@ -17,7 +18,7 @@ from worker.sampling_params import SamplingParams
 from worker.scheduler import Scheduler
 from worker.stats import EngineStats
 from worker.step_limits import StepLimits
-from worker.step_time import StepCosts, StepShape
+from worker.step_time import StepCosts, shape_of
 from worker.step_tuner import StepTuner
 
 BLOCK_SIZE, NUM_BLOCKS, TIMEOUT_S = 4, 64, 20
@@ -272,9 +273,7 @@ class Timed(PseudoRunner):
 
     def run(self, plan: StepPlan) -> StepResult:
         costs = StepCosts(base_s=0.01, decode_s=0.01, token_s=0.001, context_token_s=0.0)
-        num_decodes = sum(len(sequence.token_ids) == sequence.num_draws for sequence in plan.sequences)
-        shape = StepShape(num_decodes=num_decodes, num_tokens=plan.num_tokens, num_context_tokens=0)
-        self.now += costs.predict(shape)
+        self.now += costs.predict(shape_of(plan))
         return super().run(plan)
 
 
@@ -371,13 +370,6 @@ def test_followers_hear_of_evictions(engine_and_friends):
     assert len(follower.cached) == stats.num_cached_blocks
     assert block_hashes(*range(800, 840)) <= follower.cached
     assert not block_hashes(*range(40)) & follower.cached
-
-
-def test_nothing_is_asked_of_the_scheduler_while_nobody_follows(engine_and_friends):
-    engine, _, recorder = engine_and_friends
-    engine._scheduler.take_cache_events = None  # to call it would end the engine
-    engine.submit(make_request("a", prompt=range(40), max_tokens=4), recorder)
-    recorder.wait_for(lambda: "a" in recorder.finished)
 
 
 def test_statistics_come_first_now_and_then_and_when_the_engine_is_idle(engine_and_friends):

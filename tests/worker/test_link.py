@@ -230,6 +230,19 @@ def test_bad_attempts_are_rejected_by_field_and_the_link_goes_on(engine):
     over_a_link(engine, scenario)
 
 
+def test_an_attempt_that_comes_twice_is_refused_and_the_first_goes_on(engine):
+    async def scenario(router, server):
+        await router.submit(1, max_tokens=0)
+        await router.read_until(lambda: router.tokens[1])
+        await router.submit(1)
+        await router.read_until(lambda: 1 in router.rejected)
+        num_before = len(router.tokens[1])
+        await router.read_until(lambda: len(router.tokens[1]) > num_before)
+        assert router.rejected[1].field == "request_id"
+
+    over_a_link(engine, scenario)
+
+
 def test_an_attempt_whose_time_is_up_is_rejected_as_late(engine):
     async def scenario(router, server):
         await router.submit(1, time_left_ms=0)
