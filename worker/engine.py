@@ -29,6 +29,7 @@ from worker.request import EngineLoad, EngineRequest, TokenDelta
 from worker.scheduler import Scheduler
 from worker.stats import EngineStats
 from worker.step_tuner import StepTuner
+from worker.suspects import Suspects
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Engine:
         self._inbox = Inbox()
         self._stopping = False
         self._mailboxes = Mailboxes()
+        self._suspects: Suspects[StepListener] = Suspects()
         self._num_requests = 0
         self._num_tokens_generated = 0
         self._step_time_s = 0.0
@@ -128,7 +130,7 @@ class Engine:
 
     @property
     def load(self) -> EngineLoad:
-        """As of the last step."""
+        """As of the last step, for a router that has nothing here."""
         return self._load
 
     @property
@@ -170,10 +172,13 @@ class Engine:
         began_s = self._clock()
         plan = None if self._stopping else self._scheduler.plan(began_s)
         for request_id in self._scheduler.take_expired():
+            self._suspects.drop(request_id)
             self._mailboxes.reject(request_id, DeadlineExceededError("the request's time was up in the replica"))
         if plan is None:
             self._deliver(stepped=False)
             return
+        if self._suspects.has_news and len(self._mailboxes.listeners) > 1:
+            self._deliver(stepped=False)
         num_before = self._num_tokens_generated
         result = self._run_plan(plan)
         for delta in self._scheduler.commit(plan, result):
@@ -211,14 +216,16 @@ class Engine:
     def _deliver(self, *, stepped: bool) -> None:
         if self._inbox.closed_by is not None:
             return  # it was given up meanwhile, and everyone has been told so
-        before, self._load = self._load, self._scheduler.load()
-        concerns_all = stepped or self._load != before
+        before, self._load = self._load, self._suspects.load_for(None, self._scheduler.load())
+        concerns_all = stepped or self._load != before or self._suspects.has_news
+        self._suspects.has_news = False
         stats = self._stats() if concerns_all and self._stats_are_due() else None
         if self._mailboxes.anyone_follows_cache:
             self._mailboxes.note_cache_events(self._scheduler.take_cache_events())
         for listener, mailbox in self._mailboxes.items():
             if concerns_all or mailbox.has_news:
-                update = mailbox.take(self._step_id, self._load, stats or (self._stats() if mailbox.is_new else None))
+                load = self._suspects.load_for(listener, self._load)
+                update = mailbox.take(self._step_id, load, stats or (self._stats() if mailbox.is_new else None))
                 self._tell(listener, update)
 
     def _stats_are_due(self) -> bool:
@@ -243,11 +250,13 @@ class Engine:
         try:
             if self._mailboxes.is_owned(request_id):
                 raise InvalidRequestError("request_id", request_id, "is in use by a request that has not ended")
+            self._suspects.check(request, listener)
             finished = self._scheduler.add(request, self._clock())
         except HoldfastError as error:
             self._mailboxes.refuse(request_id, error, listener)
             return
         self._mailboxes.own(request_id, listener)
+        self._suspects.add(request, listener)
         if finished is not None:
             self._keep(finished)
 
@@ -262,6 +271,7 @@ class Engine:
 
     def _keep(self, delta: TokenDelta) -> None:
         self._num_tokens_generated += len(delta.token_ids)
+        self._suspects.note(delta)
         self._mailboxes.put(delta)
 
     def _detach(self, listener: StepListener) -> None:

@@ -23,6 +23,7 @@ from worker.progress import FrozenVerdict
 from worker.request import EngineRequest, TokenDelta
 from worker.scheduler import Scheduler
 from worker.speculation import Proposer, Speculation
+from worker.suspects import Suspects
 
 MODEL: Final = "pseudo"
 WATCH_S: Final = 0.2
@@ -62,7 +63,7 @@ class ReplicaShape:
         return Speculation(config, self.scheduler, self.make_proposer())
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Session:
     """One router's link, as the replica sees it."""
 
@@ -111,6 +112,7 @@ class SimulatedReplica(Process):
         self.load = self.scheduler.load()
         self._runner = shape.make_runner(shape.num_blocks, shape.block_size)
         self._owners: dict[str, Session] = {}
+        self._suspects: Suspects[Session] = Suspects()
         self._inbox: list[tuple[Connection, Any]] = []
         self._is_stepping = False
         self._num_links = 0
@@ -158,8 +160,8 @@ class SimulatedReplica(Process):
             self._num_links += 1
             # A step that is under way may cache more; the events of that say the same again, or more.
             cache = CacheFeed(self.scheduler.cached_block_hashes())
-            self.sessions[connection] = Session(f"link-{self._num_links}", cache)
-            connection.send(self, Hello(facts=self._facts(), load=self.load))
+            session = self.sessions[connection] = Session(f"link-{self._num_links}", cache)
+            connection.send(self, Hello(facts=self._facts(), load=self._suspects.load_for(session, self.load)))
             if self.is_retiring:
                 connection.send(self, Retiring(is_retiring=True))
         else:
@@ -187,6 +189,8 @@ class SimulatedReplica(Process):
         if plan is None:
             self._deliver(stepped=False)
             return
+        if self._suspects.has_news and len(self.sessions) > 1:
+            self._deliver(stepped=False)
         self._is_stepping = True
         seconds = self.shape.step_model.seconds(plan) * self.slowness
         self.busy_s += seconds
@@ -220,13 +224,16 @@ class SimulatedReplica(Process):
 
     def _submit(self, session: Session, command: SendSubmit) -> None:
         request_id = f"{session.name}/{command.attempt}"
+        request = _renamed(command.request, session.name, request_id)
         try:
-            finished = self.scheduler.add(_renamed(command.request, session.name, request_id), self.clock)
+            self._suspects.check(request, session)
+            finished = self.scheduler.add(request, self.clock)
         except HoldfastError as error:
             session.rejections.append(AttemptRejection(attempt=command.attempt, error=error))
             return
         session.attempts[request_id] = command.attempt
         self._owners[request_id] = session
+        self._suspects.add(request, session)
         if finished is not None:
             self._keep(finished)
 
@@ -237,6 +244,7 @@ class SimulatedReplica(Process):
 
     def _expire(self, request_id: str) -> None:
         session = self._owners.pop(request_id)
+        self._suspects.drop(request_id)
         error = DeadlineExceededError("the request's time was up in the replica")
         session.rejections.append(AttemptRejection(attempt=session.attempts.pop(request_id), error=error))
 
@@ -245,6 +253,7 @@ class SimulatedReplica(Process):
         attempt = session.attempts[delta.request_id]
         if delta.finish_reason is not None:
             del self._owners[delta.request_id], session.attempts[delta.request_id]
+        self._suspects.note(delta)
         self.num_tokens += len(delta.token_ids)
         session.deltas.append(
             AttemptDelta(
@@ -258,14 +267,15 @@ class SimulatedReplica(Process):
 
     def _deliver(self, *, stepped: bool) -> None:
         before, self.load = self.load, self.scheduler.load()
-        concerns_all = stepped or self.load != before
+        concerns_all = stepped or self.load != before or self._suspects.has_news
+        self._suspects.has_news = False
         events = self.scheduler.take_cache_events() if self.shape.prefix_caching else []
         for connection, session in self.sessions.items():
             session.cache.note(events)
             if concerns_all or session.deltas or session.rejections or session.cache.has_news:
                 cache = session.cache.take()
                 news = StepNews(
-                    load=self.load,
+                    load=self._suspects.load_for(session, self.load),
                     deltas=session.deltas,
                     rejections=session.rejections,
                     stored=cache.stored,

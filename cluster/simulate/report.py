@@ -33,6 +33,7 @@ def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
         ("reconnects", f"{tally.num_reconnects:,}, with what a client had received until then"),
         ("condemned", f"{tally.num_condemned:,} frozen replicas"),
         ("poisoned", f"{tally.num_poisoned:,} replicas, by requests that kill whoever runs them"),
+        ("wronged", f"{tally.num_wronged:,} requests, quarantined for deaths that were not their fault"),
         ("promises broken", str(len(campaign.failures))),
     )
     table = Table(box=None, show_header=False, pad_edge=False)
