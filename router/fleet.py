@@ -54,10 +54,10 @@ class ReplicaState:
         self.cached.apply(news.stored, news.evicted)
         self.stats = news.stats or self.stats
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it may get new attempts at all."""
-        return not self.is_retiring and self.breaker.rests_until is None
+    def is_open(self, *, is_trial: bool = False) -> bool:
+        """Whether it may get new attempts at all; a trial tells nothing beside suspects of other routers."""
+        is_fit = not is_trial or self.load.num_foreign_suspects == 0
+        return is_fit and not self.is_retiring and self.breaker.rests_until is None
 
     def has_room(self, max_waiting: int) -> bool:
         """Whether a request sent now would find fewer than `max_waiting` before it.
@@ -133,9 +133,9 @@ class Fleet:
     def get(self, replica_id: str) -> ReplicaState | None:
         return self._replicas.get(replica_id)
 
-    def choose(self, model: str, prefix: PromptPrefix) -> ReplicaState | None:
+    def choose(self, model: str, prefix: PromptPrefix, *, is_trial: bool = False) -> ReplicaState | None:
         """The replica that the next request should go to, or None if none is up and has room."""
-        replicas = [replica for replica in self._models[model].replicas if replica.is_open]
+        replicas = [replica for replica in self._models[model].replicas if replica.is_open(is_trial=is_trial)]
         chosen = self._pick(replicas, prefix)
         if chosen is None or chosen.has_room(self._max_waiting):
             return chosen
@@ -173,9 +173,9 @@ class Fleet:
             if replica.breaker.rests_until is not None and not replica.is_retiring:
                 yield replica.breaker.rests_until
 
-    def takes_more(self, replica: ReplicaState) -> bool:
+    def takes_more(self, replica: ReplicaState, *, is_trial: bool = False) -> bool:
         """Whether a request may be sent to a replica that is up."""
-        return replica.is_open and replica.has_room(self._max_waiting)
+        return replica.is_open(is_trial=is_trial) and replica.has_room(self._max_waiting)
 
     def model(self, name: str) -> ModelState:
         """Raises `UnknownModelError` for a model that has never been served here."""

@@ -20,12 +20,19 @@ from router.events import (
 )
 from worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError, QueueFullError, ReplicaError
 from worker.request import EngineLoad, FinishReason, TokenLogprob
+from worker.suspicion import Suspicion
 
 _FINISH_REASONS: Final = {
     int(inference_pb2.FINISH_REASON_UNSPECIFIED): None,
     int(inference_pb2.FINISH_REASON_STOP): FinishReason.STOP,
     int(inference_pb2.FINISH_REASON_LENGTH): FinishReason.LENGTH,
     int(inference_pb2.FINISH_REASON_ABORT): FinishReason.ABORT,
+}
+
+_SUSPICIONS: Final = {
+    Suspicion.NONE: engine_pb2.SUSPICION_UNSPECIFIED,
+    Suspicion.SUSPECT: engine_pb2.SUSPICION_SUSPECT,
+    Suspicion.ON_TRIAL: engine_pb2.SUSPICION_ON_TRIAL,
 }
 
 
@@ -74,6 +81,7 @@ def submit_message(action: SendSubmit) -> engine_pb2.LinkRequest:
         tenant=request.tenant,
         time_left_ms=None if request.time_left_s is None else round(1000 * request.time_left_s),
         group_id=request.group_id,
+        suspicion=_SUSPICIONS[request.suspicion],
     )
     return engine_pb2.LinkRequest(submit=submit)
 
@@ -111,6 +119,7 @@ def engine_load(load: engine_pb2.Load) -> EngineLoad:
         num_waiting_tokens=load.num_waiting_tokens,
         num_free_blocks=load.num_free_blocks,
         num_total_blocks=load.num_total_blocks,
+        num_foreign_suspects=load.num_foreign_suspects,
     )
 
 

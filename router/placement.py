@@ -51,13 +51,14 @@ class Placement:
         attempt = self._requests.begin_attempt(record, replica)
         replica.breaker.note_sent(now)
         time_left_s = max(0.0, self._requests.deadlines.of(record.request_id) - now)
-        request = record.continuation(time_left_s)
+        request = record.continuation(time_left_s, self.quarantine.suspicion(record))
         return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
 
     def drain(self, model: str, now: float) -> list[Action]:
         """Sends what waits, while there is room; first what runs where it should not stay."""
         actions = self._vacate(model, now)
-        while (record := self._next(model, now)) is not None and (replica := self._choose(record)) is not None:
+        while (found := self._next(model, now)) is not None:
+            record, replica = found
             self.queue.pop(record.request_id, now)
             if record.is_suspect:
                 self.quarantine.begin_trial(record)
@@ -122,7 +123,7 @@ class Placement:
         """
         lost = self._requests.on(replica)
         is_sudden = bool(lost) and not replica.is_retiring
-        culprits = self.quarantine.culprits(lost) if is_sudden else []
+        culprits = self.quarantine.culprits(lost, replica.load.num_foreign_suspects) if is_sudden else []
         if is_sudden:
             replica.breaker.note_failure(now)
         for record in lost:
@@ -157,23 +158,32 @@ class Placement:
     # --- inside ---
 
     def _choose(self, record: RequestRecord) -> ReplicaState | None:
-        return self._beside(record) or self._fleet.choose(record.model, record.prefix)
+        return self._beside(record) or self._fleet.choose(record.model, record.prefix, is_trial=record.is_suspect)
 
     def _beside(self, record: RequestRecord) -> ReplicaState | None:
         """Where the request's first sibling runs, while there is room: siblings share their prompt there."""
         group_id = record.request.group_id
         first = self._requests.get(first_sibling_id(group_id)) if group_id else None
         home = None if first is None or first.attempt is None else first.attempt.replica
-        return home if home is not None and self._fleet.takes_more(home) else None
+        return home if home is not None and self._fleet.takes_more(home, is_trial=record.is_suspect) else None
 
-    def _next(self, model: str, now: float) -> RequestRecord | None:
-        """Those that have lost a replica go before those that arrive, even if the budget then makes all wait."""
+    def _next(self, model: str, now: float) -> tuple[RequestRecord, ReplicaState] | None:
+        """What leaves the queue now, and for where.
+
+        Those that have lost a replica go before those that arrive, even if the budget then makes all wait. A suspect
+        for which no replica is right holds nobody up.
+        """
         suspect = self.queue.first_held(model) if self.quarantine.is_free(model) else None
-        request_id = suspect or self.queue.first(model)
-        if request_id is None:
-            return None
-        record = self._requests[request_id]
-        return record if not record.is_retry or self._budget.has_token(now) else None
+        for request_id in (suspect, self.queue.first(model)):
+            if request_id is None:
+                continue
+            record = self._requests[request_id]
+            if record.is_retry and not self._budget.has_token(now):
+                return None
+            replica = self._choose(record)
+            if replica is not None:
+                return record, replica
+        return None
 
     def _vacate(self, model: str, now: float) -> list[Action]:
         """Moves requests off replicas that retire. With nowhere to go, they go on where they are."""

@@ -7,6 +7,9 @@ begins where the last one ended, so it strikes again at once. Once suspicion is 
     alone in that:   it is the culprit, and is not tried again;
     one of several:  each is put on trial, one at a time and so that the next death tells. Who gets on is cleared.
 
+Several are also those of other routers. Each router judges its own requests alone, but tells replicas which of them are
+suspects, and hears from each how many suspects of others are there (`worker/suspects.py`).
+
 What may not live here: queues and actions (`dispatch.py`), what counts as sudden (draining and refusals do not).
 """
 
@@ -14,9 +17,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from router.record import RequestRecord
-
-NUM_STEPS_TO_CLEAR: Final = 8
-"""Steps with output that clear a request. A replica may have been a few steps ahead of what we have heard of."""
+from worker.suspicion import NUM_STEPS_TO_CLEAR, Suspicion
 
 LIFETIME_FACTOR: Final = 4
 """A request that has outlived this many times the deaths in a row fails as well: some poisons need a long time."""
@@ -29,20 +30,30 @@ class Quarantine:
         self._max_lost = max_replicas_lost
         self._on_trial: dict[str, RequestRecord] = {}
 
-    def culprits(self, lost: Sequence[RequestRecord]) -> list[RequestRecord]:
-        """Judges those that ran on a replica when it died, and notes who is a suspect. Culprits must not run again."""
+    def culprits(self, lost: Sequence[RequestRecord], num_foreign_suspects: int = 0) -> list[RequestRecord]:
+        """Judges those that ran on a replica when it died, and notes who is a suspect. Culprits must not run again.
+
+        With suspects of other routers there, it may have been one of those: the death makes suspects, and no culprit.
+        """
         for record in lost:
             record.num_replicas_lost += 1
             record.num_replicas_lost_in_a_row += 1
-        on_trial = [record for record in lost if self.is_on_trial(record)]
-        outlived = [record for record in lost if record.num_replicas_lost >= LIFETIME_FACTOR * self._max_lost]
-        culprits = on_trial or outlived
         suspects = [record for record in lost if record.num_replicas_lost_in_a_row >= self._max_lost]
-        if len(suspects) == 1 and not on_trial:
-            return [*culprits, *(suspect for suspect in suspects if suspect not in culprits)]
         for suspect in suspects:
             suspect.is_suspect = True
-        return culprits
+        on_trial = [record for record in lost if self.is_on_trial(record)]
+        if on_trial and not num_foreign_suspects:
+            return on_trial
+        is_certain = len(suspects) == 1 and not on_trial and not num_foreign_suspects
+        limit = LIFETIME_FACTOR * self._max_lost
+        return [record for record in lost if record.num_replicas_lost >= limit or (is_certain and record in suspects)]
+
+    def suspicion(self, record: RequestRecord) -> Suspicion:
+        """What the replica should know that gets the next attempt."""
+        if self.is_on_trial(record):
+            return Suspicion.ON_TRIAL
+        is_next_too_many = record.num_replicas_lost_in_a_row + 1 >= self._max_lost
+        return Suspicion.SUSPECT if is_next_too_many else Suspicion.NONE
 
     def note_step(self, record: RequestRecord) -> None:
         """An attempt brought output."""

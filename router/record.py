@@ -12,6 +12,7 @@ from router.events import CaughtUp, Deliver, Likelihood, ReplicaFacts, TextState
 from router.fleet import ReplicaState
 from router.prefix_index import PromptPrefix
 from worker.request import EngineRequest, FinishReason, TokenLogprob
+from worker.suspicion import Suspicion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +78,14 @@ class RequestRecord:
     def request_id(self) -> str:
         return self.request.request_id
 
-    def continuation(self, time_left_s: float | None = None) -> EngineRequest:
+    def continuation(self, time_left_s: float | None = None, suspicion: Suspicion = Suspicion.NONE) -> EngineRequest:
         """What a replica must be asked so that it goes on after the tokens so far, for so long at most."""
-        return replace(self.request, output_token_ids=tuple(self.output_token_ids), time_left_s=time_left_s)
+        return replace(
+            self.request,
+            output_token_ids=tuple(self.output_token_ids),
+            time_left_s=time_left_s,
+            suspicion=suspicion,
+        )
 
     def take(
         self,

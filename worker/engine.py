@@ -161,6 +161,8 @@ class Engine:
         if plan is None:
             self._deliver()
             return
+        if self._core.has_urgent_news:
+            self._deliver()
         result, step_s = self._run_plan(plan)
         num_gained = self._core.commit(plan, result, step_s)
         self._deliver()

@@ -11,12 +11,13 @@ from typing import Final
 
 from worker.engine_updates import EngineUpdate, StepListener
 from worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError
-from worker.mailboxes import Mailboxes
+from worker.mailboxes import Mailbox, Mailboxes
 from worker.plan import StepPlan, StepResult
 from worker.request import EngineLoad, EngineRequest, TokenDelta
 from worker.scheduler import Scheduler
 from worker.stats import EngineStats, SchedulerStats
 from worker.step_limits import StepLimits
+from worker.suspects import Suspects
 
 STATS_EVERY_STEPS: Final = 32
 """A busy engine works its statistics out once in so many steps, and whenever it falls idle."""
@@ -28,6 +29,7 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._mailboxes = Mailboxes()
+        self._suspects: Suspects[StepListener] = Suspects()
         self._num_requests = 0
         self._num_tokens_generated = 0
         self._step_time_s = 0.0
@@ -68,11 +70,13 @@ class EngineCore:
         try:
             if self._mailboxes.is_owned(request_id):
                 raise InvalidRequestError("request_id", request_id, "is in use by a request that has not ended")
+            self._suspects.check(request, listener)
             finished = self._scheduler.add(request, now)
         except HoldfastError as error:
             self._mailboxes.refuse(request_id, error, listener)
             return
         self._mailboxes.own(request_id, listener)
+        self._suspects.add(request, listener)
         if finished is not None:
             self._keep([finished])
 
@@ -95,6 +99,7 @@ class EngineCore:
         """
         plan = self._scheduler.plan(now)
         for request_id in self._scheduler.take_expired():
+            self._suspects.drop(request_id)
             self._mailboxes.reject(request_id, DeadlineExceededError("the request's time was up in the replica"))
         return plan
 
@@ -105,16 +110,21 @@ class EngineCore:
         self._note_speed(plan.num_tokens, step_s)
         return self._keep(self._scheduler.commit(plan, result))
 
+    @property
+    def has_urgent_news(self) -> bool:
+        """Whether listeners must be told something before a plan is run: it may be the last that they hear."""
+        return self._suspects.has_news and len(self.listeners) > 1
+
     def take_updates(self) -> list[tuple[StepListener, EngineUpdate]]:
         """What has to be told now, and to whom: to all after a step or a change of load, else where there is news."""
-        before, self._load = self._load, self._scheduler.load()
-        concerns_all = self._step_id != self._told_step_id or self._load != before
-        self._told_step_id = self._step_id
+        before, self._load = self._load, self._suspects.load_for(None, self._scheduler.load())
+        concerns_all = self._step_id != self._told_step_id or self._load != before or self._suspects.has_news
+        self._told_step_id, self._suspects.has_news = self._step_id, False
         stats = self.stats() if concerns_all and self._stats_are_due() else None
         if self._mailboxes.anyone_follows_cache:
             self._mailboxes.note_cache_events(self._scheduler.take_cache_events())
         return [
-            (listener, mailbox.take(self._step_id, self._load, stats or (self.stats() if mailbox.is_new else None)))
+            (listener, self._update(listener, mailbox, stats))
             for listener, mailbox in self._mailboxes.items()
             if concerns_all or mailbox.has_news
         ]
@@ -127,7 +137,7 @@ class EngineCore:
 
     @property
     def load(self) -> EngineLoad:
-        """As last told."""
+        """As last told, for a listener that has nothing here."""
         return self._load
 
     @property
@@ -158,11 +168,16 @@ class EngineCore:
 
     # --- inside ---
 
+    def _update(self, listener: StepListener, mailbox: Mailbox, stats: EngineStats | None) -> EngineUpdate:
+        load = self._suspects.load_for(listener, self._load)
+        return mailbox.take(self._step_id, load, stats or (self.stats() if mailbox.is_new else None))
+
     def _keep(self, deltas: Iterable[TokenDelta]) -> int:
         """Puts deltas where their listeners get them; returns how many tokens they have."""
         num_before = self._num_tokens_generated
         for delta in deltas:
             self._num_tokens_generated += len(delta.token_ids)
+            self._suspects.note(delta)
             self._mailboxes.put(delta)
         return self._num_tokens_generated - num_before
 

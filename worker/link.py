@@ -23,6 +23,7 @@ from worker.replica import Replica
 from worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta, TokenLogprob
 from worker.sampling_params import SamplingParams
 from worker.stats import EngineStats
+from worker.suspicion import Suspicion
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +250,7 @@ def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest
         bad_word_token_ids=tuple(tuple(word.ids) for word in draw.bad_words),
         grammar=draw.grammar,
         group_id=submit.group_id,
+        suspicion=Suspicion(submit.suspicion),
     )
 
 
@@ -268,6 +270,7 @@ def _load_message(load: EngineLoad) -> engine_pb2.Load:
         num_waiting_tokens=load.num_waiting_tokens,
         num_free_blocks=load.num_free_blocks,
         num_total_blocks=load.num_total_blocks,
+        num_foreign_suspects=load.num_foreign_suspects,
     )
 
 

@@ -10,6 +10,7 @@ from enum import IntEnum, StrEnum
 
 from worker.errors import InvalidRequestError
 from worker.sampling_params import SamplingParams
+from worker.suspicion import Suspicion
 
 
 class Priority(IntEnum):
@@ -59,6 +60,8 @@ class EngineRequest:
     """On whose account it runs: tenants get service by their shares. All without a name are one tenant."""
     time_left_s: float | None = None
     """Seconds that the caller will still wait when the request is submitted; None: for ever. Touches no token."""
+    suspicion: Suspicion = Suspicion.NONE
+    """Of killing the replicas that run it. Touches no token."""
 
     def __post_init__(self) -> None:
         assert self.sampling_params.seed is not None, "the seed is resolved before a request reaches the engine"
@@ -111,3 +114,5 @@ class EngineLoad:
     """Tokens not yet computed for the waiting and running sequences."""
     num_free_blocks: int
     num_total_blocks: int
+    num_foreign_suspects: int = 0
+    """Requests of *other* routers here that are under suspicion of killing replicas: each router is told its own."""

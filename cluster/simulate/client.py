@@ -108,6 +108,11 @@ class SimulatedClient:
         """Received, of all completions."""
         return sum(sequence.num_tokens for sequence in self._sequences)
 
+    @property
+    def is_wronged(self) -> bool:
+        """Whether it was taken for a poison, and is none."""
+        return self.outcome == "quarantined" and not self.wish.is_poison
+
     # --- as an endpoint ---
 
     def receive(self, connection: Connection, message: Any) -> None:

@@ -138,6 +138,8 @@ class SimulatedReplica(Process):
         if plan is None:
             self._deliver()
             return
+        if self.core.has_urgent_news:
+            self._deliver()
         self._is_stepping = True
         step_s = self.shape.step_costs.predict(shape_of(plan)) * self.slowness
         self.busy_s += step_s

@@ -34,6 +34,7 @@ def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
         ("stragglers", f"{tally.num_stragglers:,} calls, {tally.num_turned_away:,} turned away for a newer one"),
         ("condemned", f"{tally.num_condemned:,} frozen replicas"),
         ("poisoned", f"{tally.num_poisoned:,} replicas, by requests that kill whoever runs them"),
+        ("wronged", f"{tally.num_wronged:,} requests, quarantined for deaths that were not their fault"),
         ("promises broken", str(len(campaign.failures))),
     )
     table = Table(box=None, show_header=False, pad_edge=False)

@@ -58,6 +58,8 @@ class Tally:
     """Of those, for a newer one was there."""
     num_condemned: int = 0
     num_poisoned: int = 0
+    num_wronged: int = 0
+    """Requests that were quarantined and are no poison."""
     simulated_s: float = 0.0
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
@@ -167,6 +169,7 @@ class World:
             num_turned_away=sum(straggler.was_turned_away for straggler in stragglers),
             num_condemned=sum(replica.num_condemned for replica in self.replicas),
             num_poisoned=sum(replica.num_poisoned for replica in self.replicas),
+            num_wronged=sum(client.is_wronged for client in self.clients),
             simulated_s=self.timeline.now,
             outcomes=Counter(str(client.outcome) for client in self.clients),
             faults=Counter(fault.kind for fault in self.scenario.faults),
@@ -183,8 +186,8 @@ class World:
     def _check_poison(self) -> None:
         """A poison takes a few replicas and no more, at each router that it comes to.
 
-        Nobody else is taken for one if it is the only one and nothing else takes replicas. With several routers that
-        can happen: each knows only its own requests, and sees the replicas die that another one's poison kills.
+        Nobody else is taken for one, however many routers there are, if it is the only one, keeps to its router, and
+        nothing else takes replicas.
         """
         num_killed = sum(replica.num_poisoned for replica in self.replicas)
         num_sent = sum(client.num_connections for client in self.clients if client.wish.is_poison)
@@ -193,10 +196,9 @@ class World:
         most = (self.scenario.router.max_replicas_lost + 1) * num_sent + num_losses
         require(num_killed <= most, f"poison killed {num_killed} replicas, and {most} would do to know it")
         has_one_poison = sum(client.wish.is_poison for client in self.clients) == 1
-        is_plain = len(self.routers) == 1 and has_one_poison and num_losses == 0
+        is_plain = has_one_poison and num_sent == 1 and num_losses == 0
         for client in self.clients:
-            is_wronged = client.outcome == "quarantined" and not client.wish.is_poison and is_plain
-            require(not is_wronged, f"{client} was taken for poison")
+            require(not (is_plain and client.is_wronged), f"{client} was taken for poison")
 
     def _prefill_s(self, num_tokens: int) -> float:
         """How long a prompt takes in full steps of a replica that is as slow as any gets."""

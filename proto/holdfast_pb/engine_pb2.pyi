@@ -1,10 +1,20 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Suspicion(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SUSPICION_UNSPECIFIED: _ClassVar[Suspicion]
+    SUSPICION_SUSPECT: _ClassVar[Suspicion]
+    SUSPICION_ON_TRIAL: _ClassVar[Suspicion]
+SUSPICION_UNSPECIFIED: Suspicion
+SUSPICION_SUSPECT: Suspicion
+SUSPICION_ON_TRIAL: Suspicion
 
 class LinkRequest(_message.Message):
     __slots__ = ("submit", "abort", "follow_cache")
@@ -17,7 +27,7 @@ class LinkRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "draw", "priority", "cache_salt", "tenant", "time_left_ms", "group_id")
+    __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "draw", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +37,7 @@ class Submit(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TIME_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    SUSPICION_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -36,7 +47,8 @@ class Submit(_message.Message):
     tenant: str
     time_left_ms: int
     group_id: str
-    def __init__(self, attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., draw: _Optional[_Union[DrawSettings, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., group_id: _Optional[str] = ...) -> None: ...
+    suspicion: Suspicion
+    def __init__(self, attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., draw: _Optional[_Union[DrawSettings, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., group_id: _Optional[str] = ..., suspicion: _Optional[_Union[Suspicion, str]] = ...) -> None: ...
 
 class DrawSettings(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "grammar")
@@ -218,18 +230,20 @@ class Rejection(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., field: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., deadline_exceeded: bool = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_free_blocks", "num_total_blocks")
+    __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "num_foreign_suspects")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FOREIGN_SUSPECTS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_waiting_tokens: int
     num_free_blocks: int
     num_total_blocks: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ...) -> None: ...
+    num_foreign_suspects: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_foreign_suspects: _Optional[int] = ...) -> None: ...
 
 class EngineStats(_message.Message):
     __slots__ = ("num_steps", "num_requests", "num_finished", "num_aborted", "num_tokens_generated", "num_tokens_computed", "num_tokens_recomputed", "num_prefix_query_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_evictions", "num_used_blocks", "num_free_blocks", "num_cached_blocks", "num_wasted_slots", "step_time_s", "num_forked_tokens", "num_draft_tokens", "num_accepted_tokens", "num_expired")

@@ -6,7 +6,6 @@ from router.circuit_breaker import NUM_FAILURES_TO_REST
 from router.config import LimitsConfig, RouterConfig
 from router.events import AttemptRejection, Deliver, Usage
 from router.placement import MAX_REFUSALS
-from router.quarantine import NUM_STEPS_TO_CLEAR
 from router.text_stream import TextStream
 from tests.fakes import byte_tokenizer
 from tests.router.core import Core, aborts, delivered, delta, facts, failure, load, sent
@@ -20,6 +19,7 @@ from worker.errors import (
 )
 from worker.request import EngineRequest, FinishReason, Priority
 from worker.sampling_params import SamplingParams
+from worker.suspicion import NUM_STEPS_TO_CLEAR
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from worker.errors import (
 )
 from worker.request import EngineRequest, FinishReason, Priority, TokenLogprob
 from worker.sampling_params import SamplingParams
+from worker.suspicion import Suspicion
 
 
 def test_facts_name_all_that_bits_depend_on():
@@ -30,6 +31,7 @@ def test_a_submission_carries_all_that_a_draw_depends_on_and_the_tokens_so_far()
         output_token_ids=(3, 4),
         tenant="gold",
         time_left_s=1.5,
+        suspicion=Suspicion.ON_TRIAL,
     )
     submit = submit_message(SendSubmit(replica_id="r", attempt=2**63, request=request)).submit
     draw = engine_pb2.DrawSettings(
@@ -43,13 +45,21 @@ def test_a_submission_carries_all_that_a_draw_depends_on_and_the_tokens_so_far()
         priority=3,
         tenant="gold",
         time_left_ms=1500,
+        suspicion=engine_pb2.SUSPICION_ON_TRIAL,
     )
 
 
 def test_a_step_becomes_news():
     update = engine_pb2.StepUpdate(
         deltas=[engine_pb2.Delta(attempt=1, first_token_index=2, token_ids=[5, 6], finish_reason=2)],
-        load=engine_pb2.Load(num_running=1, num_waiting=2, num_waiting_tokens=3, num_free_blocks=4, num_total_blocks=5),
+        load=engine_pb2.Load(
+            num_running=1,
+            num_waiting=2,
+            num_waiting_tokens=3,
+            num_free_blocks=4,
+            num_total_blocks=5,
+            num_foreign_suspects=6,
+        ),
     )
     news = step_news(update)
     (delta,) = news.deltas
@@ -57,6 +67,7 @@ def test_a_step_becomes_news():
     assert delta.finish_reason is FinishReason.LENGTH
     assert (news.load.num_running, news.load.num_waiting, news.load.num_waiting_tokens) == (1, 2, 3)
     assert (news.load.num_free_blocks, news.load.num_total_blocks) == (4, 5)
+    assert news.load.num_foreign_suspects == 6
 
 
 def test_logprobs_come_with_the_tokens_that_they_are_of():

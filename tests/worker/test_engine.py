@@ -20,6 +20,7 @@ from worker.stats import EngineStats
 from worker.step_limits import StepLimits
 from worker.step_time import StepCosts, shape_of
 from worker.step_tuner import StepTuner
+from worker.suspicion import NUM_STEPS_TO_CLEAR, Suspicion
 
 BLOCK_SIZE, NUM_BLOCKS, TIMEOUT_S = 4, 64, 20
 
@@ -96,13 +97,16 @@ def make_engine(runner: PseudoRunner | None = None, **options) -> tuple[Engine, 
     return engine, runner, recorder
 
 
-def make_request(request_id: str, prompt=(1, 2, 3), max_tokens=8, seed=7, output=(), time_left_s=None) -> EngineRequest:
+def make_request(
+    request_id: str, prompt=(1, 2, 3), max_tokens=8, seed=7, output=(), time_left_s=None, suspicion=Suspicion.NONE
+) -> EngineRequest:
     return EngineRequest(
         request_id=request_id,
         prompt_token_ids=tuple(prompt),
         sampling_params=SamplingParams(max_tokens=max_tokens, seed=seed),
         output_token_ids=tuple(output),
         time_left_s=time_left_s,
+        suspicion=suspicion,
     )
 
 
@@ -145,6 +149,35 @@ def test_an_abort_during_a_step_is_the_requests_last_word():
     recorder.wait_for(lambda: recorder.finished.get("r") is FinishReason.ABORT)
     assert engine.stats().num_free_blocks == NUM_BLOCKS
     assert gate.num_steps == 1
+    engine.stop()
+
+
+def test_others_hear_of_a_suspect_before_its_first_step_and_until_it_is_cleared():
+    engine, gate, recorder = make_engine(Gate())
+    other = Recorder()
+    engine.attach(other)
+    engine.submit(make_request("r", max_tokens=100, suspicion=Suspicion.SUSPECT), recorder)
+    assert gate.entered.acquire(timeout=TIMEOUT_S)
+    assert engine.load.num_foreign_suspects == other.load.num_foreign_suspects == 1
+    assert recorder.load.num_foreign_suspects == 0
+    gate.go_on.release(NUM_STEPS_TO_CLEAR)
+    other.wait_for(lambda: other.load.num_foreign_suspects == 0)
+    assert len(recorder.tokens["r"]) == NUM_STEPS_TO_CLEAR
+    gate.go_on.release(100)
+    engine.stop()
+
+
+def test_a_request_on_trial_does_not_run_beside_a_suspect_of_another_router():
+    engine, gate, recorder = make_engine(Gate())
+    other = Recorder()
+    engine.attach(other)
+    engine.submit(make_request("r", max_tokens=4, suspicion=Suspicion.SUSPECT), recorder)
+    engine.submit(make_request("tried", max_tokens=2, suspicion=Suspicion.ON_TRIAL), other)
+    gate.go_on.release(100)
+    other.wait_for(lambda: "tried" in other.rejected)
+    recorder.wait_for(lambda: "r" in recorder.finished)
+    engine.submit(make_request("tried again", max_tokens=2, suspicion=Suspicion.ON_TRIAL), other)
+    other.wait_for(lambda: "tried again" in other.finished)
     engine.stop()
 
 

@@ -63,6 +63,7 @@ class Router:
         output=(),
         group_id="",
         time_left_ms=None,
+        suspicion=engine_pb2.SUSPICION_UNSPECIFIED,
         **settings,
     ) -> None:
         draw = engine_pb2.DrawSettings(
@@ -76,6 +77,7 @@ class Router:
             priority=2,
             group_id=group_id,
             time_left_ms=time_left_ms,
+            suspicion=suspicion,
         )
         await self._call.write(engine_pb2.LinkRequest(submit=submit))
 
@@ -174,17 +176,31 @@ def test_attempts_of_a_group_share_their_prompt_and_those_of_another_router_do_n
         await other.hello()
         prompt = range(1, 15)
         for attempt in (1, 2, 3):
-            await router.submit(attempt, prompt=prompt, max_tokens=50, group_id="g")
+            await router.submit(attempt, prompt=prompt, max_tokens=400, group_id="g")
         await router.read_until(lambda: len(router.finished) == 3)
         num_forked = (await asyncio.to_thread(engine.stats)).num_forked_tokens
         assert num_forked == 2 * 13
         for attempt in (1, 2, 3):
-            assert router.tokens[attempt] == pseudo_completion(prompt, attempt, 50, 1000)
+            assert router.tokens[attempt] == pseudo_completion(prompt, attempt, 400, 1000)
         await router.submit(4, prompt=prompt, max_tokens=0, group_id="h")
         await router.read_until(lambda: router.tokens[4])
         await other.submit(1, prompt=prompt, max_tokens=4, group_id="h")
         await other.read_until(lambda: 1 in other.finished)
         assert (await asyncio.to_thread(engine.stats)).num_forked_tokens == num_forked
+        await other.close()
+
+    over_a_link(engine, scenario)
+
+
+def test_a_suspect_of_one_router_is_told_to_the_other_alone(engine):
+    async def scenario(router, server):
+        other = Router(server.address)
+        await other.hello()
+        await router.submit(1, max_tokens=50, suspicion=engine_pb2.SUSPICION_SUSPECT)
+        await other.read_until(lambda: other.load and other.load.num_foreign_suspects == 1)
+        await other.read_until(lambda: other.load.num_foreign_suspects == 0)
+        await router.read_until(lambda: router.tokens[1])
+        assert router.load.num_foreign_suspects == 0
         await other.close()
 
     over_a_link(engine, scenario)
