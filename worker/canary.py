@@ -93,6 +93,7 @@ class Canary:
             self._take(None)
 
     def on_failure(self, error: HoldfastError) -> None:
+        self._stopped.set()
         if not self._first.done():
             self._first.set_exception(error)
 

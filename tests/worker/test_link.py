@@ -32,6 +32,7 @@ INFO = ModelInfo(
     num_blocks=NUM_BLOCKS,
     kv_bytes_per_token=8,
     row_invariant=True,
+    answers_digest=b"bits",
 )
 
 
@@ -138,6 +139,7 @@ def over_a_link(engine: Engine, scenario) -> None:
         try:
             hello = await router.hello()
             assert (hello.replica_id, hello.model, hello.num_blocks) == ("r0", "pseudo", NUM_BLOCKS)
+            assert hello.answers_digest == INFO.answers_digest
             await scenario(router, server)
         finally:
             await router.close()
