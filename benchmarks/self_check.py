@@ -10,7 +10,7 @@ import argparse
 import logging
 import random
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -68,12 +68,11 @@ class Suspect:
         return bool(wrong)
 
     @contextmanager
-    def flipped(self, bit: int, rng: random.Random) -> Iterator[None]:
-        """One bit of one weight, chosen at random, for as long as this lasts."""
+    def flipped(self, mask: int, rng: random.Random) -> Iterator[None]:
+        """These bits of one weight, chosen at random, for as long as this lasts. With none, the layer is but remade."""
         name, layer = rng.choice(self._layers)
         weight = self._checkpoint[name].clone()
         index = rng.randrange(weight.numel())
-        mask = 1 << bit if bit < 15 else -(1 << 15)
         weight.view(-1)[index : index + 1].view(torch.int16).bitwise_xor_(mask)
         kernel = layer._kernel
         layer._kernel = linear_kernel(weight, None, packed=layer._rule.packed)
@@ -101,16 +100,16 @@ def main() -> None:
     arguments = parser.parse_args()
     suspect, rng = Suspect(str(bundled_path("demo"))), random.Random(arguments.seed)
     logging.disable()  # an engine whose logits are no numbers says so at length
-    assert not suspect.is_found_out(nullcontext()), "nothing has been flipped"
+    assert not suspect.is_found_out(suspect.flipped(0, rng)), "nothing has been flipped"
     table = Table("bit", "", "flips", "found")
     total = 0
     for bit in range(15, -1, -1):
         found = 0
         for _ in range(arguments.flips):
-            found += suspect.is_found_out(suspect.flipped(bit, rng))
+            found += suspect.is_found_out(suspect.flipped(1 << bit if bit < 15 else -(1 << 15), rng))
         total += found
         table.add_row(str(bit), BITS.get(bit, "mantissa"), str(arguments.flips), str(found))
-    assert not suspect.is_found_out(nullcontext()), "everything has been put back"
+    assert not suspect.is_found_out(suspect.flipped(0, rng)), "everything has been put back"
     Console().print(table, f"found: {total} of {16 * arguments.flips}")
 
 
