@@ -242,11 +242,11 @@ def _check_timeout(timeout_s: float | None) -> None:
 
 
 def _patient(config: WorkerConfig) -> WorkerConfig:
-    """In one process nobody is there to take over from a replica that is found frozen: all that a hasty verdict could
-    do is end a script whose machine was busy.
+    """In one process nobody is there to take over from a replica that is found frozen, or wrong: all that a hasty
+    verdict could do is end a script whose machine was busy, and self-checks would only take time from it.
     """
     frozen_after_s = max(config.health.frozen_after_s, ALONE_FROZEN_AFTER_S)
-    health = config.health.model_copy(update={"frozen_after_s": frozen_after_s})
+    health = config.health.model_copy(update={"frozen_after_s": frozen_after_s, "self_check_every_s": 0.0})
     return config.model_copy(update={"health": health})
 
 

@@ -32,6 +32,8 @@ class ReplicaFacts:
     """The tokens that end a sequence by the model's own word."""
     numerics: str = ""
     """What else its bits depend on: the weights and the arithmetic, in words that are equal where those are."""
+    answers_digest: bytes = b""
+    """The same by measurement: of its answer to a fixed question. Empty where it was not asked."""
 
     @property
     def fingerprint(self) -> str:
@@ -39,7 +41,8 @@ class ReplicaFacts:
         arithmetic is row-invariant.
         """
         arithmetic = "row-invariant" if self.row_invariant else "row-variant"
-        return "/".join(filter(None, (self.model, f"tp{self.tensor_parallel_size}", self.numerics, arithmetic)))
+        measured = (self.answers_digest.hex(), arithmetic)
+        return "/".join(filter(None, (self.model, f"tp{self.tensor_parallel_size}", self.numerics, *measured)))
 
     @property
     def max_sequence_len(self) -> int:

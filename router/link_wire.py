@@ -108,6 +108,7 @@ def replica_facts(hello: engine_pb2.Hello) -> ReplicaFacts:
         num_blocks=hello.num_blocks,
         row_invariant=hello.row_invariant,
         numerics=hello.numerics,
+        answers_digest=hello.answers_digest,
         eos_token_ids=frozenset(hello.eos_token_ids),
     )
 

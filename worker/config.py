@@ -97,7 +97,7 @@ class SchedulerConfig(Settings):
 
 
 class HealthConfig(Settings):
-    """How a replica that makes no progress is found out."""
+    """How a replica that makes no progress, or computes wrongly, is found out."""
 
     frozen_after_s: float = Field(
         1.0, gt=0, description="a replica is frozen after so many seconds with work and without progress, or 20 steps"
@@ -107,6 +107,9 @@ class HealthConfig(Settings):
         5.0,
         ge=1,
         description="a leader's process that hangs for so many seconds is killed with its ranks; unset: never",
+    )
+    self_check_every_s: float = Field(
+        60.0, ge=0, description="seconds between self-checks of a replica that serves; 0: none, nor one before"
     )
 
 

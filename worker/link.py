@@ -111,6 +111,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             num_blocks=info.num_blocks,
             row_invariant=info.row_invariant,
             numerics=info.numerics,
+            answers_digest=info.answers_digest,
             load=_load_message(self._engine.load),
             heartbeat_ms=round(1000 * self._health.heartbeat_s),
             frozen_after_ms=round(1000 * self._health.frozen_after_s),

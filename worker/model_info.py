@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """Facts of one loaded replica. Equal on all replicas of a model, but for `num_blocks` and `row_invariant`."""
+    """Facts of one loaded replica. Equal on all replicas of a model, but for `num_blocks` and what was measured:
+    `row_invariant` and `answers_digest`.
+    """
 
     name: str
     """The name that clients use."""
@@ -28,6 +30,8 @@ class ModelInfo:
     """The kind of device: kinds differ in their bits."""
     checkpoint_digest: str = ""
     """Of samples of the weights; empty where they were made up."""
+    answers_digest: bytes = b""
+    """Of the answer to a fixed question, which differs where weights or arithmetic do; empty where it was not asked."""
 
     @property
     def numerics(self) -> str:

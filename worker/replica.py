@@ -9,8 +9,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from worker.canary import Canary
 from worker.config import HealthConfig, WorkerConfig
 from worker.engine import Engine
 from worker.engine_updates import EngineUpdate
@@ -54,6 +56,9 @@ class Replica:
         self._watchdog = Watchdog(
             engine.progress, lambda: engine.has_work, self._condemn, frozen_after_s=health.frozen_after_s
         )
+        self._canary: Canary | None = None
+        if info.row_invariant and health.self_check_every_s > 0:
+            self._canary = Canary(engine, info, engine.fail, every_s=health.self_check_every_s)
         self._group = group
         self._ranks = ranks
         self._lifeline: Lifeline | None = None
@@ -89,7 +94,10 @@ class Replica:
     def around(
         cls, config: WorkerConfig, runner: "ModelRunner", group: "TensorParallelGroup", ranks: Ranks | None = None
     ) -> "Replica":
-        """A replica of a leading rank that is loaded and checked. Its engine runs when this returns."""
+        """A replica of a leading rank that is loaded and checked. Its engine runs when this returns.
+
+        Raises `ReplicaError` when a rank dies on the way. Nothing is left running then.
+        """
         from worker.model_runner import LeaderRunner
 
         info = runner.info
@@ -110,7 +118,11 @@ class Replica:
         )
         engine = Engine(scheduler, LeaderRunner(runner, group), progress=runner.progress, tuner=tuner)
         replica = cls(info, engine, group, ranks, config.health)
-        replica._begin()
+        try:
+            replica._begin()
+        except BaseException:  # an interrupt as well
+            replica.stop()
+            raise
         return replica
 
     def on_failure(self, callback: Callable[[HoldfastError], None]) -> None:
@@ -136,7 +148,7 @@ class Replica:
         if self._stopping:
             return
         self._stopping = True
-        self._watchdog.stop()
+        self._stop_watching()
         self.engine.stop()
         if self._ranks is not None:
             self._ranks.stop()
@@ -150,9 +162,18 @@ class Replica:
     def _begin(self) -> None:
         self.engine.attach(_EndOfEngine(self._fail))
         self.engine.start()
-        self._watchdog.start()
         if self._ranks is not None:
             threading.Thread(target=self._watch, args=(self._ranks,), name="rank-watch", daemon=True).start()
+        if self._canary is not None:
+            self._release(self._canary)
+        self._watchdog.start()
+
+    def _release(self, canary: Canary) -> None:
+        """What it answers first is a fact of this replica. Not watched yet: how long a step takes is not known."""
+        digest = canary.begin()
+        self.info = replace(self.info, answers_digest=digest)
+        if digest:
+            canary.start()
 
     def _watch(self, ranks: Ranks) -> None:
         """Any rank's death fails the whole replica at once: a group with a hole computes nothing."""
@@ -172,12 +193,17 @@ class Replica:
             if self._stopping or self._failure is not None:
                 return
             self._failure = error
-        self._watchdog.stop()
+        self._stop_watching()
         logger.error("%s", error)
         for callback in self._callbacks:
             callback(error)
         if self._ranks is not None:
             self._ranks.kill()
+
+    def _stop_watching(self) -> None:
+        self._watchdog.stop()
+        if self._canary is not None:
+            self._canary.stop()
 
 
 class _EndOfEngine:

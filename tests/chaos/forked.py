@@ -45,8 +45,16 @@ class Forked:
 class ForkedCluster:
     """Made by `forked_cluster`. A process that it is told to kill is replaced when asked for."""
 
-    def __init__(self, nursery: asyncio.subprocess.Process, directory: Path, step_s: float, wired: bool) -> None:
+    def __init__(
+        self,
+        nursery: asyncio.subprocess.Process,
+        directory: Path,
+        step_s: float,
+        wired: bool,
+        self_check_every_s: float,
+    ) -> None:
         self._nursery = nursery
+        self._self_check_every_s = self_check_every_s
         self._directory = directory
         self._step_s = step_s
         self._wired = wired
@@ -75,10 +83,19 @@ class ForkedCluster:
             await self.add_replica()
         await self.until_up()
 
-    async def add_replica(self) -> Forked:
-        """Each with another way to guess tokens than the one before: what one began goes on at the other."""
+    async def add_replica(self, rots_at_step: int | None = None) -> Forked:
+        """Each with another way to guess tokens than the one before: what one began goes on at the other.
+
+        One of its weights may change in its memory, later.
+        """
         name = f"replica-{next(self._numbers)}"
-        news = await self._order(name, step_s=self._step_s, speculative=next(self._speculative))
+        news = await self._order(
+            name,
+            step_s=self._step_s,
+            speculative=next(self._speculative),
+            self_check_every_s=self._self_check_every_s,
+            rots_at_step=rots_at_step,
+        )
         replica = self.replicas[name] = Forked(name, news["address"], news["pid"])
         address = replica.address
         if self._wired:
@@ -197,9 +214,18 @@ async def gone(process: Forked) -> None:
 
 @asynccontextmanager
 async def forked_cluster(
-    folder: Path, *, step_s: float = 0.006, num_blocks: int = 200, wired: bool = False, stderr: IO[str] | None = None
+    folder: Path,
+    *,
+    step_s: float = 0.006,
+    num_blocks: int = 200,
+    wired: bool = False,
+    self_check_every_s: float = 0.0,
+    stderr: IO[str] | None = None,
 ) -> AsyncIterator[ForkedCluster]:
-    """Two routers and three replicas, of one rank each, whose steps take at least `step_s`."""
+    """Two routers and three replicas, of one rank each, whose steps take at least `step_s`.
+
+    Without self-checks unless asked for: with them, what replicas compute is not for clients alone.
+    """
     nursery = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.chaos.nursery", str(num_blocks)),
         stdin=asyncio.subprocess.PIPE,
@@ -207,7 +233,7 @@ async def forked_cluster(
         stderr=stderr,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    cluster = ForkedCluster(nursery, folder / "replicas.json", step_s, wired)
+    cluster = ForkedCluster(nursery, folder / "replicas.json", step_s, wired, self_check_every_s)
     try:
         await cluster.come_up()
         yield cluster

@@ -24,7 +24,7 @@ from cluster.bundled_model import located
 from router.config import LimitsConfig, RouterConfig
 from router.directory import ReplicaEndpoint
 from router.router import Router
-from worker.config import CacheConfig, ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
+from worker.config import CacheConfig, HealthConfig, ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
 from worker.link import LinkServer
 from worker.model_runner import ModelRunner
 from worker.rank import prepare_process
@@ -32,6 +32,8 @@ from worker.replica import Replica
 from worker.tensor_parallel import Message, SingleRank
 
 LOOK_S = 0.01
+FLIPPED_BIT = 9
+"""Of a bfloat16: its exponent's third."""
 
 
 class PacedRank(SingleRank):
@@ -42,6 +44,22 @@ class PacedRank(SingleRank):
 
     def broadcast(self, message: Message | None) -> Message:
         time.sleep(self._step_s)
+        return super().broadcast(message)
+
+
+class RottenRank(PacedRank):
+    """Flips one bit of a weight of its own process just before step number `rots_at_step`."""
+
+    def __init__(self, step_s: float, runner: ModelRunner, rots_at_step: int) -> None:
+        super().__init__(step_s)
+        self._runner = runner
+        self._left = rots_at_step
+
+    def broadcast(self, message: Message | None) -> Message:
+        self._left -= 1
+        if self._left == 0:
+            weight = self._runner._model._module.model.norm.weight
+            weight.detach()[:1].view(torch.int16).bitwise_xor_(1 << FLIPPED_BIT)
         return super().broadcast(message)
 
 
@@ -97,9 +115,14 @@ class Nursery:
         os.read(self._lifeline, 1)
         os._exit(0)
 
-    async def _replica(self, id: str, step_s: float, speculative: str) -> None:
-        config = self._config.model_copy(update={"speculation": SpeculationConfig(speculative=speculative)})
-        replica = Replica.around(config, self._runner, PacedRank(step_s))
+    async def _replica(
+        self, id: str, step_s: float, speculative: str, self_check_every_s: float, rots_at_step: int | None
+    ) -> None:
+        speculation = SpeculationConfig(speculative=speculative)
+        health = HealthConfig(self_check_every_s=self_check_every_s)
+        config = self._config.model_copy(update={"speculation": speculation, "health": health})
+        rank = PacedRank(step_s) if rots_at_step is None else RottenRank(step_s, self._runner, rots_at_step)
+        replica = Replica.around(config, self._runner, rank)
         server = await LinkServer.start(replica, replica_id=id)
         info = replica.info
         endpoint = ReplicaEndpoint(replica_id=id, address=server.address, model=info.name, model_path=info.path)

@@ -335,7 +335,13 @@ def test_what_finds_no_room_moves_when_there_is_some():
 
 @pytest.mark.parametrize(
     ("change", "holds"),
-    [({}, True), ({"tensor_parallel_size": 4}, False), ({"row_invariant": False}, False), ({"numerics": "f16"}, False)],
+    [
+        ({}, True),
+        ({"tensor_parallel_size": 4}, False),
+        ({"row_invariant": False}, False),
+        ({"numerics": "f16"}, False),
+        ({"answers_digest": b"other"}, False),
+    ],
 )
 def test_where_equal_tokens_are_not_certain_the_output_says_so(change, holds):
     core = Core()

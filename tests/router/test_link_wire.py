@@ -19,6 +19,8 @@ from worker.suspicion import Suspicion
 def test_facts_name_all_that_bits_depend_on():
     hello = engine_pb2.Hello(model="m", tensor_parallel_size=2, row_invariant=True, numerics="float32/cpu/12ab")
     assert replica_facts(hello).fingerprint == "m/tp2/float32/cpu/12ab/row-invariant"
+    hello.answers_digest = bytes.fromhex("36cb808c")
+    assert replica_facts(hello).fingerprint == "m/tp2/float32/cpu/12ab/36cb808c/row-invariant"
 
 
 def test_a_submission_carries_all_that_a_draw_depends_on_and_the_tokens_so_far():

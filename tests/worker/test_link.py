@@ -32,6 +32,7 @@ INFO = ModelInfo(
     num_blocks=NUM_BLOCKS,
     kv_bytes_per_token=8,
     row_invariant=True,
+    answers_digest=b"bits",
 )
 
 
@@ -140,6 +141,7 @@ def over_a_link(engine: Engine, scenario) -> None:
         try:
             hello = await router.hello()
             assert (hello.replica_id, hello.model, hello.num_blocks) == ("r0", "pseudo", NUM_BLOCKS)
+            assert hello.answers_digest == INFO.answers_digest
             await scenario(router, server)
         finally:
             await router.close()
@@ -175,13 +177,18 @@ def test_attempts_of_a_group_share_their_prompt_and_those_of_another_router_do_n
         other = Router(server.address)
         await other.hello()
         prompt = range(1, 15)
+        gate = threading.Event()
+        engine._inbox.put(gate.wait)
         for attempt in (1, 2, 3):
-            await router.submit(attempt, prompt=prompt, max_tokens=400, group_id="g")
+            await router.submit(attempt, prompt=prompt, max_tokens=50, group_id="g")
+        while engine._inbox._commands.qsize() < 3:
+            await asyncio.sleep(0.001)
+        gate.set()
         await router.read_until(lambda: len(router.finished) == 3)
         num_forked = (await asyncio.to_thread(engine.stats)).num_forked_tokens
         assert num_forked == 2 * 13
         for attempt in (1, 2, 3):
-            assert router.tokens[attempt] == pseudo_completion(prompt, attempt, 400, 1000)
+            assert router.tokens[attempt] == pseudo_completion(prompt, attempt, 50, 1000)
         await router.submit(4, prompt=prompt, max_tokens=0, group_id="h")
         await router.read_until(lambda: router.tokens[4])
         await other.submit(1, prompt=prompt, max_tokens=4, group_id="h")
