@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from cluster.bundled_model import located
+from cluster.process_end import ProcessEnd, end_when_out_of_memory
 from router.config import LimitsConfig, RouterConfig
 from router.directory import ReplicaEndpoint
 from router.router import Router
@@ -32,16 +33,24 @@ from worker.replica import Replica
 from worker.tensor_parallel import Message, SingleRank
 
 LOOK_S = 0.01
+FLUSH_S = 0.5
+
+WORKSPACE_BYTES = 64 * 2**20
+"""What a step of a larger model takes for a moment: so much that it comes from the system, not from what was freed."""
 
 
 class PacedRank(SingleRank):
-    """A group of one whose steps take at least `step_s`, so that faults can be timed to a token from outside."""
+    """A group of one whose steps take at least `step_s`, so that faults can be timed to a token from outside.
+
+    They also take, and give back, the memory that steps of a larger model need.
+    """
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
 
     def broadcast(self, message: Message | None) -> Message:
         time.sleep(self._step_s)
+        torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
         return super().broadcast(message)
 
 
@@ -90,6 +99,7 @@ class Nursery:
         os.close(self._held)
         os.close(sys.stdin.fileno())
         threading.Thread(target=self._end_with_the_nursery, daemon=True).start()
+        end_when_out_of_memory()
         asyncio.run(self._router(**order) if "directory" in order else self._replica(**order))
         return 1
 
@@ -101,6 +111,9 @@ class Nursery:
         config = self._config.model_copy(update={"speculation": SpeculationConfig(speculative=speculative)})
         replica = Replica.around(config, self._runner, PacedRank(step_s))
         server = await LinkServer.start(replica, replica_id=id)
+        loop = asyncio.get_running_loop()
+        end = ProcessEnd(lambda: asyncio.run_coroutine_threadsafe(server.stop(), loop).result(FLUSH_S))
+        replica.on_failure(end.because)
         info = replica.info
         endpoint = ReplicaEndpoint(replica_id=id, address=server.address, model=info.name, model_path=info.path)
         await _for_ever(id=id, pid=os.getpid(), **asdict(endpoint))
