@@ -1,8 +1,8 @@
 """How the process of a router or a replica ends by itself: when memory has run out, and when its replica has failed.
 
-Where an allocation fails, what was being done is half done, and the telling of it may fail as well. Routers and replicas
-hold nothing that others cannot make good, so the whole process goes rather than linger half alive. What may not live
-here: ends that are ordered.
+Where an allocation fails, what was being done is half done, and the telling of it may fail as well. Routers and
+replicas hold nothing that others cannot make good, so the whole process goes rather than linger half alive. What may
+not live here: ends that are ordered.
 """
 
 import errno

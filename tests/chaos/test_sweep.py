@@ -4,14 +4,22 @@ The processes are real, and so are the signals. What may not live here: a cluste
 """
 
 import asyncio
-import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
 from cluster.client import AsyncClient
+from tests.chaos.faults import (
+    FROZEN_REPLICA,
+    FROZEN_ROUTER,
+    KILLED_REPLICA,
+    KILLED_ROUTER,
+    STARVED_REPLICA,
+    STARVED_ROUTER,
+    Fault,
+)
 from tests.chaos.forked import Forked, ForkedCluster, forked_cluster
 from tests.chaos.kinds import KINDS, Answer, Kind, ask
 from tests.chaos.tally import Row, Tally
@@ -20,41 +28,8 @@ pytestmark = pytest.mark.timeout(180)
 
 TARGETS = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
-
 MOST_TRIES = 10
 """On a busy machine a signal may come after the end of a stream, which proves nothing: then it is asked for again."""
-
-Choose = Callable[[ForkedCluster, Callable[[], bool]], Awaitable[Forked | None]]
-Mend = Callable[[ForkedCluster, Forked], Awaitable[object]]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A signal, who gets it, and how the next one finds a whole cluster."""
-
-    name: str
-    number: signal.Signals
-    choose: Choose
-    mend: Mend
-
-
-async def replace_replica(cluster: ForkedCluster, victim: Forked) -> None:
-    victim.send(signal.SIGKILL)
-    cluster.forget(victim)
-    await cluster.add_replica()
-
-
-async def replace_router(cluster: ForkedCluster, victim: Forked) -> None:
-    victim.send(signal.SIGKILL)
-    await cluster.replace_router(victim)
-
-
-REPLICA = (ForkedCluster.serving_replica, replace_replica)
-ROUTER = (ForkedCluster.serving_router, replace_router)
-KILLED_REPLICA = Fault("SIGKILL of the replica", signal.SIGKILL, *REPLICA)
-FROZEN_REPLICA = Fault("SIGSTOP of the replica", signal.SIGSTOP, *REPLICA)
-KILLED_ROUTER = Fault("SIGKILL of the router", signal.SIGKILL, *ROUTER)
-FROZEN_ROUTER = Fault("SIGSTOP of the router", signal.SIGSTOP, *ROUTER)
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +83,8 @@ class Sweep:
         if victim is None or answer.is_over:
             await asking
             return False
-        victim.send(self.fault.number)
         struck_s = time.monotonic()
+        await self.fault.strike(victim)
         await asking
         self.row.num_faults += 1
         self.row.pauses_s += [pause_s for pause_s in [answer.longest_pause_after(struck_s)] if pause_s is not None]
@@ -171,3 +146,21 @@ def test_the_replica_may_freeze(loop: asyncio.Runner, cluster: ForkedCluster, ki
 @pytest.mark.slow
 def test_the_router_may_freeze(loop: asyncio.Runner, cluster: ForkedCluster, tally: Tally):
     loop.run(sweep(cluster, KINDS[0], FROZEN_ROUTER, tally, every=20))
+
+
+@pytest.mark.slow
+@TARGETS
+def test_the_replica_may_run_out_of_memory(loop: asyncio.Runner, cluster: ForkedCluster, kind: Kind, tally: Tally):
+    loop.run(sweep(cluster, kind, STARVED_REPLICA, tally, every=5))
+
+
+@pytest.mark.slow
+@TARGETS
+def test_the_router_may_run_out_of_memory(loop: asyncio.Runner, cluster: ForkedCluster, kind: Kind, tally: Tally):
+    loop.run(sweep(cluster, kind.longer(100), STARVED_ROUTER, tally, every=30))
+
+
+@pytest.mark.parametrize("fault", [STARVED_REPLICA, STARVED_ROUTER], ids=lambda fault: fault.name)
+def test_memory_may_run_out(loop: asyncio.Runner, cluster: ForkedCluster, fault: Fault, tally: Tally):
+    """As above, for one kind of request."""
+    loop.run(sweep(cluster, KINDS[0].longer(100), fault, tally, every=40))
