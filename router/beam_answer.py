@@ -30,7 +30,9 @@ class BeamAnswer:
         tokenizer: Tokenizer,
         deadline: float,
         echo: str = "",
+        client_attempt: int = 0,
     ) -> None:
+        """`client_attempt` is above 0 if its client comes again when it is told to."""
         self.request_id = request.request_id
         self.model = model
         self._request = request
@@ -39,6 +41,7 @@ class BeamAnswer:
         self._tokenizer = tokenizer
         self._deadline = deadline
         self._echo = echo
+        self._client_attempt = client_attempt
         self._num_extensions = 0
         self._num_cached_tokens = 0
         self._fingerprints: list[str] = []
@@ -73,7 +76,9 @@ class BeamAnswer:
         request = extension(self._request, beam, self._num_extensions, self._search.num_candidates)
         self._num_extensions += 1
         text = TextStream(self._tokenizer, _AS_IT_IS)
-        stream = self._switchboard.open(request, model=self.model, text=text, deadline=self._deadline)
+        stream = self._switchboard.open(
+            request, model=self.model, text=text, deadline=self._deadline, client_attempt=self._client_attempt
+        )
         opened.callback(self._switchboard.close, stream)
         return stream
 
