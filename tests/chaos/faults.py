@@ -7,7 +7,7 @@ import asyncio
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import psutil
@@ -49,6 +49,14 @@ async def starve(victim: Forked) -> None:
     process.rlimit(psutil.RLIMIT_AS, (limit, limit))
 
 
+async def starve_second_rank(victim: Forked) -> None:
+    await starve(victim.second_rank)
+
+
+async def kill_second_rank(victim: Forked) -> None:
+    victim.second_rank.send(signal.SIGKILL)
+
+
 async def starve_with_a_hog(victim: Forked) -> None:
     """As above, and a router is sent a request that takes more."""
     await starve(victim)
@@ -74,6 +82,8 @@ def once_it_is_gone(mend: Mend) -> Mend:
     async def wait_and_mend(cluster: ForkedCluster, victim: Forked) -> None:
         async with asyncio.timeout(UP_S):
             await gone(victim)
+            if victim.rank_pid:
+                await gone(victim.second_rank)
         await mend(cluster, victim)
 
     return wait_and_mend
@@ -86,4 +96,7 @@ FROZEN_REPLICA = Fault("SIGSTOP of the replica", sending(signal.SIGSTOP), *REPLI
 KILLED_ROUTER = Fault("SIGKILL of the router", sending(signal.SIGKILL), *ROUTER)
 FROZEN_ROUTER = Fault("SIGSTOP of the router", sending(signal.SIGSTOP), *ROUTER)
 STARVED_REPLICA = Fault("out of memory in the replica", starve, REPLICA[0], once_it_is_gone(replace_replica))
+KILLED_RANK = Fault("SIGKILL of a rank", kill_second_rank, REPLICA[0], once_it_is_gone(replace_replica))
+STARVED_LEADER = replace(STARVED_REPLICA, name="out of memory in the leader")
+STARVED_RANK = Fault("out of memory in a rank", starve_second_rank, REPLICA[0], once_it_is_gone(replace_replica))
 STARVED_ROUTER = Fault("out of memory in the router", starve_with_a_hog, ROUTER[0], once_it_is_gone(replace_router))

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,6 +36,12 @@ class Forked:
     id: str
     address: str
     pid: int
+    rank_pid: int = 0
+    """Of a replica's second rank, if it has one."""
+
+    @property
+    def second_rank(self) -> "Forked":
+        return replace(self, pid=self.rank_pid)
 
     def send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
@@ -45,10 +51,13 @@ class Forked:
 class ForkedCluster:
     """Made by `forked_cluster`. A process that it is told to kill is replaced when asked for."""
 
-    def __init__(self, nursery: asyncio.subprocess.Process, directory: Path, step_s: float, wired: bool) -> None:
+    def __init__(
+        self, nursery: asyncio.subprocess.Process, directory: Path, step_s: float, num_ranks: int, wired: bool
+    ) -> None:
         self._nursery = nursery
         self._directory = directory
         self._step_s = step_s
+        self._num_ranks = num_ranks
         self._wired = wired
         self._speculative = itertools.cycle(("none", "ngram", "suffix"))
         self._numbers = itertools.count()
@@ -78,8 +87,9 @@ class ForkedCluster:
     async def add_replica(self) -> Forked:
         """Each with another way to guess tokens than the one before: what one began goes on at the other."""
         name = f"replica-{next(self._numbers)}"
-        news = await self._order(name, step_s=self._step_s, speculative=next(self._speculative))
-        replica = self.replicas[name] = Forked(name, news["address"], news["pid"])
+        speculative = next(self._speculative)
+        news = await self._order(name, step_s=self._step_s, speculative=speculative, num_ranks=self._num_ranks)
+        replica = self.replicas[name] = Forked(name, news["address"], news["pid"], news["rank_pid"])
         address = replica.address
         if self._wired:
             wire = self.wires[name] = await Wire.start(int(address.rpartition(":")[2]))
@@ -150,7 +160,7 @@ class ForkedCluster:
         for wire in self.wires.values():
             await wire.stop()
         assert self._nursery.stdin is not None
-        children = psutil.Process(self._nursery.pid).children()
+        children = psutil.Process(self._nursery.pid).children(recursive=True)
         for child in children:
             child.send_signal(signal.SIGCONT)
         self._nursery.stdin.close()
@@ -197,9 +207,15 @@ async def gone(process: Forked) -> None:
 
 @asynccontextmanager
 async def forked_cluster(
-    folder: Path, *, step_s: float = 0.006, num_blocks: int = 200, wired: bool = False, stderr: IO[str] | None = None
+    folder: Path,
+    *,
+    step_s: float = 0.006,
+    num_blocks: int = 200,
+    num_ranks: int = 1,
+    wired: bool = False,
+    stderr: IO[str] | None = None,
 ) -> AsyncIterator[ForkedCluster]:
-    """Two routers and three replicas, of one rank each, whose steps take at least `step_s`."""
+    """Two routers and three replicas, of one rank or two, whose steps take at least `step_s`."""
     nursery = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.chaos.nursery", str(num_blocks)),
         stdin=asyncio.subprocess.PIPE,
@@ -207,7 +223,7 @@ async def forked_cluster(
         stderr=stderr,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    cluster = ForkedCluster(nursery, folder / "replicas.json", step_s, wired)
+    cluster = ForkedCluster(nursery, folder / "replicas.json", step_s, num_ranks, wired)
     try:
         await cluster.come_up()
         yield cluster

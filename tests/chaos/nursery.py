@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,33 +24,16 @@ from cluster.process_end import ProcessEnd, end_when_out_of_memory
 from router.config import LimitsConfig, RouterConfig
 from router.directory import ReplicaEndpoint
 from router.router import Router
+from tests.chaos.paced import PacedRank, two_ranks
 from worker.config import CacheConfig, ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
 from worker.link import LinkServer
 from worker.model_runner import ModelRunner
 from worker.rank import prepare_process
 from worker.replica import Replica
-from worker.tensor_parallel import Message, SingleRank
+from worker.tensor_parallel import SingleRank
 
 LOOK_S = 0.01
 FLUSH_S = 0.5
-
-WORKSPACE_BYTES = 64 * 2**20
-"""What a step of a larger model takes for a moment: so much that it comes from the system, not from what was freed."""
-
-
-class PacedRank(SingleRank):
-    """A group of one whose steps take at least `step_s`, so that faults can be timed to a token from outside.
-
-    They also take, and give back, the memory that steps of a larger model need.
-    """
-
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
-
-    def broadcast(self, message: Message | None) -> Message:
-        time.sleep(self._step_s)
-        torch.empty(WORKSPACE_BYTES, dtype=torch.uint8)
-        return super().broadcast(message)
 
 
 class FileDirectory:
@@ -98,25 +80,38 @@ class Nursery:
         """A child's whole life."""
         os.close(self._held)
         os.close(sys.stdin.fileno())
-        threading.Thread(target=self._end_with_the_nursery, daemon=True).start()
-        end_when_out_of_memory()
+        self._begin()
         asyncio.run(self._router(**order) if "directory" in order else self._replica(**order))
         return 1
+
+    def _begin(self) -> None:
+        """In every process of a cluster."""
+        threading.Thread(target=self._end_with_the_nursery, daemon=True).start()
+        end_when_out_of_memory()
 
     def _end_with_the_nursery(self) -> None:
         os.read(self._lifeline, 1)
         os._exit(0)
 
-    async def _replica(self, id: str, step_s: float, speculative: str) -> None:
-        config = self._config.model_copy(update={"speculation": SpeculationConfig(speculative=speculative)})
-        replica = Replica.around(config, self._runner, PacedRank(step_s))
+    async def _replica(self, id: str, step_s: float, speculative: str, num_ranks: int) -> None:
+        config = self._config.model_copy(
+            update={
+                "speculation": SpeculationConfig(speculative=speculative),
+                "parallel": ParallelConfig(num_threads=1, tensor_parallel_size=num_ranks),
+            }
+        )
+        if num_ranks == 1:
+            replica, rank_pid = Replica.around(config, self._runner, PacedRank(step_s)), 0
+        else:
+            runner, group, rank = two_ranks(config, step_s, self._begin)
+            replica, rank_pid = Replica.around(config, runner, group, rank), rank.pid
         server = await LinkServer.start(replica, replica_id=id)
         loop = asyncio.get_running_loop()
         end = ProcessEnd(lambda: asyncio.run_coroutine_threadsafe(server.stop(), loop).result(FLUSH_S))
         replica.on_failure(end.because)
         info = replica.info
         endpoint = ReplicaEndpoint(replica_id=id, address=server.address, model=info.name, model_path=info.path)
-        await _for_ever(id=id, pid=os.getpid(), **asdict(endpoint))
+        await _for_ever(id=id, pid=os.getpid(), rank_pid=rank_pid, **asdict(endpoint))
 
     async def _router(self, id: str, directory: str, port: int) -> None:
         router = await Router.start(RouterConfig(), LimitsConfig(), FileDirectory(directory), port=port)

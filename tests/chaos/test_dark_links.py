@@ -103,6 +103,7 @@ def test_logs_that_cannot_be_written_hold_nothing_up(tmp_path: Path, tally: Tall
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_memory_that_others_take_holds_nothing_up(tmp_path: Path, tally: Tally):
     """A neighbour takes a quarter of what is free, while the cache is so small that requests are preempted."""
 

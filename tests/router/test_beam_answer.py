@@ -113,6 +113,7 @@ async def test_a_router_that_stops_hands_a_search_over():
         call = place.stub.Generate(request(sampling_params=params, attempt=1))
         await replica.until(lambda: bool(replica.running))
         stopping = asyncio.create_task(place.router.stop(grace_s=600, hands_over=True))
-        assert (await refusal(call)).reason == "STOPPING"
+        async with asyncio.timeout(10):
+            assert (await refusal(call)).reason == "STOPPING"
         await stopping
         replica.resume()
