@@ -35,14 +35,17 @@ class Sweep:
     async def run(self, every: int) -> None:
         """Strikes when 1, 1 + `every`, ... tokens have come, up to the last but one."""
         for num_tokens in range(1, self.right.num_tokens, every):
-            for _ in range(MOST_TRIES):
-                if await self.strike(num_tokens):
+            for num_tries in range(MOST_TRIES):
+                if await self.strike(num_tokens, 0.8**num_tries):
                     break
             else:
                 raise AssertionError(f"no signal hit the open stream after token {num_tokens}")
 
-    async def strike(self, num_tokens: int) -> bool:
-        """Asks once, and strikes when that many tokens have come. Whether the request was open then."""
+    async def strike(self, num_tokens: int, haste: float) -> bool:
+        """Asks once, and strikes when that many tokens have come. Whether the request was open then.
+
+        `haste` below 1 is for an answer that comes whole, and came before the blow.
+        """
         await self.cluster.until_up()
         before = await self.cluster.num_computed()
         reached = asyncio.Event()
@@ -53,7 +56,7 @@ class Sweep:
 
         asking = asyncio.create_task(ask(self.client, self.kind, look))
         if self.kind.is_whole:  # nobody sees its tokens: they come at a steady pace
-            await asyncio.sleep(self.right_s * num_tokens / self.right.num_tokens)
+            await asyncio.sleep(haste * self.right_s * num_tokens / self.right.num_tokens)
         else:
             await reached.wait()
         victim = await self.victim(asking.done)
