@@ -6,9 +6,6 @@ once, and Serve starts another.
 """
 
 import asyncio
-import logging
-import os
-import threading
 import time
 from dataclasses import replace
 from typing import Any, Final
@@ -19,12 +16,11 @@ from cluster.bundled_model import located
 from cluster.directory import Member, Role
 from cluster.membership import Lease
 from cluster.placement import RayLauncher, Resources
+from cluster.process_end import ProcessEnd, end_when_out_of_memory
 from worker.config import WorkerConfig
-from worker.errors import CallerError, HoldfastError
+from worker.errors import CallerError
 from worker.link import LinkServer
 from worker.replica import Replica
-
-logger = logging.getLogger(__name__)
 
 FLUSH_S: Final = 0.5
 """How long a failed replica may take to say so before its process ends."""
@@ -36,6 +32,7 @@ class ReplicaDeployment:
     """Hosts one `Replica`. Made and called by Serve alone."""
 
     async def __init__(self, config: WorkerConfig, bundle: Resources, drain_timeout_s: float, directory: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        end_when_out_of_memory()
         self._drain_timeout_s = drain_timeout_s
         self._loop = asyncio.get_running_loop()
         launcher = RayLauncher(bundle, config.parallel.tensor_parallel_size)
@@ -47,7 +44,7 @@ class ReplicaDeployment:
             await self._lease.flush()
             raise
         self._server = await LinkServer.start(self._replica, replica_id=_replica_id(), host=launcher.host)
-        self._replica.on_failure(self._on_failure)
+        self._replica.on_failure(ProcessEnd(self._close_soon).because)
         lifeline = await asyncio.to_thread(self._replica.guard)
         self._beating = None if lifeline is None else self._loop.create_task(lifeline.keep_beating())
         info = self._replica.info
@@ -78,19 +75,12 @@ class ReplicaDeployment:
     def _say(self, **changes: Any) -> None:
         self._lease.update(replace(self._lease.member, **changes))
 
-    def _on_failure(self, error: HoldfastError) -> None:
-        """From the thread that noticed, which goes on to end the other ranks."""
-        threading.Thread(target=self._leave, args=(error,), name="leave").start()
-
-    def _leave(self, error: HoldfastError) -> None:
-        """Closes the links, which tells every router, and ends the process, which tells Serve."""
-        logger.error("this replica ends: %s", error)
-        try:
-            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(FLUSH_S)
-        finally:
-            os._exit(1)
+    def _close_soon(self) -> None:
+        """From the thread that is about to end this process, which tells Serve."""
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(FLUSH_S)
 
     async def _close(self) -> None:
+        """Tells every router, and the directory."""
         await self._server.stop()
         await self._lease.end()
 

@@ -10,6 +10,7 @@ from ray import serve
 from cluster.config import HoldfastConfig
 from cluster.directory import Member, Role
 from cluster.membership import Lease, WatchedDirectory, has_other_routers
+from cluster.process_end import end_when_out_of_memory
 from router.router import Router
 from worker.errors import ConfigurationError
 
@@ -24,6 +25,7 @@ class RouterDeployment:
 
     async def __init__(self, config: HoldfastConfig, host: str, directory: Any, replicas: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         # `replicas` is here only because Serve deploys what the ingress is given.
+        end_when_out_of_memory()
         self._directory = directory
         self._drain_timeout_s = config.cluster.drain_timeout_s
         self._lease = Lease(directory, Member(member_id=serve.get_replica_context().replica_tag, role=Role.ROUTER))

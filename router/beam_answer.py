@@ -32,7 +32,9 @@ class BeamAnswer:
         tokenizer: Tokenizer,
         deadline: float,
         echo: str = "",
+        client_attempt: int = 0,
     ) -> None:
+        """`client_attempt` is above 0 if its client comes again when it is told to."""
         self.request_id = request.request_id
         self.model = model
         self._request = request
@@ -41,6 +43,7 @@ class BeamAnswer:
         self._tokenizer = tokenizer
         self._deadline = deadline
         self._echo = echo
+        self._client_attempt = client_attempt
         self._num_extensions = 0
         self._num_cached_tokens = 0
         self._fingerprints: list[str] = []
@@ -63,7 +66,13 @@ class BeamAnswer:
         """One token after each beam, all of them asked for together."""
         parts, news = [self._extension(beam) for beam in beams], asyncio.Event()
         call = open_call(
-            self._switchboard, self.request_id, parts, model=self.model, deadline=self._deadline, on_news=news.set
+            self._switchboard,
+            self.request_id,
+            parts,
+            model=self.model,
+            deadline=self._deadline,
+            on_news=news.set,
+            client_attempt=self._client_attempt,
         )
         with closing(call):
             outputs = await SampledAnswer(call, news, self.model, _AS_IT_IS).outputs()

@@ -99,6 +99,7 @@ class Intake:
             tokenizer=self._tokenizers[model.name],
             deadline=admitted.deadline,
             echo=admitted.echo,
+            client_attempt=admitted.attempt,
         )
 
     async def tokenize(self, model: str, text: str) -> tuple[int, ...]:

@@ -194,11 +194,13 @@ class Replica:
                 return
             self._failure = error
         self._stop_watching()
-        logger.error("%s", error)
-        for callback in self._callbacks:
-            callback(error)
-        if self._ranks is not None:
-            self._ranks.kill()
+        try:
+            logger.error("%s", error)
+            for callback in self._callbacks:
+                callback(error)
+        finally:  # whatever went wrong there: no rank outlives its replica
+            if self._ranks is not None:
+                self._ranks.kill()
 
     def _stop_watching(self) -> None:
         self._watchdog.stop()

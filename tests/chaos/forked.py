@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,6 +36,12 @@ class Forked:
     id: str
     address: str
     pid: int
+    rank_pid: int = 0
+    """Of a replica's second rank, if it has one."""
+
+    @property
+    def second_rank(self) -> "Forked":
+        return replace(self, pid=self.rank_pid)
 
     def send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):
@@ -50,6 +56,7 @@ class ForkedCluster:
         nursery: asyncio.subprocess.Process,
         directory: Path,
         step_s: float,
+        num_ranks: int,
         wired: bool,
         self_check_every_s: float,
     ) -> None:
@@ -57,6 +64,7 @@ class ForkedCluster:
         self._self_check_every_s = self_check_every_s
         self._directory = directory
         self._step_s = step_s
+        self._num_ranks = num_ranks
         self._wired = wired
         self._speculative = itertools.cycle(("none", "ngram", "suffix"))
         self._numbers = itertools.count()
@@ -93,10 +101,11 @@ class ForkedCluster:
             name,
             step_s=self._step_s,
             speculative=next(self._speculative),
+            num_ranks=self._num_ranks,
             self_check_every_s=self._self_check_every_s,
             rots_at_step=rots_at_step,
         )
-        replica = self.replicas[name] = Forked(name, news["address"], news["pid"])
+        replica = self.replicas[name] = Forked(name, news["address"], news["pid"], news["rank_pid"])
         address = replica.address
         if self._wired:
             wire = self.wires[name] = await Wire.start(int(address.rpartition(":")[2]))
@@ -167,7 +176,7 @@ class ForkedCluster:
         for wire in self.wires.values():
             await wire.stop()
         assert self._nursery.stdin is not None
-        children = psutil.Process(self._nursery.pid).children()
+        children = psutil.Process(self._nursery.pid).children(recursive=True)
         for child in children:
             child.send_signal(signal.SIGCONT)
         self._nursery.stdin.close()
@@ -218,11 +227,12 @@ async def forked_cluster(
     *,
     step_s: float = 0.006,
     num_blocks: int = 200,
+    num_ranks: int = 1,
     wired: bool = False,
     self_check_every_s: float = 0.0,
     stderr: IO[str] | None = None,
 ) -> AsyncIterator[ForkedCluster]:
-    """Two routers and three replicas, of one rank each, whose steps take at least `step_s`.
+    """Two routers and three replicas, of one rank or two, whose steps take at least `step_s`.
 
     Without self-checks unless asked for: with them, what replicas compute is not for clients alone.
     """
@@ -233,7 +243,7 @@ async def forked_cluster(
         stderr=stderr,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    cluster = ForkedCluster(nursery, folder / "replicas.json", step_s, wired, self_check_every_s)
+    cluster = ForkedCluster(nursery, folder / "replicas.json", step_s, num_ranks, wired, self_check_every_s)
     try:
         await cluster.come_up()
         yield cluster

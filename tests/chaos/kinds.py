@@ -4,17 +4,20 @@ What may not live here: processes and faults.
 """
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final
 
+from cluster.bundled_model import BUNDLED, bundled_path
 from cluster.client import AsyncClient
-from cluster.generation import Chunk
+from cluster.generation import Chunk, Generation
+from router.chat import render_chat
 from router.events import Usage
+from router.tokenizer import Tokenizer
 from worker.errors import HoldfastError
-from worker.request import FinishReason, TokenLogprob
+from worker.request import FinishReason, Priority, TokenLogprob
 from worker.sampling_params import SamplingParams
 
 PERSON: Final = {
@@ -34,15 +37,29 @@ class Kind:
     """A request as a client makes it."""
 
     name: str
-    prompt: str
+    prompt: str | tuple[int, ...]
     params: SamplingParams
+    options: Mapping[str, Any]
+    """Of the client's call, besides prompt and parameters."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing is told before everything is known."""
+        return self.params.best_of is not None or self.params.beam_width is not None
+
+    @property
+    def may_meet_itself(self) -> bool:
+        """Several clients may ask for it at once: with one id for all, each would take the place of the one before."""
+        return "request_id" not in self.options
 
     def longer(self, max_tokens: int) -> "Kind":
         """The same request with more to say, where its kind does not end it before."""
-        return Kind(name=self.name, prompt=self.prompt, params=params_of(self.name, max_tokens))
+        return replace(self, params=params_of(self.name, max_tokens))
 
 
-_KINDS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = MappingProxyType(
+SAMPLED: Final = {"temperature": 0.9, "ignore_eos": True}
+
+_KINDS: Final[Mapping[str, tuple[str | Sequence[Mapping[str, str]], Mapping[str, Any]]]] = MappingProxyType(
     {
         "greedy": ("The capital of France is", {"temperature": 0.0, "ignore_eos": True}),
         "seeded": ("Once upon a time", {"temperature": 0.9, "top_k": 40, "seed": 7, "ignore_eos": True}),
@@ -70,6 +87,23 @@ _KINDS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = MappingProxyType(
             },
         ),
         "speculation": ("Monday Tuesday Wednesday Monday Tuesday", {"temperature": 0.0, "ignore_eos": True}),
+        "unseeded": ("A long time ago", SAMPLED),
+        "min_tokens": ("Two plus two is", {"temperature": 0.0, "min_tokens": 18, "stop": ["."]}),
+        "priority and deadline": ("The sky is", {**SAMPLED, "seed": 17}),
+        "chat": ([{"role": "user", "content": "What is the capital of Italy?"}], {**SAMPLED, "seed": 19}),
+        "echo": (
+            "The days of the week are Monday, Tuesday and",
+            {**SAMPLED, "seed": 23, "echo": True, "truncate_prompt_tokens": 6},
+        ),
+        "best_of": ("My favourite colour is", {**SAMPLED, "seed": 29, "n": 2, "best_of": 4, "logprobs": 1}),
+        "beam search": ("The largest animal is", {"n": 2, "beam_width": 3, "ignore_eos": True}),
+    }
+)
+
+_OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "unseeded": {"request_id": "drawn-by-its-id"},
+        "priority and deadline": {"priority": Priority.HIGH, "timeout_s": 90.0, "tenant": "a", "cache_salt": "b"},
     }
 )
 
@@ -78,24 +112,38 @@ def params_of(name: str, max_tokens: int = 24) -> SamplingParams:
     return SamplingParams(**{"max_tokens": max_tokens, **_KINDS[name][1]})
 
 
-KINDS: Final = tuple(Kind(name=name, prompt=prompt, params=params_of(name)) for name, (prompt, _) in _KINDS.items())
+def _prompt(given: str | Sequence[Mapping[str, str]]) -> str | tuple[int, ...]:
+    """Messages are rendered by the bundled model's template, as whoever has its tokenizer does."""
+    if isinstance(given, str):
+        return given
+    tokenizer = Tokenizer.load(str(bundled_path(BUNDLED)))
+    text = render_chat(tokenizer.chat_template, given, special_tokens=tokenizer.special_tokens)
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+KINDS: Final = tuple(
+    Kind(name=name, prompt=_prompt(given), params=params_of(name), options=_OPTIONS.get(name, {}))
+    for name, (given, _) in _KINDS.items()
+)
 
 
 @dataclass
-class Sequence:
+class Completion:
     """One completion as it came."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    cumulative_logprob: float | None = None
+    """Told of a whole answer alone."""
 
 
 @dataclass
 class Answer:
     """All that one client was told. Two are equal if it was told the same; when it was told does not count."""
 
-    sequences: dict[int, Sequence] = field(default_factory=dict)
+    sequences: dict[int, Completion] = field(default_factory=dict)
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     usage: tuple[int, int] | None = None
     """Prompt and completion tokens. How many of the prompt's were cached differs from run to run."""
@@ -127,7 +175,7 @@ class Answer:
 
     def take(self, chunk: Chunk) -> None:
         self.arrivals_s.append(time.monotonic())
-        sequence = self.sequences.setdefault(chunk.sequence_index, Sequence())
+        sequence = self.sequences.setdefault(chunk.sequence_index, Completion())
         self.num_doubled += max(0, len(sequence.token_ids) - chunk.first_token_index)
         sequence.token_ids += chunk.token_ids
         sequence.text += chunk.text
@@ -136,6 +184,20 @@ class Answer:
         self.prompt_logprobs = chunk.prompt_logprobs or self.prompt_logprobs
         if chunk.usage is not None:
             self.usage = _counts(chunk.usage)
+
+    def take_all(self, whole: Generation) -> None:
+        """An answer that comes in one piece."""
+        self.arrivals_s.append(time.monotonic())
+        for one in whole.completions:
+            self.sequences[one.sequence_index] = Completion(
+                token_ids=list(one.token_ids),
+                text=one.text,
+                logprobs=list(one.logprobs),
+                finish_reason=one.finish_reason,
+                cumulative_logprob=one.cumulative_logprob,
+            )
+        self.prompt_logprobs = whole.prompt_logprobs
+        self.usage = _counts(whole.usage)
 
     def longest_pause_after(self, moment_s: float) -> float | None:
         """Seconds without a chunk, at most, from a moment to the end; None if it ended, or began, on the other side of
@@ -156,6 +218,7 @@ def _by_sequence(answer: Answer) -> dict[str, object]:
 
 
 def _counts(usage: Usage) -> tuple[int, int]:
+    assert usage.num_cached_tokens < usage.num_prompt_tokens
     return usage.num_prompt_tokens, usage.num_completion_tokens
 
 
@@ -163,9 +226,12 @@ async def ask(client: AsyncClient, kind: Kind, on_chunk: Callable[[Answer], obje
     """One request to its end. An error is part of the answer."""
     answer = Answer()
     try:
-        async for chunk in client.stream(kind.prompt, kind.params):
-            answer.take(chunk)
-            on_chunk(answer)
+        if kind.is_whole:
+            answer.take_all(await client.generate(kind.prompt, kind.params, **kind.options))
+        else:
+            async for chunk in client.stream(kind.prompt, kind.params, **kind.options):
+                answer.take(chunk)
+                on_chunk(answer)
     except HoldfastError as error:
         answer.error = error
     return answer

@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
@@ -21,9 +20,11 @@ from typing import Any
 import torch
 
 from cluster.bundled_model import located
+from cluster.process_end import ProcessEnd, end_when_out_of_memory
 from router.config import LimitsConfig, RouterConfig
 from router.directory import ReplicaEndpoint
 from router.router import Router
+from tests.chaos.paced import PacedRank, two_ranks
 from worker.config import CacheConfig, HealthConfig, ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
 from worker.link import LinkServer
 from worker.model_runner import ModelRunner
@@ -34,17 +35,7 @@ from worker.tensor_parallel import Message, SingleRank
 LOOK_S = 0.01
 FLIPPED_BIT = 9
 """Of a bfloat16: its exponent's third."""
-
-
-class PacedRank(SingleRank):
-    """A group of one whose steps take at least `step_s`, so that faults can be timed to a token from outside."""
-
-    def __init__(self, step_s: float) -> None:
-        self._step_s = step_s
-
-    def broadcast(self, message: Message | None) -> Message:
-        time.sleep(self._step_s)
-        return super().broadcast(message)
+FLUSH_S = 0.5
 
 
 class RottenRank(PacedRank):
@@ -107,26 +98,48 @@ class Nursery:
         """A child's whole life."""
         os.close(self._held)
         os.close(sys.stdin.fileno())
-        threading.Thread(target=self._end_with_the_nursery, daemon=True).start()
+        self._begin()
         asyncio.run(self._router(**order) if "directory" in order else self._replica(**order))
         return 1
+
+    def _begin(self) -> None:
+        """In every process of a cluster."""
+        threading.Thread(target=self._end_with_the_nursery, daemon=True).start()
+        end_when_out_of_memory()
 
     def _end_with_the_nursery(self) -> None:
         os.read(self._lifeline, 1)
         os._exit(0)
 
     async def _replica(
-        self, id: str, step_s: float, speculative: str, self_check_every_s: float, rots_at_step: int | None
+        self,
+        id: str,
+        step_s: float,
+        speculative: str,
+        num_ranks: int,
+        self_check_every_s: float,
+        rots_at_step: int | None,
     ) -> None:
-        speculation = SpeculationConfig(speculative=speculative)
-        health = HealthConfig(self_check_every_s=self_check_every_s)
-        config = self._config.model_copy(update={"speculation": speculation, "health": health})
-        rank = PacedRank(step_s) if rots_at_step is None else RottenRank(step_s, self._runner, rots_at_step)
-        replica = Replica.around(config, self._runner, rank)
+        config = self._config.model_copy(
+            update={
+                "speculation": SpeculationConfig(speculative=speculative),
+                "health": HealthConfig(self_check_every_s=self_check_every_s),
+                "parallel": ParallelConfig(num_threads=1, tensor_parallel_size=num_ranks),
+            }
+        )
+        if num_ranks == 1:
+            rank = PacedRank(step_s) if rots_at_step is None else RottenRank(step_s, self._runner, rots_at_step)
+            replica, rank_pid = Replica.around(config, self._runner, rank), 0
+        else:
+            runner, group, rank = two_ranks(config, step_s, self._begin)
+            replica, rank_pid = Replica.around(config, runner, group, rank), rank.pid
         server = await LinkServer.start(replica, replica_id=id)
+        loop = asyncio.get_running_loop()
+        end = ProcessEnd(lambda: asyncio.run_coroutine_threadsafe(server.stop(), loop).result(FLUSH_S))
+        replica.on_failure(end.because)
         info = replica.info
         endpoint = ReplicaEndpoint(replica_id=id, address=server.address, model=info.name, model_path=info.path)
-        await _for_ever(id=id, pid=os.getpid(), **asdict(endpoint))
+        await _for_ever(id=id, pid=os.getpid(), rank_pid=rank_pid, **asdict(endpoint))
 
     async def _router(self, id: str, directory: str, port: int) -> None:
         router = await Router.start(RouterConfig(), LimitsConfig(), FileDirectory(directory), port=port)

@@ -1,15 +1,18 @@
-"""A network that swallows everything without a word, and a disk that takes no more logs."""
+"""Faults around the processes: a network that swallows everything, a disk that takes no more logs, scarce memory."""
 
 import asyncio
-import signal
+import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster.client import AsyncClient
-from tests.chaos.forked import ForkedCluster, forked_cluster
+from tests.chaos.faults import KILLED_REPLICA, KILLED_ROUTER, Fault
+from tests.chaos.forked import ForkedCluster, forked_cluster, loads
 from tests.chaos.kinds import KINDS, Answer, Kind, ask
 from tests.chaos.tally import Row, Tally
 from tests.fakes import Wire
@@ -18,6 +21,9 @@ pytestmark = pytest.mark.timeout(120)
 
 STRUCK_AT = 8
 """Tokens."""
+
+NUM_BLOCKS = 24
+MAX_HOG_BYTES = 4 * 2**30
 
 
 async def struck(client: AsyncClient, kind: Kind, row: Row, strike: Callable[[], Awaitable[object]]) -> None:
@@ -76,20 +82,59 @@ def test_a_link_to_a_router_may_go_dark(tmp_path: Path, tally: Tally):
     asyncio.run(run())
 
 
-def test_logs_that_cannot_be_written_hold_nothing_up(tmp_path: Path, tally: Tally):
+@pytest.mark.parametrize("fault", [KILLED_REPLICA, KILLED_ROUTER], ids=lambda fault: fault.name)
+def test_logs_that_cannot_be_written_hold_nothing_up(tmp_path: Path, tally: Tally, fault: Fault):
+    """The system says of every write that the disk is full, in routers and replicas, from their first line on."""
+
     async def run() -> None:
         with open("/dev/full", "w") as full:
             async with forked_cluster(tmp_path, stderr=full) as cluster, AsyncClient(cluster.addresses) as client:
 
-                async def kill() -> None:
-                    victim = await cluster.serving_replica(lambda: False)
+                async def strike() -> None:
+                    victim = await fault.choose(cluster, lambda: False)
                     assert victim is not None
-                    victim.send(signal.SIGKILL)
-                    cluster.forget(victim)
-                    await cluster.add_replica()
+                    await fault.strike(victim)
+                    await fault.mend(cluster, victim)
 
                 for kind in KINDS[:3]:
                     await cluster.until_up()
-                    await struck(client, kind.longer(60), tally.row("SIGKILL, disk of the logs full"), kill)
+                    await struck(client, kind.longer(60), tally.row(f"{fault.name}, disk of the logs full"), strike)
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_memory_that_others_take_holds_nothing_up(tmp_path: Path, tally: Tally):
+    """A neighbour takes a quarter of what is free, while the cache is so small that requests are preempted."""
+
+    async def run() -> None:
+        row = tally.row("memory pressure")
+        async with forked_cluster(tmp_path, num_blocks=NUM_BLOCKS) as cluster, AsyncClient(cluster.addresses) as client:
+            kinds = [kind.longer(60) for kind in KINDS if kind.may_meet_itself]
+            right = [await ask(client, kind) for kind in kinds]
+            assert all(answer.is_whole for answer in right)
+            async with memory_hog(min(MAX_HOG_BYTES, psutil.virtual_memory().available // 4)):
+                answers = await asyncio.gather(*(ask(client, kind) for kind in kinds * 3))
+            for answer, wanted in zip(answers, right * 3, strict=True):
+                row.judge(answer, wanted)
+            row.num_faults += 1
+            num_preemptions = [load.stats.num_preemptions for load in await loads(cluster.watchers[0])]
+        assert row.is_clean, row.differences
+        assert sum(num_preemptions) > 0, "memory was meant to be short"
+
+    asyncio.run(run())
+
+
+@asynccontextmanager
+async def memory_hog(num_bytes: int) -> AsyncIterator[None]:
+    """A process that has taken so much, and touched every page of it."""
+    program = f"import sys; taken = bytearray(b'x') * {num_bytes}; print('taken', flush=True); sys.stdin.read()"
+    pipe = asyncio.subprocess.PIPE
+    hog = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdin=pipe, stdout=pipe)
+    try:
+        assert hog.stdout is not None
+        assert await hog.stdout.readline() == b"taken\n"
+        yield
+    finally:
+        hog.kill()
+        await hog.wait()

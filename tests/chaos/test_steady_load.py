@@ -156,7 +156,7 @@ def site() -> Iterator[Site]:
         cache=CacheConfig(num_blocks=NUM_BLOCKS),
     )
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    kinds = [kind.longer(MAX_TOKENS) for kind in KINDS]
+    kinds = [kind.longer(MAX_TOKENS) for kind in KINDS if kind.may_meet_itself]
     with progress(sys.stderr) as report, asyncio.Runner() as loop, serving(config, report) as cluster:
         loading = steady_load(cluster.routers, kinds, NUM_CLIENTS)
         yield Site(loop, cluster, loop.run(loading.__aenter__()))

@@ -4,57 +4,27 @@ The processes are real, and so are the signals. What may not live here: a cluste
 """
 
 import asyncio
-import signal
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import pytest
 
-from cluster.client import AsyncClient
-from tests.chaos.forked import Forked, ForkedCluster, forked_cluster
-from tests.chaos.kinds import KINDS, Answer, Kind, ask
-from tests.chaos.tally import Row, Tally
+from tests.chaos.faults import (
+    FROZEN_REPLICA,
+    FROZEN_ROUTER,
+    KILLED_REPLICA,
+    KILLED_ROUTER,
+    STARVED_REPLICA,
+    STARVED_ROUTER,
+    Fault,
+)
+from tests.chaos.forked import ForkedCluster, forked_cluster
+from tests.chaos.kinds import KINDS, Kind
+from tests.chaos.sweep import sweep
+from tests.chaos.tally import Tally
 
 pytestmark = pytest.mark.timeout(180)
 
 TARGETS = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-
-
-MOST_TRIES = 10
-"""On a busy machine a signal may come after the end of a stream, which proves nothing: then it is asked for again."""
-
-Choose = Callable[[ForkedCluster, Callable[[], bool]], Awaitable[Forked | None]]
-Mend = Callable[[ForkedCluster, Forked], Awaitable[object]]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A signal, who gets it, and how the next one finds a whole cluster."""
-
-    name: str
-    number: signal.Signals
-    choose: Choose
-    mend: Mend
-
-
-async def replace_replica(cluster: ForkedCluster, victim: Forked) -> None:
-    victim.send(signal.SIGKILL)
-    cluster.forget(victim)
-    await cluster.add_replica()
-
-
-async def replace_router(cluster: ForkedCluster, victim: Forked) -> None:
-    victim.send(signal.SIGKILL)
-    await cluster.replace_router(victim)
-
-
-REPLICA = (ForkedCluster.serving_replica, replace_replica)
-ROUTER = (ForkedCluster.serving_router, replace_router)
-KILLED_REPLICA = Fault("SIGKILL of the replica", signal.SIGKILL, *REPLICA)
-FROZEN_REPLICA = Fault("SIGSTOP of the replica", signal.SIGSTOP, *REPLICA)
-KILLED_ROUTER = Fault("SIGKILL of the router", signal.SIGKILL, *ROUTER)
-FROZEN_ROUTER = Fault("SIGSTOP of the router", signal.SIGSTOP, *ROUTER)
 
 
 @pytest.fixture(scope="module")
@@ -70,71 +40,6 @@ def cluster(loop: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> I
     loop.run(making.__aexit__(None, None, None))
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """One request, struck by one fault at one token after the other."""
-
-    cluster: ForkedCluster
-    client: AsyncClient
-    kind: Kind
-    fault: Fault
-    right: Answer
-    row: Row
-
-    async def run(self, every: int) -> None:
-        """Strikes when 1, 1 + `every`, ... tokens have come, up to the last but one."""
-        for num_tokens in range(1, self.right.num_tokens, every):
-            for _ in range(MOST_TRIES):
-                if await self.strike(num_tokens):
-                    break
-            else:
-                raise AssertionError(f"no signal hit the open stream after token {num_tokens}")
-
-    async def strike(self, num_tokens: int) -> bool:
-        """Asks once, and strikes when that many tokens have come. Whether the stream was open then."""
-        await self.cluster.until_up()
-        before = await self.cluster.num_computed()
-        answer, reached = Answer(), asyncio.Event()
-
-        def look(so_far: Answer) -> None:
-            nonlocal answer
-            answer = so_far
-            if answer.num_tokens >= num_tokens:
-                reached.set()
-
-        asking = asyncio.create_task(ask(self.client, self.kind, look))
-        await reached.wait()
-        victim = await self.fault.choose(self.cluster, lambda: answer.is_over)
-        if victim is None or answer.is_over:
-            await asking
-            return False
-        victim.send(self.fault.number)
-        struck_s = time.monotonic()
-        await asking
-        self.row.num_faults += 1
-        self.row.pauses_s += [pause_s for pause_s in [answer.longest_pause_after(struck_s)] if pause_s is not None]
-        self.row.judge(answer, self.right)
-        self.row.num_recomputed += await self.num_recomputed(before, victim, num_tokens)
-        await self.fault.mend(self.cluster, victim)
-        return True
-
-    async def num_recomputed(self, before: dict[str, int], victim: Forked, num_tokens: int) -> int:
-        """What the others have computed beyond the tokens that were still to come."""
-        after = await self.cluster.num_computed()
-        survivors = before.keys() & after.keys() - {victim.id}
-        num_computed = sum(after[name] - before[name] for name in survivors)
-        return max(0, num_computed - (self.right.num_tokens - num_tokens))
-
-
-async def sweep(cluster: ForkedCluster, kind: Kind, fault: Fault, tally: Tally, every: int) -> None:
-    async with AsyncClient(cluster.addresses) as client:
-        right = await ask(client, kind)
-        assert right.is_whole
-        row = tally.row(f"{fault.name}, {kind.name}")
-        await Sweep(cluster, client, kind, fault, right, row).run(every)
-    assert row.is_clean, row.differences
-
-
 @pytest.mark.slow
 @TARGETS
 def test_the_replica_may_be_killed_at_every_token(
@@ -146,7 +51,7 @@ def test_the_replica_may_be_killed_at_every_token(
 @TARGETS
 def test_the_replica_may_be_killed_at_any_token(loop: asyncio.Runner, cluster: ForkedCluster, kind: Kind, tally: Tally):
     """As above, in a tenth of the time."""
-    loop.run(sweep(cluster, kind, KILLED_REPLICA, tally, every=9))
+    loop.run(sweep(cluster, kind, KILLED_REPLICA, tally, every=12))
 
 
 @pytest.mark.slow
@@ -159,7 +64,7 @@ def test_the_router_may_be_killed_at_every_third_token(
 
 @TARGETS
 def test_the_router_may_be_killed_at_any_token(loop: asyncio.Runner, cluster: ForkedCluster, kind: Kind, tally: Tally):
-    loop.run(sweep(cluster, kind, KILLED_ROUTER, tally, every=12))
+    loop.run(sweep(cluster, kind, KILLED_ROUTER, tally, every=20))
 
 
 @pytest.mark.slow
@@ -171,3 +76,21 @@ def test_the_replica_may_freeze(loop: asyncio.Runner, cluster: ForkedCluster, ki
 @pytest.mark.slow
 def test_the_router_may_freeze(loop: asyncio.Runner, cluster: ForkedCluster, tally: Tally):
     loop.run(sweep(cluster, KINDS[0], FROZEN_ROUTER, tally, every=20))
+
+
+@pytest.mark.slow
+@TARGETS
+def test_the_replica_may_run_out_of_memory(loop: asyncio.Runner, cluster: ForkedCluster, kind: Kind, tally: Tally):
+    loop.run(sweep(cluster, kind, STARVED_REPLICA, tally, every=5))
+
+
+@pytest.mark.slow
+@TARGETS
+def test_the_router_may_run_out_of_memory(loop: asyncio.Runner, cluster: ForkedCluster, kind: Kind, tally: Tally):
+    loop.run(sweep(cluster, kind.longer(100), STARVED_ROUTER, tally, every=30))
+
+
+@pytest.mark.parametrize("fault", [STARVED_REPLICA, STARVED_ROUTER], ids=lambda fault: fault.name)
+def test_memory_may_run_out(loop: asyncio.Runner, cluster: ForkedCluster, fault: Fault, tally: Tally):
+    """As above, for one kind of request."""
+    loop.run(sweep(cluster, KINDS[0].longer(100), fault, tally, every=40))

@@ -1,5 +1,6 @@
 """A beam search over gRPC finds what a search with the model at hand finds, and leaves nothing behind."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -100,3 +101,19 @@ async def test_an_answer_says_where_its_beams_were_looked_for():
         drawn = await place.stub.Generate(request(PROMPT))
         assert beams.system_fingerprint == drawn.system_fingerprint != ""
         assert not beams.replayed_without_guarantee
+
+
+@on_a_loop
+async def test_a_router_that_stops_hands_a_search_over():
+    """Its client asks another one, rather than waiting for the end of this one."""
+    replica = await FakeReplica.start()
+    replica.pause()
+    async with site(replica) as place:
+        params = inference_pb2.SamplingParams(beam_width=2)
+        call = place.stub.Generate(request(sampling_params=params, attempt=1))
+        await replica.until(lambda: bool(replica.running))
+        stopping = asyncio.create_task(place.router.stop(grace_s=600, hands_over=True))
+        async with asyncio.timeout(10):
+            assert (await refusal(call)).reason == "STOPPING"
+        await stopping
+        replica.resume()

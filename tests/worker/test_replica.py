@@ -77,6 +77,24 @@ def test_a_killed_rank_fails_the_replica_and_every_caller_hears(config, busy):
     replica.stop()
 
 
+def test_a_rank_that_the_system_gives_no_more_memory_fails_the_replica(config):
+    """A real limit on a real process: the rank has what it has, and a long prompt takes more."""
+    launcher, listener = Launcher(), Listener()
+    replica = Replica.start(config, launcher)
+    replica.engine.attach(listener)
+    rank = psutil.Process(launcher.ranks.pids[0])
+    limit = rank.memory_info().vms
+    rank.rlimit(psutil.RLIMIT_AS, (limit, limit))
+    params = SamplingParams(max_tokens=1000, seed=0, ignore_eos=True)
+    replica.engine.submit(
+        EngineRequest(request_id="long", prompt_token_ids=tuple(range(5, 100)) * 300, sampling_params=params), listener
+    )
+    assert listener.failed.wait(TIMEOUT_S)
+    assert isinstance(listener.error, ReplicaError)
+    assert psutil.wait_procs([rank], timeout=TIMEOUT_S)[1] == []
+    replica.stop()
+
+
 def test_a_rank_that_dies_while_the_group_meets_is_an_error_not_a_wait(config):
     class Deadly(LocalLauncher):
         def launch(self, config: WorkerConfig, rendezvous: str) -> LocalRanks:

@@ -1,0 +1,100 @@
+"""One request, struck by one fault at one token after the other, and its client must not be able to tell.
+
+What may not live here: which requests and faults, and the cluster (`test_sweep.py`, `test_ranks.py`).
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.client import AsyncClient
+from tests.chaos.faults import Fault
+from tests.chaos.forked import Forked, ForkedCluster
+from tests.chaos.kinds import Answer, Kind, ask
+from tests.chaos.tally import Row, Tally
+
+MOST_TRIES = 10
+"""On a busy machine a signal may come after the end of a stream, which proves nothing: then it is asked for again."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One request, struck by one fault at one token after the other."""
+
+    cluster: ForkedCluster
+    client: AsyncClient
+    kind: Kind
+    fault: Fault
+    right: Answer
+    right_s: float
+    """How long that took."""
+    row: Row
+
+    async def run(self, every: int) -> None:
+        """Strikes when 1, 1 + `every`, ... tokens have come, up to the last but one."""
+        for num_tokens in range(1, self.right.num_tokens, every):
+            for num_tries in range(MOST_TRIES):
+                if await self.strike(num_tokens, 0.8**num_tries):
+                    break
+            else:
+                raise AssertionError(f"no signal hit the open stream after token {num_tokens}")
+
+    async def strike(self, num_tokens: int, haste: float) -> bool:
+        """Asks once, and strikes when that many tokens have come. Whether the request was open then.
+
+        `haste` below 1 is for an answer that comes whole, and came before the blow.
+        """
+        await self.cluster.until_up()
+        before = await self.cluster.num_computed()
+        reached = asyncio.Event()
+
+        def look(answer: Answer) -> None:
+            if answer.num_tokens >= num_tokens:
+                reached.set()
+
+        asking = asyncio.create_task(ask(self.client, self.kind, look))
+        if self.kind.is_whole:  # nobody sees its tokens: they come at a steady pace
+            await asyncio.sleep(haste * self.right_s * num_tokens / self.right.num_tokens)
+        else:
+            await reached.wait()
+        victim = await self.victim(asking.done)
+        if victim is None or asking.done():
+            await asking
+            return False
+        struck_s = time.monotonic()
+        await self.fault.strike(victim)
+        answer = await asking
+        self.row.num_faults += 1
+        self.row.pauses_s += [pause_s for pause_s in [answer.longest_pause_after(struck_s)] if pause_s is not None]
+        self.row.judge(answer, self.right)
+        self.row.num_recomputed += await self.num_recomputed(before, victim, num_tokens)
+        await self.fault.mend(self.cluster, victim)
+        return True
+
+    async def victim(self, is_over: Callable[[], bool]) -> Forked | None:
+        """Steps of a beam search are over before a load is told that has them: any replica may have the next one."""
+        if self.kind.params.beam_width is not None and self.fault.choose is ForkedCluster.serving_replica:
+            return random.choice(list(self.cluster.replicas.values()))
+        return await self.fault.choose(self.cluster, is_over)
+
+    async def num_recomputed(self, before: dict[str, int], victim: Forked, num_tokens: int) -> int:
+        """What the others have computed beyond the tokens that were still to come, where that is known."""
+        if self.kind.is_whole:
+            return 0
+        after = await self.cluster.num_computed()
+        survivors = before.keys() & after.keys() - {victim.id}
+        num_computed = sum(after[name] - before[name] for name in survivors)
+        return max(0, num_computed - (self.right.num_tokens - num_tokens))
+
+
+async def sweep(cluster: ForkedCluster, kind: Kind, fault: Fault, tally: Tally, every: int) -> None:
+    async with AsyncClient(cluster.addresses) as client:
+        began_s = time.monotonic()
+        right = await ask(client, kind)
+        right_s = time.monotonic() - began_s
+        assert right.is_whole
+        row = tally.row(f"{fault.name}, {kind.name}")
+        await Sweep(cluster, client, kind, fault, right, right_s, row).run(every)
+    assert row.is_clean, row.differences
