@@ -101,10 +101,9 @@ def _deploy(config: HoldfastConfig, report: Report) -> Any:
     serve.start(proxy_location="Disabled")
     name = config.cluster.namespace
     host = LOOPBACK if config.cluster.address is None else ANY_INTERFACE
-    serve.run_many(
-        [serve.RunTarget(target=application(config, host), name=name, route_prefix=None)],
-        wait_for_applications_running=False,
-    )
+    app = application(config, host)
+    target = serve.RunTarget(target=app, name=name, route_prefix=None, external_scaler_enabled=True)
+    serve.run_many([target], wait_for_applications_running=False)
     report("starting Serve", 1, 1)
     return serve.get_deployment_handle(DIRECTORY, name)
 

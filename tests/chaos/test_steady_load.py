@@ -6,7 +6,6 @@ What may not live here: faults at a chosen token (`test_sweep.py`).
 import asyncio
 import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,7 +22,7 @@ from cluster.serving import Serving, serving
 from tests.chaos.kinds import KINDS
 from tests.chaos.load import Load, steady_load
 from tests.chaos.tally import Tally
-from tests.integration.processes import listening_ports, processes_named, ray_processes
+from tests.integration.processes import listening_ports, processes_named, ray_processes, two_free_ports
 from worker.config import CacheConfig, ParallelConfig
 from worker.errors import ReplicaError
 
@@ -134,18 +133,6 @@ FAULTS = (
     Fault("SIGSTOP of a router", signal.SIGSTOP, busiest_router),
     Fault("SIGSTOP of a leader", signal.SIGSTOP, any_leader),
 )
-
-
-def two_free_ports() -> int:
-    """The first of them. A router that is replaced has to come back where clients look for it."""
-    for port in range(random.randrange(20_000, 30_000), 32_000, 2):
-        try:
-            for candidate in (port, port + 1):
-                socket.create_server(("127.0.0.1", candidate)).close()
-        except OSError:
-            continue
-        return port
-    raise AssertionError("no two free ports next to each other")
 
 
 @pytest.fixture(scope="module")
