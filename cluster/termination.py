@@ -22,6 +22,7 @@ def end_on_sigterm(end: Callable[[], Coroutine[object, object, None]], limit_s: 
     """
     loop = asyncio.get_running_loop()
     read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)  # a handler must not wait, however many signals come
     faulthandler.register(signal.SIGTERM, file=write_end, all_threads=False)
 
     def wait() -> None:
