@@ -1,6 +1,6 @@
 """A Ray cluster of several nodes on this machine, which loses one node after the other while a steady load runs.
 
-    python -m tests.chaos.ray_nodes      # prints one JSON object: a `Row` for each sort of loss
+    python -m tests.chaos.ray_nodes FILE     # writes one JSON object: a `Row` for each sort of loss
 
 A program of its own, because a process has one connection to Ray. Custom resources see to it that every node but one
 has a replica. What may not live here: what is expected of it all (`test_node_loss.py`).
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import psutil
@@ -191,7 +192,7 @@ def lose_three(site: Site, first: Any) -> Iterator[tuple[str, Row]]:
     site.remove(third)
 
 
-def main() -> None:
+def main(results: Path) -> None:
     nodes = Cluster(initialize_head=True, head_node_args=HEAD)
     first = nodes.add_node(**NODE)
     with (
@@ -203,8 +204,8 @@ def main() -> None:
     started = psutil.Process().children(recursive=True)
     nodes.shutdown()
     assert psutil.wait_procs(started, GONE_S)[1] == [], "they outlive the cluster"
-    print(json.dumps({name: asdict(row) for name, row in rows.items()}))
+    results.write_text(json.dumps({name: asdict(row) for name, row in rows.items()}))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))
