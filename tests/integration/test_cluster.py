@@ -6,11 +6,7 @@ from dataclasses import dataclass, field
 
 import psutil
 import pytest
-import ray
-from ray import serve
-from ray.serve._private.common import DeploymentID
 
-from cluster.app import ROUTER
 from cluster.client import AsyncClient
 from cluster.directory import SETTLED_S
 from cluster.llm import LLM
@@ -212,6 +208,12 @@ def test_streams_outlive_the_process_that_serves_them(
 
 def set_num_routers(number: int) -> None:
     """As the REST API of Serve does it, which our own Ray does not have."""
+    import ray  # not before the cluster has been started: it closes Ray off only then
+    from ray import serve
+    from ray.serve._private.common import DeploymentID
+
+    from cluster.app import ROUTER
+
     controller = serve.context._get_global_client()._controller
     ray.get(controller.update_deployment_replicas.remote(DeploymentID(ROUTER, app_name="holdfast"), number))
 
