@@ -31,6 +31,7 @@ from tests.chaos.kinds import KINDS
 from tests.chaos.load import Load, steady_load
 from tests.chaos.tally import Row
 from worker.config import ParallelConfig
+from worker.errors import ReplicaError
 
 NUM_CLIENTS: Final = 8
 NUM_REPLICAS: Final = 2
@@ -93,13 +94,14 @@ class Site:
         self.do(self.load.judge_all(row))
         return row
 
-    def until(self, condition: Callable[[GetLoadResponse], bool]) -> None:
-        """Of what every router says."""
-        self.do(asyncio.wait_for(_until(condition, self.routers), BACK_S))
+    def until(self, condition: Callable[[GetLoadResponse], bool]) -> GetLoadResponse:
+        """Of what every router says; what the last one said."""
+        load: GetLoadResponse = self.do(asyncio.wait_for(_until(condition, self.routers), BACK_S))
+        return load
 
     def give_notice(self, node: Any) -> None:
         """As a cloud or an operator does before it takes a node away. Returns once its replica has a successor."""
-        before = {replica.replica_id for replica in self.do(_load_of(self.routers[0])).replicas}
+        before = {replica.replica_id for replica in self.until(is_whole).replicas}
         wishes = {
             "--address": self.nodes.address,
             "--node-id": node.node_id,
@@ -142,15 +144,20 @@ def is_whole(load: GetLoadResponse) -> bool:
     return len(load.replicas) == NUM_REPLICAS and all(replica.num_running for replica in load.replicas)
 
 
-async def _load_of(router: str) -> GetLoadResponse:
-    async with AsyncClient(router) as client:
-        return await client.get_load()
-
-
-async def _until(condition: Callable[[GetLoadResponse], bool], routers: tuple[str, ...]) -> None:
+async def _until(condition: Callable[[GetLoadResponse], bool], routers: tuple[str, ...]) -> GetLoadResponse:
     for router in routers:
-        while not condition(await _load_of(router)):
-            await asyncio.sleep(POLL_S)
+        async with AsyncClient(router) as client:
+            while (load := await _load_of(client)) is None or not condition(load):
+                await asyncio.sleep(POLL_S)
+    return load
+
+
+async def _load_of(client: AsyncClient) -> GetLoadResponse | None:
+    """None where its router does not answer in time, as on a machine that starts processes."""
+    try:
+        return await client.get_load()
+    except ReplicaError:
+        return None
 
 
 @contextmanager
