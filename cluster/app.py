@@ -7,15 +7,15 @@ live here: what the deployments do, and starting Ray or Serve.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from ray import serve
 
-from cluster.config import HoldfastConfig, load_config
+from cluster.config import ClusterConfig, HoldfastConfig, load_config
 from cluster.config_sources import mapping_layer
 from cluster.directory import DirectoryDeployment
-from cluster.placement import choose_strategy, node_resources, rank_bundle
+from cluster.placement import Resources, choose_strategy, node_resources, rank_bundle, unmet
 from cluster.replica_deployment import ReplicaDeployment
 from cluster.router_deployment import ANY_INTERFACE, RouterDeployment
 
@@ -54,7 +54,8 @@ def application(config: HoldfastConfig, default_host: str) -> serve.Application:
     """As `build_app`, for settings that have been checked. Routers listen on `default_host` if no host is set."""
     directory = _directory().bind()
     nodes = node_resources()
-    bundle = rank_bundle(config.worker, config.cluster.cpus_per_rank, nodes)
+    _warn_of_unmet(config.cluster, nodes)
+    bundle = rank_bundle(config.worker, config.cluster, nodes)
     num_ranks = config.parallel.tensor_parallel_size
     strategy = choose_strategy(bundle, num_ranks, config.cluster.replicas, nodes)
     if strategy == "PACK":
@@ -67,6 +68,15 @@ def application(config: HoldfastConfig, default_host: str) -> serve.Application:
     placed = _replica(config, [bundle] * num_ranks, strategy)
     replicas = placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory)
     return _router(config).bind(config, config.cluster.host or default_host, directory, replicas)
+
+
+def _warn_of_unmet(cluster: ClusterConfig, nodes: Collection[Resources]) -> None:
+    """No error, because a cluster may grow."""
+    for setting, resources in (("rank", cluster.rank_resources), ("router", cluster.router_resources)):
+        for name in unmet(resources, nodes):
+            logger.warning(
+                "cluster.%s_resources: no node has %g of %s yet; they wait for one", setting, resources[name], name
+            )
 
 
 def _directory() -> serve.Deployment:
@@ -104,7 +114,7 @@ def _router(config: HoldfastConfig) -> serve.Deployment:
         RouterDeployment,
         name=ROUTER,
         num_replicas=config.cluster.routers,
-        ray_actor_options={"num_cpus": 1},
+        ray_actor_options={"num_cpus": 1, "resources": config.cluster.router_resources},
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + _SHUTDOWN_SLACK_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,

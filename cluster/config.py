@@ -13,6 +13,7 @@ from typing import Final
 from pydantic import Field
 
 from cluster.config_sources import Layer, environment_layer, file_layer, resolve
+from cluster.resources import CustomResources
 from router.config import LimitsConfig, RouterConfig
 from worker.config import (
     Bytes,
@@ -40,6 +41,12 @@ class ClusterConfig(Settings):
     address: str | None = Field(None, description="an existing Ray cluster to join (`auto`, host:port); unset: our own")
     namespace: str = Field("holdfast", min_length=1, description="Ray namespace and name of the Serve application")
     cpus_per_rank: float = Field(1.0, gt=0, description="CPUs that Ray sets aside for each rank")
+    rank_resources: CustomResources = Field(
+        {}, description="what each rank takes of its node besides CPU and GPU, e.g. accelerator_type:H100=0.001"
+    )
+    router_resources: CustomResources = Field(
+        {}, description="what each router takes of its node besides one CPU, e.g. front_door=1"
+    )
     object_store_memory: Bytes = Field(100 * 2**20, ge=80 * 2**20, description="of our own Ray; no token goes there")
     drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running requests get when the cluster stops")
 

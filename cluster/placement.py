@@ -7,13 +7,14 @@ anything of Serve, and what a rank does (`worker/rank.py`).
 import importlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final, Literal
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.config import ClusterConfig
 from worker.config import WorkerConfig
 from worker.process_id import ProcessId
 from worker.rank import run_rank
@@ -21,7 +22,7 @@ from worker.rank import run_rank
 logger = logging.getLogger(__name__)
 
 Resources = Mapping[str, float]
-"""What Ray counts: `CPU`, `GPU`."""
+"""What Ray counts: `CPU`, `GPU`, and custom resources by name."""
 
 Strategy = Literal["STRICT_PACK", "PACK"]
 
@@ -29,11 +30,17 @@ SLOW_IMPORTS: Final = ("torch", "transformers.modeling_utils", "worker.model_run
 KILL_WAIT_S: Final = 5.0
 
 
-def rank_bundle(config: WorkerConfig, cpus_per_rank: float, nodes: Iterable[Resources]) -> dict[str, float]:
-    """What one rank needs. With device `auto` it is a GPU wherever the cluster has any."""
-    has_gpus = any(node.get("GPU", 0) >= 1 for node in nodes)
-    wants_gpu = config.model.device == "cuda" or (config.model.device == "auto" and has_gpus)
-    return {"CPU": cpus_per_rank, "GPU": 1.0} if wants_gpu else {"CPU": cpus_per_rank}
+def rank_bundle(worker: WorkerConfig, cluster: ClusterConfig, nodes: Collection[Resources]) -> dict[str, float]:
+    """What one rank needs. With device `auto` it is a GPU wherever a node that it may run on has any."""
+    possible = [node for node in nodes if not unmet(cluster.rank_resources, [node])] or nodes
+    has_gpus = any(node.get("GPU", 0) >= 1 for node in possible)
+    wants_gpu = worker.model.device == "cuda" or (worker.model.device == "auto" and has_gpus)
+    return {"CPU": cluster.cpus_per_rank, **({"GPU": 1.0} if wants_gpu else {}), **cluster.rank_resources}
+
+
+def unmet(resources: Resources, nodes: Iterable[Resources]) -> list[str]:
+    """The resources, by name, of which no single node has so much."""
+    return [name for name, amount in resources.items() if all(node.get(name, 0) < amount for node in nodes)]
 
 
 def choose_strategy(bundle: Resources, num_ranks: int, num_replicas: int, nodes: Iterable[Resources]) -> Strategy:

@@ -17,6 +17,7 @@ from cluster.directory import Member, Role
 from cluster.membership import Lease
 from cluster.placement import RayLauncher, Resources
 from cluster.process_end import ProcessEnd, end_when_out_of_memory
+from cluster.termination import end_on_sigterm
 from worker.config import WorkerConfig
 from worker.errors import CallerError
 from worker.link import LinkServer
@@ -24,6 +25,9 @@ from worker.replica import Replica
 
 FLUSH_S: Final = 0.5
 """How long a failed replica may take to say so before its process ends."""
+
+STOP_S: Final = 10.0
+"""How long a replica may take to end its ranks once nothing runs."""
 
 IDLE_CHECK_S: Final = 0.05
 
@@ -37,6 +41,8 @@ class ReplicaDeployment:
         self._loop = asyncio.get_running_loop()
         launcher = RayLauncher(bundle, config.parallel.tensor_parallel_size)
         self._lease = Lease(directory, Member(member_id=_replica_id(), role=Role.REPLICA))
+        self._server: LinkServer | None = None
+        end_on_sigterm(self.__del__, limit_s=drain_timeout_s + STOP_S)
         try:
             self._replica = await asyncio.to_thread(Replica.start, located(config), launcher, self._report)
         except CallerError as error:
@@ -58,6 +64,8 @@ class ReplicaDeployment:
     async def __del__(self) -> None:
         """Serve awaits this when the replica is to end in peace: takes nothing new, lets what runs finish, stops."""
         await self._lease.end()
+        if self._server is None:  # SIGTERM has come before it was up
+            return
         deadline_s = time.monotonic() + self._drain_timeout_s
         while self._is_busy() and time.monotonic() < deadline_s:
             await asyncio.sleep(IDLE_CHECK_S)
@@ -81,6 +89,7 @@ class ReplicaDeployment:
 
     async def _close(self) -> None:
         """Tells every router, and the directory."""
+        assert self._server is not None, "its failures are heard of once it serves"
         await self._server.stop()
         await self._lease.end()
 

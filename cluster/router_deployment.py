@@ -11,13 +11,18 @@ from cluster.config import HoldfastConfig
 from cluster.directory import Member, Role
 from cluster.membership import Lease, WatchedDirectory, has_other_routers
 from cluster.process_end import end_when_out_of_memory
+from cluster.termination import end_on_sigterm
 from router.router import Router
 from worker.errors import ConfigurationError
+from worker.lifeline import Lifeline
 
 ANY_INTERFACE = "0.0.0.0"
 
 ALL_END_S: Final = 0.5
 """Where all routers end, each has left the directory so long after the first."""
+
+STOP_S: Final = 5.0
+"""How long a router may take to end once it has nothing to wait for."""
 
 
 class RouterDeployment:
@@ -29,6 +34,9 @@ class RouterDeployment:
         self._directory = directory
         self._drain_timeout_s = config.cluster.drain_timeout_s
         self._lease = Lease(directory, Member(member_id=serve.get_replica_context().replica_tag, role=Role.ROUTER))
+        self._router: Router | None = None
+        self._lifeline: Lifeline | None = None
+        end_on_sigterm(self.__del__, limit_s=self._drain_timeout_s + STOP_S)
         try:
             self._router = await _start(config, host, WatchedDirectory(directory))
         except ConfigurationError as error:
@@ -37,6 +45,9 @@ class RouterDeployment:
             raise
         address = _reachable(self._router.address)
         self._lease.update(replace(self._lease.member, phase="serving", address=address))
+        if config.health.hangs_after_s is not None:
+            self._lifeline = Lifeline(config.health.hangs_after_s, [])
+            self._beating = asyncio.create_task(self._lifeline.keep_beating())
 
     async def __del__(self) -> None:
         """Serve awaits this when the router is to end in peace.
@@ -45,9 +56,13 @@ class RouterDeployment:
         router ends, have time for their open requests.
         """
         await self._lease.end()
+        if self._router is None:  # SIGTERM has come before it was up
+            return
         await asyncio.sleep(ALL_END_S)
         hands_over = await has_other_routers(self._directory, self._lease.member.member_id)
         await self._router.stop(self._drain_timeout_s, hands_over=hands_over)
+        if self._lifeline is not None:
+            self._lifeline.cut()
 
 
 async def _start(config: HoldfastConfig, host: str, directory: WatchedDirectory) -> Router:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cluster.client import AsyncClient
-from cluster.config import HoldfastConfig
+from cluster.config import ClusterConfig, HoldfastConfig
 from cluster.directory import Member, Role, Snapshot
 from cluster.local import LOOPBACK, num_cpus_of_our_own, ray_connection, share_cores
 from cluster.progress import Report
@@ -50,6 +50,7 @@ def serving(config: HoldfastConfig, report: Report) -> Iterator[Serving]:
     report("starting Ray", 0, 1)
     with ray_connection(config.cluster, num_cpus_of_our_own(config)):
         report("starting Ray", 1, 1)
+        check_resources(config.cluster)
         directory = _deploy(config, report)
         try:
             yield _wait_until_up(config, directory, report)
@@ -73,6 +74,21 @@ def _check_here(config: HoldfastConfig) -> None:
             raise ConfigurationError(f"cluster.port = {cluster.port}: port {port} is not free ({error})") from error
 
 
+def check_resources(cluster: ClusterConfig) -> None:
+    """Our own Ray is this machine: what it does not have will never come."""
+    if cluster.address is not None:
+        return
+    from cluster.placement import node_resources, unmet
+
+    settings = {"cluster.rank_resources": cluster.rank_resources, "cluster.router_resources": cluster.router_resources}
+    for setting, resources in settings.items():
+        if missing := unmet(resources, node_resources()):
+            raise ConfigurationError(
+                f"{setting} = {resources}: this machine has too little {' and '.join(missing)}; custom resources are "
+                f"for a Ray cluster that was started with them, which cluster.address names"
+            )
+
+
 def _deploy(config: HoldfastConfig, report: Report) -> Any:
     """Hands the application to Serve, which goes on by itself. Returns the directory's handle."""
     from ray import serve
@@ -85,10 +101,9 @@ def _deploy(config: HoldfastConfig, report: Report) -> Any:
     serve.start(proxy_location="Disabled")
     name = config.cluster.namespace
     host = LOOPBACK if config.cluster.address is None else ANY_INTERFACE
-    serve.run_many(
-        [serve.RunTarget(target=application(config, host), name=name, route_prefix=None)],
-        wait_for_applications_running=False,
-    )
+    app = application(config, host)
+    target = serve.RunTarget(target=app, name=name, route_prefix=None, external_scaler_enabled=True)
+    serve.run_many([target], wait_for_applications_running=False)
     report("starting Serve", 1, 1)
     return serve.get_deployment_handle(DIRECTORY, name)
 

@@ -106,11 +106,16 @@ class HealthConfig(Settings):
     condemned_after_s: float | None = Field(
         5.0,
         ge=1,
-        description="a leader's process that hangs for so many seconds is killed with its ranks; unset: never",
+        description="a router, or a leader with its ranks, that hangs for so many seconds is killed; unset: never",
     )
     self_check_every_s: float = Field(
         60.0, ge=0, description="seconds between self-checks of a replica that serves; 0: none, nor one before"
     )
+
+    @property
+    def hangs_after_s(self) -> float | None:
+        """A process that gives no sign of life for so long is killed; None: it never is."""
+        return None if self.condemned_after_s is None else max(self.condemned_after_s, self.frozen_after_s)
 
 
 class SpeculationConfig(Settings):

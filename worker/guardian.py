@@ -1,4 +1,4 @@
-"""The program of a guardian: a small process beside a leader, which ends the leader when it hangs as a whole.
+"""The program of a guardian: a small process beside a leader, or a router, which ends it when it hangs as a whole.
 
     main()      # with arguments: limit_s leader rank ...; beats come in on descriptor 0
 

@@ -137,10 +137,10 @@ class Replica:
         """Starts a guardian, which kills this process and its ranks if the process hangs as a whole; None if the
         settings want none. For hosts whose process is the replica's alone: they keep the lifeline beating until `stop`.
         """
-        if self.health.condemned_after_s is None:
+        if self.health.hangs_after_s is None:
             return None
         ranks = [] if self._ranks is None else self._ranks.processes_here()
-        self._lifeline = Lifeline(max(self.health.condemned_after_s, self.health.frozen_after_s), ranks)
+        self._lifeline = Lifeline(self.health.hangs_after_s, ranks)
         return self._lifeline
 
     def stop(self) -> None:

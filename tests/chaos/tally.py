@@ -65,6 +65,10 @@ class Tally:
     def row(self, fault: str) -> Row:
         return self._rows.setdefault(fault, Row())
 
+    def add(self, fault: str, row: Row) -> None:
+        """A row that another process has counted."""
+        self._rows[fault] = row
+
     def lines(self) -> Iterable[str]:
         """A table, in Markdown; nothing if there were no faults."""
         if not self._rows:

@@ -6,7 +6,6 @@ What may not live here: faults at a chosen token (`test_sweep.py`).
 import asyncio
 import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -18,12 +17,13 @@ import pytest
 
 from cluster.client import AsyncClient
 from cluster.config import ClusterConfig, HoldfastConfig
+from cluster.local import LOOPBACK, share_cores
 from cluster.progress import progress
 from cluster.serving import Serving, serving
 from tests.chaos.kinds import KINDS
 from tests.chaos.load import Load, steady_load
 from tests.chaos.tally import Tally
-from tests.integration.processes import listening_ports, processes_named, ray_processes
+from tests.integration.processes import listening_ports, processes_named, ray_processes, two_free_ports
 from worker.config import CacheConfig, ParallelConfig
 from worker.errors import ReplicaError
 
@@ -54,6 +54,7 @@ class Site:
     """The cluster and its load, on an event loop that outlives the tests."""
 
     loop: asyncio.Runner
+    config: HoldfastConfig
     cluster: Serving
     load: Load
 
@@ -91,6 +92,25 @@ class Site:
                 (await fault.choose(self)).send_signal(fault.number)
                 row.num_faults += 1
             await asyncio.sleep(rng.uniform(0.2, 3.0))
+        await self.load.judge_all(row)
+        assert row.is_clean, row.differences
+
+    async def roll(self, tally: Tally) -> None:
+        """Deploys the same application again, which replaces every router and replica in turn."""
+        from ray import serve  # not before the cluster has been started: it closes Ray off only then
+
+        from cluster.app import application
+
+        await self.until_up()
+        row, before = tally.row("rolling update"), processes_named(":Router") + processes_named(":Replica")
+        app = application(share_cores(self.config), LOOPBACK)
+        target = serve.RunTarget(target=app, name=self.config.cluster.namespace, route_prefix=None)
+        await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False)
+        async with asyncio.timeout(BACK_S):
+            while any(process.is_running() for process in before):
+                await asyncio.sleep(0.1)
+        await self.until_up()
+        row.num_faults += len(before)
         await self.load.judge_all(row)
         assert row.is_clean, row.differences
 
@@ -136,18 +156,6 @@ FAULTS = (
 )
 
 
-def two_free_ports() -> int:
-    """The first of them. A router that is replaced has to come back where clients look for it."""
-    for port in range(random.randrange(20_000, 30_000), 32_000, 2):
-        try:
-            for candidate in (port, port + 1):
-                socket.create_server(("127.0.0.1", candidate)).close()
-        except OSError:
-            continue
-        return port
-    raise AssertionError("no two free ports next to each other")
-
-
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     config = HoldfastConfig(
@@ -159,7 +167,7 @@ def site() -> Iterator[Site]:
     kinds = [kind.longer(MAX_TOKENS) for kind in KINDS if kind.may_meet_itself]
     with progress(sys.stderr) as report, asyncio.Runner() as loop, serving(config, report) as cluster:
         loading = steady_load(cluster.routers, kinds, NUM_CLIENTS)
-        yield Site(loop, cluster, loop.run(loading.__aenter__()))
+        yield Site(loop, config, cluster, loop.run(loading.__aenter__()))
         loop.run(loading.__aexit__(None, None, None))
         processes = ray_processes()
         for process in processes:
@@ -172,6 +180,10 @@ def site() -> Iterator[Site]:
 def test_no_stream_notices(site: Site, fault: Fault, tally: Tally):
     site.loop.run(site.strike(fault, tally))
     assert site.loop.run(site.num_preemptions()) > 0, "memory was meant to be short"
+
+
+def test_no_stream_notices_a_rolling_update(site: Site, tally: Tally):
+    site.loop.run(site.roll(tally))
 
 
 def test_no_stream_notices_faults_at_random(site: Site, tally: Tally):

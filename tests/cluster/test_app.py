@@ -36,3 +36,20 @@ def test_ranks_that_must_part_are_warned_of(caplog: pytest.LogCaptureFixture):
         assert caplog.text == ""
         build_app({"parallel": {"tensor_parallel_size": 8}})
     assert "do not fit on whole nodes" in caplog.text
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_resources_that_no_node_has_yet_are_warned_of(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        build_app({"cluster": {"rank_resources": {"fast_disk": 1}, "router_resources": {"front_door": 2}}})
+    assert "cluster.rank_resources: no node has 1 of fast_disk yet" in caplog.text
+    assert "cluster.router_resources: no node has 2 of front_door yet" in caplog.text
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_every_rank_and_router_asks_for_its_resources():
+    resources = {"rank_resources": {"fast_disk": 0.5}, "router_resources": {"front_door": 1}}
+    router = build_app({"parallel": {"tensor_parallel_size": 2}, "cluster": resources})._bound_deployment
+    replica = router.init_args[-1]._bound_deployment
+    assert router.ray_actor_options == {"num_cpus": 1, "resources": {"front_door": 1.0}}
+    assert replica._replica_config.placement_group_bundles == [{"CPU": 1.0, "fast_disk": 0.5}] * 2

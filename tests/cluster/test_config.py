@@ -125,6 +125,35 @@ def test_bad_shares_are_refused_by_the_name_of_the_setting(shares):
         load(flag("scheduler.tenant_shares", shares, "--tenant-shares"))
 
 
+@pytest.mark.parametrize(
+    "text", [" fast_disk=1, accelerator_type:H100=0.001 ", "fast_disk=1,accelerator_type:H100=1e-3,"]
+)
+def test_custom_resources_are_written_as_text_or_as_a_mapping(text):
+    resources = {"fast_disk": 1.0, "accelerator_type:H100": 0.001}
+    assert load(flag("cluster.rank_resources", text)).config.cluster.rank_resources == resources
+    assert load(flag("cluster.router_resources", resources)).config.cluster.router_resources == resources
+    assert load(HOLDFAST_CLUSTER__RANK_RESOURCES="").config.cluster.rank_resources == {}
+
+
+@pytest.mark.parametrize(
+    ("resources", "why"),
+    [
+        ("fast_disk", "write it like"),
+        ("=1", "write it like"),
+        ("fast_disk=much", "number"),
+        ("fast_disk=0", "greater than or equal to 0.0001"),
+        ("fast_disk=inf", "finite"),
+        ("GPU=1", "GPU is no custom resource"),
+        ({"CPU": 1}, "CPU is no custom resource"),
+        ({"memory": 1e9}, "memory is no custom resource"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["cluster.rank_resources", "cluster.router_resources"])
+def test_bad_resources_are_refused_by_the_name_of_the_setting(setting, resources, why):
+    with pytest.raises(ConfigurationError, match=rf"{setting}.*from --flag.*{why}"):
+        load(flag(setting, resources))
+
+
 def test_every_bad_value_gets_a_line():
     bad = flag("model.dtype", "int3", "--dtype") | flag("cache.kv_cache_memory", "lots", "--kv-cache-memory")
     with pytest.raises(ConfigurationError) as raised:

@@ -1,6 +1,7 @@
 import pytest
 
-from cluster.placement import choose_strategy, rank_bundle
+from cluster.config import ClusterConfig
+from cluster.placement import choose_strategy, rank_bundle, unmet
 from worker.config import ModelConfig, WorkerConfig
 
 CPU_RANK = {"CPU": 1.0}
@@ -38,4 +39,35 @@ def test_the_scarcest_resource_decides():
 )
 def test_a_rank_takes_a_gpu_where_there_are_any(device, nodes, expected):
     config = WorkerConfig(model=ModelConfig(device=device))
-    assert rank_bundle(config, 1.0, nodes) == expected
+    assert rank_bundle(config, ClusterConfig(), nodes) == expected
+
+
+H100 = "accelerator_type:H100"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_gpus"),
+    [
+        ([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 4.0, "quiet": 2.0}], 0),
+        ([{"CPU": 4.0, "GPU": 1.0, "quiet": 2.0}, {"CPU": 4.0}], 1),
+        ([{"CPU": 4.0, "GPU": 1.0}], 1),
+    ],
+    ids=["its nodes have none", "its nodes have some", "its nodes are still to come"],
+)
+def test_a_rank_asks_for_custom_resources_and_for_a_gpu_where_nodes_with_these_have_one(nodes, num_gpus):
+    config = ClusterConfig(rank_resources={"quiet": 0.5})
+    bundle = rank_bundle(WorkerConfig(), config, nodes)
+    assert bundle == {"CPU": 1.0, "quiet": 0.5} | ({"GPU": 1.0} if num_gpus else {})
+
+
+def test_custom_resources_limit_how_many_replicas_stay_whole():
+    bundle = {"CPU": 1.0, H100: 0.5}
+    nodes = [{"CPU": 64.0, H100: 1.0}, {"CPU": 64.0}]
+    assert choose_strategy(bundle, 2, 1, nodes) == "STRICT_PACK"
+    assert choose_strategy(bundle, 2, 2, nodes) == "PACK"
+
+
+def test_what_no_single_node_has_is_told():
+    nodes = [{"CPU": 4.0, "quiet": 1.0}, {"CPU": 4.0, "quiet": 1.0}]
+    assert unmet({"quiet": 1.0}, nodes) == []
+    assert unmet({"quiet": 2.0, H100: 0.001}, nodes) == ["quiet", H100]

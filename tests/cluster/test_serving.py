@@ -4,8 +4,9 @@ from cluster import local
 from cluster.config import ClusterConfig, HoldfastConfig
 from cluster.directory import Member, Role, Snapshot
 from cluster.local import num_cpus_of_our_own, share_cores
-from cluster.serving import StartUp
+from cluster.serving import StartUp, check_resources
 from worker.config import ParallelConfig
+from worker.errors import ConfigurationError
 
 
 def config(replicas: int = 2, ranks: int = 2, address: str | None = None, threads: int | None = None) -> HoldfastConfig:
@@ -55,3 +56,12 @@ def test_a_start_up_tells_each_replica_and_phase_once_it_begins_and_ends():
         ("replica 2/2: starting", 0, 1),
         ("replica 1/2: weights", 1, 1),
     ]
+
+
+def test_our_own_ray_has_no_custom_resources(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("cluster.placement.node_resources", lambda: [{"CPU": 4.0, "accelerator_type:T4": 1.0}])
+    check_resources(ClusterConfig(rank_resources={"accelerator_type:T4": 0.5}))
+    wanted = ClusterConfig(router_resources={"front_door": 1.0})
+    with pytest.raises(ConfigurationError, match=r"cluster.router_resources = .*front_door.*cluster.address"):
+        check_resources(wanted)
+    check_resources(wanted.model_copy(update={"address": "auto"}))

@@ -8,14 +8,16 @@ import pytest
 from cluster.config import ClusterConfig, HoldfastConfig
 from cluster.progress import progress
 from cluster.serving import Serving, serving
-from tests.integration.processes import ray_processes
+from tests.integration.processes import ray_processes, two_free_ports
 from worker.config import ParallelConfig
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Serving]:
-    """Two replicas of two ranks each behind one router, on a Ray of their own. Ends without a process left behind."""
-    config = HoldfastConfig(cluster=ClusterConfig(replicas=2, port=0), parallel=ParallelConfig(tensor_parallel_size=2))
+    """Two replicas of two ranks each behind two routers, on a Ray of their own. Ends without a process left behind."""
+    config = HoldfastConfig(
+        cluster=ClusterConfig(replicas=2, port=two_free_ports()), parallel=ParallelConfig(tensor_parallel_size=2)
+    )
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with progress(sys.stderr) as report, serving(config, report) as serving_cluster:
         yield serving_cluster

@@ -1,4 +1,7 @@
-"""The processes of Ray that a test has started, directly or not."""
+"""The processes of Ray that a test has started, directly or not, and the ports that they serve."""
+
+import random
+import socket
 
 import psutil
 
@@ -16,3 +19,15 @@ def processes_named(part: str) -> list[psutil.Process]:
 def listening_ports(process: psutil.Process) -> set[int]:
     """The TCP ports that it serves."""
     return {link.laddr.port for link in process.net_connections() if link.status == psutil.CONN_LISTEN}
+
+
+def two_free_ports() -> int:
+    """The first of them. A router that is replaced has to come back where clients look for it."""
+    for port in range(random.randrange(20_000, 30_000), 32_000, 2):
+        try:
+            for candidate in (port, port + 1):
+                socket.create_server(("127.0.0.1", candidate)).close()
+        except OSError:
+            continue
+        return port
+    raise AssertionError("no two free ports next to each other")

@@ -1,0 +1,39 @@
+"""A router that takes the place of another must not keep clients waiting, once its libraries are loaded."""
+
+import asyncio
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster.client import AsyncClient
+from tests.chaos.forked import ForkedCluster, forked_cluster
+from tests.chaos.kinds import KINDS, Answer, ask
+
+pytestmark = pytest.mark.timeout(120)
+
+NUM_STARTS = 5
+LIMIT_S = 2.0
+"""For the fastest, so that a busy machine does not matter."""
+
+
+async def first_token_after(cluster: ForkedCluster) -> float:
+    """Seconds from a router's fork: it listens, finds the replicas, reads the tokenizer and answers."""
+    begun_s = time.monotonic()
+    router = await cluster.add_router()
+    async with AsyncClient(router.address) as client:
+        answer: Answer = await ask(client, KINDS[0])
+    router.send(signal.SIGKILL)
+    assert answer.is_whole
+    return answer.arrivals_s[0] - begun_s
+
+
+def test_a_router_gives_its_first_token_within_two_seconds(tmp_path: Path):
+    async def run() -> list[float]:
+        async with forked_cluster(tmp_path) as cluster:
+            return [await first_token_after(cluster) for _ in range(NUM_STARTS)]
+
+    seconds = asyncio.run(run())
+    print(f"first tokens after {', '.join(f'{first_s:.2f}' for first_s in seconds)} s")
+    assert min(seconds) < LIMIT_S
