@@ -20,29 +20,32 @@ class ProgressCounter:
     read it.
     """
 
-    __slots__ = ("_usual_s_per_token", "_usual_step_s", "count", "expected_step_s")
+    __slots__ = ("_usual_s", "count", "expected_step_s")
 
     def __init__(self) -> None:
         self.count = 0
         self.expected_step_s = 0.0
         """How long the step now running, or the last one, should take by what was seen before."""
-        self._usual_step_s = 0.0
-        self._usual_s_per_token = 0.0
+        self._usual_s: dict[int, float] = {}  # of steps of so many bits of tokens: sizes between two powers of two
 
     def tick(self) -> None:
         self.count += 1
 
     def begin_step(self, num_tokens: int) -> None:
-        """A long prefill is expected to take long: on a GPU all of its layers count at once, and its end comes late."""
-        self.expected_step_s = max(self._usual_step_s, self._usual_s_per_token * num_tokens)
+        """A long prefill is expected to take long: on a GPU all of its layers count at once, and its end comes late.
+
+        Steps that are larger than all before take at most as much longer as they are larger.
+        """
+        size, usual_s = num_tokens.bit_length(), self._usual_s
+        nearest = max((seen for seen in usual_s if seen <= size), default=min(usual_s, default=0))
+        self.expected_step_s = usual_s.get(nearest, 0.0) * 2 ** max(0, size - nearest)
         self.tick()
 
     def end_step(self, num_tokens: int, step_s: float) -> None:
-        """Takes the step's time in seconds into what is usual: a mean that forgets."""
-        is_first = self._usual_step_s == 0
-        weight = 1.0 if is_first else _WEIGHT
-        self._usual_step_s += weight * (step_s - self._usual_step_s)
-        self._usual_s_per_token += weight * (step_s / max(1, num_tokens) - self._usual_s_per_token)
+        """Takes the step's time in seconds into what is usual for its size: a mean that forgets."""
+        size = num_tokens.bit_length()
+        usual_s = self._usual_s.get(size, step_s)
+        self._usual_s[size] = usual_s + _WEIGHT * (step_s - usual_s)
         self.tick()
 
 

@@ -41,15 +41,38 @@ def test_time_that_nobody_watched_is_nobodys_fault(gap_s):
     assert not verdict.look(7, has_work=True, expected_step_s=0, now=0.4 + gap_s)
 
 
-def test_the_expected_time_grows_with_the_tokens_of_a_step():
+def seen(*steps: tuple[int, float]) -> ProgressCounter:
+    """A counter that has seen steps of so many tokens and seconds."""
     progress = ProgressCounter()
-    for _ in range(50):
-        progress.begin_step(4)
-        progress.end_step(4, 0.02)
-    progress.begin_step(400)
-    assert progress.expected_step_s == pytest.approx(2.0)
+    for num_tokens, step_s in steps:
+        progress.begin_step(num_tokens)
+        progress.end_step(num_tokens, step_s)
+    return progress
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "expected_s"), [(1, 0.01), (4, 0.02), (7, 0.02), (8, 0.04), (500, 1.0), (511, 1.0), (2048, 8.0)]
+)
+def test_a_step_is_expected_to_take_what_steps_of_its_size_took(num_tokens, expected_s):
+    """Of a size that was not seen yet: at most as much longer than the next smaller one as it is larger."""
+    progress = seen(*[(5, 0.02)] * 50, (400, 1.0), *[(1, 0.01)] * 50)
+    progress.begin_step(num_tokens)
+    assert progress.expected_step_s == pytest.approx(expected_s)
+
+
+def test_what_is_usual_follows_what_happens():
+    progress = seen((1, 0.01), *[(1, 0.1)] * 100)
     progress.begin_step(1)
-    assert progress.expected_step_s == pytest.approx(0.02)
+    assert progress.expected_step_s == pytest.approx(0.1, rel=0.01)
+
+
+def test_before_anything_was_seen_nothing_is_expected():
+    progress = ProgressCounter()
+    progress.begin_step(100)
+    assert progress.expected_step_s == 0
+    progress = seen((100, 0.5))
+    progress.begin_step(1)
+    assert progress.expected_step_s == 0.5, "larger than it will be, which is the safe side"
 
 
 def test_the_counter_moves_at_both_ends_of_a_step():
