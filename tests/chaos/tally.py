@@ -13,6 +13,7 @@ HEADER: Final = (
     "streams",
     "median pause s",
     "max pause s",
+    "found after s",
     "tokens recomputed",
     "lost",
     "doubled",
@@ -29,6 +30,8 @@ class Row:
     """Requests that were open when it happened, or were asked while it lasted."""
     pauses_s: list[float] = field(default_factory=list)
     """From the fault to the next token at the client, of the streams that it held up."""
+    found_s: list[float] = field(default_factory=list)
+    """From the fault to the moment when a router had given the replica up, where that was looked at."""
     num_recomputed: int = 0
     """Tokens that replicas computed once more to go on where another one had been lost."""
     num_lost: int = 0
@@ -53,7 +56,8 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         pauses = (f"{median(self.pauses_s):.2f}", f"{max(self.pauses_s):.2f}") if self.pauses_s else ("-", "-")
         counts = (self.num_recomputed or "-", self.num_lost, self.num_doubled, self.num_mismatched)
-        return (str(self.num_faults), str(self.num_streams), *pauses, *map(str, counts))
+        found = f"{median(self.found_s):.2f}" if self.found_s else "-"
+        return (str(self.num_faults), str(self.num_streams), *pauses, found, *map(str, counts))
 
 
 class Tally:

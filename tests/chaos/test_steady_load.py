@@ -38,6 +38,7 @@ NUM_BLOCKS = 24
 NUM_RANDOM_FAULTS = 5
 BACK_S = 150.0
 CALM_S = 1.0
+LOOK_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Fault:
     name: str
     number: signal.Signals
     choose: Callable[["Site"], Awaitable[psutil.Process]]
+    takes_a_replica: bool = True
 
 
 @dataclass
@@ -73,13 +75,24 @@ class Site:
         await self.load.judge_all(tally.row("no fault"))
         row = tally.row(fault.name)
         victim = await fault.choose(self)
+        struck_s = time.monotonic()
         victim.send_signal(fault.number)
-        pauses_s = await self.load.settle(time.monotonic())
+        finding = asyncio.create_task(self.given_up()) if fault.takes_a_replica else None
+        pauses_s = await self.load.settle(struck_s)
+        if finding is not None:
+            row.found_s.append(await finding - struck_s)
         row.num_faults += 1
         row.pauses_s.append(max(pauses_s))
         await self.load.judge_all(row)
         assert row.is_clean, row.differences
         assert tally.row("no fault").is_clean, tally.row("no fault").differences
+
+    async def given_up(self) -> float:
+        """When a router has one replica less."""
+        async with asyncio.timeout(BACK_S), AsyncClient(self.cluster.routers) as client:
+            while len((await client.get_load()).replicas) == NUM_REPLICAS:
+                await asyncio.sleep(LOOK_S)
+        return time.monotonic()
 
     async def strike_at_random(self, seed: int, tally: Tally) -> None:
         """One fault after the other, also while earlier ones are being mended, as long as two replicas are up."""
@@ -149,9 +162,9 @@ async def busiest_router(site: Site) -> psutil.Process:
 FAULTS = (
     Fault("SIGKILL of a leader", signal.SIGKILL, any_leader),
     Fault("SIGKILL of a rank", signal.SIGKILL, any_rank),
-    Fault("SIGKILL of a router", signal.SIGKILL, busiest_router),
+    Fault("SIGKILL of a router", signal.SIGKILL, busiest_router, takes_a_replica=False),
     Fault("SIGSTOP of a rank", signal.SIGSTOP, any_rank),
-    Fault("SIGSTOP of a router", signal.SIGSTOP, busiest_router),
+    Fault("SIGSTOP of a router", signal.SIGSTOP, busiest_router, takes_a_replica=False),
     Fault("SIGSTOP of a leader", signal.SIGSTOP, any_leader),
 )
 
