@@ -123,7 +123,7 @@ def test_a_shape_is_given_as_text_or_as_a_file(tmp_path: Path, asked, capsys):
 
 def test_a_priority_is_named(asked):
     assert run(["generate", "hello", "--priority", "critical"]) == 0
-    assert asked.pop().priority is Priority.CRITICAL
+    assert asked.pop().service["priority"] is Priority.CRITICAL
 
 
 def test_how_it_is_to_be_served_is_said_too(asked):
