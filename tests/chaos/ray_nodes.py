@@ -176,7 +176,7 @@ def other_thread() -> Iterator[Do]:
 
 @contextmanager
 def loaded(nodes: Cluster, routers: tuple[str, ...]) -> Iterator[Site]:
-    kinds = [kind.longer(MAX_TOKENS) for kind in KINDS]
+    kinds = [kind.longer(MAX_TOKENS) for kind in KINDS if kind.may_meet_itself]
     with other_thread() as do:
         loading = steady_load(routers, kinds, NUM_CLIENTS)
         load = do(loading.__aenter__())

@@ -38,14 +38,16 @@ class Row:
     num_doubled: int = 0
     num_mismatched: int = 0
     differences: list[str] = field(default_factory=list)
-    """Of the answers that did not match."""
+    """Of the answers that did not match, or did not come."""
 
     def judge(self, answer: Answer, right: Answer) -> None:
         """Compares an answer with the one of a run without faults."""
         self.num_streams += 1
-        self.num_lost += answer.error is not None
         self.num_doubled += answer.num_doubled
-        if answer.error is None and answer != right:
+        if answer.error is not None:
+            self.num_lost += 1
+            self.differences.append(f"lost: {answer.error!r}")
+        elif answer != right:
             self.num_mismatched += 1
             self.differences.append(answer.difference(right))
 
