@@ -78,11 +78,11 @@ def forget_the_stop_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """On failover the text state starts anew after the tokens so far, without what it had held back."""
     continuation = RequestRecord.continuation
 
-    def forgetful(self: RequestRecord, time_left_s: float | None = None) -> object:
+    def forgetful(self: RequestRecord, *args: Any) -> object:
         if self.output_token_ids:
             assert isinstance(self.text, TextStream)
             self.text._matcher._held = ""
-        return continuation(self, time_left_s)
+        return continuation(self, *args)
 
     monkeypatch.setattr(RequestRecord, "continuation", forgetful)
 
