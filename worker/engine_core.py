@@ -113,7 +113,7 @@ class EngineCore:
     @property
     def has_urgent_news(self) -> bool:
         """Whether listeners must be told something before a plan is run: it may be the last that they hear."""
-        return self._suspects.has_news and len(self.listeners) > 1
+        return self._suspects.has_news
 
     def take_updates(self) -> list[tuple[StepListener, EngineUpdate]]:
         """What has to be told now, and to whom: to all after a step or a change of load, else where there is news."""
