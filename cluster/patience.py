@@ -6,7 +6,8 @@ No clock or randomness here: time and draws are passed in.
 from collections.abc import Callable
 from typing import Final
 
-FIRST_PAUSE_S: Final = 0.05
+from router.redial import growing_pause_s
+
 MAX_PAUSE_S: Final = 2.0
 
 
@@ -56,9 +57,8 @@ class Patience:
         self._num_failed += 1
         if self._num_failed < self._num_routers:
             return 0.0
-        num_rounds = min(self._num_failed - self._num_routers, 10)
-        longest_s = max(hint_s or 0.0, min(FIRST_PAUSE_S * 2.0**num_rounds, MAX_PAUSE_S))
-        pause_s = longest_s * (0.5 + self._draw() / 2)
+        num_rounds = self._num_failed - self._num_routers
+        pause_s = growing_pause_s(num_rounds, MAX_PAUSE_S, self._draw(), hint_s or 0.0)
         end = self._first_failed_at + self._limit_s
         return pause_s if now + pause_s < (end if self._deadline is None else min(end, self._deadline)) else None
 

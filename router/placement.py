@@ -186,11 +186,16 @@ class Placement:
         return None
 
     def _vacate(self, model: str, now: float) -> list[Action]:
-        """Moves requests off replicas that retire. With nowhere to go, they go on where they are."""
+        """Moves requests off replicas that retire. With nowhere to go, they go on where they are.
+
+        A suspect for which no replica is right holds nobody up here either.
+        """
         actions: list[Action] = []
         for replica in self._fleet.retiring(model):
             for record in self._requests.on(replica):
                 target = self._choose(record)
+                if target is None and record.is_suspect:
+                    continue
                 if target is None:
                     return actions
                 attempt = self._requests.end_attempt(record)

@@ -52,7 +52,8 @@ class Quarantine:
         """What the replica should know that gets the next attempt."""
         if self.is_on_trial(record):
             return Suspicion.ON_TRIAL
-        is_next_too_many = record.num_replicas_lost_in_a_row + 1 >= self._max_lost
+        num_lost = record.num_replicas_lost_in_a_row
+        is_next_too_many = num_lost > 0 and num_lost + 1 >= self._max_lost
         return Suspicion.SUSPECT if is_next_too_many else Suspicion.NONE
 
     def note_step(self, record: RequestRecord) -> None:

@@ -41,10 +41,6 @@ class RequestRecord:
     """None while the request is queued."""
     prefix: PromptPrefix = field(init=False)
     """By which the replicas that have its prompt cached are found."""
-
-    def __post_init__(self) -> None:
-        self.prefix = PromptPrefix(self.request)
-
     fingerprint: str = ""
     """Of the last replica that it ran on, here or, of a resumed request, behind another router."""
     identity_guaranteed: bool = True
@@ -58,6 +54,9 @@ class RequestRecord:
     """Replicas that died suddenly under it, ever; and without progress in between. Kept by `quarantine.py`."""
     num_replicas_lost_in_a_row: int = 0
     is_suspect: bool = False
+
+    def __post_init__(self) -> None:
+        self.prefix = PromptPrefix(self.request)
 
     @classmethod
     def opened(

@@ -100,7 +100,9 @@ class HealthConfig(Settings):
     """How a replica that makes no progress, or computes wrongly, is found out."""
 
     frozen_after_s: float = Field(
-        1.0, gt=0, description="a replica is frozen after so many seconds with work and without progress, or 20 steps"
+        1.0,
+        gt=0,
+        description="a replica is frozen after so many seconds with work and no progress, or 20 expected steps",
     )
     heartbeat_s: float = Field(0.2, gt=0, description="seconds between a busy replica's heartbeats to its routers")
     condemned_after_s: float | None = Field(

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from worker.engine_updates import EngineUpdate, StepListener
-from worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError
+from worker.errors import DeadlineExceededError, HoldfastError
 from worker.mailboxes import Mailbox, Mailboxes
 from worker.plan import StepPlan, StepResult
 from worker.request import EngineLoad, EngineRequest, TokenDelta
@@ -66,16 +66,13 @@ class EngineCore:
         self._num_requests += 1
         if not self._mailboxes.is_attached(listener):
             return  # detached meanwhile: nobody waits for an answer
-        request_id = request.request_id
         try:
-            if self._mailboxes.is_owned(request_id):
-                raise InvalidRequestError("request_id", request_id, "is in use by a request that has not ended")
             self._suspects.check(request, listener)
             finished = self._scheduler.add(request, now)
         except HoldfastError as error:
-            self._mailboxes.refuse(request_id, error, listener)
+            self._mailboxes.refuse(request.request_id, error, listener)
             return
-        self._mailboxes.own(request_id, listener)
+        self._mailboxes.own(request.request_id, listener)
         self._suspects.add(request, listener)
         if finished is not None:
             self._keep([finished])
@@ -113,7 +110,7 @@ class EngineCore:
     @property
     def has_urgent_news(self) -> bool:
         """Whether listeners must be told something before a plan is run: it may be the last that they hear."""
-        return self._suspects.has_news and len(self.listeners) > 1
+        return self._suspects.has_news
 
     def take_updates(self) -> list[tuple[StepListener, EngineUpdate]]:
         """What has to be told now, and to whom: to all after a step or a change of load, else where there is news."""

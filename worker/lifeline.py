@@ -1,7 +1,7 @@
-"""A leader's line to its guardian: starts it, keeps beating, and cuts the line when the replica ends in peace.
+"""The line from a leader, or a router, to its guardian: starts it, keeps beating, and is cut at an end in peace.
 
-What may live here: the leader's side of the pipe. What may not: what is done to a leader that falls silent
-(`guardian.py`), and whether a process may be ended at all, which its host alone knows (`Replica.guard`).
+What may live here: this side of the pipe. What may not: what is done to who falls silent (`guardian.py`), and whether a
+process may be ended at all, which its host alone knows.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ class Lifeline:
         return ProcessId.of(self._guardian.pid)
 
     async def keep_beating(self) -> None:
-        """Beats from the running event loop until `cut`. It must be the loop that the replica's links live on: what its
-        routers hear of is what its guardian hears of.
+        """Beats from the running event loop until `cut`. It must be the loop that links or calls live on: what others
+        hear of this process is what its guardian hears of.
         """
         while not self._is_cut:
             try:
@@ -56,7 +56,8 @@ class Lifeline:
                 self._start_again()
 
     def cut(self) -> None:
-        """Ends the guardian: this process, which ends its ranks itself, is not watched any more. Safe to call twice."""
+        """Ends the guardian: this process, which ends its ranks, if any, itself, is not watched any more. Safe to call
+        twice."""
         with self._lock:
             self._is_cut = True
             self._dismiss()

@@ -42,10 +42,6 @@ class Mailboxes:
     def is_attached(self, listener: StepListener) -> bool:
         return listener in self._of
 
-    def is_owned(self, request_id: str) -> bool:
-        """Whether a request with this id still waits for its last word."""
-        return request_id in self._owner
-
     @property
     def num_owned(self) -> int:
         """Requests that still wait for their last word."""

@@ -30,7 +30,6 @@ class PeerSockets:
 
         Raises OSError, a RuntimeError or TimeoutError when not all are connected after `timeout_s`.
         """
-        self._rank = rank
         self._peers: dict[int, socket.socket] = {}
         if rank == 0:
             store.set("peer-token", secrets.token_hex(_TOKEN_BYTES // 2))

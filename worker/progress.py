@@ -7,7 +7,7 @@ those), and what is to be done about a frozen replica.
 from typing import Final
 
 AT_LEAST_S: Final = 1.0
-NUM_USUAL_STEPS: Final = 20.0
+NUM_EXPECTED_STEPS: Final = 20.0
 LONGEST_LOOK_S: Final = 0.25
 """Of the time between two looks no more than this counts: whoever looks may have been held up itself, on a busy machine
 or by a debugger, and must not blame another for that."""
@@ -50,7 +50,7 @@ class ProgressCounter:
 
 
 class FrozenVerdict:
-    """Frozen is who has work and has made no progress for `max(at_least_s, 20 usual steps)`.
+    """Frozen is who has work and has made no progress for `max(at_least_s, 20 times the expected step)`.
 
     Looked at again and again, by one who sees the counter move or not. No clock: the time comes in with each look.
     """
@@ -71,4 +71,4 @@ class FrozenVerdict:
             self.still_s = 0.0
             return False
         self.still_s += since
-        return self.still_s >= max(self._at_least_s, NUM_USUAL_STEPS * expected_step_s)
+        return self.still_s >= max(self._at_least_s, NUM_EXPECTED_STEPS * expected_step_s)

@@ -1,8 +1,9 @@
 import pytest
 
 from cluster.generation import Chunk
-from cluster.patience import FIRST_PAUSE_S, MAX_PAUSE_S, Patience
+from cluster.patience import MAX_PAUSE_S, Patience
 from cluster.received import Received
+from router.redial import FIRST_PAUSE_S
 from worker.errors import InternalError
 from worker.request import FinishReason
 

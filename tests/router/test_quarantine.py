@@ -176,6 +176,12 @@ def test_replicas_are_told_how_far_a_request_is_under_suspicion():
     assert sent(core.up("c")).request.suspicion is Suspicion.ON_TRIAL
 
 
+def test_a_request_that_no_replica_has_died_of_is_no_suspect_however_few_may_die():
+    core = Core(RouterConfig(max_replicas_lost=1))
+    core.up("a")
+    assert sent(core.submit("x")).request.suspicion is Suspicion.NONE
+
+
 def test_a_death_beside_suspects_of_another_router_convicts_nobody():
     core = core_with_replicas("a")
     core.submit("x")
@@ -196,6 +202,21 @@ def test_a_suspect_waits_for_a_replica_without_others_and_holds_nobody_up():
     assert core.dispatch.num_queued == 1
     assert sent(core.submit("new")).replica_id == "c"
     assert sent(core.step(replica_id="c")).request.request_id == "x"
+
+
+def test_a_suspect_that_cannot_leave_a_retiring_replica_keeps_nobody_else_there():
+    core = core_with_replicas("a")
+    core.submit("x")
+    for name, after in ("ab", "bc"):
+        core.step(replica_id=name, load=beside_suspects(1))
+        core.down(name)
+        assert sent(core.up(after)).request.request_id == "x"
+    core.submit("new")
+    core.up("d", load=beside_suspects(1))
+    moved = core.dispatch.replica_retiring("c", True, core.now)
+    assert [(type(action).__name__, action.replica_id) for action in moved] == [("SendAbort", "c"), ("SendSubmit", "d")]
+    assert sent(moved).request.request_id == "new"
+    assert [sent(core.step(replica_id="d")).request.request_id] == ["x"]
 
 
 def test_even_among_suspects_of_others_there_is_an_end():
