@@ -66,6 +66,7 @@ class ReplicaDeployment:
         await self._lease.end()
         if self._server is None:  # SIGTERM has come before it was up
             return
+        self._replica.wind_down()
         deadline_s = time.monotonic() + self._drain_timeout_s
         while self._is_busy() and time.monotonic() < deadline_s:
             await asyncio.sleep(IDLE_CHECK_S)

@@ -53,7 +53,11 @@ class Lifeline:
             except BrokenPipeError:
                 logger.warning("the guardian of this process has ended: another takes its place")
                 await asyncio.sleep(START_AGAIN_AFTER_S)
-                self._start_again()
+                try:
+                    self._start_again()
+                except OSError as error:
+                    logger.error("no guardian can be started, and this process goes on without: %s", error)
+                    return
 
     def cut(self) -> None:
         """Ends the guardian: this process, which ends its ranks, if any, itself, is not watched any more. Safe to call

@@ -143,6 +143,11 @@ class Replica:
         self._lifeline = Lifeline(self.health.hangs_after_s, ranks)
         return self._lifeline
 
+    def wind_down(self) -> None:
+        """It asks itself nothing any more, so that it is idle once others have nothing for it to do."""
+        if self._canary is not None:
+            self._canary.stop()
+
     def stop(self) -> None:
         """Aborts what is running, answers everyone, ends the ranks and the guardian. Safe to call twice."""
         if self._stopping:
@@ -204,8 +209,7 @@ class Replica:
 
     def _stop_watching(self) -> None:
         self._watchdog.stop()
-        if self._canary is not None:
-            self._canary.stop()
+        self.wind_down()
 
 
 class _EndOfEngine:

@@ -279,3 +279,8 @@ async def test_an_idle_replica_may_be_silent():
         assert (await place.stub.Generate(request())).usage.completion_tokens == 8
         await asyncio.sleep(0.5)
         assert replica.num_links == 1
+
+
+def test_a_node_that_is_gone_is_found_in_less_than_ten_seconds():
+    config = RouterConfig()
+    assert config.keepalive_s + config.keepalive_timeout_s < 10

@@ -31,6 +31,21 @@ def test_another_takes_the_place_of_a_guardian_that_was_killed(monkeypatch):
     asyncio.run(kill_it())
 
 
+def test_a_process_whose_guardian_cannot_be_started_again_says_so_and_goes_on(monkeypatch, caplog):
+    monkeypatch.setattr("worker.lifeline.START_AGAIN_AFTER_S", 0.0)
+
+    async def kill_it() -> None:
+        lifeline = Lifeline(1000, [])
+        lifeline._command = ["/no/such/program"]
+        lifeline.guardian.kill()
+        async with asyncio.timeout(TIMEOUT_S):
+            await lifeline.keep_beating()
+        lifeline.cut()
+
+    asyncio.run(kill_it())
+    assert "goes on without" in caplog.text
+
+
 def test_a_guardian_that_is_stopped_holds_nobody_up():
     """A pipe takes 64 KiB."""
     lifeline = Lifeline(1000, [])
