@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -145,7 +146,9 @@ def test_a_flipped_bit_on_a_rank_that_is_not_the_leader_is_found_as_well(folder)
     def run(group) -> None:
         runner = runners[group.rank] = ModelRunner.load(config, group, device=torch.device("cpu"))
         if group.rank > 0:
-            return follow(runner, group)
+            with suppress(threading.BrokenBarrierError):  # the leader may be gone before its last order was read
+                follow(runner, group)
+            return None
         return assert_found(Replica.around(config, runner, group), lambda: flip_a_norm(runners[1]))
 
     run_ranks(2, run)
