@@ -134,7 +134,7 @@ def test_what_a_client_has_received_comes_by_sequence():
 def test_an_end_that_no_stream_has_is_refused(value):
     received = inference_pb2.SequenceProgress(token_ids=[1], finish_reason=value)
     resume = inference_pb2.Resume(sequences=[inference_pb2.SequenceProgress(), received])
-    with pytest.raises(InvalidRequestError, match=rf"resume.sequences\[1\].finish_reason = {value}: .*STOP or .*LENGTH"):
+    with pytest.raises(InvalidRequestError, match=rf"\[1\].finish_reason = {value}: .*STOP or .*LENGTH"):
         generation_request(inference_pb2.GenerateRequest(text="x", resume=resume))
 
 
