@@ -14,6 +14,7 @@ from ray import serve
 
 from cluster.bundled_model import located
 from cluster.directory import Member, Role
+from cluster.log_lines import date_log_lines
 from cluster.membership import Lease
 from cluster.placement import RayLauncher, Resources
 from cluster.process_end import ProcessEnd, end_when_out_of_memory
@@ -36,6 +37,7 @@ class ReplicaDeployment:
     """Hosts one `Replica`. Made and called by Serve alone."""
 
     async def __init__(self, config: WorkerConfig, bundle: Resources, drain_timeout_s: float, directory: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        date_log_lines()
         end_when_out_of_memory()
         self._drain_timeout_s = drain_timeout_s
         self._loop = asyncio.get_running_loop()

@@ -9,6 +9,7 @@ from ray import serve
 
 from cluster.config import HoldfastConfig
 from cluster.directory import Member, Role
+from cluster.log_lines import date_log_lines
 from cluster.membership import Lease, WatchedDirectory, has_other_routers
 from cluster.process_end import end_when_out_of_memory
 from cluster.termination import end_on_sigterm
@@ -30,6 +31,7 @@ class RouterDeployment:
 
     async def __init__(self, config: HoldfastConfig, host: str, directory: Any, replicas: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         # `replicas` is here only because Serve deploys what the ingress is given.
+        date_log_lines()
         end_when_out_of_memory()
         self._directory = directory
         self._drain_timeout_s = config.cluster.drain_timeout_s

@@ -148,7 +148,9 @@ class Intake:
         if resume is None:
             return part_of(sibling, text, None, index)
         received = resume.progress(index).token_ids
-        check_vocabulary(f"resume.sequences[{index}].token_ids", received, admitted.model.facts.vocab_size)
+        field, num_prompt_tokens = f"resume.sequences[{index}].token_ids", len(sibling.prompt_token_ids)
+        check_vocabulary(field, received, admitted.model.facts.vocab_size)
+        _check_room(field, len(received), num_prompt_tokens, admitted.model.facts.max_model_len)
         return await asyncio.to_thread(part_of, sibling, text, resume, index, len(admitted.echo))
 
     def _check_open(self) -> None:
@@ -186,6 +188,14 @@ def _resolved(params: SamplingParams, request_id: str, facts: ReplicaFacts) -> S
     seed = derived_seed(request_id) if params.seed is None else params.seed
     max_tokens = None if params.max_tokens is None else min(params.max_tokens, facts.max_model_len)
     return replace(params, seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, facts.vocab_size))
+
+
+def _check_room(field: str, num_received: int, num_prompt_tokens: int, max_model_len: int) -> None:
+    """No output is longer than what the context leaves it."""
+    most = max_model_len - num_prompt_tokens
+    if num_received > most:
+        limit = f"must have at most {most} tokens: this model's maximum context length is {max_model_len} tokens"
+        raise InvalidRequestError(field, num_received, f"{limit}, and the prompt has {num_prompt_tokens}")
 
 
 def _check_length(prompt: str | tuple[int, ...], num_tokens: int, facts: ReplicaFacts) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from router.events import FRESH, CaughtUp, Deliver, TextState, Usage
 from worker.errors import InvalidRequestError
 from worker.request import EngineRequest, FinishReason
-from worker.sampling_params import SamplingParams
+from worker.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class Resume:
         """Raises `InvalidRequestError` for what cannot be a beginning of the request's output."""
         if len(self.sequences) > params.n:
             raise InvalidRequestError("resume.sequences", len(self.sequences), f"the request has n = {params.n}")
-        if not request_id and params.seed is None:
-            limit = "must be that of the stream that was cut off: the seed is derived from it"
+        if not request_id and params.seed is None and params.temperature >= GREEDY_TEMPERATURE:
+            limit = "must be that of the stream that was cut off, as its chunks say it: the seed is derived from it"
             raise InvalidRequestError("request_id", request_id, limit)
         for index, progress in enumerate(self.sequences):
             if params.max_tokens is not None and len(progress.token_ids) > params.max_tokens:

@@ -38,7 +38,10 @@ _FINISH_REASONS: Final = {
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: inference_pb2.FINISH_REASON_ABORT,
 }
-_RECEIVED_REASONS: Final = {int(value): reason for reason, value in _FINISH_REASONS.items()}
+_RECEIVED_REASONS: Final = {
+    int(value): reason for reason, value in _FINISH_REASONS.items() if reason is not FinishReason.ABORT
+}
+"""Those that a stream may end with: a cancelled one ends with a status."""
 _OPTIONAL: Final = (
     "top_k",
     "seed",
@@ -86,14 +89,18 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
 
 
 def _resume(message: inference_pb2.Resume) -> Resume:
-    return Resume(sequences=tuple(map(_progress, message.sequences)), fingerprint=message.system_fingerprint)
+    sequences = tuple(_progress(index, progress) for index, progress in enumerate(message.sequences))
+    return Resume(sequences=sequences, fingerprint=message.system_fingerprint)
 
 
-def _progress(message: inference_pb2.SequenceProgress) -> Progress:
+def _progress(index: int, message: inference_pb2.SequenceProgress) -> Progress:
+    if message.finish_reason not in _RECEIVED_REASONS:
+        limit = "must be unset, or what a stream's last chunk may say: FINISH_REASON_STOP or FINISH_REASON_LENGTH"
+        raise InvalidRequestError(f"resume.sequences[{index}].finish_reason", message.finish_reason, limit)
     return Progress(
         token_ids=tuple(message.token_ids),
         text_length=message.text_length,
-        finish_reason=_RECEIVED_REASONS.get(message.finish_reason),
+        finish_reason=_RECEIVED_REASONS[message.finish_reason],
     )
 
 

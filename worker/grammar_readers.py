@@ -96,7 +96,8 @@ class GrammarReaders:
         if num_read:
             matcher.rollback(num_read)
         if matcher.is_error():  # its masks now allow an end of sequence and nothing else
-            logger.warning("the output of sequence %d ends early: %s", sequence.sequence_id, matcher.get_error())
+            reason = matcher.get_error().partition("\n")[0]  # what follows quotes the grammar, which is the caller's
+            logger.warning("the output of sequence %d ends early: %s", sequence.sequence_id, reason)
         return masks
 
     def _matcher_after(self, sequence_id: int, draw: DrawParams, step_id: int) -> Matcher:

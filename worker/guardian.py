@@ -29,7 +29,9 @@ def main() -> None:
     limit_s = float(sys.argv[1])
     leader, *ranks = map(ProcessId.parse, sys.argv[2:])
     if hangs(leader, sys.stdin.fileno(), limit_s):
-        print(f"no beat of {leader.pid} for {limit_s:g} s: ending it and its ranks", file=sys.stderr, flush=True)
+        whom = "it and its ranks" if ranks else "it"
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        print(f"{now} no beat of process {leader.pid} for {limit_s:g} s: ending {whom}", file=sys.stderr, flush=True)
     end([leader, *ranks])
 
 

@@ -77,6 +77,9 @@ class ShapeFlags:
         from worker.config import SchedulerConfig
 
         _require(num_replicas >= 1, "replicas", num_replicas, "must be at least 1")
+        for name in ("max_num_seqs", "max_num_batched_tokens", "num_blocks"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        _require(self.max_model_len >= 2, "max_model_len", self.max_model_len, "must be at least 2")
         if self.step_model is None:
             raise ConfigurationError("--replicas needs --step-model (python -m benchmarks.step_model writes one)")
         return ClusterShape(
@@ -125,7 +128,10 @@ def simulate(
         cluster = shape.cluster(replicas)
         return _capacity(load.load(cluster.max_model_len), cluster, routing, slo_ttft, slo_tpot, plot)
     if replay is not None:
+        _require(last >= 0, "last", last, "must not be below 0")
         return _replay(replay, last)
+    _require(jobs >= 0, "jobs", jobs, "must be a number of cores, or 0 for all")
+    _require(max_failures >= 1, "max_failures", max_failures, "must be at least 1")
     return _campaign(_range(seeds), jobs or os.cpu_count() or 1, max_failures)
 
 

@@ -33,8 +33,9 @@ def stats(*, server: Annotated[str, Parameter(help="host:port of a running route
     for replica in load.replicas:
         table.add_row(*_row(replica))
     console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
-    console.print(table)
-    console.print(f"{load.num_open} requests open in this router, {load.num_queued} of them waiting for a replica")
+    console.print(table if load.replicas else "no replica is up: requests wait for one (router.replica_wait_s)")
+    requests = "request" if load.num_open == 1 else "requests"
+    console.print(f"{load.num_open} {requests} open in this router, {load.num_queued} of them waiting for a replica")
     return 0
 
 

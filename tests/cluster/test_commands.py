@@ -104,6 +104,17 @@ def test_stats_shows_a_row_for_each_replica(capsys: pytest.CaptureFixture[str], 
     assert last.startswith("5 requests open in this router, 3 of them waiting")
 
 
+def test_stats_without_a_replica_say_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    async def load(server: str) -> inference_pb2.GetLoadResponse:
+        return inference_pb2.GetLoadResponse(num_open=1, num_queued=1)
+
+    monkeypatch.setattr(stats, "_load", load)
+    assert run(["stats"]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("no replica is up")
+    assert last.startswith("1 request open in this router, 1 of them waiting")
+
+
 def test_stats_of_no_server_is_a_failure(capsys: pytest.CaptureFixture[str]):
     assert run(["stats", "--server", "127.0.0.1:1"]) == 1
     assert "is `holdfast serve` running there?" in capsys.readouterr().err

@@ -41,6 +41,23 @@ def test_a_replay_without_a_failure_says_so(capsys):
     assert "every promise was kept" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--jobs", "-1"],
+        ["--max-failures", "0"],
+        ["--last", "-1", "--replay", "8"],
+        ["--max-num-seqs", "0", "--replicas", "2"],
+        ["--max-num-batched-tokens", "0", "--replicas", "2"],
+        ["--num-blocks", "0", "--replicas", "2"],
+        ["--max-model-len", "1", "--replicas", "2"],
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused_by_the_name_of_its_flag(flags, capsys):
+    assert run(["simulate", *flags]) == 2
+    assert f"{flags[0]} {flags[1]}: must" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("seeds", ["7", "5:5", "a:b"])
 def test_seeds_that_are_no_range_are_refused(seeds, capsys):
     assert run(["simulate", "--seeds", seeds]) == 2

@@ -136,8 +136,23 @@ async def test_what_cannot_be_a_beginning_of_the_output_is_refused():
         ):
             refused = await refusal(collected(place.stub.GenerateStream(wish)))
             assert (refused.code, refused.field) == ("INVALID_ARGUMENT", field)
+        refused = await refusal(collected(place.stub.GenerateStream(resumed([1] * 99_996, 0, max_tokens=100_000))))
+        assert refused.message.endswith(
+            "99996: must have at most 99995 tokens: this model's maximum context length is "
+            "100000 tokens, and the prompt has 5"
+        )
         refused = await refusal(place.stub.Generate(resumed(token_ids[:5], 0)))
         assert (refused.code, refused.field) == ("INVALID_ARGUMENT", "resume")
+
+
+@on_a_loop
+async def test_a_greedy_stream_goes_on_without_the_id_that_others_draw_by():
+    token_ids, _ = expected("hello", 1, 8)
+    async with site(await FakeReplica.start()) as place:
+        wish = unseeded(resumed(token_ids[:5], 0))
+        wish.sampling_params.temperature = 0
+        *_, last = await collected(place.stub.GenerateStream(wish))
+        assert last.usage.completion_tokens == 8
 
 
 def stopped(wish: inference_pb2.GenerateRequest, stop: str) -> inference_pb2.GenerateRequest:

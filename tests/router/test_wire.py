@@ -130,6 +130,14 @@ def test_what_a_client_has_received_comes_by_sequence():
     assert generation_request(inference_pb2.GenerateRequest(text="x")).resume is None
 
 
+@pytest.mark.parametrize("value", [inference_pb2.FINISH_REASON_ABORT, 99])
+def test_an_end_that_no_stream_has_is_refused(value):
+    received = inference_pb2.SequenceProgress(token_ids=[1], finish_reason=value)
+    resume = inference_pb2.Resume(sequences=[inference_pb2.SequenceProgress(), received])
+    with pytest.raises(InvalidRequestError, match=rf"\[1\].finish_reason = {value}: .*STOP or .*LENGTH"):
+        generation_request(inference_pb2.GenerateRequest(text="x", resume=resume))
+
+
 def test_logprobs_are_in_chunks_and_in_whole_answers():
     said = TokenLogprob(token_id=7, logprob=-1.5, rank=3, top=((4, -0.25), (2, -math.inf)))
     usage = Usage(num_prompt_tokens=2, num_completion_tokens=1)

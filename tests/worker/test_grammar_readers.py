@@ -41,6 +41,16 @@ class CountingMatcher:
         return ""
 
 
+class BrokenMatcher(CountingMatcher):
+    """Says what is wrong as llguidance does: in one line, and then with all that it knows."""
+
+    def is_error(self) -> bool:
+        return True
+
+    def get_error(self) -> str:
+        return "too complex\n<state>\n</state><grammar>\na caller's own\n</grammar>"
+
+
 @pytest.fixture
 def read() -> list[int]:
     """All that matchers have read, in order."""
@@ -110,3 +120,8 @@ def test_readers_of_sequences_that_are_gone_are_dropped(readers):
     for number in range(100):
         readers.masks(plan((), sequence_id=number, step_id=number))
     assert 0 < len(readers) < 40
+
+
+def test_the_log_says_why_an_output_ends_early_and_nothing_of_the_grammar(caplog):
+    GrammarReaders(lambda grammar: BrokenMatcher([]), frozenset({END})).masks(plan((1,)))
+    assert caplog.messages == ["the output of sequence 1 ends early: too complex"]

@@ -1,0 +1,14 @@
+"""How the lines look that the processes of a cluster write to their logs: when, how grave, and what.
+
+What may not live here: what is logged, and where it is kept, which is Ray's business.
+"""
+
+import logging
+from typing import Final
+
+FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
+
+
+def date_log_lines() -> None:
+    """From now on this process writes warnings and errors with the time. Not for libraries: logs are their caller's."""
+    logging.basicConfig(format=FORMAT)
