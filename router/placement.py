@@ -48,7 +48,7 @@ class Placement:
 
     def send(self, record: RequestRecord, replica: ReplicaState, now: float) -> SendSubmit:
         """Begins an attempt: the request goes on after its output so far."""
-        attempt = self._requests.begin_attempt(record, replica)
+        attempt = self._requests.begin_attempt(record, replica, now)
         replica.breaker.note_sent(now)
         time_left_s = max(0.0, self._requests.deadlines.of(record.request_id) - now)
         request = record.continuation(time_left_s, self.quarantine.suspicion(record))
@@ -123,7 +123,7 @@ class Placement:
         """
         lost = self._requests.on(replica)
         is_sudden = bool(lost) and not replica.is_retiring
-        culprits = self.quarantine.culprits(lost, replica.load.num_foreign_suspects) if is_sudden else []
+        culprits = self.quarantine.culprits(lost, now, replica.load.num_foreign_suspects) if is_sudden else []
         if is_sudden:
             replica.breaker.note_failure(now)
         for record in lost:

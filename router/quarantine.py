@@ -7,6 +7,9 @@ begins where the last one ended, so it strikes again at once. Once suspicion is 
     alone in that:   it is the culprit, and is not tried again;
     one of several:  each is put on trial, one at a time and so that the next death tells. Who gets on is cleared.
 
+A death so soon after the request was sent there that it may not have begun to run, as when two replicas die at once, is
+no proof: the request is put on trial as well, and only a death in a trial tells, however soon.
+
 Several are also those of other routers. Each router judges its own requests alone, but tells replicas which of them are
 suspects, and hears from each how many suspects of others are there (`worker/suspects.py`).
 
@@ -23,6 +26,10 @@ LIFETIME_FACTOR: Final = 4
 """A request that has outlived this many times the deaths in a row fails as well: some poisons need a long time."""
 
 
+PROOF_S: Final = 0.05
+"""A replica that dies sooner after a request was sent to it may have had other reasons."""
+
+
 class Quarantine:
     """Suspicion against requests, and the one trial that each model may have under way."""
 
@@ -30,7 +37,7 @@ class Quarantine:
         self._max_lost = max_replicas_lost
         self._on_trial: dict[str, RequestRecord] = {}
 
-    def culprits(self, lost: Sequence[RequestRecord], num_foreign_suspects: int = 0) -> list[RequestRecord]:
+    def culprits(self, lost: Sequence[RequestRecord], now: float, num_foreign_suspects: int = 0) -> list[RequestRecord]:
         """Judges those that ran on a replica when it died, and notes who is a suspect. Culprits must not run again.
 
         With suspects of other routers there, it may have been one of those: the death makes suspects, and no culprit.
@@ -44,7 +51,7 @@ class Quarantine:
         on_trial = [record for record in lost if self.is_on_trial(record)]
         if on_trial and not num_foreign_suspects:
             return on_trial
-        is_certain = len(suspects) == 1 and not on_trial and not num_foreign_suspects
+        is_certain = len(suspects) == 1 and not on_trial and not num_foreign_suspects and _has_run(suspects[0], now)
         limit = LIFETIME_FACTOR * self._max_lost
         return [record for record in lost if record.num_replicas_lost >= limit or (is_certain and record in suspects)]
 
@@ -87,3 +94,9 @@ class Quarantine:
             assert record.model == model
             assert record.is_suspect
             assert record.attempt is not None
+
+
+def _has_run(record: RequestRecord, now: float) -> bool:
+    """Whether the attempt that has just been lost came to anything, or had the time to."""
+    assert record.attempt is not None, "it was running"
+    return record.num_steps > 0 or now - record.attempt.sent_at >= PROOF_S

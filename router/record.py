@@ -21,6 +21,8 @@ class Attempt:
 
     number: int
     replica: ReplicaState
+    sent_at: float
+    """By the clock of whoever drives the core, in seconds."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -176,10 +178,10 @@ class RequestTable:
         del self._records[record.request_id]
         self.deadlines.drop(record.request_id)
 
-    def begin_attempt(self, record: RequestRecord, replica: ReplicaState) -> Attempt:
+    def begin_attempt(self, record: RequestRecord, replica: ReplicaState, now: float) -> Attempt:
         assert record.attempt is None, "a request runs in one place at a time"
         self._last_attempt += 1
-        record.attempt = Attempt(number=self._last_attempt, replica=replica)
+        record.attempt = Attempt(number=self._last_attempt, replica=replica, sent_at=now)
         record.num_steps = 0
         record.note_replica(replica.facts)
         self._by_attempt[self._last_attempt] = record

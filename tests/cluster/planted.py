@@ -34,8 +34,8 @@ def drop_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a replica says of an attempt that has ended is taken for news of the request's next attempt."""
     begin, ended = RequestTable.begin_attempt, dict[tuple[int, int], RequestRecord]()
 
-    def begin_attempt(self: RequestTable, record: RequestRecord, replica: ReplicaState) -> object:
-        attempt = begin(self, record, replica)
+    def begin_attempt(self: RequestTable, record: RequestRecord, replica: ReplicaState, now: float) -> object:
+        attempt = begin(self, record, replica, now)
         ended[id(self), attempt.number] = record
         return attempt
 

@@ -6,6 +6,7 @@ from router.circuit_breaker import NUM_FAILURES_TO_REST
 from router.config import LimitsConfig, RouterConfig
 from router.events import AttemptRejection, Deliver, Usage
 from router.placement import MAX_REFUSALS
+from router.quarantine import PROOF_S
 from router.text_stream import TextStream
 from tests.fakes import byte_tokenizer
 from tests.router.core import Core, aborts, delivered, delta, facts, failure, load, sent
@@ -19,7 +20,7 @@ from worker.errors import (
 )
 from worker.request import EngineRequest, FinishReason, Priority
 from worker.sampling_params import SamplingParams
-from worker.suspicion import NUM_STEPS_TO_CLEAR
+from worker.suspicion import NUM_STEPS_TO_CLEAR, Suspicion
 
 
 @pytest.fixture
@@ -192,10 +193,30 @@ def test_a_request_that_every_replica_gives_up_fails_in_the_end(core):
 # --- quarantine ---
 
 
+def test_two_replicas_that_die_at_once_convict_nobody(core):
+    """The second was lost before the request can have begun to run there."""
+    core.submit("innocent")
+    core.down("a")
+    core.up("c")
+    core.now += PROOF_S / 2
+    trial = sent(core.down("b"))
+    assert trial.request.suspicion is Suspicion.ON_TRIAL
+    assert delivered(core.step(delta(trial.attempt, 0, 5), replica_id="c")).token_ids == (5,)
+
+
+def test_whoever_kills_its_replica_on_trial_is_convicted_however_soon(core):
+    core.submit("poison")
+    core.down("a")
+    core.up("c")
+    core.down("b")
+    assert "3 replicas were lost" in str(failure(core.down("c")).error)
+
+
 def test_a_request_that_kills_two_replicas_in_a_row_is_not_tried_again(core):
     core.submit("poison")
     core.down("a")
     core.up("c")
+    core.now += PROOF_S
     error = failure(core.down("b")).error
     assert isinstance(error, RequestQuarantinedError)
     assert error.retry_after_s is None
