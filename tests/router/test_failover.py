@@ -216,7 +216,7 @@ def test_a_request_that_kills_two_replicas_in_a_row_is_not_tried_again(core):
     core.submit("poison")
     core.down("a")
     core.up("c")
-    core.now += PROOF_S
+    core.now += 2 * PROOF_S
     error = failure(core.down("b")).error
     assert isinstance(error, RequestQuarantinedError)
     assert error.retry_after_s is None
