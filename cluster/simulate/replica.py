@@ -68,15 +68,22 @@ class SimulatedReplica(Process):
         self.timeline.after(WATCH_S, self._watch, self.num_lives)
 
     def retire(self, is_retiring: bool) -> None:
-        """Tells every router that it takes nothing new, or does so again."""
-        if self.is_up and not self.is_frozen:
-            self.is_retiring = is_retiring
-            for connection in self._links:
-                connection.send(self, Retiring(is_retiring=is_retiring))
+        """Tells every router that it takes nothing new, or does so again; later, if it is frozen."""
+        if self.is_up:
+            self._do(self._say_whether_retiring, is_retiring)
+
+    def _say_whether_retiring(self, is_retiring: bool) -> None:
+        self.is_retiring = is_retiring
+        for connection in self._links:
+            connection.send(self, Retiring(is_retiring=is_retiring))
 
     def replace(self) -> None:
-        """A rolling update: if it was to go, it goes, and the next one comes."""
-        if self.is_up and self.is_retiring:
+        """A rolling update: if it was to go, it goes, and the next one comes; later, if it is frozen."""
+        if self.is_up:
+            self._do(self._go)
+
+    def _go(self) -> None:
+        if self.is_retiring:
             self._restart()
 
     def recover(self) -> None:
