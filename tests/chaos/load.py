@@ -25,6 +25,12 @@ class Load:
         self._open: dict[int, Answer] = {}
         self._unjudged: list[tuple[Answer, Answer]] = []
 
+    async def under_way(self, at_least: int) -> None:
+        """Returns when so many streams have come to a token, and have not ended."""
+        async with asyncio.timeout(SETTLED_S):
+            while sum(bool(answer.arrivals_s) for answer in list(self._open.values())) < at_least:
+                await asyncio.sleep(POLL_S)
+
     async def settle(self, struck_s: float) -> list[float]:
         """Waits until every stream that was open then has come to its end. The longest pause of each of them since."""
         caught = [answer for answer in self._open.values() if answer.arrivals_s]

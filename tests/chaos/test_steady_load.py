@@ -75,6 +75,7 @@ class Site:
         await self.load.judge_all(tally.row("no fault"))
         row = tally.row(fault.name)
         victim = await fault.choose(self)
+        await self.load.under_way(NUM_CLIENTS // 2)
         struck_s = time.monotonic()
         victim.send_signal(fault.number)
         finding = asyncio.create_task(self.given_up()) if fault.takes_a_replica else None
