@@ -29,7 +29,7 @@ from cluster.app import REPLICA, ROUTER
 from cluster.client import AsyncClient
 from cluster.config import ClusterConfig, HoldfastConfig
 from cluster.demo.loss import busiest_replica, pids_of
-from cluster.demo.streams import Stream, stream_all
+from cluster.demo.streams import Stream, are_under_way, stream_all
 from cluster.progress import progress
 from cluster.serving import Serving, serving
 from worker.config import ParallelConfig
@@ -66,8 +66,7 @@ class Outcome:
         return [pause_s for pause_s in pauses_s if pause_s is not None]
 
     def num_identical(self, undisturbed: Sequence[Stream]) -> int:
-        pairs = zip(self.streams, undisturbed, strict=True)
-        return sum(one.token_ids == other.token_ids and one.text == other.text for one, other in pairs)
+        return sum(one.is_same_as(other) for one, other in zip(self.streams, undisturbed, strict=True))
 
 
 async def a_leader(cluster: Serving, application: str) -> int:
@@ -103,10 +102,9 @@ async def strike(
 
     def watch(streams: Sequence[Stream], grown: Stream) -> None:
         nonlocal victim, struck_s
-        least = min((stream.num_tokens for stream in streams if not stream.is_finished), default=AFTER_TOKENS)
-        if victim is None and least >= AFTER_TOKENS // 2:
+        if victim is None and are_under_way(streams, AFTER_TOKENS // 2):
             victim = asyncio.create_task(fault.find(cluster, application))
-        if struck_s is None and least >= AFTER_TOKENS and victim is not None and victim.done():
+        if struck_s is None and are_under_way(streams, AFTER_TOKENS) and victim is not None and victim.done():
             struck_s = time.perf_counter()
             os.kill(victim.result(), fault.number)
 

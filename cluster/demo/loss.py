@@ -14,7 +14,7 @@ from typing import Final
 from rich.table import Table
 
 from cluster.client import AsyncClient
-from cluster.demo.streams import Show, Stream, stream_all
+from cluster.demo.streams import Show, Stream, are_under_way, stream_all
 from worker.sampling_params import SamplingParams
 
 AFTER_TOKENS: Final = 16
@@ -49,7 +49,7 @@ class Loss:
 
     def is_unseen(self, expected: Sequence[Stream]) -> bool:
         """Whether every stream is as the one of the same number that nobody disturbed."""
-        return all(_same(stream, other) for stream, other in zip(self.streams, expected, strict=True))
+        return all(stream.is_same_as(other) for stream, other in zip(self.streams, expected, strict=True))
 
     def table(self, expected: Sequence[Stream]) -> Table:
         """Each stream against the one that nobody disturbed."""
@@ -57,13 +57,9 @@ class Loss:
         for stream, other in zip(self.streams, expected, strict=True):
             pause_s = stream.longest_pause_s(self.at_s)
             pause = "had ended" if pause_s is None else f"{1000 * pause_s:.0f} ms"
-            verdict = "identical" if _same(stream, other) else "DIFFERENT"
+            verdict = "identical" if stream.is_same_as(other) else "DIFFERENT"
             table.add_row(str(stream.number), str(stream.num_tokens), pause, verdict)
         return table
-
-
-def _same(stream: Stream, other: Stream) -> bool:
-    return stream.token_ids == other.token_ids and stream.text == other.text
 
 
 async def stream_with_a_loss(
@@ -75,7 +71,7 @@ async def stream_with_a_loss(
     def watch(streams: Sequence[Stream], grown: Stream) -> None:
         nonlocal killing
         show(streams, grown)
-        if killing is None and all(stream.is_finished or stream.num_tokens >= AFTER_TOKENS for stream in streams):
+        if killing is None and are_under_way(streams, AFTER_TOKENS):
             killing = asyncio.create_task(_kill_the_busiest(routers, pids))
 
     streams = await stream_all(routers, prompts, params, watch)

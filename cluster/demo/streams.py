@@ -49,10 +49,19 @@ class Stream:
     def tokens_per_s(self) -> float:
         return self.num_tokens / (self.token_times_s[-1] - self.started_s)
 
+    def is_same_as(self, other: "Stream") -> bool:
+        """Whether both have come to the same tokens and text."""
+        return self.token_ids == other.token_ids and self.text == other.text
+
     def longest_pause_s(self, since_s: float) -> float | None:
         """Between two tokens, the second of which came after `since_s`; None if there was no such token."""
         times_s = self.token_times_s
         return max((after - before for before, after in pairwise(times_s) if after > since_s), default=None)
+
+
+def are_under_way(streams: Sequence[Stream], num_tokens: int) -> bool:
+    """Whether each has come to so many tokens, or to its end."""
+    return all(stream.is_finished or stream.num_tokens >= num_tokens for stream in streams)
 
 
 Show = Callable[[Sequence[Stream], Stream], None]

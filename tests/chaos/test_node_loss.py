@@ -14,6 +14,8 @@ from tests.chaos.tally import Row, Tally
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
 LIMIT_S = 360
+FOUND_S = 0.5
+"""A silent replica is found after a second or so: a stream on it pauses for more than this."""
 
 
 def run_program(module: str, argument: Path) -> None:
@@ -39,3 +41,5 @@ def test_no_stream_notices_the_loss_of_a_node(tmp_path: Path, tally: Tally):
         tally.add(fault, row)
         assert row.num_streams > 0
         assert row.is_clean, row.differences
+    silent = rows["a Ray node falls silent"]
+    assert max(silent.pauses_s) > FOUND_S, "no stream ran on the node when it fell silent"
