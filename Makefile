@@ -59,7 +59,7 @@ nightly: test-all ## Every test, and ten thousand simulations on all cores: ever
 	@$(BIN)/holdfast simulate --seeds 0:10000 --jobs 0 --max-failures 10
 
 model: install   ## Train the bundled models again (minutes).
-	@$(BIN)/python -m cluster.demo.train
+	@$(BIN)/python -m scripts.train_bundled_model.train
 
 clean:           ## Remove what the other verbs made.
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,13 +21,13 @@ from typing import Literal, get_args
 from rich.console import Console
 from rich.table import Table
 
-from cluster.demo.bundled import bundled_path
-from worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from worker.model_info import ModelInfo
-from worker.plan import StepRunner
-from worker.request import EngineRequest
-from worker.sampling_params import SamplingParams
-from worker.scheduler import Scheduler
+from holdfast.cluster.bundled_model.folders import bundled_path
+from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.plan.step_plan import StepRunner
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.scheduling.scheduler import Scheduler
 
 _PIPE_WIDTH = 120
 """Columns of the output that nobody looks at: no row is broken."""
@@ -103,9 +103,9 @@ def run(policy: Policy, runner: StepRunner, info: ModelInfo, load: list[EngineRe
 
 def load_model(model: str, num_blocks: int | None, num_threads: int | None = None) -> tuple[StepRunner, ModelInfo]:
     """One rank in this process."""
-    from worker.model_runner import LeaderRunner, ModelRunner
-    from worker.rank import default_device, prepare_process
-    from worker.tensor_parallel import SingleRank
+    from holdfast.worker.distributed.tensor_parallel import SingleRank
+    from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+    from holdfast.worker.replica.rank import default_device, prepare_process
 
     path = str(bundled_path(model)) if model == "demo" else model
     config = WorkerConfig(

@@ -25,16 +25,16 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from cluster.app import REPLICA, ROUTER
-from cluster.client import AsyncClient
-from cluster.config import ClusterConfig, HoldfastConfig
-from cluster.demo.loss import busiest_replica, pids_of
-from cluster.demo.streams import Stream, are_under_way, stream_all
-from cluster.progress import progress
-from cluster.serving import Serving, serving
-from worker.config import ParallelConfig
-from worker.errors import ReplicaError
-from worker.sampling_params import SamplingParams
+from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
+from holdfast.cluster.demo.loss import busiest_replica, pids_of
+from holdfast.cluster.demo.streams import Stream, are_under_way, stream_all
+from holdfast.cluster.progress_bars import progress
+from holdfast.cluster.serve.app import REPLICA, ROUTER
+from holdfast.cluster.serve.serving import Serving, serving
+from holdfast.worker.config import ParallelConfig
+from holdfast.worker.errors import ReplicaError
+from holdfast.worker.sampling_params import SamplingParams
 
 NUM_REPLICAS = 2
 AFTER_TOKENS = 32

@@ -23,16 +23,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from cluster.demo.bundled import bundled_path
-from worker import loading
-from worker.config import CacheConfig, ModelConfig, WorkerConfig
-from worker.kv_cache import LayerCache
-from worker.model_runner import LeaderRunner, ModelRunner
-from worker.plan import DrawParams, ScheduledSequence, StepPlan
-from worker.rank import default_device, prepare_process
-from worker.row_tiles import RowRule, RowTiles
-from worker.step_batch import StepBatch
-from worker.tensor_parallel import SingleRank
+from holdfast.cluster.bundled_model.folders import bundled_path
+from holdfast.worker.attention.kv_cache import LayerCache
+from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+from holdfast.worker.layers.row_tiles import RowRule, RowTiles
+from holdfast.worker.model import loading
+from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.replica.rank import default_device, prepare_process
 
 BLOCK_SIZE, MAX_LEN = 16, 512
 GREEDY = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)

@@ -18,16 +18,16 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from cluster.demo.bundled import bundled_path
-from worker.canary import Canary
-from worker.config import CacheConfig, ModelConfig, WorkerConfig
-from worker.engine import Engine
-from worker.errors import HoldfastError, ReplicaError
-from worker.linear import Linear, linear_kernel
-from worker.model_runner import LeaderRunner, ModelRunner
-from worker.rank import prepare_process
-from worker.scheduler import Scheduler
-from worker.tensor_parallel import SingleRank
+from holdfast.cluster.bundled_model.folders import bundled_path
+from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.engine.engine import Engine
+from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.layers.linear import Linear, linear_kernel
+from holdfast.worker.replica.rank import prepare_process
+from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.supervision.known_answer_check import Canary
 
 BITS = {15: "sign", **{bit: f"exponent {bit - 7}" for bit in range(14, 6, -1)}}
 """Of bfloat16; the others are the mantissa's."""

@@ -18,21 +18,21 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from cluster.bundled_model import located
-from cluster.demo.bundled import bundled_path
-from cluster.demo.chats import dialogue
-from cluster.demo.curriculum import Curriculum
-from router.chat import render_chat
-from router.grammar import GrammarCompiler
-from router.tokenizer import Tokenizer
-from worker.config import ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
-from worker.model_info import ModelInfo
-from worker.plan import StepRunner
-from worker.request import EngineRequest
-from worker.sampling_params import SamplingParams
-from worker.scheduler import Scheduler
-from worker.speculation import Speculation
-from worker.stats import SchedulerStats
+from holdfast.cluster.bundled_model.bundled_model import located
+from holdfast.cluster.bundled_model.folders import bundled_path
+from holdfast.router.text.chat import render_chat
+from holdfast.router.text.grammar import GrammarCompiler
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.config import ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
+from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.plan.step_plan import StepRunner
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.speculation.speculation import Speculation
+from holdfast.worker.stats import SchedulerStats
+from scripts.train_bundled_model.chats import dialogue
+from scripts.train_bundled_model.curriculum import Curriculum
 
 Method = Literal["none", "ngram", "suffix", "draft"]
 METHODS: tuple[Method, ...] = ("none", "ngram", "suffix", "draft")
@@ -122,9 +122,9 @@ def run(method: Method, runner: StepRunner, info: ModelInfo, load: list[EngineRe
 
 def load_model(num_threads: int | None) -> tuple[StepRunner, ModelInfo]:
     """The bundled pair, one rank in this process."""
-    from worker.model_runner import LeaderRunner, ModelRunner
-    from worker.rank import default_device, prepare_process
-    from worker.tensor_parallel import SingleRank
+    from holdfast.worker.distributed.tensor_parallel import SingleRank
+    from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+    from holdfast.worker.replica.rank import default_device, prepare_process
 
     speculation = SpeculationConfig(speculative="draft")
     config = located(WorkerConfig(speculation=speculation, parallel=ParallelConfig(num_threads=num_threads)))

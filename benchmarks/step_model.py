@@ -3,7 +3,7 @@
     python -m benchmarks.step_model [--model demo] [--out step_model.json] [--rounds 5]
 
 Runs steps of many shapes (one long prompt, many decodes, both at once, short and long contexts), takes the best time of
-each, and fits the costs of `worker/step_time.py` to them.
+each, and fits the costs of `worker/tuning/step_time.py` to them.
 `holdfast simulate --replicas N --step-model step_model.json` then answers capacity questions for such replicas.
 """
 
@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.batching import load_model
-from cluster.simulate.step_costs_file import write_step_costs
-from worker.model_info import ModelInfo
-from worker.plan import DrawParams, ScheduledSequence, StepPlan, StepRunner
-from worker.step_time import StepCosts, StepShape, shape_of
+from holdfast.cluster.simulate.capacity.step_costs_file import write_step_costs
+from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan, StepRunner
+from holdfast.worker.tuning.step_time import StepCosts, StepShape, shape_of
 
 NUM_SEQUENCES = (1, 4, 16, 32)
 NUM_TOKENS = (1, 16, 64)

@@ -5,7 +5,7 @@ What may not live here: what is to be completed and how it is sampled (`worker/s
 
 from typing import TypedDict
 
-from worker.request import Priority
+from holdfast.worker.request import Priority
 
 
 class ServiceOptions(TypedDict, total=False):

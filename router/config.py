@@ -1,4 +1,4 @@
-"""The router's settings: validated, frozen, in two groups. Read nowhere but here; `cluster/config.py` fills them in.
+"""The router's settings: validated, frozen, in two groups. Read nowhere but here; `cluster/config/config.py` fills them in.
 
 What may not live here: reading files or the environment, and anything that is only known once replicas are up.
 """
@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from worker.config import Bytes, Settings
+from holdfast.worker.config import Bytes, Settings
 
 
 class LimitsConfig(Settings):

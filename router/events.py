@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
-from worker.errors import HoldfastError
-from worker.request import EngineLoad, EngineRequest, FinishReason, TokenLogprob
+from holdfast.worker.errors import HoldfastError
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenLogprob
 
 # --- in: what a replica says ---
 

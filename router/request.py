@@ -7,11 +7,11 @@ What may live here: the plain data and its own checks. What may not: wire format
 import hashlib
 from dataclasses import dataclass, field
 
-from router.config import LimitsConfig
-from router.resume import Resume
-from worker.errors import InvalidRequestError
-from worker.request import Priority
-from worker.sampling_params import SamplingParams
+from holdfast.router.config import LimitsConfig
+from holdfast.router.resume import Resume
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.request import Priority
+from holdfast.worker.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

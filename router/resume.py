@@ -6,10 +6,10 @@ client has not got is sent first. What may not live here: wire formats, how a re
 
 from dataclasses import dataclass, replace
 
-from router.events import FRESH, CaughtUp, Deliver, TextState, Usage
-from worker.errors import InvalidRequestError
-from worker.request import EngineRequest, FinishReason
-from worker.sampling_params import GREEDY_TEMPERATURE, SamplingParams
+from holdfast.router.events import FRESH, CaughtUp, Deliver, TextState, Usage
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.request import EngineRequest, FinishReason
+from holdfast.worker.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 import grpc
 
-from router.call import stopping
-from router.config import LimitsConfig, RouterConfig
-from router.directory import ReplicaDirectory
-from router.dispatch import Dispatch
-from router.health import HealthServicer
-from router.intake import Intake
-from router.links import Links
-from router.server import InferenceServicer, build_server
-from router.switchboard import Switchboard
-from router.tokenizer import Tokenizer
-from router.tokenizer_shelf import TokenizerShelf
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.call import stopping
+from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.doors.grpc.health import HealthServicer
+from holdfast.router.doors.grpc.server import InferenceServicer, build_server
+from holdfast.router.links.link_pool import Links
+from holdfast.router.links.replica_directory import ReplicaDirectory
+from holdfast.router.requests.request_processor import Intake
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.text.tokenizer_registry import TokenizerShelf
 
 logger = logging.getLogger(__name__)
 

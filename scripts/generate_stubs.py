@@ -1,4 +1,4 @@
-"""Generates the protobuf and gRPC stubs of `proto/holdfast_pb`, in place. `--check` only says whether they are current.
+"""Generates the protobuf and gRPC stubs of `proto/holdfast/v1`, in place. `--check` only says whether they are current.
 
     python scripts/generate_stubs.py [--check]
 
@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 
 PROTO = Path(__file__).resolve().parent.parent / "proto"
-PACKAGE = PROTO / "holdfast_pb"
+PACKAGE = PROTO / "holdfast" / "v1"
 
 
 def generate(target: Path) -> None:
@@ -30,7 +30,7 @@ def generate(target: Path) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         generate(Path(scratch))
-        fresh = sorted((Path(scratch) / PACKAGE.name).iterdir())
+        fresh = sorted((Path(scratch) / PACKAGE.relative_to(PROTO)).iterdir())
         stale = [path for path in fresh if not _same(path, PACKAGE / path.name)]
         if "--check" in sys.argv:
             if stale:

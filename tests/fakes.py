@@ -10,9 +10,9 @@ from contextlib import suppress
 
 import grpc
 
-from holdfast_pb import engine_pb2, engine_pb2_grpc
-from router.directory import ReplicaEndpoint
-from router.tokenizer import Tokenizer
+from holdfast.router.links.replica_directory import ReplicaEndpoint
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.v1 import engine_pb2, engine_pb2_grpc
 
 STOP, LENGTH, ABORT = 1, 2, 3
 

@@ -7,8 +7,8 @@ block that was freed too early, shared by mistake or listed in the wrong order c
 import hashlib
 from collections.abc import Sequence
 
-from worker.plan import ScheduledSequence, StepPlan, StepResult
-from worker.request import TokenLogprob
+from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.request import TokenLogprob
 
 
 def pseudo_token(prefix: Sequence[int], seed: int, vocab_size: int) -> int:

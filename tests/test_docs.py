@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import app
+from holdfast.cluster.commands.cli import app
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

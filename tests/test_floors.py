@@ -74,7 +74,7 @@ def test_the_worker_knows_no_ray_and_its_policy_neither_torch_nor_io():
 
 def test_what_computes_knows_nothing_of_processes_and_wires():
     for path in set(files("worker")) - set(files("worker", PROCESS)):
-        assert not tops(path) & {"asyncio", "grpc", "holdfast_pb"}, path
+        assert not tops(path) & {"asyncio", "grpc", "holdfast.v1"}, path
         assert not rooms_of("worker", path) & PROCESS, path
 
 
@@ -101,7 +101,7 @@ def test_the_simulator_does_no_io_and_loads_no_torch():
 
 def test_only_wire_files_import_the_stubs():
     for path in [path for package in ("worker", "router", "cluster") for path in files(package)]:
-        assert path.stem in STUB_FILES or "holdfast_pb" not in tops(path), path
+        assert path.stem in STUB_FILES or "holdfast.v1" not in tops(path), path
 
 
 def test_package_files_are_empty_and_proto_is_no_package():

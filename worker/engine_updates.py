@@ -6,10 +6,10 @@ What may live here: the messages and the listener's side. What may not: who hear
 from dataclasses import dataclass
 from typing import Protocol
 
-from worker.cache_feed import NO_CHANGES, CacheChanges
-from worker.errors import HoldfastError
-from worker.request import EngineLoad, TokenDelta
-from worker.stats import EngineStats
+from holdfast.worker.errors import HoldfastError
+from holdfast.worker.kv.cache_events import NO_CHANGES, CacheChanges
+from holdfast.worker.request import EngineLoad, TokenDelta
+from holdfast.worker.stats import EngineStats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Every error that leaves a Holdfast component, in one tree.
 
 What may live here: error classes, whose fault each is, and whether a retry can help. What may not: the mapping
-to gRPC or HTTP codes (`router/status.py`), and anything that imports torch or Ray.
+to gRPC or HTTP codes (`router/doors/grpc/status.py`), and anything that imports torch or Ray.
 
     HoldfastError
     ├── CallerError              the request or the configuration is wrong; a retry cannot help

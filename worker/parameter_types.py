@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
 from typing import Final
 
-from worker.errors import InvalidRequestError
-from worker.structured_outputs import StructuredOutputs
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.structured_outputs import StructuredOutputs
 
 Check = Callable[[object], bool]
 

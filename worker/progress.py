@@ -1,6 +1,6 @@
 """Health means progress: a counter that moves inside a step, and the verdict on one that stands still.
 
-What may live here: numbers and rules. What may not: threads and clocks (`watchdog.py` and `router/link_watch.py` have
+What may live here: numbers and rules. What may not: threads and clocks (`watchdog.py` and `router/links/link_watch.py` have
 those), and what is to be done about a frozen replica.
 """
 

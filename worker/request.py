@@ -8,9 +8,9 @@ torch, Ray.
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
-from worker.errors import InvalidRequestError
-from worker.sampling_params import SamplingParams
-from worker.suspicion import Suspicion
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.suspicion import Suspicion
 
 
 class Priority(IntEnum):

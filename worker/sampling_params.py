@@ -1,7 +1,7 @@
 """How to draw tokens and when to stop, as plain data, with the checks that need no model.
 
 What may live here: `SamplingParams`, its limits and its own checks. What may not: checks that need a model
-(`router/intake.py`), what the parameters do (`sampler.py`, `controls.py`, `router/`).
+(`router/requests/request_processor.py`), what the parameters do (`sampler.py`, `controls.py`, `router/`).
 """
 
 import math
@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from worker.errors import InvalidRequestError
-from worker.parameter_types import check_types
-from worker.structured_outputs import StructuredOutputs
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.parameter_types import check_types
+from holdfast.worker.structured_outputs import StructuredOutputs
 
 MAX_SEED: Final = 2**63 - 1
 """Seeds are non-negative and fit a signed 64-bit integer, in every language that speaks the proto."""

@@ -1,14 +1,14 @@
 """What shape an output must have, as plain data: JSON by a schema, any JSON object, a regex, a choice, or a grammar.
 
 What may live here: the wish, with the checks that need nothing else. What may not: whether it can be enforced, which
-the text world finds out when it makes a grammar of it (`router/grammar.py`), and masks (`grammar_masks.py`).
+the text world finds out when it makes a grammar of it (`router/text/grammar.py`), and masks (`grammar_masks.py`).
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from worker.errors import InvalidRequestError
+from holdfast.worker.errors import InvalidRequestError
 
 FIELD = "sampling_params.structured_outputs"
 

@@ -1,6 +1,6 @@
 """How far a request is under suspicion of killing the replicas that run it: what routers tell replicas of it.
 
-What may live here: the words. What may not: who judges (`router/quarantine.py`) and who keeps suspects apart
+What may live here: the words. What may not: who judges (`router/dispatch/quarantine.py`) and who keeps suspects apart
 (`suspects.py`).
 """
 

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from cluster.config import HoldfastConfig, LoadedConfig, load_config
-from cluster.config_sources import Layer, leaves
-from cluster.flags import ESSENTIALS, takes_settings
+from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig, load_config
+from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
+from holdfast.cluster.config.sources import Layer, leaves
 
 
 @takes_settings(*HoldfastConfig.model_fields)

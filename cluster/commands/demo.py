@@ -3,6 +3,6 @@
 
 def demo() -> int:
     """Start a local cluster, stream four prompts at once over gRPC, print the figures, and stop it."""
-    from cluster.demo.run import main
+    from holdfast.cluster.demo.run import main
 
     return main()

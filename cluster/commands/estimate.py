@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from cluster.config import load_config
-from cluster.config_sources import Layer, Setting
-from cluster.flags import ESSENTIALS, takes_settings
-from worker.config import WorkerConfig
+from holdfast.cluster.config.config import load_config
+from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
+from holdfast.cluster.config.sources import Layer, Setting
+from holdfast.worker.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from worker.memory import MemoryEstimator
+    from holdfast.worker.model.memory import MemoryEstimator
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -30,7 +30,7 @@ def estimate(
 
     Figures are of one rank. Unless a setting of the cache says otherwise, it is what this machine would give it.
     """
-    from cluster.bundled_model import located
+    from holdfast.cluster.bundled_model.bundled_model import located
 
     if model is not None:
         settings = {**settings, "model.model": Setting(model, "MODEL")}
@@ -39,7 +39,7 @@ def estimate(
 
 
 def _print_estimate(config: WorkerConfig) -> None:
-    from worker.memory import MemoryEstimator
+    from holdfast.worker.model.memory import MemoryEstimator
 
     needs = MemoryEstimator(config)
     cache_bytes = _cache_bytes_here(config, needs)
@@ -54,7 +54,7 @@ def _cache_bytes_here(config: WorkerConfig, needs: "MemoryEstimator") -> int:
     """What a rank on this machine would give its cache; on a GPU, about."""
     import torch
 
-    from worker.memory import cpu_cache_bytes
+    from holdfast.worker.model.memory import cpu_cache_bytes
 
     if config.model.device == "cpu" or not torch.cuda.is_available():
         return needs.default_cache_bytes(config, cpu_cache_bytes(), is_gpu=False)

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from cyclopts import Parameter
 
-from cluster.commands.printing import Printer, print_logprobs
-from cluster.commands.sampling_flags import SamplingFlags
-from cluster.config import load_config
-from cluster.config_sources import Layer
-from cluster.flags import ESSENTIALS, takes_settings
-from cluster.service_options import ServiceOptions
-from worker.config import WorkerConfig
-from worker.errors import ConfigurationError
-from worker.request import Priority, TokenLogprob
-from worker.sampling_params import SamplingParams
+from holdfast.cluster.commands.printing import Printer, print_logprobs
+from holdfast.cluster.commands.sampling_flags import SamplingFlags
+from holdfast.cluster.config.config import load_config
+from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
+from holdfast.cluster.config.sources import Layer
+from holdfast.cluster.service_options import ServiceOptions
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.request import Priority, TokenLogprob
+from holdfast.worker.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from cluster.client import AsyncClient
-    from cluster.inference_engine import InferenceEngine
-    from cluster.outputs import Logprob, RequestOutput
+    from holdfast.cluster.client.async_client import AsyncClient
+    from holdfast.cluster.offline.inference_engine import InferenceEngine
+    from holdfast.cluster.offline.outputs import Logprob, RequestOutput
 
 
 _DEFAULTS: Final = SamplingFlags()
@@ -113,10 +113,10 @@ def _check_for_server(settings: Layer, config: Path | None) -> None:
 def _complete_here(config: WorkerConfig, ask: Ask) -> None:
     if ask.params.beam_width is not None and ask.service.get("timeout_s") is not None:
         raise ConfigurationError("--timeout-s (with --beam-width): is kept by servers alone; add --server")
-    from cluster.beams import search
-    from cluster.inference_engine import InferenceEngine
-    from cluster.llm import chat_token_ids
-    from cluster.progress import progress
+    from holdfast.cluster.offline.beams import search
+    from holdfast.cluster.offline.inference_engine import InferenceEngine
+    from holdfast.cluster.offline.llm import chat_token_ids
+    from holdfast.cluster.progress_bars import progress
 
     with progress(sys.stderr) as report:
         engine = InferenceEngine(config=config, progress=report)
@@ -173,7 +173,7 @@ def _ranked(said: "dict[int, Logprob] | None") -> TokenLogprob | None:
 
 
 async def _complete_on_server(addresses: str, ask: Ask, model: str) -> None:
-    from cluster.client import AsyncClient
+    from holdfast.cluster.client.async_client import AsyncClient
 
     printer = Printer()
     async with AsyncClient(addresses.split(",")) as client:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from worker.request import TokenLogprob
+from holdfast.worker.request import TokenLogprob
 
 
 class WholeCompletion(Protocol):

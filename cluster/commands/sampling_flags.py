@@ -9,10 +9,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from cluster.flags import ENDING, REPORT, SAMPLING, STRUCTURE
-from worker.errors import ConfigurationError
-from worker.sampling_params import SamplingParams
-from worker.structured_outputs import StructuredOutputs
+from holdfast.cluster.config.flags import ENDING, REPORT, SAMPLING, STRUCTURE
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.structured_outputs import StructuredOutputs
 
 
 def _draw(help: str) -> Parameter:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
-from cluster.config import HoldfastConfig, load_config
-from cluster.config_sources import Layer, Setting
-from cluster.flags import ESSENTIALS, takes_settings
-from cluster.progress import progress
+from holdfast.cluster.config.config import HoldfastConfig, load_config
+from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
+from holdfast.cluster.config.sources import Layer, Setting
+from holdfast.cluster.progress_bars import progress
 
 if TYPE_CHECKING:
-    from cluster.serving import Serving
+    from holdfast.cluster.serve.serving import Serving
 
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -47,7 +47,7 @@ def serve(
 
 def run(config: HoldfastConfig) -> None:
     """Serves until a signal comes. Interrupted while it starts, raises `KeyboardInterrupt`."""
-    from cluster.serving import serving
+    from holdfast.cluster.serve.serving import serving
 
     started_s = time.monotonic()
     with ExitStack() as stack:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Group, Parameter
 
-from cluster.flags import ESSENTIALS
-from worker.errors import ConfigurationError
+from holdfast.cluster.config.flags import ESSENTIALS
+from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from cluster.simulate.capacity import ClusterShape
-    from cluster.simulate.trace import Arrival
+    from holdfast.cluster.simulate.capacity.capacity import ClusterShape
+    from holdfast.cluster.simulate.capacity.trace import Arrival
 
 _FAULTS = Group.create_ordered("Faults")
 _CAPACITY = Group.create_ordered("Capacity")
@@ -36,7 +36,7 @@ class LoadFlags:
 
     def load(self, max_len: int) -> "list[Arrival]":
         """In order of arrival. Raises `ConfigurationError`."""
-        from cluster.simulate.trace import made_up_trace, read_trace
+        from holdfast.cluster.simulate.capacity.trace import made_up_trace, read_trace
 
         if self.trace is not None:
             return read_trace(self.trace)
@@ -72,9 +72,9 @@ class ShapeFlags:
 
     def cluster(self, num_replicas: int) -> "ClusterShape":
         """Of so many such replicas. Raises `ConfigurationError`."""
-        from cluster.simulate.capacity import ClusterShape
-        from cluster.simulate.step_costs_file import read_step_costs
-        from worker.config import SchedulerConfig
+        from holdfast.cluster.simulate.capacity.capacity import ClusterShape
+        from holdfast.cluster.simulate.capacity.step_costs_file import read_step_costs
+        from holdfast.worker.config import SchedulerConfig
 
         _require(num_replicas >= 1, "replicas", num_replicas, "must be at least 1")
         for name in ("max_num_seqs", "max_num_batched_tokens", "num_blocks"):
@@ -154,9 +154,9 @@ def _range(seeds: str) -> range:
 def _campaign(seeds: range, jobs: int, max_failures: int) -> int:
     from rich.console import Console
 
-    from cluster.progress import progress
-    from cluster.simulate.campaign import run_campaign
-    from cluster.simulate.report import print_campaign
+    from holdfast.cluster.progress_bars import progress
+    from holdfast.cluster.simulate.world.campaign import run_campaign
+    from holdfast.cluster.simulate.world.report import print_campaign
 
     started_s = time.perf_counter()
     with progress(sys.stderr) as report:
@@ -172,7 +172,7 @@ def _campaign(seeds: range, jobs: int, max_failures: int) -> int:
 def _replay(seed: int, num_events: int) -> int:
     from rich.console import Console
 
-    from cluster.simulate.report import replay
+    from holdfast.cluster.simulate.world.report import replay
 
     return 1 if replay(Console(), seed, num_events).failure else 0
 
@@ -187,11 +187,11 @@ def _capacity(
 ) -> int:
     from rich.console import Console
 
-    from cluster.progress import progress
-    from cluster.simulate.capacity import serve
-    from cluster.simulate.capacity_report import plot as draw
-    from cluster.simulate.capacity_report import print_results
-    from cluster.simulate.routing import ROUTING
+    from holdfast.cluster.progress_bars import progress
+    from holdfast.cluster.simulate.capacity.capacity import serve
+    from holdfast.cluster.simulate.capacity.capacity_report import plot as draw
+    from holdfast.cluster.simulate.capacity.capacity_report import print_results
+    from holdfast.cluster.simulate.capacity.routing import ROUTING
 
     names = routing or list(ROUTING)
     unknown = set(names) - ROUTING.keys()

@@ -41,7 +41,7 @@ def stats(*, server: Annotated[str, Parameter(help="host:port of a running route
 
 async def _load(server: str) -> Any:
     """A `holdfast.v1.GetLoadResponse`."""
-    from cluster.client import AsyncClient
+    from holdfast.cluster.client.async_client import AsyncClient
 
     async with AsyncClient(server) as client:
         return await client.get_load()

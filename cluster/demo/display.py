@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from cluster.demo.streams import Show, Stream
+from holdfast.cluster.demo.streams import Show, Stream
 
 _LINE_TOKENS: Final = 12
 """Without a terminal, so many tokens make a line."""

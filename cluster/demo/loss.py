@@ -13,9 +13,9 @@ from typing import Final
 
 from rich.table import Table
 
-from cluster.client import AsyncClient
-from cluster.demo.streams import Show, Stream, are_under_way, stream_all
-from worker.sampling_params import SamplingParams
+from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.cluster.demo.streams import Show, Stream, are_under_way, stream_all
+from holdfast.worker.sampling_params import SamplingParams
 
 AFTER_TOKENS: Final = 16
 """Of each stream that has not ended: then it happens."""

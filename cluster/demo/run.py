@@ -1,6 +1,6 @@
 """The demo: a local cluster, four prompts streamed at once over gRPC, and the same again while a replica is killed.
 
-`make demo`, `holdfast demo` and `python -m cluster.demo.run` are the same. What may not live here: anything that only
+`make demo`, `holdfast demo` and `python -m holdfast.cluster.demo.run` are the same. What may not live here: anything that only
 the demo could do.
 """
 
@@ -13,15 +13,15 @@ from typing import Final
 
 from rich.console import Console
 
-from cluster.app import REPLICA
-from cluster.config import ClusterConfig, HoldfastConfig
-from cluster.demo.display import display, figures
-from cluster.demo.loss import pids_of, stream_with_a_loss
-from cluster.demo.streams import stream_all
-from cluster.progress import progress
-from cluster.serving import serving
-from worker.config import ParallelConfig
-from worker.sampling_params import SamplingParams
+from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
+from holdfast.cluster.demo.display import display, figures
+from holdfast.cluster.demo.loss import pids_of, stream_with_a_loss
+from holdfast.cluster.demo.streams import stream_all
+from holdfast.cluster.progress_bars import progress
+from holdfast.cluster.serve.app import REPLICA
+from holdfast.cluster.serve.serving import serving
+from holdfast.worker.config import ParallelConfig
+from holdfast.worker.sampling_params import SamplingParams
 
 PROMPTS: Final = ("The capital of France is", "The months of the year are", "The alphabet:", "Once upon a time")
 PARAMS: Final = SamplingParams(temperature=0.0, max_tokens=96)

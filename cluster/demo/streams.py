@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from cluster.client import AsyncClient
-from cluster.generation import Chunk
-from worker.sampling_params import SamplingParams
+from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.cluster.client.generation import Chunk
+from holdfast.worker.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -12,9 +12,9 @@ from typing import Final
 
 import psutil
 
-from cluster.client import AsyncClient
+from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.worker.errors import HoldfastError
 from tests.chaos.forked import UP_S, Forked, ForkedCluster, gone
-from worker.errors import HoldfastError
 
 Strike = Callable[[Forked], Awaitable[object]]
 Choose = Callable[[ForkedCluster, Callable[[], bool]], Awaitable[Forked | None]]

@@ -18,11 +18,11 @@ from typing import IO, Any
 
 import psutil
 
-from cluster.client import AsyncClient
-from holdfast_pb import inference_pb2
-from router.directory import ReplicaEndpoint
+from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.router.links.replica_directory import ReplicaEndpoint
+from holdfast.v1 import inference_pb2
+from holdfast.worker.errors import ReplicaError
 from tests.fakes import Wire
-from worker.errors import ReplicaError
 
 POLL_S = 0.003
 UP_S = 15.0

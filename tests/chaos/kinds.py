@@ -10,15 +10,15 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final
 
-from cluster.bundled_model import BUNDLED, bundled_path
-from cluster.client import AsyncClient
-from cluster.generation import Chunk, Generation
-from router.chat import render_chat
-from router.events import Usage
-from router.tokenizer import Tokenizer
-from worker.errors import HoldfastError
-from worker.request import FinishReason, Priority, TokenLogprob
-from worker.sampling_params import SamplingParams
+from holdfast.cluster.bundled_model.bundled_model import BUNDLED, bundled_path
+from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.cluster.client.generation import Chunk, Generation
+from holdfast.router.events import Usage
+from holdfast.router.text.chat import render_chat
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.errors import HoldfastError
+from holdfast.worker.request import FinishReason, Priority, TokenLogprob
+from holdfast.worker.sampling_params import SamplingParams
 
 PERSON: Final = {
     "type": "object",

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from cluster.client import AsyncClient
+from holdfast.cluster.client.async_client import AsyncClient
 from tests.chaos.kinds import Answer, Kind, ask
 from tests.chaos.tally import Row
 

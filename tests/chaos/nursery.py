@@ -19,18 +19,25 @@ from typing import Any
 
 import torch
 
-from cluster.bundled_model import located
-from cluster.process_end import ProcessEnd, end_when_out_of_memory
-from router.config import LimitsConfig, RouterConfig
-from router.directory import ReplicaEndpoint
-from router.router import Router
+from holdfast.cluster.bundled_model.bundled_model import located
+from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.links.replica_directory import ReplicaEndpoint
+from holdfast.router.router import Router
+from holdfast.worker.config import (
+    CacheConfig,
+    HealthConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    WorkerConfig,
+)
+from holdfast.worker.distributed.tensor_parallel import Message, SingleRank
+from holdfast.worker.engine.model_runner import ModelRunner
+from holdfast.worker.replica.link import LinkServer
+from holdfast.worker.replica.rank import prepare_process
+from holdfast.worker.replica.replica import Replica
 from tests.chaos.paced import PacedRank, two_ranks
-from worker.config import CacheConfig, HealthConfig, ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
-from worker.link import LinkServer
-from worker.model_runner import ModelRunner
-from worker.rank import prepare_process
-from worker.replica import Replica
-from worker.tensor_parallel import Message, SingleRank
 
 LOOK_S = 0.01
 FLIPPED_BIT = 9

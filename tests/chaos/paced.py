@@ -13,9 +13,9 @@ from contextlib import suppress
 
 import torch
 
-from worker.config import WorkerConfig
-from worker.model_runner import ModelRunner, follow
-from worker.tensor_parallel import DistributedGroup, Message, SingleRank, pick_port
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.distributed.tensor_parallel import DistributedGroup, Message, SingleRank, pick_port
+from holdfast.worker.engine.model_runner import ModelRunner, follow
 
 logger = logging.getLogger(__name__)
 

@@ -22,16 +22,16 @@ from typing import Any, Final
 import psutil
 from ray.cluster_utils import Cluster
 
-from cluster.client import AsyncClient
-from cluster.config import ClusterConfig, HoldfastConfig
-from cluster.progress import progress
-from cluster.serving import serving
-from holdfast_pb.inference_pb2 import GetLoadResponse
+from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
+from holdfast.cluster.progress_bars import progress
+from holdfast.cluster.serve.serving import serving
+from holdfast.v1.inference_pb2 import GetLoadResponse
+from holdfast.worker.config import ParallelConfig
+from holdfast.worker.errors import ReplicaError
 from tests.chaos.kinds import KINDS
 from tests.chaos.load import Load, steady_load
 from tests.chaos.tally import Row
-from worker.config import ParallelConfig
-from worker.errors import ReplicaError
 
 NUM_CLIENTS: Final = 8
 NUM_REPLICAS: Final = 2

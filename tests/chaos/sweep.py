@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.client import AsyncClient
+from holdfast.cluster.client.async_client import AsyncClient
 from tests.chaos.faults import Fault
 from tests.chaos.forked import Forked, ForkedCluster
 from tests.chaos.kinds import Answer, Kind, ask

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.client import AsyncClient
+from holdfast.cluster.client.async_client import AsyncClient
 from tests.chaos.faults import KILLED_REPLICA, KILLED_ROUTER, Fault
 from tests.chaos.forked import ForkedCluster, forked_cluster, loads
 from tests.chaos.kinds import KINDS, Answer, Kind, ask

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.client import AsyncClient
+from holdfast.cluster.client.async_client import AsyncClient
 from tests.chaos.forked import ForkedCluster, forked_cluster
 from tests.chaos.kinds import KINDS, Answer, ask
 

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from cluster.client import AsyncClient
-from cluster.config import ClusterConfig, HoldfastConfig
-from cluster.local import LOOPBACK, share_cores
-from cluster.progress import progress
-from cluster.serving import Serving, serving
+from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
+from holdfast.cluster.progress_bars import progress
+from holdfast.cluster.serve.local import LOOPBACK, share_cores
+from holdfast.cluster.serve.serving import Serving, serving
+from holdfast.worker.config import CacheConfig, ParallelConfig
+from holdfast.worker.errors import ReplicaError
 from tests.chaos.kinds import KINDS
 from tests.chaos.load import Load, steady_load
 from tests.chaos.tally import Tally
 from tests.integration.processes import listening_ports, processes_named, ray_processes, two_free_ports
-from worker.config import CacheConfig, ParallelConfig
-from worker.errors import ReplicaError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -113,7 +113,7 @@ class Site:
         """Deploys the same application again, which replaces every router and replica in turn."""
         from ray import serve  # not before the cluster has been started: it closes Ray off only then
 
-        from cluster.app import application
+        from holdfast.cluster.serve.app import application
 
         await self.until_up()
         row, before = tally.row("rolling update"), processes_named(":Router") + processes_named(":Replica")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.client import AsyncClient
+from holdfast.cluster.client.async_client import AsyncClient
 from tests.chaos.forked import POLL_S, ForkedCluster, forked_cluster, loads
 from tests.chaos.kinds import KINDS, Answer, ask
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from cluster.config import ClusterConfig, HoldfastConfig
-from cluster.progress import progress
-from cluster.serving import Serving, serving
+from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
+from holdfast.cluster.progress_bars import progress
+from holdfast.cluster.serve.serving import Serving, serving
+from holdfast.worker.config import ParallelConfig
 from tests.integration.processes import ray_processes, two_free_ports
-from worker.config import ParallelConfig
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from cluster.client import AsyncClient
-from cluster.directory import SETTLED_S
-from cluster.llm import LLM
-from cluster.serving import Serving
+from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.cluster.offline.llm import LLM
+from holdfast.cluster.serve.directory import SETTLED_S
+from holdfast.cluster.serve.serving import Serving
+from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.request import FinishReason
+from holdfast.worker.sampling_params import SamplingParams
 from tests.integration.processes import processes_named, ray_processes
-from worker.errors import HoldfastError, ReplicaError
-from worker.request import FinishReason
-from worker.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -223,7 +223,7 @@ def set_num_routers(number: int) -> None:
     from ray import serve
     from ray.serve._private.common import DeploymentID
 
-    from cluster.app import ROUTER
+    from holdfast.cluster.serve.app import ROUTER
 
     controller = serve.context._get_global_client()._controller
     ray.get(controller.update_deployment_replicas.remote(DeploymentID(ROUTER, app_name="holdfast"), number))

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from cluster.client import AsyncClient
-from worker.request import FinishReason
-from worker.sampling_params import SamplingParams
+from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.worker.request import FinishReason
+from holdfast.worker.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -91,9 +91,11 @@ def assert_all_gone(processes: list[psutil.Process]) -> None:
 
 
 def test_serve_prints_a_command_that_works_and_a_signal_lets_streams_finish(start: Callable[..., Command]):
-    command = start("cluster.cli", "serve", "--replicas", "1", "--port", "0")
+    command = start("holdfast.cluster.commands.cli", "serve", "--replicas", "1", "--port", "0")
     tried = shlex.split(command.wait_for(r"try: holdfast (.*)").group(1))
-    shown = subprocess.run([sys.executable, "-m", "cluster.cli", *tried], capture_output=True, text=True)
+    shown = subprocess.run(
+        [sys.executable, "-m", "holdfast.cluster.commands.cli", *tried], capture_output=True, text=True
+    )
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.strip()
     address, other = tried[tried.index("--server") + 1].split(",")
@@ -107,7 +109,7 @@ def test_serve_prints_a_command_that_works_and_a_signal_lets_streams_finish(star
 
 
 def test_an_interrupt_while_starting_leaves_nothing_behind(start: Callable[..., Command]):
-    command = start("cluster.cli", "serve", "--port", "0")
+    command = start("holdfast.cluster.commands.cli", "serve", "--port", "0")
     command.wait_for(r"starting processes")
     processes = command.descendants()
     assert processes
@@ -119,7 +121,7 @@ def test_an_interrupt_while_starting_leaves_nothing_behind(start: Callable[..., 
 
 
 def test_the_demo_streams_four_prompts_kills_a_replica_and_exits_cleanly(start: Callable[..., Command]):
-    command = start("cluster.demo.run")
+    command = start("holdfast.cluster.demo.run")
     command.wait_for(r"up after")
     processes = command.descendants()
     printed = command.finish()

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from holdfast.worker.layers.row_tiles import RowTiles
+from holdfast.worker.model import loading
 from tests.parity.families import BASE, save_tiny_model
 from tests.parity.harness import hugging_face, reference_logits
-from worker import loading
-from worker.row_tiles import RowTiles
 
 PROMPT_LENGTHS = (70, 5, 18)
 """More than 64, less than a block's multiple, and over block borders; windows of 4 are crossed by all."""

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follow
+from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
 from tests.fake_group import run_ranks
-from worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from worker.model_runner import LeaderRunner, ModelRunner, follow
-from worker.plan import DrawParams, ScheduledSequence, StepPlan
-from worker.tensor_parallel import SingleRank
 
 T = TypeVar("T")
 

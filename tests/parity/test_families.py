@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from holdfast.worker.engine.model_runner import LeaderRunner
 from tests.parity.families import SERVED, VARIANTS
 from tests.parity.harness import (
     greedy_tokens,
@@ -12,7 +13,6 @@ from tests.parity.harness import (
     logits_in_chunks,
     worker_config,
 )
-from worker.model_runner import LeaderRunner
 
 TOLERANCE = 1e-5
 

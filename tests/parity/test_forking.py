@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.worker.config import SchedulerConfig
+from holdfast.worker.engine.model_runner import LeaderRunner
+from holdfast.worker.request import EngineRequest, TokenLogprob
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.scheduling.scheduler import Scheduler
 from tests.parity.harness import load, on_ranks, worker_config
-from worker.config import SchedulerConfig
-from worker.model_runner import LeaderRunner
-from worker.request import EngineRequest, TokenLogprob
-from worker.sampling_params import SamplingParams
-from worker.scheduler import Scheduler
 
 NUM_SEQUENCES, NUM_NEW = 8, 12
 

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from holdfast.worker.engine.model_runner import ModelRunner
+from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
+from holdfast.worker.layers.linear import RowParallelLinear
+from holdfast.worker.model.checks import check_config, check_heads, choose_max_model_len
+from holdfast.worker.model.parallel_plan import ParallelPlan
+from holdfast.worker.model.weights import read_config
 from tests.fake_group import run_ranks
 from tests.parity.families import REFUSED, save_tiny_model
 from tests.parity.harness import load, on_ranks, worker_config
-from worker.checks import check_config, check_heads, choose_max_model_len
-from worker.errors import ConfigurationError, UnsupportedModelError
-from worker.linear import RowParallelLinear
-from worker.model_runner import ModelRunner
-from worker.parallel_plan import ParallelPlan
-from worker.weights import read_config
 
 
 def config(**values):

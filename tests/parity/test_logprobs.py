@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from holdfast.worker.config import SchedulerConfig
+from holdfast.worker.engine.model_runner import LeaderRunner
+from holdfast.worker.request import EngineRequest, TokenLogprob
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.scheduling.scheduler import Scheduler
 from tests.parity.harness import hugging_face, load, on_ranks, worker_config
-from worker.config import SchedulerConfig
-from worker.model_runner import LeaderRunner
-from worker.request import EngineRequest, TokenLogprob
-from worker.sampling_params import SamplingParams
-from worker.scheduler import Scheduler
 
 NUM_NEW = 12
 WARM = SamplingParams(temperature=1.5, top_p=0.9, repetition_penalty=1.3, seed=3, max_tokens=NUM_NEW, logprobs=20)

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cluster.bundled_model import located
-from router.controls import bad_word_token_ids
-from router.grammar import GrammarCompiler
-from router.tokenizer import Tokenizer
-from worker.config import CacheConfig, ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
-from worker.engine_updates import EngineUpdate
-from worker.errors import HoldfastError
-from worker.replica import Replica
-from worker.request import EngineRequest, FinishReason, TokenLogprob
-from worker.sampling_params import SamplingParams
+from holdfast.cluster.bundled_model.bundled_model import located
+from holdfast.router.text.grammar import GrammarCompiler
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.text.vocabulary import bad_word_token_ids
+from holdfast.worker.config import CacheConfig, ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
+from holdfast.worker.engine_updates import EngineUpdate
+from holdfast.worker.errors import HoldfastError
+from holdfast.worker.replica.replica import Replica
+from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
+from holdfast.worker.sampling_params import SamplingParams
 
 NUM_REQUESTS = 40
 TIMEOUT_S = 240

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
+from holdfast.worker.engine_updates import EngineUpdate
+from holdfast.worker.errors import HoldfastError
+from holdfast.worker.replica.replica import Replica
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.sampling_params import SamplingParams
 from tests.parity.harness import hugging_face
-from worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from worker.engine_updates import EngineUpdate
-from worker.errors import HoldfastError
-from worker.replica import Replica
-from worker.request import EngineRequest
-from worker.sampling_params import SamplingParams
 
 NUM_NEW = 32
 TIMEOUT_S = 120

@@ -8,8 +8,7 @@ import random
 
 import pytest
 
-from tests.parity.test_serving import Collector
-from worker.config import (
+from holdfast.worker.config import (
     CacheConfig,
     ModelConfig,
     ParallelConfig,
@@ -17,15 +16,16 @@ from worker.config import (
     SpeculationConfig,
     WorkerConfig,
 )
-from worker.draft_model import check_same_tokens
-from worker.errors import ConfigurationError
-from worker.model_runner import LeaderRunner, ModelRunner
-from worker.replica import Replica
-from worker.request import EngineRequest
-from worker.sampling_params import SamplingParams
-from worker.scheduler import Scheduler
-from worker.speculation import Speculation
-from worker.tensor_parallel import SingleRank
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.model.draft_model import check_same_tokens
+from holdfast.worker.replica.replica import Replica
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.speculation.speculation import Speculation
+from tests.parity.test_serving import Collector
 
 NUM_NEW = 24
 SCARCE = CacheConfig(block_size=4, num_blocks=34)

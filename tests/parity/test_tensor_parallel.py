@@ -5,12 +5,12 @@ import multiprocessing
 import pytest
 import torch
 
+from holdfast.worker.distributed.tensor_parallel import DistributedGroup, pick_port
+from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+from holdfast.worker.layers.experts import Experts
+from holdfast.worker.replica.rank import run_rank
 from tests.parity.families import SERVED, VARIANTS
 from tests.parity.harness import greedy_tokens, largest_difference, load, logits_in_chunks, on_ranks, worker_config
-from worker.experts import Experts
-from worker.model_runner import LeaderRunner, ModelRunner
-from worker.rank import run_rank
-from worker.tensor_parallel import DistributedGroup, pick_port
 
 TOLERANCE = 1e-5
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.config import LimitsConfig, RouterConfig
-from router.dispatch import Dispatch
-from router.events import (
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.events import (
     Action,
     AttemptDelta,
     AttemptRejection,
@@ -16,9 +16,9 @@ from router.events import (
     SendSubmit,
     StepNews,
 )
-from worker.errors import HoldfastError, ReplicaError
-from worker.request import EngineLoad, EngineRequest, FinishReason, Priority
-from worker.sampling_params import SamplingParams
+from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Priority
+from holdfast.worker.sampling_params import SamplingParams
 
 NO_LOAD = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=9, num_total_blocks=9)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from router.tokenizer import Tokenizer
+from holdfast.router.text.tokenizer import Tokenizer
 
 WORDS = "the quick brown fox jumps over the lazy dog and the hen says good morning to the other hens\n"
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]

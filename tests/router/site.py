@@ -11,10 +11,10 @@ import grpc
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from holdfast_pb import inference_pb2, inference_pb2_grpc
-from router.config import LimitsConfig, RouterConfig
-from router.directory import ReplicaEndpoint, StaticDirectory
-from router.router import Router
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
+from holdfast.router.router import Router
+from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from tests.fakes import byte_tokenizer, fake_tokens
 
 

@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast_pb import inference_pb2
-from router.events import CaughtUp
-from router.record import RequestRecord
-from router.resume import Progress, Resume, catch_up, last_words
-from router.text_stream import TextStream
+from holdfast.router.dispatch.request_state import RequestRecord
+from holdfast.router.events import CaughtUp
+from holdfast.router.resume import Progress, Resume, catch_up, last_words
+from holdfast.router.text.text_stream import TextStream
+from holdfast.v1 import inference_pb2
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.request import EngineRequest, FinishReason
+from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.router.core import LetterText, facts
 from tests.router.site import collected, expected, on_a_loop, refusal, request, site
-from worker.errors import InvalidRequestError
-from worker.request import EngineRequest, FinishReason
-from worker.sampling_params import SamplingParams
 
 OUTPUT = "Grüße! ENDE"
 

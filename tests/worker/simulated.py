@@ -2,14 +2,14 @@
 
 import random
 
-from worker.batching_optimizer import Recommendation
-from worker.config import SchedulerConfig
-from worker.plan import StepResult
-from worker.request import EngineRequest
-from worker.sampling_params import SamplingParams
-from worker.scheduler import Scheduler
-from worker.step_time import StepCosts, shape_of
-from worker.step_tuner import StepTuner
+from holdfast.worker.config import SchedulerConfig
+from holdfast.worker.plan.step_plan import StepResult
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.tuning.batching_optimizer import Recommendation
+from holdfast.worker.tuning.step_time import StepCosts, shape_of
+from holdfast.worker.tuning.step_tuner import StepTuner
 
 MACHINE = StepCosts(base_s=4e-3, decode_s=1e-3, token_s=1.5e-4, context_token_s=5e-8)
 BLOCK_SIZE = 16

@@ -6,8 +6,8 @@ from dataclasses import fields
 import numpy
 import pytest
 
-from worker.errors import InvalidRequestError
-from worker.sampling_params import SamplingParams
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.sampling_params import SamplingParams
 
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 WHOLE = ("top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n", "best_of", "beam_width")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker.progress import FrozenVerdict, ProgressCounter
+from holdfast.worker.progress import FrozenVerdict, ProgressCounter
 
 
 def watch(verdict: FrozenVerdict, counts: list[int], *, has_work=True, expected_step_s=0.0, every_s=0.1) -> list[bool]:

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.attention.sdpa import SdpaBackend
-from worker.kv_cache import KVCache, LayerCache
-from worker.progress import ProgressCounter
-from worker.row_tiles import RowTiles
-from worker.step_batch import IntArray, StepBatch
+from holdfast.worker.attention.kv_cache import KVCache, LayerCache
+from holdfast.worker.attention.sdpa import SdpaBackend
+from holdfast.worker.distributed.step_batch import IntArray, StepBatch
+from holdfast.worker.layers.row_tiles import RowTiles
+from holdfast.worker.progress import ProgressCounter
 
 
 class AttentionBackend(Protocol):

@@ -20,9 +20,9 @@ from typing import Final
 
 import numpy as np
 
-from worker.kv_cache import TILE_TOKENS, KVSpec
-from worker.row_tiles import RowRule
-from worker.step_batch import IntArray, StepBatch, counts_up
+from holdfast.worker.attention.kv_cache import TILE_TOKENS, KVSpec
+from holdfast.worker.distributed.step_batch import IntArray, StepBatch, counts_up
+from holdfast.worker.layers.row_tiles import RowRule
 
 _MAX_CALL_VALUES: Final = 2**20
 """About how many numbers of keys and values one call may gather: a few MB, which stay in cache and are cheap to get."""

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.attention.query_tiles import TileCall, cut_into_tiles
-from worker.attention.trial import TRIAL_BLOCK_SIZE, choose_rule
-from worker.kv_cache import TILE_TOKENS, KVSpec, LayerCache
-from worker.row_tiles import RowRule, RowTiles
-from worker.step_batch import StepBatch
+from holdfast.worker.attention.kv_cache import TILE_TOKENS, KVSpec, LayerCache
+from holdfast.worker.attention.query_tiles import TileCall, cut_into_tiles
+from holdfast.worker.attention.trial import TRIAL_BLOCK_SIZE, choose_rule
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.layers.row_tiles import RowRule, RowTiles
 
 
 class SdpaBackend:

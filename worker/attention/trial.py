@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.kv_cache import TILE_TOKENS, KVCache, KVSpec, LayerCache
-from worker.row_tiles import RowRule, RowTiles, cancelling_product
-from worker.step_batch import StepBatch
+from holdfast.worker.attention.kv_cache import TILE_TOKENS, KVCache, KVSpec, LayerCache
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.layers.row_tiles import RowRule, RowTiles, cancelling_product
 
 TRIAL_BLOCK_SIZE: Final = TILE_TOKENS
 

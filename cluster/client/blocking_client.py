@@ -1,0 +1,106 @@
+"""The client for programs without asyncio: an `AsyncClient` on an event loop of its own, in a thread of its own.
+
+What may live here: the bridge between threads. What may not: anything of a request (`client.py`).
+"""
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar, Unpack
+
+from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.cluster.client.generation import Chunk, Generation
+from holdfast.cluster.service_options import ServiceOptions
+from holdfast.worker.sampling_params import SamplingParams
+
+ResultT = TypeVar("ResultT")
+
+
+class Client:
+    """As `AsyncClient`, blocking. Use it as a context manager, from any number of threads."""
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        connect_s: float = 5.0,
+        reconnect_s: float = 60.0,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """As `AsyncClient.__init__`."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="holdfast client", daemon=True)
+        self._thread.start()
+        try:
+            self._client = self._wait(_made(address, connect_s, reconnect_s, draw))
+        except BaseException:
+            self._stop()
+            raise
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connections. Streams must have ended, or must not be iterated any more."""
+        if self._thread.is_alive():
+            self._wait(self._client.close())
+            self._stop()
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        **service: Unpack[ServiceOptions],
+    ) -> Iterator[Chunk]:
+        """The completions as they come, as `AsyncClient.stream`. Leaving the iteration aborts the request."""
+        chunks = self._client.stream(prompt, params, model=model, request_id=request_id, **service)
+        try:
+            while (chunk := self._wait(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            self._wait(chunks.aclose())
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        model: str = "",
+        request_id: str = "",
+        **service: Unpack[ServiceOptions],
+    ) -> Generation:
+        """All completions, when they have ended, as `AsyncClient.generate`."""
+        return self._wait(self._client.generate(prompt, params, model=model, request_id=request_id, **service))
+
+    # --- inside ---
+
+    def _wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
+    return await anext(chunks, None)
+
+
+async def _made(
+    address: str | Sequence[str], connect_s: float, reconnect_s: float, draw: Callable[[], float]
+) -> AsyncClient:
+    """Channels belong to the loop that they are made on."""
+    return AsyncClient(address, connect_s=connect_s, reconnect_s=reconnect_s, draw=draw)

@@ -1,0 +1,50 @@
+"""What a client has received of a stream: enough to go on elsewhere when the router is lost.
+
+Plain data. What may not live here: gRPC (`client.py`, `wire.py`), time (`patience.py`).
+"""
+
+from dataclasses import dataclass, field, replace
+
+from holdfast.cluster.client.generation import Chunk
+from holdfast.worker.errors import InternalError
+from holdfast.worker.request import FinishReason
+
+
+@dataclass(slots=True)
+class ReceivedSequence:
+    """What has arrived of one sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text_length: int = 0
+    finish_reason: FinishReason | None = None
+    """Set once its end has come."""
+
+
+class Received:
+    """What has arrived of one stream, whichever routers it came from."""
+
+    def __init__(self) -> None:
+        self.sequences: list[ReceivedSequence] = []
+        """By sequence index."""
+        self.fingerprint = ""
+        self._replayed_without_guarantee = False
+
+    def take(self, chunk: Chunk) -> Chunk | None:
+        """Notes a chunk, and returns it with what is known from earlier ones; None if its sequence was over before.
+
+        Raises `InternalError` for a gap or an overlap.
+        """
+        while len(self.sequences) <= chunk.sequence_index:
+            self.sequences.append(ReceivedSequence())
+        sequence = self.sequences[chunk.sequence_index]
+        if sequence.finish_reason is not None:
+            return None
+        if chunk.first_token_index != len(sequence.token_ids):
+            place = f"at token {chunk.first_token_index}, not {len(sequence.token_ids)}"
+            raise InternalError(f"sequence {chunk.sequence_index} does not go on where it was cut off: {place}")
+        sequence.token_ids += chunk.token_ids
+        sequence.text_length += len(chunk.text)
+        sequence.finish_reason = chunk.finish_reason
+        self.fingerprint = chunk.system_fingerprint
+        self._replayed_without_guarantee |= chunk.replayed_without_guarantee
+        return replace(chunk, replayed_without_guarantee=self._replayed_without_guarantee)

@@ -1,0 +1,67 @@
+"""How long a client goes on asking when its routers are lost, and how long it pauses in between.
+
+No clock or randomness here: time and draws are passed in.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from holdfast.router.links.backoff import growing_pause_s
+
+MAX_PAUSE_S: Final = 2.0
+
+
+class Patience:
+    """One request's. Each router is asked once without a pause; then pauses grow.
+
+    Pauses have jitter, so that the clients of a lost router do not all come at the same time.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_routers: int,
+        connect_s: float,
+        reconnect_s: float,
+        timeout_s: float | None,
+        draw: Callable[[], float],
+        now: float,
+    ) -> None:
+        """It ends with the timeout, counted from now, or some time after the first of the failures in a row.
+
+        That is `connect_s` until a router has taken the request, and `reconnect_s` from then on.
+        """
+        self._num_routers = num_routers
+        self._limit_s = connect_s
+        self._reconnect_s = reconnect_s
+        self._deadline = None if timeout_s is None else now + timeout_s
+        self._draw = draw
+        self._first_failed_at = now
+        self._num_failed = 0
+        self.was_taken = False
+        """Some router has taken the request."""
+
+    def note_word(self) -> None:
+        """A router has taken the request, or has sent some of the answer."""
+        self.was_taken = True
+        self._limit_s = self._reconnect_s
+        self._num_failed = 0
+
+    def pause_s(self, now: float, hint_s: float | None = None) -> float | None:
+        """A try has failed: how long to wait before the next, or None if there is no use in it.
+
+        `hint_s` is what the router said of that; it counts once all have been asked.
+        """
+        if self._num_failed == 0:
+            self._first_failed_at = now
+        self._num_failed += 1
+        if self._num_failed < self._num_routers:
+            return 0.0
+        num_rounds = self._num_failed - self._num_routers
+        pause_s = growing_pause_s(num_rounds, MAX_PAUSE_S, self._draw(), hint_s or 0.0)
+        end = self._first_failed_at + self._limit_s
+        return pause_s if now + pause_s < (end if self._deadline is None else min(end, self._deadline)) else None
+
+    def time_left_s(self, now: float) -> float | None:
+        """Of the request's own timeout; None if it has none."""
+        return None if self._deadline is None else self._deadline - now

@@ -1,0 +1,97 @@
+"""The `holdfast` command: which commands there are, and what the process answers to the shell.
+
+Exit codes: 0 done, 1 failed, 2 the caller's mistake (usage, settings, input), 130 interrupted. Commands live in
+`commands/` and are imported only when they run, so that `--help` stays fast.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from cyclopts import App, CycloptsError, Group
+
+from holdfast.worker.errors import CallerError, HoldfastError
+
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130
+
+_FIRST = Group.create_ordered("Essentials")
+_MORE = Group.create_ordered("More")
+
+_EXAMPLES = """\
+Examples:
+
+  holdfast generate "The capital of France is"
+  holdfast serve --replicas 2 --tp 2
+  holdfast generate --server localhost:50051 "The capital of France is"
+  holdfast config show --config serve.yaml
+"""
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("holdfast")
+    except PackageNotFoundError:
+        return "a checkout that is not installed"
+
+
+app = App(
+    name="holdfast",
+    help="LLM serving whose streams hold.",
+    help_epilogue=_EXAMPLES,
+    help_format="plaintext",
+    version=_version,
+    group_commands=_MORE,
+    suppress_keyboard_interrupt=False,
+)
+config_app = App(name="config", help="Look at the settings.", group=_MORE)
+app["--help"].group = app["--version"].group = _MORE
+
+_COMMANDS = (
+    ("serve", _FIRST, "Start a cluster, or join one, and serve a model over gRPC."),
+    ("generate", _FIRST, "Complete a prompt, in this process or on a server."),
+    ("demo", _FIRST, "Start a local cluster, stream four prompts at once, and stop it."),
+    ("stats", _MORE, "Show how busy a running cluster's replicas are, and what their caches do."),
+    ("simulate", _MORE, "Run the cluster's deciders in virtual time under faults, and check every token."),
+    ("estimate", _MORE, "Say how much memory a model needs, without loading it."),
+)
+for _order, (_name, _group, _help) in enumerate(_COMMANDS):
+    app.command(f"holdfast.cluster.commands.{_name}:{_name}", name=_name, group=_group, help=_help, sort_key=_order)
+app.command(config_app)
+config_app.command(
+    "holdfast.cluster.commands.config_show:show",
+    name="show",
+    help="Print every setting's value and where it came from.",
+)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code. What is not an error of ours keeps its traceback."""
+    try:
+        result = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except CycloptsError as error:
+        return _say(f"{' '.join(str(error).split())} (try `holdfast --help`)", EXIT_USAGE)
+    except CallerError as error:
+        return _say(str(error), EXIT_USAGE)
+    except HoldfastError as error:
+        return _say(str(error), EXIT_FAILED)
+    except KeyboardInterrupt:
+        return _say("interrupted", EXIT_INTERRUPTED)
+    return result if isinstance(result, int) else 0
+
+
+def _say(message: str, code: int) -> int:
+    print(f"holdfast: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

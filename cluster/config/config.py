@@ -1,0 +1,100 @@
+"""The one tree of settings, and the only place that reads the environment.
+
+What may live here: the cluster's own settings, the tree that joins every owner's, and the order of the sources:
+defaults < file < environment < flags. How a source is read and checked is in `config_sources.py`.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pydantic import Field
+
+from holdfast.cluster.config.resources import CustomResources
+from holdfast.cluster.config.sources import Layer, environment_layer, file_layer, resolve
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.worker.config import (
+    Bytes,
+    CacheConfig,
+    HealthConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    Settings,
+    SpeculationConfig,
+    WorkerConfig,
+)
+
+CONFIG_FILE_VARIABLE: Final = "HOLDFAST_CONFIG"
+"""Names a configuration file where no `--config` does."""
+
+
+class ClusterConfig(Settings):
+    """How many of what, and on which Ray cluster."""
+
+    replicas: int = Field(1, ge=1, description="copies of the model")
+    routers: int = Field(2, ge=1, description="front doors; on one machine they take one port each")
+    host: str | None = Field(None, description="address routers listen on; unset: loopback, or 0.0.0.0 with `address`")
+    port: int = Field(50051, ge=0, le=65535, description="gRPC port of the first router; 0: any free port")
+    address: str | None = Field(None, description="an existing Ray cluster to join (`auto`, host:port); unset: our own")
+    namespace: str = Field("holdfast", min_length=1, description="Ray namespace and name of the Serve application")
+    cpus_per_rank: float = Field(1.0, gt=0, description="CPUs that Ray sets aside for each rank")
+    rank_resources: CustomResources = Field(
+        {}, description="what each rank takes of its node besides CPU and GPU, e.g. accelerator_type:H100=0.001"
+    )
+    router_resources: CustomResources = Field(
+        {}, description="what each router takes of its node besides one CPU, e.g. front_door=1"
+    )
+    object_store_memory: Bytes = Field(100 * 2**20, ge=80 * 2**20, description="of our own Ray; no token goes there")
+    drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running requests get when the cluster stops")
+
+
+class HoldfastConfig(Settings):
+    """Every setting of the system, one group per owner."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    health: HealthConfig = HealthConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    router: RouterConfig = RouterConfig()
+    limits: LimitsConfig = LimitsConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def worker(self) -> WorkerConfig:
+        """The part that one replica needs."""
+        return WorkerConfig(
+            model=self.model,
+            parallel=self.parallel,
+            cache=self.cache,
+            scheduler=self.scheduler,
+            health=self.health,
+            speculation=self.speculation,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """A validated tree, and beside it where each value came from (dotted path to source)."""
+
+    config: HoldfastConfig
+    sources: Mapping[str, str]
+
+
+def load_config(
+    flags: Layer | None = None, file: str | Path | None = None, environ: Mapping[str, str] | None = None
+) -> LoadedConfig:
+    """Reads all sources; `environ` is the process's own unless given.
+
+    Raises `ConfigurationError`, naming setting, value and source, for whatever is wrong.
+    """
+    environ = os.environ if environ is None else environ
+    file = file or environ.get(CONFIG_FILE_VARIABLE) or None
+    layers: list[Layer] = [] if file is None else [file_layer(HoldfastConfig, Path(file))]
+    layers += [environment_layer(HoldfastConfig, environ), flags or {}]
+    config, sources = resolve(HoldfastConfig, layers)
+    return LoadedConfig(config=config, sources=sources)

@@ -1,0 +1,191 @@
+"""Offline inference: `LLM(model).generate(prompts)`, with the call shape of vLLM's class of the same name.
+
+A thin face on `InferenceEngine`: one process, no Ray, child processes for the other ranks of a tensor-parallel group.
+"""
+
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from itertools import accumulate
+from typing import TypeVar, Unpack
+
+from holdfast.cluster.config.config import HoldfastConfig, load_config
+from holdfast.cluster.config.sources import keyword_layer
+from holdfast.cluster.offline.beams import BeamSearchParams, find_beams
+from holdfast.cluster.offline.inference_engine import InferenceEngine, Prompt, RequestHandle
+from holdfast.cluster.offline.outputs import BeamSearchOutput, RequestOutput
+from holdfast.cluster.progress_bars import progress
+from holdfast.cluster.service_options import ServiceOptions
+from holdfast.router.text.chat import render_chat
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.stats import EngineStats
+
+PromptInput = str | Mapping[str, object]
+"""Text, or a mapping with `prompt` (text) or `prompt_token_ids` (integers)."""
+
+Message = Mapping[str, str]
+"""One turn of a chat: `role` and `content`."""
+
+Item = TypeVar("Item")
+
+
+class LLM:
+    """A loaded model. Close it, or use it as a context manager, to free what it holds before the process ends.
+
+    `settings` are those of `holdfast config show`, by their last name (`max_num_seqs=8`). Requests without a seed get
+    one derived from `seed` and their number, so that a script gives the same outputs every time it is run. Raises
+    `ConfigurationError` or `UnsupportedModelError` where the model cannot be loaded as asked.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        seed: int = 0,
+        max_model_len: int | None = None,
+        **settings: object,
+    ) -> None:
+        named = {"model": model, "tensor_parallel_size": tensor_parallel_size, "dtype": dtype, "seed": seed}
+        if max_model_len is not None:
+            settings["max_model_len"] = max_model_len
+        config = load_config(keyword_layer(HoldfastConfig, named | settings, "LLM(...)")).config.worker
+        self._window = config.scheduler.max_num_waiting
+        self._engine = InferenceEngine(config=config, seed=seed)
+        self._engine.start()
+        self._close = weakref.finalize(self, self._engine.stop)
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput] | Sequence[int],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **service: Unpack[ServiceOptions],
+    ) -> list[RequestOutput]:
+        """Completes all prompts together; outputs come in the order of the prompts.
+
+        One prompt may be given without a list. `sampling_params` is one for all, or one for each. `use_tqdm` shows a
+        progress bar if stderr is a terminal. `service` holds for each request, `timeout_s` from when it is submitted:
+        the first that runs out of time ends the call with a `DeadlineExceededError`. Raises `InvalidRequestError` for a
+        prompt that can never fit.
+        """
+        chosen = [_prompt(item) for item in _prompt_list(prompts)]
+        return self._run(chosen, _one_each(sampling_params, len(chosen)), use_tqdm, service)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **service: Unpack[ServiceOptions],
+    ) -> list[RequestOutput]:
+        """The assistant's next turn in one conversation, or in each of several, by the model's own chat template."""
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = [chat_token_ids(self.get_tokenizer(), talk) for talk in conversations]  # type: ignore[arg-type]
+        return self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm, service)
+
+    def beam_search(
+        self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt that a beam search finds, best first.
+
+        Slow: a request for every beam and token, which the prefix cache makes small ones.
+        """
+        sampling = params.sampling_params()
+        chosen = [self._engine.prompt_token_ids(_prompt(item), sampling) for item in _prompt_list(prompts)]
+        return [
+            BeamSearchOutput(
+                sequences=[beam.sequence(self._engine, params.include_stop_str_in_output) for beam in beams]
+            )
+            for beams in find_beams(self._engine, chosen, sampling)
+        ]
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    @property
+    def engine(self) -> InferenceEngine:
+        """For single requests, callbacks and statistics."""
+        return self._engine
+
+    def get_stats(self) -> EngineStats:
+        """Exact counts since the start: tokens, blocks used, cached and free, evictions, preemptions, hit rate."""
+        return self._engine.get_stats()
+
+    def close(self) -> None:
+        """Ends the engine and its ranks. Safe to call twice."""
+        self._close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(
+        self, prompts: list[Prompt], params: list[SamplingParams], show: bool, service: ServiceOptions
+    ) -> list[RequestOutput]:
+        """Keeps as many requests submitted as the engine's queue takes. If one fails, the others are cancelled."""
+        handles: list[RequestHandle] = []
+        outputs: list[RequestOutput] = []
+        num_ahead = list(accumulate((one.num_sequences for one in params), initial=0))
+        bar = progress(sys.stderr) if show and sys.stderr.isatty() else nullcontext(_silent)
+        try:
+            with bar as report:
+                for index in range(len(prompts)):
+                    while len(handles) < len(prompts) and self._has_room(num_ahead, index, len(handles)):
+                        number = len(handles)
+                        handles.append(self._engine.submit_request(prompts[number], params[number], **service))
+                    outputs.append(handles[index].result())
+                    report("generating", len(outputs), len(prompts))
+        finally:
+            for handle in handles[len(outputs) :]:
+                handle.cancel()
+        return outputs
+
+    def _has_room(self, num_ahead: Sequence[int], first: int, last: int) -> bool:
+        """Whether the queue takes the sequences of requests `first` to `last`. One request by itself may always try."""
+        return first == last or num_ahead[last + 1] - num_ahead[first] <= self._window
+
+
+def chat_token_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """The prompt that makes the model answer. Raises `InvalidRequestError` for a model without a chat template."""
+    text = render_chat(tokenizer.chat_template, messages, special_tokens=tokenizer.special_tokens)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _prompt_list(prompts: PromptInput | Sequence[PromptInput] | Sequence[int]) -> Sequence[PromptInput]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [{"prompt_token_ids": prompts}]
+    return prompts  # type: ignore[return-value]  # a sequence of integers was taken care of
+
+
+def _prompt(item: PromptInput | Sequence[int]) -> Prompt:
+    if isinstance(item, str):
+        return item
+    chosen = item.get("prompt_token_ids", item.get("prompt")) if isinstance(item, Mapping) else item
+    if isinstance(chosen, str):
+        return chosen
+    if not isinstance(chosen, Sequence) or not all(isinstance(token_id, int) for token_id in chosen):
+        raise InvalidRequestError("prompt", chosen, "must be text or a list of token ids")
+    return chosen
+
+
+def _one_each(
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * num_prompts
+    if len(sampling_params) != num_prompts:
+        raise InvalidRequestError("sampling_params", len(sampling_params), f"must be one, or {num_prompts} of them")
+    return list(sampling_params)
+
+
+def _silent(phase: str, done: int, total: int) -> None:
+    pass

@@ -1,0 +1,75 @@
+"""What offline callers get back. The names and the shape follow vLLM's, so that scripts people have keep running."""
+
+from dataclasses import dataclass
+
+from holdfast.worker.errors import HoldfastError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """How likely the model found a token, before any control or temperature."""
+
+    logprob: float
+    rank: int
+    """1 for the likeliest."""
+    decoded_token: str
+    """The token's text by itself; special tokens are written out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One sequence of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """`stop`, `length` or `abort`; None while the sequence goes on."""
+    cumulative_logprob: float | None = None
+    """Sum of the output tokens' log-probabilities; set with `logprobs`, `best_of` and beams."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each output token, by token id: that token, then the best ones that were asked for. None: not asked for."""
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A request and what has come of it so far."""
+
+    request_id: str
+    prompt: str | None
+    """None where the prompt was given as token ids."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    """Those of the prompt's tokens that were found in the prefix cache."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each prompt token, by token id: that token, then the best ones; None for the first. None: not asked for."""
+    error: HoldfastError | None = None
+    """Why a request ended without finishing. Only callbacks see it; everyone else gets it raised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchSequence:
+    """One beam that a search has found."""
+
+    tokens: list[int]
+    """The prompt's, then the output's."""
+    logprobs: list[dict[int, Logprob]]
+    """For each output token, by token id: the candidates at its place, with that token among them."""
+    cum_logprob: float
+    """Sum of the output tokens' log-probabilities, that of an end of sequence included."""
+    text: str
+    """That of all `tokens`."""
+    finish_reason: str
+    """`stop` or `length`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearchOutput:
+    """What a beam search has found for one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]

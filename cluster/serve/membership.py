@@ -1,0 +1,112 @@
+"""The two ways to use the directory from afar: keep a lease in it, and watch it for a router.
+
+`handle` is the Serve handle of `DirectoryDeployment`. What may not live here: what members are (`directory.py`).
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from holdfast.cluster.serve.directory import RENEW_S, Member, Role, Snapshot
+from holdfast.router.links.replica_directory import ReplicaEndpoint
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 1.0
+
+
+class Lease:
+    """Tells the directory of one member, again and again, until it is ended."""
+
+    def __init__(self, handle: Any, member: Member) -> None:
+        self._handle = handle
+        self._changed = asyncio.Event()
+        self.member = member
+        self._task = asyncio.create_task(self._keep())
+
+    def update(self, member: Member) -> None:
+        """Says something new of the member, at once. On the event loop that made the lease."""
+        self.member = member
+        self._changed.set()
+
+    async def flush(self) -> None:
+        """Waits until the directory has been told, if there is one."""
+        await self._tell(self._handle.renew, self.member)
+
+    async def end(self) -> None:
+        """Takes the member out of the directory. Gives up soon: the directory may be ending at the same time."""
+        self._task.cancel()
+        await self._tell(self._handle.remove, self.member.member_id)
+
+    async def _keep(self) -> None:
+        while True:
+            self._changed.clear()
+            await self._tell(self._handle.renew, self.member)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), RENEW_S)
+
+    async def _tell(self, method: Any, argument: object) -> None:
+        try:
+            await asyncio.wait_for(_call(method, argument), _TIMEOUT_S)
+        except Exception as error:  # Ray raises many kinds while a directory is replaced; a later turn tries again
+            logger.info("the directory did not answer: %s", error)
+
+
+class WatchedDirectory:
+    """A `ReplicaDirectory` for a router."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def watch(self) -> AsyncIterator[frozenset[ReplicaEndpoint]]:
+        """Every set of replicas once. A directory that was replaced may add replicas at first, not take any away."""
+        known: frozenset[ReplicaEndpoint] | None = None
+        seen_version = 0
+        while True:
+            snapshot = await self._next(seen_version)
+            seen_version = snapshot.version
+            found = _endpoints(snapshot)
+            if known is not None and not snapshot.is_settled:
+                found |= known
+            if found != known:
+                known = found
+                yield known
+
+    async def _next(self, seen_version: int) -> Snapshot:
+        while True:
+            try:
+                snapshot = await _call(self._handle.watch, seen_version)
+            except Exception as error:  # as in `Lease`
+                logger.info("the directory did not answer: %s", error)
+                await asyncio.sleep(RENEW_S)
+            else:
+                assert isinstance(snapshot, Snapshot)
+                return snapshot
+
+
+async def has_other_routers(handle: Any, member_id: str) -> bool:
+    """Whether routers other than this one serve. False where the directory does not say: it ends with the cluster."""
+    try:
+        snapshot = await asyncio.wait_for(_call(handle.watch, 0), _TIMEOUT_S)
+    except Exception as error:  # as in `Lease`
+        logger.info("the directory did not answer: %s", error)
+        return False
+    assert isinstance(snapshot, Snapshot)
+    return any(router.member_id != member_id for router in snapshot.serving(Role.ROUTER))
+
+
+def _endpoints(snapshot: Snapshot) -> frozenset[ReplicaEndpoint]:
+    return frozenset(
+        ReplicaEndpoint(
+            replica_id=member.member_id, address=member.address, model=member.model, model_path=member.model_path
+        )
+        for member in snapshot.serving(Role.REPLICA)
+        if member.address is not None
+    )
+
+
+async def _call(method: Any, argument: object) -> object:
+    """Serve's responses can be awaited but are no coroutines, which `wait_for` wants."""
+    return await method.remote(argument)

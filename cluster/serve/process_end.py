@@ -1,0 +1,83 @@
+"""How the process of a router or a replica ends by itself: when memory has run out, and when its replica has failed.
+
+Where an allocation fails, what was being done is half done, and the telling of it may fail as well. Routers and
+replicas hold nothing that others cannot make good, so the whole process goes rather than linger half alive. What may
+not live here: ends that are ordered.
+"""
+
+import errno
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+from holdfast.worker.errors import HoldfastError
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE: Final = 1
+
+_NO_THREAD: Final = "can't start new thread"
+"""What Python says where there is no memory for another stack."""
+
+
+class ProcessEnd:
+    """Waits, from the start, on a thread of its own: a process without memory cannot start one any more."""
+
+    def __init__(self, last_words: Callable[[], object]) -> None:
+        """`last_words` is called once, on that thread, before the process ends; it must not take long."""
+        self._last_words = last_words
+        self._reasons: queue.SimpleQueue[HoldfastError] = queue.SimpleQueue()
+        threading.Thread(target=self._wait, name="process-end", daemon=True).start()
+
+    def because(self, error: HoldfastError) -> None:
+        """From any thread. Returns at once; of several reasons the first one counts."""
+        self._reasons.put(error)
+
+    def _wait(self) -> None:
+        error = self._reasons.get()
+        try:
+            logger.error("this process ends: %s", error)
+            self._last_words()
+        finally:
+            os._exit(EXIT_CODE)
+
+
+def end_when_out_of_memory() -> None:
+    """From now on an error of that sort which is logged, or ends a thread, ends this process, as if it were killed.
+
+    Nobody here swallows an error that was not foreseen without logging it, and neither do gRPC and asyncio: the log is
+    the one place that sees them all, whatever its level. Not for libraries: they must not end their caller's process.
+    """
+    make, hook = logging.getLogRecordFactory(), threading.excepthook
+
+    def end_or_make(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if record.exc_info:
+            _end_if_out_of_memory(record.exc_info[1])
+        return record
+
+    def end_or_pass_on(told: threading.ExceptHookArgs) -> None:
+        _end_if_out_of_memory(told.exc_value)
+        hook(told)
+
+    logging.setLogRecordFactory(end_or_make)
+    threading.excepthook = end_or_pass_on
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation of Python's or the system's failed. What torch cannot allocate fails its engine anyway."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_THREAD in str(error))
+
+
+def _end_if_out_of_memory(error: BaseException | None) -> None:
+    if error is None or not is_out_of_memory(error):
+        return
+    try:
+        os.write(2, b"out of memory: this process ends\n")
+    finally:  # the disk of the log may be full
+        os._exit(EXIT_CODE)

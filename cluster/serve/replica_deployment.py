@@ -1,0 +1,101 @@
+"""A replica as a Serve deployment: Serve decides where it runs and when it starts and ends; tokens go past Serve.
+
+The Serve replica's actor is the leader rank, in bundle 0 of its placement group. It serves the link on a port of its
+own and keeps a lease in the directory. When a rank dies, the whole replica ends: routers hear of it over the link at
+once, and Serve starts another.
+"""
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any, Final
+
+from ray import serve
+
+from holdfast.cluster.bundled_model.bundled_model import located
+from holdfast.cluster.serve.directory import Member, Role
+from holdfast.cluster.serve.log_lines import date_log_lines
+from holdfast.cluster.serve.membership import Lease
+from holdfast.cluster.serve.placement_groups import RayLauncher, Resources
+from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
+from holdfast.cluster.serve.termination import end_on_sigterm
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.errors import CallerError
+from holdfast.worker.replica.link import LinkServer
+from holdfast.worker.replica.replica import Replica
+
+FLUSH_S: Final = 0.5
+"""How long a failed replica may take to say so before its process ends."""
+
+STOP_S: Final = 10.0
+"""How long a replica may take to end its ranks once nothing runs."""
+
+IDLE_CHECK_S: Final = 0.05
+
+
+class ReplicaDeployment:
+    """Hosts one `Replica`. Made and called by Serve alone."""
+
+    async def __init__(self, config: WorkerConfig, bundle: Resources, drain_timeout_s: float, directory: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        date_log_lines()
+        end_when_out_of_memory()
+        self._drain_timeout_s = drain_timeout_s
+        self._loop = asyncio.get_running_loop()
+        launcher = RayLauncher(bundle, config.parallel.tensor_parallel_size)
+        self._lease = Lease(directory, Member(member_id=_replica_id(), role=Role.REPLICA))
+        self._server: LinkServer | None = None
+        end_on_sigterm(self.__del__, limit_s=drain_timeout_s + STOP_S)
+        try:
+            self._replica = await asyncio.to_thread(Replica.start, located(config), launcher, self._report)
+        except CallerError as error:
+            self._say(error=str(error))
+            await self._lease.flush()
+            raise
+        self._server = await LinkServer.start(self._replica, replica_id=_replica_id(), host=launcher.host)
+        self._replica.on_failure(ProcessEnd(self._close_soon).because)
+        lifeline = await asyncio.to_thread(self._replica.guard)
+        self._beating = None if lifeline is None else self._loop.create_task(lifeline.keep_beating())
+        info = self._replica.info
+        self._say(phase="serving", address=self._server.address, model=info.name, model_path=info.path)
+
+    async def check_health(self) -> None:
+        """Raises once the engine has failed. Serve then replaces this replica."""
+        if self._replica.engine.failure is not None:
+            raise self._replica.engine.failure
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the replica is to end in peace: takes nothing new, lets what runs finish, stops."""
+        await self._lease.end()
+        if self._server is None:  # SIGTERM has come before it was up
+            return
+        self._replica.wind_down()
+        deadline_s = time.monotonic() + self._drain_timeout_s
+        while self._is_busy() and time.monotonic() < deadline_s:
+            await asyncio.sleep(IDLE_CHECK_S)
+        await self._server.stop()
+        await asyncio.to_thread(self._replica.stop)
+
+    def _is_busy(self) -> bool:
+        engine = self._replica.engine
+        return engine.failure is None and engine.load.num_running + engine.load.num_waiting > 0
+
+    def _report(self, phase: str, done: int, total: int) -> None:
+        """From the loading thread."""
+        self._loop.call_soon_threadsafe(lambda: self._say(phase=phase, done=done, total=total))
+
+    def _say(self, **changes: Any) -> None:
+        self._lease.update(replace(self._lease.member, **changes))
+
+    def _close_soon(self) -> None:
+        """From the thread that is about to end this process, which tells Serve."""
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(FLUSH_S)
+
+    async def _close(self) -> None:
+        """Tells every router, and the directory."""
+        assert self._server is not None, "its failures are heard of once it serves"
+        await self._server.stop()
+        await self._lease.end()
+
+
+def _replica_id() -> str:
+    return str(serve.get_replica_context().replica_tag)

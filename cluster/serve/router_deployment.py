@@ -1,0 +1,84 @@
+"""A router as a Serve deployment, with a gRPC port of its own. Serve keeps it alive; no request goes through Serve."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any, Final
+
+import ray
+from ray import serve
+
+from holdfast.cluster.config.config import HoldfastConfig
+from holdfast.cluster.serve.directory import Member, Role
+from holdfast.cluster.serve.log_lines import date_log_lines
+from holdfast.cluster.serve.membership import Lease, WatchedDirectory, has_other_routers
+from holdfast.cluster.serve.process_end import end_when_out_of_memory
+from holdfast.cluster.serve.termination import end_on_sigterm
+from holdfast.router.router import Router
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.supervision.heartbeat_pipe import Lifeline
+
+ANY_INTERFACE = "0.0.0.0"
+
+ALL_END_S: Final = 0.5
+"""Where all routers end, each has left the directory so long after the first."""
+
+STOP_S: Final = 5.0
+"""How long a router may take to end once it has nothing to wait for."""
+
+
+class RouterDeployment:
+    """Hosts one `Router`. Made and called by Serve alone."""
+
+    async def __init__(self, config: HoldfastConfig, host: str, directory: Any, replicas: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        # `replicas` is here only because Serve deploys what the ingress is given.
+        date_log_lines()
+        end_when_out_of_memory()
+        self._directory = directory
+        self._drain_timeout_s = config.cluster.drain_timeout_s
+        self._lease = Lease(directory, Member(member_id=serve.get_replica_context().replica_tag, role=Role.ROUTER))
+        self._router: Router | None = None
+        self._lifeline: Lifeline | None = None
+        end_on_sigterm(self.__del__, limit_s=self._drain_timeout_s + STOP_S)
+        try:
+            self._router = await _start(config, host, WatchedDirectory(directory))
+        except ConfigurationError as error:
+            self._lease.update(replace(self._lease.member, error=str(error)))
+            await self._lease.flush()
+            raise
+        address = _reachable(self._router.address)
+        self._lease.update(replace(self._lease.member, phase="serving", address=address))
+        if config.health.hangs_after_s is not None:
+            self._lifeline = Lifeline(config.health.hangs_after_s, [])
+            self._beating = asyncio.create_task(self._lifeline.keep_beating())
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the router is to end in peace.
+
+        If it ends alone, clients that come again take their streams elsewhere at once; others, and all where every
+        router ends, have time for their open requests.
+        """
+        await self._lease.end()
+        if self._router is None:  # SIGTERM has come before it was up
+            return
+        await asyncio.sleep(ALL_END_S)
+        hands_over = await has_other_routers(self._directory, self._lease.member.member_id)
+        await self._router.stop(self._drain_timeout_s, hands_over=hands_over)
+        if self._lifeline is not None:
+            self._lifeline.cut()
+
+
+async def _start(config: HoldfastConfig, host: str, directory: WatchedDirectory) -> Router:
+    """On the first free port of as many as there are routers, since several may share a machine."""
+    port, error = config.cluster.port, None
+    for candidate in range(port, port + config.cluster.routers) if port else (0,):
+        try:
+            return await Router.start(config.router, config.limits, directory, host, candidate)
+        except RuntimeError as taken:
+            error = taken
+    raise ConfigurationError(f"cluster.port = {port}: {host}:{port} cannot be listened on, it may be in use ({error})")
+
+
+def _reachable(address: str) -> str:
+    """What others dial: this machine's address where the router listens on all interfaces."""
+    host, _, port = address.rpartition(":")
+    return f"{ray.util.get_node_ip_address()}:{port}" if host == ANY_INTERFACE else address

@@ -1,0 +1,209 @@
+"""A cluster that serves, seen from the process that started it: bring it up, know its addresses, take it down.
+
+What may live here: driving Ray and Serve from outside. What may not: what runs inside them (`app.py`).
+"""
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
+from holdfast.cluster.progress_bars import Report
+from holdfast.cluster.serve.directory import Member, Role, Snapshot
+from holdfast.cluster.serve.local import LOOPBACK, num_cpus_of_our_own, ray_connection, share_cores
+from holdfast.worker.errors import ConfigurationError, ReplicaError
+
+logger = logging.getLogger(__name__)
+
+STATUS_PERIOD_S: Final = 1.0
+LINK_CHECK_S: Final = 0.05
+LINK_TIMEOUT_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """A cluster that is up."""
+
+    routers: tuple[str, ...]
+    """`host:port` of each router's gRPC API."""
+    model: str
+    num_replicas: int
+
+
+@contextmanager
+def serving(config: HoldfastConfig, report: Report) -> Iterator[Serving]:
+    """Runs a cluster for as long as the block lasts: on Ray of our own, or on the cluster at `cluster.address`.
+
+    Enters the block when every router and replica is up; `report` hears of nothing after that. Leaving it drains and
+    stops routers and replicas; then our own Ray, and with it every process. Must run on the main thread. Raises
+    `ConfigurationError` for what cannot work, `ReplicaError` where Serve gives up.
+    """
+    _check_here(config)
+    config = share_cores(config)
+    report("starting Ray", 0, 1)
+    with ray_connection(config.cluster, num_cpus_of_our_own(config)):
+        report("starting Ray", 1, 1)
+        check_resources(config.cluster)
+        directory = _deploy(config, report)
+        try:
+            yield _wait_until_up(config, directory, report)
+        finally:
+            _delete(config)
+
+
+def _check_here(config: HoldfastConfig) -> None:
+    """Mistakes that are better told now than by a process that takes half a minute to start."""
+    model, cluster = config.model.model, config.cluster
+    if cluster.address is not None:
+        return
+    draft = config.speculation.draft_model if config.speculation.speculative == "draft" else None
+    for setting, folder in (("model.model", model), ("speculation.draft_model", draft or "")):
+        if folder.startswith(("/", ".", "~")) and not Path(folder).expanduser().is_dir():
+            raise ConfigurationError(f"{setting} = {folder!r}: there is no such folder")
+    for port in range(cluster.port, cluster.port + cluster.routers) if cluster.port else ():
+        try:
+            socket.create_server((cluster.host or LOOPBACK, port)).close()
+        except OSError as error:
+            raise ConfigurationError(f"cluster.port = {cluster.port}: port {port} is not free ({error})") from error
+
+
+def check_resources(cluster: ClusterConfig) -> None:
+    """Our own Ray is this machine: what it does not have will never come."""
+    if cluster.address is not None:
+        return
+    from holdfast.cluster.serve.placement_groups import node_resources, unmet
+
+    settings = {"cluster.rank_resources": cluster.rank_resources, "cluster.router_resources": cluster.router_resources}
+    for setting, resources in settings.items():
+        if missing := unmet(resources, node_resources()):
+            raise ConfigurationError(
+                f"{setting} = {resources}: this machine has too little {' and '.join(missing)}; custom resources are "
+                f"for a Ray cluster that was started with them, which cluster.address names"
+            )
+
+
+def _deploy(config: HoldfastConfig, report: Report) -> Any:
+    """Hands the application to Serve, which goes on by itself. Returns the directory's handle."""
+    from ray import serve
+
+    from holdfast.cluster.serve.app import DIRECTORY, application
+    from holdfast.cluster.serve.router_deployment import ANY_INTERFACE
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing it has set another level
+    report("starting Serve", 0, 1)
+    serve.start(proxy_location="Disabled")
+    name = config.cluster.namespace
+    host = LOOPBACK if config.cluster.address is None else ANY_INTERFACE
+    app = application(config, host)
+    target = serve.RunTarget(target=app, name=name, route_prefix=None, external_scaler_enabled=True)
+    serve.run_many([target], wait_for_applications_running=False)
+    report("starting Serve", 1, 1)
+    return serve.get_deployment_handle(DIRECTORY, name)
+
+
+def _delete(config: HoldfastConfig) -> None:
+    """Ends the application, and waits for that. Serve itself stays: others may use it, or it ends with our own Ray."""
+    from ray import serve
+
+    deadline_s = time.monotonic() + config.cluster.drain_timeout_s
+    while True:
+        try:
+            serve.delete(config.cluster.namespace)
+            return
+        except TimeoutError:  # after a minute, which a long drain may take
+            if time.monotonic() > deadline_s:
+                raise
+
+
+def _wait_until_up(config: HoldfastConfig, directory: Any, report: Report) -> Serving:
+    """Watches members come up and says what they are doing."""
+    shown = StartUp(report, config.cluster.replicas)
+    report("starting processes", 0, 1)
+    version = 0
+    while True:
+        snapshot = _next_snapshot(config, directory, version)
+        version = snapshot.version
+        shown.show(snapshot)
+        replicas, routers = snapshot.serving(Role.REPLICA), snapshot.serving(Role.ROUTER)
+        if len(replicas) >= config.cluster.replicas and len(routers) >= config.cluster.routers:
+            addresses = tuple(sorted(str(router.address) for router in routers))
+            asyncio.run(_until_linked(addresses, len(replicas)))
+            return Serving(routers=addresses, model=replicas[0].model, num_replicas=len(replicas))
+
+
+async def _until_linked(routers: Sequence[str], num_replicas: int) -> None:
+    """Waits until each router says that it has reached every replica: from then on no request finds it empty."""
+    try:
+        async with asyncio.timeout(LINK_TIMEOUT_S):
+            for address in routers:
+                async with AsyncClient(address) as client:
+                    while not await _is_linked(client, num_replicas):
+                        await asyncio.sleep(LINK_CHECK_S)
+    except TimeoutError:
+        logger.warning("from here, the routers at %s could not be seen to have their replicas", ", ".join(routers))
+
+
+async def _is_linked(client: AsyncClient, num_replicas: int) -> bool:
+    try:
+        models = (await client.list_models()).models
+    except ReplicaError:
+        return False
+    return any(model.num_replicas >= num_replicas for model in models)
+
+
+def _next_snapshot(config: HoldfastConfig, directory: Any, version: int) -> Snapshot:
+    """The next news of the directory. Raises what makes waiting for it pointless."""
+    response = directory.watch.remote(version)
+    while True:
+        try:
+            snapshot: Snapshot = response.result(timeout_s=STATUS_PERIOD_S)
+        except TimeoutError:
+            _raise_if_given_up(config.cluster.namespace)
+            continue
+        for member in snapshot.members:
+            if member.error is not None:
+                raise ConfigurationError(member.error)
+        return snapshot
+
+
+def _raise_if_given_up(name: str) -> None:
+    from ray import serve
+
+    status = serve.status().applications[name]
+    if status.status == "DEPLOY_FAILED":
+        reasons = [deployment.message for deployment in status.deployments.values() if deployment.message]
+        raise ReplicaError(f"Serve gave up: {' '.join([status.message, *reasons])}")
+
+
+class StartUp:
+    """Numbers the members in the order in which they show up, and reports each one's phases in turn."""
+
+    def __init__(self, report: Report, num_replicas: int) -> None:
+        self._report = report
+        self._num_replicas = num_replicas
+        self._seen: dict[str, Member] = {}
+
+    def show(self, snapshot: Snapshot) -> None:
+        if snapshot.members:
+            self._report("starting processes", 1, 1)
+        for member in snapshot.members:
+            before = self._seen.get(member.member_id)
+            self._seen[member.member_id] = member
+            if member.role is Role.REPLICA and member != before:
+                self._show_replica(member, before)
+
+    def _show_replica(self, member: Member, before: Member | None) -> None:
+        replicas = [known for known in self._seen.values() if known.role is Role.REPLICA]
+        number = next(index for index, known in enumerate(replicas, 1) if known.member_id == member.member_id)
+        name = f"replica {number}/{max(number, self._num_replicas)}"
+        if before is not None and before.phase != member.phase:
+            self._report(f"{name}: {before.phase}", 1, 1)
+        if member.address is None:
+            self._report(f"{name}: {member.phase}", member.done, member.total)

@@ -1,0 +1,56 @@
+"""A second set of books: which attempts a router has running, by what it has said and heard alone.
+
+Kept beside the dispatch core to catch it at losing sight of one: an attempt that nobody waits for holds blocks until it
+has run to its end. What may not live here: what the core believes.
+"""
+
+from collections.abc import Iterable
+
+from holdfast.cluster.simulate.kernel.promises import require
+from holdfast.router.events import SendAbort, SendSubmit, StepNews
+
+
+class AttemptBooks:
+    """The attempts that replicas are at for one router."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+        self._running: dict[str, SendSubmit] = {}
+        self._request_ids: dict[int, str] = {}
+
+    def note_submit(self, submit: SendSubmit) -> None:
+        """A request runs in one place at a time."""
+        request_id = submit.request.request_id
+        before = self._running.get(request_id)
+        if before is not None:
+            where = f"attempt {before.attempt} at {before.replica_id}"
+            require(False, f"{self._owner}: {request_id} is sent to {submit.replica_id}, and {where} goes on")
+        self._running[request_id] = submit
+        self._request_ids[submit.attempt] = request_id
+
+    def note_abort(self, abort: SendAbort) -> None:
+        self._end(abort.attempt)
+
+    def note_news(self, news: StepNews) -> None:
+        """What the replica says of its own accord."""
+        for delta in news.deltas:
+            if delta.finish_reason is not None:
+                self._end(delta.attempt)
+        for rejection in news.rejections:
+            self._end(rejection.attempt)
+
+    def note_lost(self, replica_id: str) -> None:
+        for submit in [submit for submit in self._running.values() if submit.replica_id == replica_id]:
+            self._end(submit.attempt)
+
+    def check_over(self, request_ids: Iterable[str]) -> None:
+        """Requests that are over run nowhere."""
+        for request_id in request_ids:
+            submit = self._running.get(request_id)
+            if submit is not None:
+                require(False, f"{self._owner}: {request_id} is over, and goes on at {submit.replica_id}")
+
+    def _end(self, attempt: int) -> None:
+        request_id = self._request_ids.pop(attempt, None)
+        if request_id is not None:
+            del self._running[request_id]

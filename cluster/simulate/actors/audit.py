@@ -1,0 +1,67 @@
+"""The real switchboard, looked at: whatever it carries out is entered in a second set of books, and needs a reason.
+
+What may live here: checks. What may not: anything that changes what the switchboard does.
+"""
+
+import sys
+
+from holdfast.cluster.simulate.actors.attempts import AttemptBooks
+from holdfast.cluster.simulate.kernel.promises import Violation, require
+from holdfast.router.config import RouterConfig
+from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.dispatch.dispatch_host import Clock, Switchboard
+from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit, StepNews
+from holdfast.worker.errors import HoldfastError, ReplicaError, RequestQuarantinedError
+
+
+class AuditedSwitchboard(Switchboard):
+    """Raises `Violation` in the midst of what breaks a promise."""
+
+    def __init__(self, owner: object, dispatch: Dispatch, clock: Clock, config: RouterConfig) -> None:
+        super().__init__(dispatch, clock, on_models_changed=lambda: None)
+        self._owner = owner
+        self._config = config
+        self._books = AttemptBooks(owner)
+        self._num_replicas_lost = 0
+
+    def replica_news(self, replica_id: str, news: StepNews) -> None:
+        self._books.note_news(news)
+        super().replica_news(replica_id, news)
+
+    def replica_down(self, replica_id: str, error: HoldfastError) -> None:
+        self._num_replicas_lost += 1
+        self._books.note_lost(replica_id)
+        super().replica_down(replica_id, error)
+
+    def perform(self, actions: list[Action]) -> None:
+        over = []
+        for action in actions:
+            match action:
+                case Deliver():
+                    if action.finish_reason is not None:
+                        over.append(action.request_id)
+                case SendSubmit():
+                    self._books.note_submit(action)
+                case SendAbort():
+                    self._books.note_abort(action)
+                case Fail():
+                    self._check_excuse(action)
+                    over.append(action.request_id)
+        self._books.check_over(over)
+        super().perform(actions)
+        num_streams = len(self._streams)
+        if num_streams != self.num_open:
+            raise Violation(f"{self._owner}: {self.num_open} open requests for {num_streams} streams")
+
+    def close_all(self, error: HoldfastError) -> None:
+        """Only a router that has failed does this here. What it has failed by is what is looked for."""
+        raise Violation(f"{self._owner}: {error}: {sys.exception()!r}")
+
+    def _check_excuse(self, failure: Fail) -> None:
+        """A router may give up for lack of replicas alone, and if several have died under the request."""
+        match failure.error:
+            case ReplicaError():
+                require(not self._ports, f"{self._owner}: {failure}, and {len(self._ports)} replicas are up")
+            case RequestQuarantinedError():
+                enough = self._num_replicas_lost >= self._config.max_replicas_lost
+                require(enough, f"{self._owner}: {failure}, and {self._num_replicas_lost} replicas were lost")

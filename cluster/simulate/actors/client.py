@@ -1,0 +1,259 @@
+"""A client that is simulated: one request, followed to its last word across the deaths of routers.
+
+Everything that it receives is compared at once with the one right output. What may not live here: drawing requests
+(`traffic.py`).
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Any, Final
+
+from holdfast.cluster.simulate.actors.messages import Generate
+from holdfast.cluster.simulate.actors.router import SimulatedRouter
+from holdfast.cluster.simulate.actors.stragglers import Straggler
+from holdfast.cluster.simulate.kernel.network import Connection, Network
+from holdfast.cluster.simulate.kernel.promises import Violation, require
+from holdfast.cluster.simulate.oracle.oracle import Completion, right_completion
+from holdfast.router.dispatch.parallel_sampling import siblings
+from holdfast.router.events import Deliver, Fail, Usage
+from holdfast.router.resume import Progress, Resume
+from holdfast.worker.errors import (
+    CapacityError,
+    DeadlineExceededError,
+    HoldfastError,
+    ReplicaError,
+    RequestAbortedError,
+    RequestQuarantinedError,
+    RequestSupersededError,
+    UnknownModelError,
+)
+from holdfast.worker.request import EngineRequest
+
+SITE: Final = "clients"
+RETRY_S: Final = 0.2
+HELD_UP_SHARE: Final = 0.03
+HELD_UP_S: Final = 1.0
+"""So many of the calls are held up on their way, for so long at most; clients come again long before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """A request and how its client will behave."""
+
+    request: EngineRequest
+    arrival_s: float
+    timeout_s: float
+    cancel_after: int | None
+    """Leaves once it has so many tokens; None: stays to the end."""
+    is_poison: bool = False
+    """It kills the replicas that run it."""
+
+
+@dataclass(slots=True)
+class Sequence:
+    """What has arrived of one completion, and what is right."""
+
+    right: Completion
+    num_tokens: int = 0
+    text: str = ""
+    is_finished: bool = False
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(
+            token_ids=self.right.token_ids[: self.num_tokens],
+            text_length=len(self.text),
+            finish_reason=self.right.finish_reason if self.is_finished else None,
+        )
+
+
+class SimulatedClient:
+    """One request's client. `outcome` says how it ended."""
+
+    def __init__(
+        self, wish: Wish, network: Network, routers: list[SimulatedRouter], rng: random.Random, max_model_len: int
+    ) -> None:
+        self.wish = wish
+        self.outcome: str | None = None
+        """`completed`, `cancelled`, `expired`, `shed` or `quarantined`; None while it goes on."""
+        self.num_connections = 0
+        self.stragglers: list[Straggler] = []
+        """Its calls that were held up on their way."""
+        self._network = network
+        self._timeline = network.timeline
+        self._routers = routers
+        self._router = rng.randrange(len(routers))
+        self._max_model_len = max_model_len
+        self._sequences: list[Sequence] = []
+        self._fingerprint = ""
+        self._connection: Connection | None = None
+        self._deadline_s = 0.0
+        self.clock_error_s = 0.0
+        """How far the clocks of routers may be off: a deadline may come early by so much."""
+        self.hopeless_s = 0.0
+        """What its prompt may take: so long before the deadline a replica may see that it will not be done."""
+
+    def begin(self) -> None:
+        """The request is made."""
+        self._deadline_s = self._timeline.now + self.wish.timeout_s
+        self._timeline.at(self._deadline_s, self._time_up)
+        rights = [right_completion(sibling, self._max_model_len) for sibling in siblings(self.wish.request)]
+        self._sequences = [Sequence(right) for right in rights]
+        if self.wish.cancel_after == 0:
+            self._timeline.after(0.05, self._leave)
+        self._connect()
+
+    @property
+    def num_tokens(self) -> int:
+        """Received, of all completions."""
+        return sum(sequence.num_tokens for sequence in self._sequences)
+
+    @property
+    def is_wronged(self) -> bool:
+        """Whether it was taken for a poison, and is none."""
+        return self.outcome == "quarantined" and not self.wish.is_poison
+
+    # --- as an endpoint ---
+
+    def receive(self, connection: Connection, message: Any) -> None:
+        if self.outcome is not None:
+            raise Violation(f"{self}: {message} came after the end")
+        if isinstance(message, Deliver):
+            self._take(message)
+        elif isinstance(message, Fail):
+            self._fail(message.error)
+
+    def closed(self, connection: Connection) -> None:
+        if self.outcome is None and connection is self._connection:
+            self._reconnect()
+
+    def __str__(self) -> str:
+        return self.wish.request.request_id
+
+    # --- inside ---
+
+    def _connect(self) -> None:
+        if self.outcome is not None:
+            return
+        self.num_connections += 1
+        router = self._routers[self._router]
+        path = self._network.path(SITE, router.site)
+        call = Generate(
+            request=self.wish.request,
+            resume=self._resume(),
+            timeout_s=self._left_s(),
+            attempt=self.num_connections,
+        )
+        if not self.wish.is_poison and self._network.rng.random() < HELD_UP_SHARE:
+            self._leave_behind(Straggler(call, self._network, path, router))
+        else:
+            self._connection = Connection(self._network, path, (self, router))
+            self._connection.send(self, call)
+
+    def _leave_behind(self, straggler: Straggler) -> None:
+        """A call is held up: goes to the same router again, and as a rule is there before it."""
+        self.stragglers.append(straggler)
+        self._timeline.after(self._network.rng.uniform(RETRY_S, HELD_UP_S), straggler.arrive)
+        self._timeline.after(RETRY_S, self._connect)
+
+    def _reconnect(self, after_s: float = RETRY_S) -> None:
+        """Goes on at the next router."""
+        if self._connection is not None:
+            self._connection.close(self)
+            self._connection = None
+        self._router = (self._router + 1) % len(self._routers)
+        self._timeline.after(after_s, self._connect)
+
+    def _resume(self) -> Resume | None:
+        if self.num_connections == 1:
+            return None
+        sequences = tuple(sequence.progress for sequence in self._sequences)
+        return Resume(sequences=sequences, fingerprint=self._fingerprint)
+
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline_s - self._timeline.now)
+
+    def _take(self, delivery: Deliver) -> None:
+        sequence = self._sequences[delivery.sequence_index]
+        if sequence.is_finished:
+            is_news = bool(delivery.token_ids or delivery.text)
+            require(not is_news, f"{self}: {delivery} came after the end of that completion")
+        else:
+            self._take_news(sequence, delivery)
+        if delivery.usage is not None:
+            self._check_end(delivery.usage)
+            self._over("completed")
+        elif self.wish.cancel_after is not None and self.num_tokens >= self.wish.cancel_after:
+            self._leave()
+
+    def _take_news(self, sequence: Sequence, delivery: Deliver) -> None:
+        right = sequence.right
+        first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
+        if first != sequence.num_tokens:
+            raise Violation(f"{self}: token {first} came when token {sequence.num_tokens} was due")
+        if delivery.token_ids != right.token_ids[first:end]:
+            raise Violation(f"{self}: tokens {delivery.token_ids} at {first}, right are {right.token_ids}")
+        self._check_reports(right, delivery)
+        sequence.num_tokens = end
+        sequence.text += delivery.text
+        self._fingerprint = delivery.fingerprint
+        if not delivery.identity_guaranteed:
+            raise Violation(f"{self}: {delivery} says that it may differ")
+        if not right.text.startswith(sequence.text):
+            raise Violation(f"{self}: text {sequence.text!r}, right is {right.text!r}")
+        if delivery.finish_reason is not None:
+            sequence.is_finished = True
+            require(end == len(right.token_ids), f"{self}: {end} tokens of {right}")
+            require(sequence.text == right.text, f"{self}: text {sequence.text!r} of {right}")
+            reason = delivery.finish_reason
+            require(reason is right.finish_reason, f"{self}: ended by {reason}, right is {right}")
+
+    def _check_reports(self, right: Completion, delivery: Deliver) -> None:
+        """Each token comes with its logprobs, and those of the prompt come once, with the first."""
+        first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
+        if delivery.logprobs != right.logprobs[first:end]:
+            raise Violation(f"{self}: logprobs {delivery.logprobs} at {first}, right are {right.logprobs[first:end]}")
+        of_prompt = right.prompt_logprobs if first == 0 else ()
+        if delivery.prompt_logprobs != of_prompt:
+            raise Violation(f"{self}: prompt logprobs {delivery.prompt_logprobs} at {first}, right are {of_prompt}")
+
+    def _check_end(self, usage: Usage) -> None:
+        """The last word counts the prompt once, and the tokens of all completions."""
+        for number, sequence in enumerate(self._sequences):
+            require(sequence.is_finished, f"{self}: the answer is over, and completion {number} is not")
+        told = (usage.num_prompt_tokens, usage.num_completion_tokens)
+        require(told == (len(self.wish.request.prompt_token_ids), self.num_tokens), f"{self}: {usage}")
+
+    def _fail(self, error: HoldfastError) -> None:
+        match error:
+            case CapacityError() if self.num_connections > 1:
+                self._reconnect(error.retry_after_s or RETRY_S)  # it has come before, and may have output
+            case CapacityError():
+                self._over("shed")
+            case DeadlineExceededError():
+                is_due = self._timeline.now + self.clock_error_s + self.hopeless_s >= self._deadline_s
+                require(is_due, f"{self}: {error}, {self._left_s():.3f} s before its time")
+                self._over("expired")
+            case RequestQuarantinedError():
+                self._over("quarantined")
+            case RequestSupersededError():
+                raise Violation(f"{self}: {error}, and it was the newest")
+            case ReplicaError() | UnknownModelError() | RequestAbortedError():
+                self._reconnect()
+            case _:
+                raise Violation(f"{self}: {type(error).__name__}: {error}")
+
+    def _leave(self) -> None:
+        if self.outcome is None:
+            self._over("cancelled")
+
+    def _time_up(self) -> None:
+        if self.outcome is None:
+            self._over("expired")
+
+    def _over(self, outcome: str) -> None:
+        self.outcome = outcome
+        for straggler in self.stragglers:
+            straggler.give_up()
+        if self._connection is not None:
+            self._connection.close(self)

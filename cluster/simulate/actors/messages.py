@@ -1,0 +1,42 @@
+"""What simulated processes say to each other, besides the words of the router's core (`router/events.py`).
+
+Replica to router: `Hello`, then `StepNews` and `Retiring`. Router to replica: `Dial`, then `SendSubmit` and
+`SendAbort`. Client to router: `Generate`. Router to client: `Deliver` and `Fail`.
+"""
+
+from dataclasses import dataclass
+
+from holdfast.router.events import ReplicaFacts
+from holdfast.router.resume import Resume
+from holdfast.worker.request import EngineLoad, EngineRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dial:
+    """A router asks a replica to take it on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The replica's answer."""
+
+    facts: ReplicaFacts
+    load: EngineLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retiring:
+    """A replica takes nothing new, or does so again."""
+
+    is_retiring: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate:
+    """A client's request; where its stream was cut off, with what it has received already."""
+
+    request: EngineRequest
+    resume: Resume | None
+    timeout_s: float
+    attempt: int = 1
+    """Of the client, from 1."""

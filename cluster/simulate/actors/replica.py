@@ -1,0 +1,197 @@
+"""A replica that is simulated: the real engine core in virtual time, and its end of the links.
+
+What its own is: time, the inbox, and messages instead of bytes. What may not live here: decisions, and whose request is
+whose, which are the engine core's (`worker/engine_core/engine_core.py`) and the sessions' (`worker/engine_core/link_session.py`).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+from holdfast.cluster.simulate.actors.messages import Dial, Hello, Retiring
+from holdfast.cluster.simulate.actors.replica_link import ReplicaLink
+from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
+from holdfast.cluster.simulate.kernel.network import Connection, Network
+from holdfast.cluster.simulate.kernel.process import Process
+from holdfast.cluster.simulate.oracle.pseudo_model import PoisonedError
+from holdfast.router.events import ReplicaFacts, SendAbort, SendSubmit
+from holdfast.worker.engine_core.engine_core import EngineCore
+from holdfast.worker.engine_core.link_session import LinkSession
+from holdfast.worker.errors import ReplicaError
+from holdfast.worker.plan.step_plan import StepPlan
+from holdfast.worker.progress import FrozenVerdict
+from holdfast.worker.tuning.step_time import shape_of
+
+MODEL: Final = "pseudo"
+WATCH_S: Final = 0.2
+"""Between two looks of the supervisor at a replica."""
+RESTART_S: Final = 0.5
+
+
+class SimulatedReplica(Process):
+    """One replica, life after life."""
+
+    def __init__(self, site: str, network: Network, shape: ReplicaShape) -> None:
+        super().__init__(site, network)
+        self.shape = shape
+        # Those that wait anew, after a preemption, come on top of those that have never run.
+        self.max_num_waiting = shape.scheduler.max_num_waiting + shape.scheduler.max_num_seqs
+        self.slowness = 1.0
+        """Factor on the time of a step."""
+        self.num_condemned = 0
+        """Times it was killed because it was frozen."""
+        self.num_poisoned = 0
+        """Times that a request brought it down."""
+        self.busy_s = 0.0
+        """Spent in steps, in all lives."""
+        self.num_steps = 0
+        """In all lives."""
+        self.num_tokens = 0
+        """Drawn in all lives."""
+
+    def on_start(self) -> None:
+        shape = self.shape
+        self.core = EngineCore(shape.make_scheduler())
+        self.verdict = FrozenVerdict()
+        self.is_retiring = False
+        self._runner = shape.make_runner(shape.num_blocks, shape.block_size)
+        self._links: dict[Connection, ReplicaLink] = {}
+        self._num_links = 0
+        self._inbox: list[Callable[[], None]] = []
+        self._is_stepping = False
+
+    # --- what the world does to it ---
+
+    def freeze(self) -> None:
+        """Its supervisor watches how long it stands still."""
+        super().freeze()
+        self.timeline.after(WATCH_S, self._watch, self.num_lives)
+
+    def retire(self, is_retiring: bool) -> None:
+        """Tells every router that it takes nothing new, or does so again; later, if it is frozen."""
+        if self.is_up:
+            self._do(self._say_whether_retiring, is_retiring)
+
+    def _say_whether_retiring(self, is_retiring: bool) -> None:
+        self.is_retiring = is_retiring
+        for connection in self._links:
+            connection.send(self, Retiring(is_retiring=is_retiring))
+
+    def replace(self) -> None:
+        """A rolling update: if it was to go, it goes, and the next one comes; later, if it is frozen."""
+        if self.is_up:
+            self._do(self._go)
+
+    def _go(self) -> None:
+        if self.is_retiring:
+            self._restart()
+
+    def recover(self) -> None:
+        """It is as fast as ever again."""
+        self.slowness = 1.0
+
+    def _restart(self) -> None:
+        self.kill()
+        self.timeline.after(RESTART_S, self.revive)
+
+    def _watch(self, life: int) -> None:
+        if not self.is_frozen or life != self.num_lives:
+            return
+        has_work = self.has_backlog or self.core.has_work
+        if self.verdict.look(self.num_steps, has_work=has_work, expected_step_s=0.0, now=self.timeline.now):
+            self.num_condemned += 1
+            self._restart()
+        else:
+            self.timeline.after(WATCH_S, self._watch, life)
+
+    # --- messages: as in `worker/replica/link.py`, all but the greeting goes through the engine's inbox ---
+
+    def on_message(self, connection: Connection, message: Any) -> None:
+        match message:
+            case Dial():
+                self._greet(connection)
+            case SendSubmit():
+                link = self._links[connection]
+                request = link.take_in(message)
+                self._post(lambda: self.core.submit(request, link, self.clock))
+            case SendAbort():
+                self._post(partial(self.core.abort, self._links[connection].session.request_id(message.attempt)))
+
+    def on_closed(self, connection: Connection) -> None:
+        self._post(partial(self.core.detach, self._links.pop(connection)))
+
+    def _greet(self, connection: Connection) -> None:
+        self._num_links += 1
+        link = self._links[connection] = ReplicaLink(LinkSession(f"link-{self._num_links}"), self, connection)
+        connection.send(self, Hello(facts=self._facts(), load=self.core.load))
+        if self.is_retiring:
+            connection.send(self, Retiring(is_retiring=True))
+        self._post(partial(self.core.attach, link))
+        if self.shape.prefix_caching:
+            self._post(partial(self.core.follow_cache, link))
+
+    # --- the turn of `worker/engine/engine.py`, in virtual time ---
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        if not self._is_stepping:
+            self._turn()
+
+    def _turn(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        for command in inbox:
+            command()
+        plan = self.core.plan(self.clock)
+        if plan is None:
+            self._deliver()
+            return
+        if self.core.has_urgent_news:
+            self._deliver()
+        self._is_stepping = True
+        step_s = self.shape.step_costs.predict(shape_of(plan)) * self.slowness
+        self.busy_s += step_s
+        self.after(step_s, self._finish_step, plan, step_s)
+
+    def _finish_step(self, plan: StepPlan, step_s: float) -> None:
+        try:
+            result = self._runner.run(plan)
+        except PoisonedError as error:
+            self.num_poisoned += 1
+            for listener in self.core.listeners:
+                listener.on_failure(ReplicaError(f"the replica failed: {error}"))
+            self._restart()
+            return
+        self.num_tokens += self.core.commit(plan, result, step_s)
+        self.num_steps += 1
+        self._deliver()
+        self._is_stepping = False
+        self._turn()
+
+    def _deliver(self) -> None:
+        for listener, update in self.core.take_updates():
+            listener.on_update(update)
+
+    # --- what can be asked ---
+
+    @property
+    def num_unanswered(self) -> int:
+        """Attempts of routers that are there, and that have had no last word."""
+        return sum(link.num_unanswered for link in self._links.values())
+
+    def check_integrity(self) -> None:
+        """Asserts that scheduler, blocks and links agree."""
+        self.core.check_integrity()
+        if not self._inbox:
+            assert self.core.listeners == list(self._links.values()), "the engine and the links differ"
+
+    def _facts(self) -> ReplicaFacts:
+        return ReplicaFacts(
+            replica_id=f"{self.site}.{self.num_lives}",
+            model=MODEL,
+            max_model_len=self.shape.max_model_len,
+            vocab_size=self.shape.vocab_size,
+            tensor_parallel_size=1,
+            block_size=self.shape.block_size,
+            num_blocks=self.shape.num_blocks,
+            row_invariant=True,
+        )

@@ -1,0 +1,218 @@
+"""A router that is simulated: the real switchboard, dispatch core and calls in virtual time, without sockets and tasks.
+
+What stays written out here is what asyncio and gRPC would bring: who dials and hears of a lost connection (the rest of
+`router/links/link.py` and `links.py`), and what `intake.py` and `answer.py` wait for. What may not live here: decisions.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from holdfast.cluster.simulate.actors.audit import AuditedSwitchboard
+from holdfast.cluster.simulate.actors.messages import Dial, Generate, Hello, Retiring
+from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
+from holdfast.cluster.simulate.kernel.clock import SettableClock
+from holdfast.cluster.simulate.kernel.network import Connection, Network
+from holdfast.cluster.simulate.kernel.process import Process
+from holdfast.cluster.simulate.kernel.promises import Violation, require
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.call import Call, open_call, stopping
+from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.dispatch.parallel_sampling import siblings
+from holdfast.router.events import Fail, SendAbort, SendSubmit, StepNews, TextState
+from holdfast.router.links.backoff import Redial
+from holdfast.router.replicas.policy import ChooseReplica, power_of_two_choices
+from holdfast.router.resume import part_of
+from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.request import EngineRequest
+
+RESTART_S: Final = 0.5
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Link:
+    """The router's end of the link to one replica, dial after dial. A `ReplicaPort` while it is up."""
+
+    router: Process
+    replica: SimulatedReplica
+    redial: Redial
+    connection: Connection
+    replica_id: str | None = None
+    """None unless it is up."""
+
+    def submit(self, action: SendSubmit) -> None:
+        self.connection.send(self.router, action)
+
+    def abort(self, action: SendAbort) -> None:
+        self.connection.send(self.router, action)
+
+
+class SimulatedRouter(Process):
+    """One router, life after life."""
+
+    def __init__(
+        self,
+        site: str,
+        network: Network,
+        replicas: list[SimulatedReplica],
+        config: RouterConfig,
+        limits: LimitsConfig,
+        *,
+        make_text: Callable[[EngineRequest], TextState],
+        seed: int,
+        choose: ChooseReplica = power_of_two_choices,
+        max_lag_s: float = 0.0,
+    ) -> None:
+        """Calls are read with a lag of up to `max_lag_s`, most of them with little; what has come by then is merged."""
+        super().__init__(site, network)
+        self._config = config
+        self._limits = limits
+        self._replicas = replicas
+        self._make_text = make_text
+        self._choose = choose
+        self._rng = random.Random(seed)
+        self._max_lag_s = max_lag_s
+
+    def on_start(self) -> None:
+        dispatch = Dispatch(self._config, self._limits, self._rng.randrange, self._choose)
+        self._clock = SettableClock(self)
+        self.switchboard = AuditedSwitchboard(self, dispatch, self._clock, self._config)
+        self._links: dict[Connection, Link] = {}
+        self._calls: dict[Connection, Call] = {}
+        self._unread: dict[Connection, None] = {}
+        """Calls with news, in the order in which it came."""
+        self.is_stopping = False
+        for replica in self._replicas:
+            self._dial(replica, Redial(max_pause_s=self._config.max_reconnect_s))
+
+    def on_message(self, connection: Connection, message: Any) -> None:
+        if isinstance(message, Generate):
+            self._open(connection, message)
+        elif connection in self._links:
+            self._hear(self._links[connection], message)
+
+    def on_closed(self, connection: Connection) -> None:
+        if connection in self._links:
+            self._link_lost(connection)
+        elif connection in self._calls:
+            self._calls.pop(connection).close()
+
+    # --- what the world does to it ---
+
+    def stop(self, *, hands_over: bool) -> None:
+        """It takes nothing new. With `hands_over` its calls end at once, to go on at another router."""
+        self.is_stopping = True
+        if hands_over:
+            self.switchboard.hand_over(stopping())
+            num_open = self.switchboard.num_open
+            require(num_open == 0, f"{self}: {num_open} requests were not handed over")
+
+    def replace(self) -> None:
+        """If it was to go, it goes, and the next one comes."""
+        if self.is_up and self.is_stopping:
+            self.kill()
+            self.timeline.after(RESTART_S, self.revive)
+
+    def jump_clock(self, seconds: float) -> None:
+        """The clock is set, forwards or backwards."""
+        self.clock_offset_s += seconds
+        if self.is_up:
+            self._do(self._clock.note_set)
+
+    # --- links ---
+
+    def _dial(self, replica: SimulatedReplica, redial: Redial) -> None:
+        connection = self.connect(replica.site, replica)
+        self._links[connection] = Link(router=self, replica=replica, redial=redial, connection=connection)
+        connection.send(self, Dial())
+        self.after(self._config.connect_timeout_s, self._expect_hello, connection)
+
+    def _expect_hello(self, connection: Connection) -> None:
+        if connection in self._links and self._links[connection].replica_id is None:
+            self.hang_up(connection)
+            self._link_lost(connection)
+
+    def _hear(self, link: Link, message: Any) -> None:
+        match message:
+            case StepNews() if link.replica_id is not None:
+                self.switchboard.replica_news(link.replica_id, message)
+            case Hello():
+                link.redial.note_up()
+                link.replica_id = message.facts.replica_id
+                self.switchboard.replica_up(link, message.facts, message.load)
+            case Retiring() if link.replica_id is not None:
+                self.switchboard.replica_retiring(link.replica_id, message.is_retiring)
+
+    def _link_lost(self, connection: Connection) -> None:
+        link = self._links.pop(connection)
+        if link.replica_id is None:
+            link.redial.note_failure()
+        else:
+            self.switchboard.replica_down(link.replica_id, ReplicaError(f"replica {link.replica_id} was lost"))
+        self.after(link.redial.pause_s(self._rng.random()), self._dial, link.replica, link.redial)
+
+    # --- calls ---
+
+    def _open(self, connection: Connection, message: Generate) -> None:
+        request, num_before = message.request, self.switchboard.num_queued
+        try:
+            if self.is_stopping:
+                raise stopping()
+            parts = [
+                part_of(sibling, self._make_text(sibling), message.resume, index)
+                for index, sibling in enumerate(siblings(request))
+            ]
+            self._calls[connection] = open_call(
+                self.switchboard,
+                request.request_id,
+                parts,
+                model=MODEL,
+                deadline=self.clock + message.timeout_s,
+                on_news=partial(self._note_news, connection),
+                client_attempt=message.attempt,
+            )
+        except HoldfastError as error:
+            connection.send(self, Fail(request_id=request.request_id, error=error))
+            self.hang_up(connection)
+            return
+        is_new = not any(part.request.output_token_ids for part in parts)
+        if is_new and self.switchboard.num_queued > max(num_before, self._limits.max_queued):
+            raise Violation(f"{self}: {request.request_id} is queued beyond {self._limits.max_queued}")
+
+    def _note_news(self, connection: Connection) -> None:
+        """Some time later, what has come is read."""
+        if not self._unread:
+            self.after(self._max_lag_s * self._rng.random() ** 8, self._read_all)
+        self._unread[connection] = None
+
+    def _read_all(self) -> None:
+        unread, self._unread = self._unread, {}
+        for connection in unread:
+            if connection in self._calls:
+                self._read(connection, self._calls[connection])
+
+    def _read(self, connection: Connection, call: Call) -> None:
+        try:
+            while (delivery := call.poll()) is not None:
+                connection.send(self, delivery)
+            if not call.is_over:
+                return
+        except HoldfastError as error:
+            connection.send(self, Fail(request_id=call.request_id, error=error))
+        del self._calls[connection]
+        call.close()
+        self.hang_up(connection)
+
+    # --- what can be asked ---
+
+    @property
+    def num_links_up(self) -> int:
+        return sum(link.replica_id is not None for link in self._links.values())
+
+    def check_integrity(self) -> None:
+        """Asserts that the books agree, and that each open request is some call's."""
+        self.switchboard.check_integrity()
+        num_wanted = sum(call.num_completions for call in self._calls.values())
+        assert self.switchboard.num_open <= num_wanted, "a call has ended, and its requests go on"

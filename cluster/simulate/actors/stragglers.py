@@ -1,0 +1,54 @@
+"""Calls that were held up on their way, and reach a router after the client has come again.
+
+Proxies and networks that are overfull do that. The client has long gone on elsewhere, or at the same router, so that an
+older submission arrives after a newer one: it must be turned away, and disturb nothing. What may not live here: what a
+client makes of its answers (`client.py`).
+"""
+
+from typing import Any
+
+from holdfast.cluster.simulate.actors.messages import Generate
+from holdfast.cluster.simulate.kernel.network import Connection, Network, Path
+from holdfast.cluster.simulate.kernel.process import Process
+from holdfast.router.events import Deliver, Fail
+from holdfast.worker.errors import RequestSupersededError
+
+
+class Straggler:
+    """One such call, on a connection of its own."""
+
+    def __init__(self, call: Generate, network: Network, path: Path, router: Process) -> None:
+        self.was_turned_away = False
+        """It was told that a newer one goes on."""
+        self._call = call
+        self._connection = Connection(network, path, (self, router))
+        self._has_arrived = False
+        self._is_given_up = False
+
+    def arrive(self) -> None:
+        """The call comes through, with the end of the line if nobody waits at it any more."""
+        self._has_arrived = True
+        self._connection.send(self, self._call)
+        if self._is_given_up:
+            self._connection.close(self)
+
+    def give_up(self) -> None:
+        """The client waits for nothing any more."""
+        self._is_given_up = True
+        if self._has_arrived:
+            self._connection.close(self)
+
+    # --- as an endpoint ---
+
+    def receive(self, connection: Connection, message: Any) -> None:
+        match message:
+            case Fail():
+                self.was_turned_away = isinstance(message.error, RequestSupersededError)
+            case Deliver():
+                self.give_up()  # the newer one is not here, but at another router: nobody listens on this line
+
+    def closed(self, connection: Connection) -> None:
+        """Its last word has come before, or it is lost."""
+
+    def __str__(self) -> str:
+        return f"{self._call.request.request_id}, late"

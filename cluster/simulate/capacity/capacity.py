@@ -1,0 +1,215 @@
+"""What a cluster would make of a load: the real router and schedulers in virtual time, without faults and without text.
+
+What may not live here: where loads come from (`trace.py`), how long a step takes (`worker/tuning/step_time.py`), printing.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from holdfast.cluster.simulate.actors.messages import Generate
+from holdfast.cluster.simulate.actors.replica import SimulatedReplica
+from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
+from holdfast.cluster.simulate.actors.router import SimulatedRouter
+from holdfast.cluster.simulate.capacity.routing import PREFIX_AWARE, ROUTING
+from holdfast.cluster.simulate.capacity.trace import Arrival
+from holdfast.cluster.simulate.kernel.network import Connection, Network
+from holdfast.cluster.simulate.kernel.timeline import Timeline
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.events import Deliver
+from holdfast.worker.config import SchedulerConfig
+from holdfast.worker.plan.step_plan import StepPlan, StepResult
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.stats import SchedulerStats
+from holdfast.worker.tuning.step_time import StepCosts
+
+LATENCY_S: Final = 0.0005
+PATIENCE_S: Final = 1e9
+BEGIN_S: Final = 1.0
+"""When the load begins: the links are up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterShape:
+    """The cluster that is asked about."""
+
+    num_replicas: int
+    step_costs: StepCosts
+    scheduler: SchedulerConfig
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What one request got, in seconds."""
+
+    ttft_s: float | None
+    """From its arrival to its first token; None if it was not served to the end."""
+    tpot_s: float | None
+    """From its first token to its last, for each token after the first; None where there is none after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityResult:
+    """What a load got under one routing policy."""
+
+    routing: str
+    services: list[Service]
+    duration_s: float
+    """From the first arrival to the last token."""
+    busy_s: list[float]
+    """Seconds that each replica spent in steps."""
+    prefix_hit_rate: float
+    """Share of the prompts' tokens that replicas had cached."""
+
+    @property
+    def imbalance(self) -> float:
+        """Busy seconds of the busiest replica over those of the mean one: 1 is perfect."""
+        mean = sum(self.busy_s) / len(self.busy_s)
+        return max(self.busy_s) / mean if mean else 1.0
+
+    def goodput(self, slo_ttft_s: float, slo_tpot_s: float) -> float:
+        """Requests a second that kept to both limits."""
+        good = [service for service in self.services if _is_good(service, slo_ttft_s, slo_tpot_s)]
+        return len(good) / self.duration_s
+
+
+class NoText:
+    """A `TextState` for tokens without a text."""
+
+    text = ""
+    stopped = False
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def push(self, token_ids: Sequence[int]) -> "NoText":
+        self.num_tokens = len(token_ids)
+        return self
+
+    def finish(self) -> str:
+        return ""
+
+
+class AnyTokenRunner:
+    """Draws always the same token: how long an output is, the load says."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        pass
+
+    def run(self, plan: StepPlan) -> StepResult:
+        drawn = tuple((1,) * sequence.num_draws for sequence in plan.sequences)
+        return StepResult(step_id=plan.step_id, token_ids=drawn)
+
+
+class MeteredClient:
+    """One request of the load, and when its tokens came."""
+
+    def __init__(self, number: int, arrival: Arrival, network: Network, router: SimulatedRouter) -> None:
+        self._number = number
+        self._arrival = arrival
+        self._network = network
+        self._router = router
+        self._num_tokens = 0
+        self._began_s = self._first_s = self.last_s = 0.0
+        self.is_over = False
+
+    def begin(self) -> None:
+        self._began_s = self._network.timeline.now
+        request = EngineRequest(
+            request_id=str(self._number),
+            prompt_token_ids=self._arrival.prompt_token_ids(self._number),
+            sampling_params=SamplingParams(seed=0, ignore_eos=True, max_tokens=self._arrival.num_output_tokens),
+        )
+        path = self._network.path("clients", self._router.site)
+        connection = Connection(self._network, path, (self, self._router))
+        connection.send(self, Generate(request=request, resume=None, timeout_s=PATIENCE_S))
+
+    def receive(self, connection: Connection, message: Any) -> None:
+        if isinstance(message, Deliver) and message.token_ids:
+            self.last_s = self._network.timeline.now
+            if not self._num_tokens:
+                self._first_s = self.last_s
+            self._num_tokens += len(message.token_ids)
+
+    def closed(self, connection: Connection) -> None:
+        self.is_over = True
+
+    def service(self) -> Service:
+        if self._num_tokens < self._arrival.num_output_tokens:
+            return Service(ttft_s=None, tpot_s=None)
+        num_pauses = self._num_tokens - 1
+        tpot_s = (self.last_s - self._first_s) / num_pauses if num_pauses else None
+        return Service(ttft_s=self._first_s - self._began_s, tpot_s=tpot_s)
+
+
+def serve(
+    trace: Sequence[Arrival],
+    shape: ClusterShape,
+    routing: str,
+    *,
+    seed: int = 0,
+    on_done: Callable[[int], None] = lambda num: None,
+) -> CapacityResult:
+    """Serves a load under one routing policy. `on_done` hears, now and then, how many requests are over."""
+    rng = random.Random(seed)
+    timeline = Timeline()
+    network = Network(timeline, rng, LATENCY_S)
+    replicas = [SimulatedReplica(f"replica-{i}", network, _replica_shape(shape)) for i in range(shape.num_replicas)]
+    router = SimulatedRouter(
+        "router",
+        network,
+        replicas,
+        RouterConfig(routing_policy="prefix_aware" if routing == PREFIX_AWARE else "power_of_two"),
+        LimitsConfig(max_queued=len(trace)),
+        make_text=lambda request: NoText(),
+        seed=rng.getrandbits(32),
+        choose=ROUTING[routing](),
+    )
+    for process in (*replicas, router):
+        timeline.at(0.0, process.start)
+    clients = [MeteredClient(number, arrival, network, router) for number, arrival in enumerate(trace)]
+    for client, arrival in zip(clients, trace, strict=True):
+        timeline.at(BEGIN_S + arrival.arrival_s, client.begin)
+    num_over = 0
+    while num_over < len(clients) and timeline.step():
+        if timeline.num_events % 2000 == 0:
+            num_over = sum(client.is_over for client in clients)
+            on_done(num_over)
+    on_done(len(clients))
+    return CapacityResult(
+        routing=routing,
+        services=[client.service() for client in clients],
+        duration_s=max(client.last_s for client in clients) - BEGIN_S - trace[0].arrival_s,
+        busy_s=[replica.busy_s for replica in replicas],
+        prefix_hit_rate=_hit_rate([replica.core.stats() for replica in replicas]),
+    )
+
+
+def _replica_shape(shape: ClusterShape) -> ReplicaShape:
+    return ReplicaShape(
+        scheduler=shape.scheduler,
+        num_blocks=shape.num_blocks,
+        block_size=shape.block_size,
+        max_model_len=shape.max_model_len,
+        eos_token_ids=frozenset(),
+        vocab_size=2**31,
+        prefix_caching=True,
+        step_costs=shape.step_costs,
+        make_runner=AnyTokenRunner,
+    )
+
+
+def _hit_rate(stats: Sequence[SchedulerStats]) -> float:
+    num_hits = sum(each.num_prefix_hit_tokens for each in stats)
+    return num_hits / max(1, sum(each.num_prefix_query_tokens for each in stats))
+
+
+def _is_good(service: Service, slo_ttft_s: float, slo_tpot_s: float) -> bool:
+    if service.ttft_s is None or service.ttft_s > slo_ttft_s:
+        return False
+    return service.tpot_s is None or service.tpot_s <= slo_tpot_s

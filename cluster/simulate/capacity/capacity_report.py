@@ -1,0 +1,75 @@
+"""What a person reads of a capacity run: a table with a row for each routing policy, and a plot.
+
+What may not live here: serving loads (`capacity.py`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from holdfast.cluster.simulate.capacity.capacity import CapacityResult
+from holdfast.worker.errors import ConfigurationError
+
+
+def print_results(console: Console, results: Sequence[CapacityResult], slo_ttft_s: float, slo_tpot_s: float) -> None:
+    """Milliseconds at the median, the 90th and the 99th percentile; requests a second; busiest over mean replica."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("routing", "TTFT ms", "TPOT ms"):
+        table.add_column(name, no_wrap=True)
+    for name in ("good/s", "served/s", "max/mean", "cached"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for result in results:
+        ttft, tpot = _served(result)
+        goodput = result.goodput(slo_ttft_s, slo_tpot_s)
+        rate = len(ttft) / result.duration_s
+        table.add_row(
+            result.routing,
+            _told(ttft),
+            _told(tpot),
+            f"{goodput:.1f}",
+            f"{rate:.1f}",
+            f"{result.imbalance:.2f}",
+            f"{result.prefix_hit_rate:.0%}",
+        )
+    console.print(table)
+    console.print("TTFT, TPOT: median/90th/99th percentile; max/mean: seconds of the replicas in steps")
+    console.print(f"good: requests a second with TTFT up to {slo_ttft_s:g} s and TPOT up to {slo_tpot_s:g} s")
+
+
+def plot(results: Sequence[CapacityResult], path: Path) -> None:
+    """Draws how TTFT and TPOT are distributed under each policy. Raises `ConfigurationError` without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError("--plot needs matplotlib: pip install 'holdfast[plot]'") from error
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots(1, 2)
+    for result in results:
+        for axis, values in zip(axes, _served(result), strict=True):
+            shares = [(rank + 1) / len(values) for rank in range(len(values))]
+            axis.plot([1000 * value for value in values], shares, label=result.routing)
+    for axis, name in zip(axes, ("time to first token", "time per output token"), strict=True):
+        axis.set(xlabel=f"{name}, ms", ylabel="share of requests", xlim=(0, None), ylim=(0, 1))
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    figure.savefig(path, dpi=150)
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The value that `share` of the ordered values do not exceed; NaN of none."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
+
+
+def _told(ordered: Sequence[float]) -> str:
+    values = [1000 * percentile(ordered, share) for share in (0.5, 0.9, 0.99)]
+    return "/".join(f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values)
+
+
+def _served(result: CapacityResult) -> tuple[list[float], list[float]]:
+    """TTFT and TPOT of the requests that were served, in order."""
+    ttft = sorted(service.ttft_s for service in result.services if service.ttft_s is not None)
+    tpot = sorted(service.tpot_s for service in result.services if service.tpot_s is not None)
+    return ttft, tpot

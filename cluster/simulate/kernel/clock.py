@@ -1,0 +1,59 @@
+"""The clock of a process that is simulated, as an asyncio event loop would be one. It can be set, and alarms go by it.
+
+What may not live here: what the time is (`process.py`).
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from holdfast.cluster.simulate.kernel.process import Process
+
+EARLY_S: Final = 1e-6
+"""What the clock cannot tell: alarms ring so much too early, as asyncio's may. Sums of floats are not exact either."""
+
+
+class Alarm:
+    """A call that is to come, unless it is cancelled."""
+
+    def __init__(self, when: float, callback: Callable[[], object]) -> None:
+        self.is_set = True
+        self.callback = callback
+        self._when = when
+
+    def when(self) -> float:
+        return self._when
+
+    def cancel(self) -> None:
+        self.is_set = False
+
+
+class SettableClock:
+    """The clock of one life of a process."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._alarms: list[Alarm] = []
+
+    def time(self) -> float:
+        return self._process.clock
+
+    def call_at(self, when: float, callback: Callable[[], object], /) -> Alarm:
+        alarm = Alarm(when, callback)
+        self._alarms = [*(alarm for alarm in self._alarms if alarm.is_set), alarm]
+        self._wait_for(alarm)
+        return alarm
+
+    def note_set(self) -> None:
+        """The process's clock was set: every alarm is as much nearer, or farther."""
+        for alarm in self._alarms:
+            self._wait_for(alarm)
+
+    def _wait_for(self, alarm: Alarm) -> None:
+        left_s = alarm.when() - self.time()
+        self._process.after(max(EARLY_S, left_s - EARLY_S), self._ring, alarm)
+
+    def _ring(self, alarm: Alarm) -> None:
+        is_due = self.time() >= alarm.when() - 2 * EARLY_S  # it is not if the clock was set back
+        if alarm.is_set and is_due:
+            alarm.cancel()
+            alarm.callback()

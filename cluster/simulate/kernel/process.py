@@ -1,0 +1,144 @@
+"""A process that is simulated: it can be started, killed, frozen and thawed, and has a clock of its own.
+
+What may live here: what any process goes through. What may not: what it does all day (`replica.py`, `router.py`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.cluster.simulate.kernel.network import KEEPALIVE_S, Connection, Network
+
+
+class Process:
+    """Something with a life. Subclasses say what happens at `on_start`, `on_message` and `on_closed`."""
+
+    def __init__(self, site: str, network: Network) -> None:
+        self.site = site
+        self.network = network
+        self.timeline = network.timeline
+        self.is_up = False
+        self.is_frozen = False
+        self.num_lives = 0
+        """Times it was started; what was scheduled in an earlier life does not happen."""
+        self.clock_offset_s = 0.0
+        self.connections: dict[Connection, None] = {}
+        self._num_freezes = 0
+        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    @property
+    def clock(self) -> float:
+        """The time as this process sees it."""
+        return self.timeline.now + self.clock_offset_s
+
+    @property
+    def has_backlog(self) -> bool:
+        """Something has come in while it was frozen."""
+        return bool(self._backlog)
+
+    # --- for subclasses ---
+
+    def on_start(self) -> None:
+        """A life begins; nothing is left of the one before."""
+
+    def on_message(self, connection: Connection, message: Any) -> None: ...
+
+    def on_closed(self, connection: Connection) -> None:
+        """The other side has gone, and `connections` has forgotten it."""
+
+    def check_integrity(self) -> None:
+        """Asserts that its books agree with each other."""
+
+    def after(self, delay_s: float, action: Callable[..., None], *args: Any) -> None:
+        """Schedules something that this life does: late if frozen then, never if dead."""
+        self.timeline.after(delay_s, self._due, self.num_lives, action, args)
+
+    def connect(self, path_to: str, peer: "Process") -> Connection:
+        """Dials a peer, which hears of it with the first message."""
+        connection = Connection(self.network, self.network.path(self.site, path_to), (self, peer))
+        self.connections[connection] = None
+        return connection
+
+    # --- what the world does to it ---
+
+    def start(self) -> None:
+        assert not self.is_up, f"{self} is up already"
+        self.is_up, self.is_frozen = True, False
+        self.num_lives += 1
+        self.on_start()
+
+    def kill(self) -> None:
+        """SIGKILL: the system closes its connections."""
+        if self.is_up:
+            for connection in self._die():
+                connection.close(self)
+
+    def vanish(self) -> None:
+        """The machine is gone: nobody tells the peers, who find out by themselves."""
+        if self.is_up:
+            for connection in self._die():
+                connection.abandon(self)
+
+    def freeze(self) -> None:
+        """SIGSTOP: whatever comes in waits, and peers that get no answer to their pings give up."""
+        if self.is_up and not self.is_frozen:
+            self.is_frozen = True
+            self._num_freezes += 1
+            self.timeline.after(KEEPALIVE_S, self._give_up, self._num_freezes)
+
+    def thaw(self) -> None:
+        """SIGCONT: what has waited happens now, in its order."""
+        if self.is_frozen:
+            self.is_frozen = False
+            backlog, self._backlog = self._backlog, []
+            for action, args in backlog:
+                self._do(action, *args)
+
+    def revive(self) -> None:
+        """Starts it unless it is up."""
+        if not self.is_up:
+            self.start()
+
+    # --- as an endpoint ---
+
+    def receive(self, connection: Connection, message: Any) -> None:
+        if self.is_up:
+            self.connections.setdefault(connection)
+            self._do(self.on_message, connection, message)
+        else:
+            connection.close(self)  # nobody listens: the connection is refused
+
+    def closed(self, connection: Connection) -> None:
+        if connection in self.connections:
+            del self.connections[connection]
+            self._do(self.on_closed, connection)
+
+    def hang_up(self, connection: Connection) -> None:
+        self.connections.pop(connection, None)
+        connection.close(self)
+
+    def __str__(self) -> str:
+        return self.site
+
+    def _do(self, action: Callable[..., None], *args: Any) -> None:
+        if self.is_frozen:
+            self._backlog.append((action, args))
+        else:
+            action(*args)
+
+    def _due(self, life: int, action: Callable[..., None], args: tuple[Any, ...]) -> None:
+        if self.is_up and life == self.num_lives:
+            self._do(action, *args)
+
+    def _die(self) -> list[Connection]:
+        self.is_up = self.is_frozen = False
+        self._backlog.clear()
+        connections = list(self.connections)
+        self.connections.clear()
+        return connections
+
+    def _give_up(self, freeze: int) -> None:
+        if self.is_frozen and freeze == self._num_freezes:
+            for connection in list(self.connections):
+                self.timeline.after(0, self.closed, connection)
+                connection.abandon(self, after_s=0.0)
+            self.timeline.after(KEEPALIVE_S, self._give_up, freeze)

@@ -1,0 +1,71 @@
+"""What a request must give, worked out by itself: no batch, no cache, no pieces, no failure.
+
+Written for being obviously right, and so that it shares no code with what it judges: tokens one after the other, each
+from the request and all tokens before it (`oracle_draws.py`), and text decoded and searched as a whole at each token.
+"""
+
+from dataclasses import dataclass
+
+from holdfast.cluster.simulate.oracle.oracle_draws import right_logprob, right_token
+from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, PseudoCodec
+from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
+
+_REPLACEMENT = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The one right output of a request."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each token, if the request asks for them."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each prompt token but the first, if the request asks for them."""
+
+
+def right_completion(request: EngineRequest, max_model_len: int) -> Completion:
+    """The output of `request` in a world without faults."""
+    params, prompt = request.sampling_params, bytes(request.prompt_token_ids)
+    output, text, finish_reason = _right_output(request, max_model_len - len(prompt))
+    tokens, said, rated = prompt + output, params.logprobs, params.prompt_logprobs
+    later, drawn = range(1, len(prompt)), range(len(prompt), len(tokens))
+    return Completion(
+        token_ids=tuple(output),
+        text=text,
+        finish_reason=finish_reason,
+        logprobs=() if said is None else tuple(right_logprob(tokens, index, said) for index in drawn),
+        prompt_logprobs=() if rated is None else tuple(right_logprob(tokens, index, rated) for index in later),
+    )
+
+
+def _right_output(request: EngineRequest, num_room: int) -> tuple[bytes, str, FinishReason]:
+    """Tokens, text and reason of the end."""
+    params = request.sampling_params
+    max_tokens = num_room if params.max_tokens is None else min(params.max_tokens, num_room)
+    goes_on = params.ignore_eos and not request.grammar
+    ends = set(params.stop_token_ids) | (set() if goes_on else {EOS_TOKEN_ID})
+    output, before, text = b"", "", ""
+    for index in range(max_tokens):
+        output += bytes((right_token(request, output),))
+        text = PseudoCodec().decode(output, skip_special_tokens=True)
+        certain = text.rstrip(_REPLACEMENT)
+        cut = _stop_cut(request, before, certain) if index >= params.min_tokens else None
+        if cut is not None:
+            return output, certain[:cut], FinishReason.STOP
+        if output[-1] in ends:
+            return output, text, FinishReason.STOP
+        before = certain
+    return output, text, FinishReason.LENGTH
+
+
+def _stop_cut(request: EngineRequest, before: str, text: str) -> int | None:
+    """Where the text is cut if a stop string is complete in what is new since `before`."""
+    params = request.sampling_params
+    for end in range(len(before) + 1, len(text) + 1):
+        found = [stop for stop in params.stop_strings if text[:end].endswith(stop)]
+        if found:
+            return end if params.include_stop_str_in_output else end - max(map(len, found))
+    return None

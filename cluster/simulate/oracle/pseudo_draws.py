@@ -1,0 +1,69 @@
+"""Draws of the pseudo-model: what a plan's parameters do to its scores, in the order of `worker/sampling/logits_processors.py`.
+
+What may live here: one row's draw, and what is said of its token. What may not: blocks (`pseudo_runner.py`), and the
+request, of which a runner knows nothing but what the plan says.
+"""
+
+from collections import Counter
+
+from holdfast.cluster.simulate.oracle.pseudo_grammar import allows
+from holdfast.cluster.simulate.oracle.pseudo_model import VOCAB_SIZE, likelihoods, logprob, scores
+from holdfast.worker.plan.draws import banned_token_ids
+from holdfast.worker.plan.logits_settings import LogitControls
+from holdfast.worker.plan.step_plan import DrawParams
+from holdfast.worker.request import TokenLogprob
+
+_OUT = float("-inf")
+
+
+def drawn_token(prefix: bytes, params: DrawParams, mask: bytes | None) -> int:
+    """What is drawn after `prefix`; `mask` is that of a grammar."""
+    is_greedy = params.temperature == 0
+    raw = likelihoods(prefix) if is_greedy else scores(prefix, params.seed, params.first_output_index)
+    if params.controls is None:
+        return raw.index(max(raw))
+    row = [score / 16 - 8 for score in raw]
+    if mask is not None:
+        row = [value if allows(mask, token_id) else _OUT for token_id, value in enumerate(row)]
+    row = _ban(_keep_allowed(row, params.controls), banned_token_ids(params))
+    for token_id, bias in params.controls.logit_bias:
+        row[token_id] += bias
+    if params.controls.penalize:
+        _penalize(row, params.controls, Counter(params.output_token_ids))
+    return row.index(max(row))
+
+
+def token_logprob(prefix: bytes, token_id: int, num_logprobs: int) -> TokenLogprob:
+    """What the model says of a token after `prefix`, and of so many of the likeliest ones."""
+    values = likelihoods(prefix)
+    order = sorted(range(VOCAB_SIZE), key=lambda other: (-values[other], other))
+    return TokenLogprob(
+        token_id=token_id,
+        logprob=logprob(values[token_id]),
+        rank=order.index(token_id) + 1,
+        top=tuple((other, logprob(values[other])) for other in order[:num_logprobs]),
+    )
+
+
+def _keep_allowed(row: list[float], controls: LogitControls) -> list[float]:
+    """The row with the allowed tokens alone, unless its grammar allows none of them."""
+    if controls.allowed_token_ids is None:
+        return row
+    kept = [value if token_id in controls.allowed_token_ids else _OUT for token_id, value in enumerate(row)]
+    return row if max(kept) == _OUT else kept
+
+
+def _ban(row: list[float], token_ids: list[int]) -> list[float]:
+    """The row without some tokens, unless they are all that it has."""
+    kept = list(row)
+    for token_id in token_ids:
+        kept[token_id] = _OUT
+    return row if max(kept) == _OUT else kept
+
+
+def _penalize(row: list[float], controls: LogitControls, counts: Counter[int]) -> None:
+    for token_id in counts.keys() | set(controls.prompt_token_ids):
+        factor = controls.repetition_penalty
+        row[token_id] = row[token_id] / factor if row[token_id] > 0 else row[token_id] * factor
+    for token_id, count in counts.items():
+        row[token_id] -= controls.frequency_penalty * count + controls.presence_penalty

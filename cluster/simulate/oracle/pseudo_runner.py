@@ -1,0 +1,104 @@
+"""Runs plans on the pseudo-model, with what a real leader keeps of its own: blocks, and readers of grammars.
+
+The keys and values are the tokens themselves, in real blocks, and the whole prefix is read back from them before
+anything is drawn. So a block that is used twice, freed too early or listed in the wrong order changes the output. All
+else comes from the plan, as in `worker/engine/model_runner.py`: what a plan does not tell, nobody here knows.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Final
+
+from holdfast.cluster.simulate.oracle.pseudo_draws import drawn_token, token_logprob
+from holdfast.cluster.simulate.oracle.pseudo_grammar import PseudoMatcher
+from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, NUM_POISON_STEPS, POISON_TOKEN_ID, PoisonedError
+from holdfast.worker.plan.draws import draws_of
+from holdfast.worker.plan.grammar_matchers import GrammarReaders, has_grammars
+from holdfast.worker.plan.step_plan import BlockCopy, DrawParams, ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.request import TokenLogprob
+
+_EMPTY: Final = b"\xff"
+"""What slots hold that nobody has written: no token."""
+
+Row = tuple[DrawParams, bytes | None]
+"""A draw and the mask of its grammar."""
+
+
+class PseudoRunner:
+    """One replica's runner, from its start to its end."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._slots = bytearray(_EMPTY * (num_blocks * block_size))
+        self._grammars = GrammarReaders(PseudoMatcher, frozenset({EOS_TOKEN_ID}))
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._copy(plan.block_copies)
+        for sequence in plan.sequences:
+            self._write(sequence)
+        masks = self._grammars.masks(plan) if has_grammars(plan) else {}
+        rows = ((params, masks.get(number)) for number, params in enumerate(draws_of(plan)))
+        prefixes = [self._read_back(sequence) for sequence in plan.sequences]
+        pairs = list(zip(plan.sequences, prefixes, strict=True))
+        drawn = [_draw(sequence, prefix, rows) for sequence, prefix in pairs]
+        logprobs = [_say(sequence, prefix, tokens) for (sequence, prefix), tokens in zip(pairs, drawn, strict=True)]
+        rated = [_rate(sequence, prefix) for sequence, prefix in pairs]
+        return StepResult(
+            step_id=plan.step_id,
+            token_ids=tuple(drawn),
+            logprobs=tuple(logprobs) if any(logprobs) else (),
+            prompt_logprobs=tuple(rated) if any(rated) else (),
+        )
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        """All sources are read before any destination is written."""
+        size = self._block_size
+        sources = [self._slots[copy.source * size :][: copy.num_tokens] for copy in copies]
+        for copy, tokens in zip(copies, sources, strict=True):
+            start = copy.destination * size
+            self._slots[start : start + size] = tokens.ljust(size, _EMPTY)
+
+    def _write(self, sequence: ScheduledSequence) -> None:
+        size, block_ids = self._block_size, sequence.block_ids
+        for position, token_id in enumerate(sequence.token_ids, sequence.first_position):
+            self._slots[block_ids[position // size] * size + position % size] = token_id
+
+    def _read_back(self, sequence: ScheduledSequence) -> bytes:
+        """What the blocks hold, up to the last token of the step; nothing where nobody asks."""
+        if sequence.draw is None and sequence.rating is None:
+            return b""
+        size, end = self._block_size, sequence.first_position + len(sequence.token_ids)
+        blocks = [self._slots[block_id * size : (block_id + 1) * size] for block_id in sequence.block_ids]
+        return bytes(b"".join(blocks)[:end])
+
+
+def _draw(sequence: ScheduledSequence, prefix: bytes, rows: Iterator[Row]) -> tuple[int, ...]:
+    """A sequence's draws, the next of `rows`: each after one token more."""
+    draw = sequence.draw
+    if draw is None:
+        return ()
+    if prefix[0] == POISON_TOKEN_ID and draw.first_output_index >= draw.seed % NUM_POISON_STEPS:
+        raise PoisonedError
+    first = len(prefix) - sequence.num_draws + 1
+    own = islice(rows, sequence.num_draws)
+    return tuple(drawn_token(prefix[:end], params, mask) for end, (params, mask) in enumerate(own, first))
+
+
+def _say(sequence: ScheduledSequence, prefix: bytes, drawn: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
+    """What is reported of what was drawn."""
+    if sequence.draw is None or (count := sequence.draw.num_logprobs) is None:
+        return ()
+    first = len(prefix) - len(drawn) + 1
+    return tuple(token_logprob(prefix[:end], token_id, count) for end, token_id in enumerate(drawn, first))
+
+
+def _rate(sequence: ScheduledSequence, prefix: bytes) -> tuple[TokenLogprob, ...]:
+    """What is reported of prompt tokens."""
+    rating = sequence.rating
+    if rating is None:
+        return ()
+    first = sequence.first_position + rating.first_row + 1
+    return tuple(
+        token_logprob(prefix[:end], token_id, rating.num_logprobs)
+        for end, token_id in enumerate(rating.token_ids, first)
+    )

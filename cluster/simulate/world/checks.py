@@ -1,0 +1,54 @@
+"""What must hold of a cluster whatever happens to it.
+
+Cheap checks run after every event, deep ones now and then and at the end. What each client gets is checked where it
+arrives (`client.py`), what each router does where it does it (`audit.py`). What may not live here: making things
+happen.
+"""
+
+from typing import Final
+
+from holdfast.cluster.simulate.actors.replica import SimulatedReplica
+from holdfast.cluster.simulate.actors.router import SimulatedRouter
+from holdfast.cluster.simulate.kernel.promises import Violation, require
+
+EVENTS_PER_DEEP_CHECK: Final = 400
+
+
+class Checks:
+    """The invariants of a simulated cluster."""
+
+    def __init__(self, routers: list[SimulatedRouter], replicas: list[SimulatedReplica]) -> None:
+        self._routers = routers
+        self._replicas = replicas
+        self._num_events = 0
+
+    def after_event(self) -> None:
+        for replica in self._replicas:
+            if replica.is_up and replica.core.load.num_waiting > replica.max_num_waiting:
+                raise Violation(
+                    f"{replica}: {replica.core.load.num_waiting} wait, and only {replica.max_num_waiting} may"
+                )
+        self._num_events += 1
+        if self._num_events % EVENTS_PER_DEEP_CHECK == 0:
+            self.deep()
+
+    def deep(self) -> None:
+        """The books of every process agree with themselves."""
+        for process in (*self._routers, *self._replicas):
+            if process.is_up:
+                process.check_integrity()
+
+    def at_end(self) -> None:
+        """All is answered and healed: nothing may be left anywhere."""
+        self.deep()
+        for router in self._routers:
+            require(router.is_up and not router.is_frozen, f"{router} did not come back")
+            require(router.switchboard.num_open == 0, f"{router}: {router.switchboard.num_open} records leaked")
+            require(router.num_links_up == len(self._replicas), f"{router}: {router.num_links_up} links are up")
+        for replica in self._replicas:
+            require(replica.is_up and not replica.is_frozen, f"{replica} did not come back")
+            stats = replica.core.stats()
+            num_alive = stats.num_running + stats.num_waiting
+            require(num_alive == 0, f"{replica}: {num_alive} attempts run for nobody")
+            require(replica.num_unanswered == 0, f"{replica}: {replica.num_unanswered} attempts were never answered")
+            require(stats.num_used_blocks == 0, f"{replica}: {stats.num_used_blocks} blocks leaked")

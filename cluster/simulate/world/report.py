@@ -1,0 +1,78 @@
+"""What a person reads of simulations: the summary of a campaign, and the last events before a promise was broken.
+
+What may not live here: running them.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.cluster.simulate.kernel.network import Connection
+from holdfast.cluster.simulate.kernel.timeline import Event
+from holdfast.cluster.simulate.world.campaign import Campaign
+from holdfast.cluster.simulate.world.world import Outcome, simulate
+
+_MAX_WIDTH: Final = 160
+
+
+def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
+    """What the simulations went through, and each failure with the command that repeats it."""
+    tally = campaign.tally
+    rows = (
+        ("simulations", f"{tally.num_simulations:,} ({tally.simulated_s:,.0f} simulated s in {wall_s:.1f} s)"),
+        ("requests", f"{tally.num_requests:,} ({60 * tally.num_requests / wall_s:,.0f} a minute)"),
+        ("", _counts(tally.outcomes)),
+        ("tokens", f"{tally.num_tokens:,} received, {tally.num_tokens_drawn:,} drawn in {tally.num_steps:,} steps"),
+        ("events", f"{tally.num_events:,}"),
+        ("faults", f"{sum(tally.faults.values()):,}"),
+        ("", _counts(tally.faults)),
+        ("reconnects", f"{tally.num_reconnects:,}, with what a client had received until then"),
+        ("stragglers", f"{tally.num_stragglers:,} calls, {tally.num_turned_away:,} turned away for a newer one"),
+        ("condemned", f"{tally.num_condemned:,} frozen replicas"),
+        ("poisoned", f"{tally.num_poisoned:,} replicas, by requests that kill whoever runs them"),
+        ("wronged", f"{tally.num_wronged:,} requests, quarantined for deaths that were not their fault"),
+        ("promises broken", str(len(campaign.failures))),
+    )
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in rows:
+        table.add_row(Text(name, style="bold"), Text(value))
+    console.print(table)
+    for failure in campaign.failures:
+        console.print(Text(str(failure), style="red"), soft_wrap=True)
+        console.print(f"replay it with: holdfast simulate --replay {failure.seed}", highlight=False)
+
+
+def replay(console: Console, seed: int, num_events: int) -> Outcome:
+    """Runs one seed again and tells its scenario and its last events."""
+    last: deque[Event] = deque(maxlen=num_events)
+    outcome = simulate(seed, last.append)
+    for event in last:
+        console.print(Text(describe(event)), soft_wrap=True)
+    if outcome.failure is None:
+        console.print(f"seed {seed}: every promise was kept, in {outcome.tally.num_events:,} events")
+    else:
+        console.print(Text(str(outcome.failure), style="red"), soft_wrap=True)
+    return outcome
+
+
+def describe(event: Event) -> str:
+    """One line: number, time, who, what."""
+    line = f"{event.number:>7} {event.time_s:11.6f} s  {_what(event.action, event.args)}"
+    return line if len(line) <= _MAX_WIDTH else line[: _MAX_WIDTH - 3] + "..."
+
+
+def _what(action: Callable[..., None], args: tuple[Any, ...]) -> str:
+    owner = getattr(action, "__self__", None)
+    if isinstance(owner, Connection):
+        side, message = args
+        return f"{owner.ends[1 - side]} > {owner.ends[side]}: {message}"
+    told = (arg.__name__.strip("_") if callable(arg) else str(arg) for arg in args)
+    return " ".join([str(owner), action.__name__.strip("_"), *told])
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{number:,} {name}" for name, number in sorted(counter.items()))

@@ -1,0 +1,88 @@
+"""What one seed stands for: the size of the cluster, its settings, its requests and its faults.
+
+What may not live here: running it (`world.py`).
+"""
+
+import random
+from dataclasses import dataclass
+
+from holdfast.cluster.simulate.actors.client import Wish
+from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
+from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
+from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE
+from holdfast.cluster.simulate.oracle.pseudo_runner import PseudoRunner
+from holdfast.cluster.simulate.world.faults import Fault, draw_faults
+from holdfast.cluster.simulate.world.traffic import draw_wishes
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.worker.config import SchedulerConfig
+from holdfast.worker.tuning.step_time import StepCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One simulation, drawn and not yet run."""
+
+    seed: int
+    num_routers: int
+    num_replicas: int
+    latency_s: float
+    """Of a message, on average and on a good day."""
+    router: RouterConfig
+    limits: LimitsConfig
+    replica: ReplicaShape
+    """What all replicas have in common."""
+    proposers: list[str | None]
+    """Who guesses tokens ahead in each replica (`proposers.py`)."""
+    wishes: list[Wish]
+    faults: list[Fault]
+
+
+def draw_scenario(seed: int) -> Scenario:
+    """The scenario of a seed: always the same one."""
+    rng = random.Random(seed)
+    num_routers, num_replicas = rng.randint(1, 3), rng.randint(1, 4)
+    span_s = rng.uniform(1.0, 5.0)
+    replica = _draw_shape(rng)
+    return Scenario(
+        seed=seed,
+        num_routers=num_routers,
+        num_replicas=num_replicas,
+        latency_s=rng.choice((0.0002, 0.002, 0.02)),
+        router=RouterConfig(
+            routing_policy=rng.choice(("prefix_aware", "prefix_aware", "power_of_two")),
+            max_waiting_per_replica=rng.choice((1, 2, 8, 64)),
+            replica_wait_s=rng.choice((5.0, 30.0)),
+        ),
+        limits=LimitsConfig(max_queued=rng.choice((4, 1024, 1024, 1024))),
+        replica=replica,
+        proposers=rng.choices((None, *PROPOSERS), weights=(3, 1, 1, 1), k=num_replicas),
+        wishes=draw_wishes(rng, rng.randint(60, 160), span_s, replica.max_model_len),
+        faults=draw_faults(rng, span_s, num_routers, num_replicas),
+    )
+
+
+def _draw_shape(rng: random.Random) -> ReplicaShape:
+    block_size = rng.choice((1, 2, 4, 8))
+    max_model_len = rng.choice((32, 48))
+    max_num_seqs = rng.choice((2, 8, 16, 32))
+    # From a cache that a single sequence can fill to one that has room for all.
+    num_slots = max_model_len * rng.choice((1, 2, 4, max_num_seqs))
+    return ReplicaShape(
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=rng.choice((4, 16, 64, 256)),
+            max_num_seqs=max_num_seqs,
+            max_num_waiting=rng.choice((4, 1024, 1024, 1024)),
+            tenant_shares=rng.choice(({}, {"gold": 4.0})),
+        ),
+        num_blocks=-(-num_slots // block_size),
+        block_size=block_size,
+        max_model_len=max_model_len,
+        eos_token_ids=frozenset({EOS_TOKEN_ID}),
+        vocab_size=VOCAB_SIZE,
+        prefix_caching=rng.random() < 0.8,
+        step_costs=StepCosts(
+            base_s=rng.uniform(0.005, 0.05), decode_s=0.0, token_s=rng.choice((0.0, 0.0002)), context_token_s=0.0
+        ),
+        make_runner=PseudoRunner,
+        num_drafts=rng.choice((1, 2, 4, 8)),
+    )

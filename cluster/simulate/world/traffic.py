@@ -1,0 +1,104 @@
+"""The requests of one simulation, drawn from its seed: short, many, and of every kind that failover must survive."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from holdfast.cluster.simulate.actors.client import Wish
+from holdfast.cluster.simulate.oracle.pseudo_model import POISON_TOKEN_ID, VOCAB_SIZE, WHOLE_TOKEN_IDS
+from holdfast.worker.request import EngineRequest, Priority
+from holdfast.worker.sampling_params import SamplingParams
+
+_GRAMMARS = ("ab:cde:2", "ab:cdefgh:3", "ch:abdefg:4", "gh:a:1")
+_STOPS = ("ab", "ba", "cd", "abc", "dd", "e", "éa", "a.", "hgf", "bb ")
+PATIENCE_S = 600.0
+"""Of those who would rather wait: longer than any simulation takes."""
+
+
+def draw_wishes(rng: random.Random, num_requests: int, span_s: float, max_model_len: int) -> list[Wish]:
+    """Requests over `span_s` seconds, some of them all at once, some with a common beginning."""
+    prefixes = [tuple(rng.choices(WHOLE_TOKEN_IDS, k=rng.randint(1, 12))) for _ in range(3)]
+    burst_s = rng.uniform(0, span_s)
+    burst_share = rng.choice((0.0, 0.0, 0.3, 0.7))
+    wishes = []
+    for number in range(num_requests):
+        arrival_s = burst_s if rng.random() < burst_share else rng.uniform(0, span_s)
+        request = _draw_request(rng, f"request-{number}", rng.choice(prefixes), max_model_len)
+        wishes.append(
+            Wish(
+                request=request,
+                arrival_s=arrival_s,
+                timeout_s=rng.uniform(0.05, 3.0) if rng.random() < 0.05 else PATIENCE_S,
+                cancel_after=rng.randint(0, 6) if rng.random() < 0.05 else None,
+            )
+        )
+    for number in range(rng.choice((0,) * 8 + (1, 2))):
+        wishes.append(_draw_poison(rng, f"poison-{number}", rng.uniform(0, span_s)))
+    return wishes
+
+
+def _draw_poison(rng: random.Random, request_id: str, arrival_s: float) -> Wish:
+    """A request that kills whoever runs it, soon or a little later."""
+    request = EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=(POISON_TOKEN_ID, *rng.choices(WHOLE_TOKEN_IDS, k=3)),
+        sampling_params=SamplingParams(seed=rng.getrandbits(40), max_tokens=16, ignore_eos=True),
+    )
+    return Wish(request=request, arrival_s=arrival_s, timeout_s=PATIENCE_S, cancel_after=None, is_poison=True)
+
+
+def _draw_request(rng: random.Random, request_id: str, prefix: tuple[int, ...], max_model_len: int) -> EngineRequest:
+    prompt = (prefix if rng.random() < 0.5 else ()) + tuple(rng.choices(WHOLE_TOKEN_IDS, k=rng.randint(1, 8)))
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt[: max_model_len - 1],
+        sampling_params=replace(_draw_params(rng), **_draw_controls(rng), **_draw_reports(rng)),
+        priority=rng.choice((Priority.NORMAL, Priority.NORMAL, Priority.HIGH, Priority.LOW)),
+        cache_salt=rng.choice(("", "", "", "other")),
+        tenant=rng.choice(("", "", "gold", "free")),
+        bad_word_token_ids=_draw_bad_words(rng) if rng.random() < 0.06 else (),
+        grammar=rng.choice(_GRAMMARS) if rng.random() < 0.12 else "",
+    )
+
+
+def _draw_params(rng: random.Random) -> SamplingParams:
+    max_tokens = min(24, 1 + int(rng.expovariate(0.15)))
+    stops = rng.random() < 0.3
+    return SamplingParams(
+        seed=rng.getrandbits(40),
+        temperature=0.0 if rng.random() < 0.1 else 1.0,
+        n=rng.randint(2, 4) if rng.random() < 0.1 else 1,
+        max_tokens=None if rng.random() < 0.02 else max_tokens,
+        min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.1 else 0,
+        stop=rng.sample(_STOPS, rng.randint(1, 3)) if stops else (),
+        include_stop_str_in_output=stops and rng.random() < 0.3,
+        stop_token_ids=(rng.randrange(VOCAB_SIZE),) if rng.random() < 0.1 else (),
+        ignore_eos=rng.random() < 0.3,
+    )
+
+
+def _draw_controls(rng: random.Random) -> dict[str, Any]:
+    """What changes the draws. All numbers are sums of few powers of two, so that no order of adding shows."""
+    controls: dict[str, Any] = {}
+    if rng.random() < 0.15:
+        controls["repetition_penalty"] = rng.choice((0.5, 1.0, 2.0))
+        controls["frequency_penalty"] = rng.choice((-1.0, 0.0, 0.5, 2.0))
+        controls["presence_penalty"] = rng.choice((-0.5, 0.0, 1.5))
+    if rng.random() < 0.06:
+        controls["logit_bias"] = {rng.randrange(VOCAB_SIZE): rng.choice((-100.0, -4.0, 2.5, 6.0)) for _ in range(4)}
+    if rng.random() < 0.06:
+        controls["allowed_token_ids"] = rng.sample(range(VOCAB_SIZE), rng.randint(1, 8))
+    return controls
+
+
+def _draw_reports(rng: random.Random) -> dict[str, Any]:
+    """What is to be said of the tokens."""
+    return {
+        "logprobs": rng.choice((0, 1, 2, 5)) if rng.random() < 0.2 else None,
+        "prompt_logprobs": rng.choice((0, 1, 3)) if rng.random() < 0.1 else None,
+    }
+
+
+def _draw_bad_words(rng: random.Random) -> tuple[tuple[int, ...], ...]:
+    """Some of a single token; others end in a token that is drawn often enough after the one before."""
+    return tuple(tuple(rng.choices(WHOLE_TOKEN_IDS, k=rng.randint(1, 2))) for _ in range(rng.randint(1, 8)))

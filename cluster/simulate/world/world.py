@@ -1,0 +1,226 @@
+"""One simulation: a cluster is built from a scenario, lives through its faults, and is checked after every event.
+
+What may not live here: what happens in it; this file composes and runs. Nothing but the seed decides: no clock, no
+socket, no thread, no hash of a string.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from holdfast.cluster.simulate.actors.client import SimulatedClient
+from holdfast.cluster.simulate.actors.replica import SimulatedReplica
+from holdfast.cluster.simulate.actors.router import SimulatedRouter
+from holdfast.cluster.simulate.kernel.network import KEEPALIVE_S, Network
+from holdfast.cluster.simulate.kernel.promises import Violation, require
+from holdfast.cluster.simulate.kernel.timeline import Event, Timeline
+from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
+from holdfast.cluster.simulate.oracle.pseudo_model import pseudo_tokenizer
+from holdfast.cluster.simulate.world.checks import Checks
+from holdfast.cluster.simulate.world.faults import Fault, slowness, strike
+from holdfast.cluster.simulate.world.scenario import Scenario, draw_scenario
+from holdfast.router.text.text_stream import TextStream
+from holdfast.worker.tuning.step_time import StepShape
+
+LOSSES: Final = frozenset(
+    {"kill replica", "freeze replica", "drain replica", "cut link", "partition link", "freeze router"}
+)
+"""Faults that take a replica from a router, so that whatever ran there may come under suspicion."""
+ANSWER_S: Final = 60.0
+"""After the last fault is over and the last request has come, everyone has an answer within so many seconds."""
+MAX_EVENTS: Final = 200_000
+"""Many times what any simulation needs: beyond it, processes keep each other busy for nothing."""
+MAX_LAG_S: Final = 0.05
+"""Longest time that a router's event loop lets the reader of a call wait."""
+SETTLE_S: Final = 2 * KEEPALIVE_S + 5.0
+"""Then, after so many more, nothing is left of any request."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Tally:
+    """What one simulation, or several together, went through."""
+
+    num_simulations: int = 0
+    num_requests: int = 0
+    num_tokens: int = 0
+    """Received by clients."""
+    num_tokens_drawn: int = 0
+    """By replicas: the rest was lost on the way, or drawn again elsewhere."""
+    num_steps: int = 0
+    num_events: int = 0
+    num_reconnects: int = 0
+    """Times that a client went to the next router, with what it had."""
+    num_stragglers: int = 0
+    """Calls that came to a router late, if at all."""
+    num_turned_away: int = 0
+    """Of those, for a newer one was there."""
+    num_condemned: int = 0
+    num_poisoned: int = 0
+    num_wronged: int = 0
+    """Requests that were quarantined and are no poison."""
+    simulated_s: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Tally") -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Where a simulation found a promise broken."""
+
+    seed: int
+    event: int
+    time_s: float
+    error: Exception
+
+    def __str__(self) -> str:
+        kind = "" if isinstance(self.error, Violation) else f"{type(self.error).__name__}: "
+        return f"seed {self.seed}, event {self.event}, at {self.time_s:.6f} s: {kind}{self.error}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the simulation of one seed ended."""
+
+    tally: Tally
+    failure: Failure | None
+    digest: int
+    """Two runs of a seed have the same."""
+
+
+class World:
+    """A simulated cluster and its clients."""
+
+    def __init__(self, scenario: Scenario, watch: Callable[[Event], None] | None = None) -> None:
+        rng = random.Random(f"world {scenario.seed}")
+        self.scenario = scenario
+        self.timeline = Timeline(watch)
+        self.network = Network(self.timeline, rng, scenario.latency_s)
+        self.replicas = [
+            SimulatedReplica(
+                f"replica-{i}", self.network, replace(scenario.replica, make_proposer=PROPOSERS[name] if name else None)
+            )
+            for i, name in enumerate(scenario.proposers)
+        ]
+        tokenizer = pseudo_tokenizer()
+        self.routers = [
+            SimulatedRouter(
+                f"router-{i}",
+                self.network,
+                self.replicas,
+                scenario.router,
+                scenario.limits,
+                make_text=lambda request: TextStream(tokenizer, request.sampling_params, request.prompt_token_ids),
+                seed=rng.getrandbits(32),
+                max_lag_s=MAX_LAG_S,
+            )
+            for i in range(scenario.num_routers)
+        ]
+        max_model_len = scenario.replica.max_model_len
+        self.clients = [
+            SimulatedClient(wish, self.network, self.routers, rng, max_model_len) for wish in scenario.wishes
+        ]
+        for client in self.clients:
+            client.hopeless_s = self._prefill_s(len(client.wish.request.prompt_token_ids))
+        self._checks = Checks(self.routers, self.replicas)
+
+    def run(self) -> None:
+        """Raises `Violation`, or whatever went wrong in the code that was simulated."""
+        for process in (*self.replicas, *self.routers):
+            self.timeline.at(0.0, process.start)
+        for client in self.clients:
+            self.timeline.at(client.wish.arrival_s, client.begin)
+        for fault in self.scenario.faults:
+            self.timeline.at(fault.time_s, self.strike, fault)
+        healed_s = self._healed_s()
+        self._run_until(healed_s + ANSWER_S, lambda: all(client.outcome for client in self.clients))
+        for client in self.clients:
+            require(client.outcome is not None, f"{client} was not answered within {ANSWER_S:g} s after all was well")
+        self._run_until(max(healed_s, self.timeline.now) + SETTLE_S)
+        self._checks.at_end()
+        self._check_poison()
+
+    def strike(self, fault: Fault) -> None:
+        strike(self, fault)
+
+    def note_clock_jump(self, seconds: float) -> None:
+        for client in self.clients:
+            client.clock_error_s += abs(seconds)
+
+    def __str__(self) -> str:
+        return "fault:"
+
+    def tally(self) -> Tally:
+        stragglers = [straggler for client in self.clients for straggler in client.stragglers]
+        return Tally(
+            num_simulations=1,
+            num_requests=len(self.clients),
+            num_tokens=sum(client.num_tokens for client in self.clients),
+            num_tokens_drawn=sum(replica.num_tokens for replica in self.replicas),
+            num_steps=sum(replica.num_steps for replica in self.replicas),
+            num_events=self.timeline.num_events,
+            num_reconnects=sum(max(0, client.num_connections - 1) for client in self.clients),
+            num_stragglers=len(stragglers),
+            num_turned_away=sum(straggler.was_turned_away for straggler in stragglers),
+            num_condemned=sum(replica.num_condemned for replica in self.replicas),
+            num_poisoned=sum(replica.num_poisoned for replica in self.replicas),
+            num_wronged=sum(client.is_wronged for client in self.clients),
+            simulated_s=self.timeline.now,
+            outcomes=Counter(str(client.outcome) for client in self.clients),
+            faults=Counter(fault.kind for fault in self.scenario.faults),
+        )
+
+    def _run_until(self, time_s: float, is_enough: Callable[[], bool] = lambda: False) -> None:
+        timeline, after_event = self.timeline, self._checks.after_event
+        while timeline.next_s <= time_s and timeline.step():
+            after_event()
+            require(timeline.num_events < MAX_EVENTS, "there is no end to it")
+            if timeline.num_events % 64 == 0 and is_enough():
+                return
+
+    def _check_poison(self) -> None:
+        """A poison takes a few replicas and no more, at each router that it comes to.
+
+        Nobody else is taken for one, however many routers there are, if it is the only one, keeps to its router, and
+        nothing else takes replicas.
+        """
+        num_killed = sum(replica.num_poisoned for replica in self.replicas)
+        num_sent = sum(client.num_connections for client in self.clients if client.wish.is_poison)
+        # A replica that was to go, or that a router had lost already, dies without being counted.
+        num_losses = sum(fault.kind in LOSSES for fault in self.scenario.faults)
+        most = (self.scenario.router.max_replicas_lost + 1) * num_sent + num_losses
+        require(num_killed <= most, f"poison killed {num_killed} replicas, and {most} would do to know it")
+        has_one_poison = sum(client.wish.is_poison for client in self.clients) == 1
+        is_plain = has_one_poison and num_sent == 1 and num_losses == 0
+        for client in self.clients:
+            require(not (is_plain and client.is_wronged), f"{client} was taken for poison")
+
+    def _prefill_s(self, num_tokens: int) -> float:
+        """How long a prompt takes in full steps of a replica that is as slow as any gets."""
+        shape, faults = self.scenario.replica, self.scenario.faults
+        slowest = max((slowness(fault) for fault in faults if fault.kind == "slow replica"), default=1.0)
+        budget = shape.scheduler.max_num_batched_tokens
+        full_step = StepShape(num_decodes=0, num_tokens=budget, num_context_tokens=0)
+        return slowest * shape.step_costs.predict(full_step) * num_tokens / budget
+
+    def _healed_s(self) -> float:
+        """When the last fault is over and the last request has come."""
+        ends = [fault.time_s + fault.duration_s for fault in self.scenario.faults]
+        return max([*ends, *(wish.arrival_s for wish in self.scenario.wishes)], default=0.0)
+
+
+def simulate(seed: int, watch: Callable[[Event], None] | None = None) -> Outcome:
+    """Runs the simulation of a seed to its end, or to the first promise that is broken."""
+    world = World(draw_scenario(seed), watch)
+    failure = None
+    try:
+        world.run()
+    except Exception as error:  # whatever the simulated code raises is what we are looking for
+        timeline = world.timeline
+        failure = Failure(seed=seed, event=timeline.num_events, time_s=timeline.now, error=error)
+    return Outcome(tally=world.tally(), failure=failure, digest=world.timeline.digest)

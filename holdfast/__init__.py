@@ -1,0 +1,68 @@
+"""Holdfast: LLM serving whose streams hold. The public names; each is imported when it is first used.
+
+from holdfast import LLM, SamplingParams
+
+with LLM("demo") as llm:
+    print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text)
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holdfast.cluster.client.async_client import AsyncClient
+    from holdfast.cluster.client.blocking_client import Client
+    from holdfast.cluster.client.generation import Chunk
+    from holdfast.cluster.offline.beams import BeamSearchParams
+    from holdfast.cluster.offline.inference_engine import InferenceEngine
+    from holdfast.cluster.offline.llm import LLM
+    from holdfast.cluster.offline.outputs import CompletionOutput, RequestOutput
+    from holdfast.cluster.serve.app import build_app
+    from holdfast.worker.errors import HoldfastError
+    from holdfast.worker.request import FinishReason, Priority
+    from holdfast.worker.sampling_params import SamplingParams
+    from holdfast.worker.structured_outputs import StructuredOutputs
+
+__all__ = [
+    "LLM",
+    "AsyncClient",
+    "BeamSearchParams",
+    "Chunk",
+    "Client",
+    "CompletionOutput",
+    "FinishReason",
+    "HoldfastError",
+    "InferenceEngine",
+    "Priority",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+    "build_app",
+]
+
+_HOMES = {
+    "AsyncClient": "holdfast.cluster.client.async_client",
+    "Chunk": "holdfast.cluster.client.generation",
+    "Client": "holdfast.cluster.client.blocking_client",
+    "LLM": "holdfast.cluster.offline.llm",
+    "BeamSearchParams": "holdfast.cluster.offline.beams",
+    "CompletionOutput": "holdfast.cluster.offline.outputs",
+    "FinishReason": "holdfast.worker.request",
+    "HoldfastError": "holdfast.worker.errors",
+    "InferenceEngine": "holdfast.cluster.offline.inference_engine",
+    "Priority": "holdfast.worker.request",
+    "RequestOutput": "holdfast.cluster.offline.outputs",
+    "SamplingParams": "holdfast.worker.sampling_params",
+    "StructuredOutputs": "holdfast.worker.structured_outputs",
+    "build_app": "holdfast.cluster.serve.app",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

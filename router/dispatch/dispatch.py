@@ -1,0 +1,299 @@
+"""The core of the router: which replica runs which request, and what each client gets. A state machine without IO.
+
+Events come in as method calls, with the time; what must be done comes out as a list of actions (`events.py`), in the
+order in which to do it. No sockets, tasks, clocks, randomness or wire formats here.
+
+                   a replica
+                   has room
+    submit ──► QUEUED ──────────► RUNNING ──────────► over: one Deliver with a finish reason, or one Fail
+                 │ ▲                 │    last delta, stop string, the request's own fault,
+                 │ └─────────────────┤    cancel, deadline, too many replicas lost
+                 │   replica lost    │
+                 └───────────────────┴──► cancel, deadline, no replica for too long
+
+A request that runs has an *attempt*: a number that this router never uses twice. Whatever a replica says of an attempt
+that is not running any more is dropped, so a late answer does no harm. Output is counted by index: tokens that were
+seen before are dropped, a gap is a bug. Of a cancelled request nothing more is said.
+
+A lost attempt is made up for by a new one, which is asked with the output so far and goes on after it; the text state
+stays as it is. A replica that retires is emptied in the same way. Nothing of this can be seen by the client.
+"""
+
+import logging
+from collections.abc import Iterable
+
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.placement import Placement
+from holdfast.router.dispatch.request_state import RequestRecord, RequestTable
+from holdfast.router.events import (
+    FRESH,
+    Action,
+    AttemptDelta,
+    CaughtUp,
+    Fail,
+    ModelStatus,
+    ReplicaFacts,
+    ReplicaLoad,
+    SendAbort,
+    StepNews,
+    TextState,
+)
+from holdfast.router.replicas.policy import ChooseReplica, DrawIndex, power_of_two_choices
+from holdfast.router.replicas.replica_registry import Fleet
+from holdfast.worker.errors import (
+    DeadlineExceededError,
+    HoldfastError,
+    InternalError,
+    ReplicaError,
+    RequestQuarantinedError,
+    RequestSupersededError,
+)
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatch:
+    """All open requests of one router. Not safe for threads; never blocks."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        limits: LimitsConfig,
+        draw: DrawIndex,
+        choose: ChooseReplica = power_of_two_choices,
+    ) -> None:
+        self._replica_wait_s = config.replica_wait_s
+        self._fleet = Fleet(config, draw, choose)
+        self._requests = RequestTable()
+        self._placement = Placement(config, limits, self._fleet, self._requests)
+        self._queue = self._placement.queue
+
+    # --- events from clients ---
+
+    def submit(
+        self,
+        request: EngineRequest,
+        *,
+        model: str,
+        text: TextState,
+        deadline: float,
+        now: float,
+        caught_up: CaughtUp = FRESH,
+        client_attempt: int = 0,
+    ) -> list[Action]:
+        """Opens a request, which from here on is owed exactly one last word.
+
+        One with output goes on after it: `text` has had that pushed, and `caught_up` says what came of it. Its id must
+        not be open: see `supersede`. `client_attempt` is above 0 if its client comes again when it is told to. Raises,
+        and then has recorded nothing: `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for too long),
+        `DeadlineExceededError`.
+        """
+        self._check_admissible(model, deadline, now)
+        record = RequestRecord.opened(request, model, text, caught_up, client_attempt)
+        replica = self._placement.admit(record)
+        self._requests.add(record, deadline)
+        actions = [] if replica is None else [self._placement.send(record, replica, now)]
+        return actions + self._placement.drain_all(now)  # a submission fills the budget for retries of whatever model
+
+    def supersede(self, request_id: str, client_attempt: int, now: float) -> list[Action]:
+        """The same id is about to be submitted again: the newer submission wins. An id that is not open is ignored.
+
+        The newer one is that with the higher number; of equal ones, the one that comes later. Raises
+        `RequestSupersededError` if that is the one which is open: the submission was late.
+        """
+        record = self._requests.get(request_id)
+        if record is None:
+            return []
+        if record.client_attempt > client_attempt:
+            told = f"submission {client_attempt} of request {request_id} came after submission {record.client_attempt}"
+            raise RequestSupersededError(f"{told}, which goes on")
+        error = RequestSupersededError(f"request {request_id} was submitted again; the newer submission goes on")
+        return [*self._fail(record, error), *self._placement.drain(record.model, now)]
+
+    def cancel(self, request_id: str, now: float) -> list[Action]:
+        """The client has gone. An id that is not open is ignored."""
+        record = self._requests.get(request_id)
+        return [] if record is None else [*self._close(record), *self._placement.drain(record.model, now)]
+
+    # --- events from replicas ---
+
+    def replica_up(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> list[Action]:
+        """A link came up. The replica must not be up already."""
+        self._fleet.add(facts, load, now)
+        return self._placement.drain(facts.model, now)
+
+    def replica_retiring(self, replica_id: str, is_retiring: bool, now: float) -> list[Action]:
+        """A replica takes nothing new (or does so again). What runs there moves to others, as far as they have room."""
+        replica = self._fleet.get(replica_id)
+        if replica is None:
+            return []
+        self._fleet.retire(replica, is_retiring)
+        return self._placement.drain(replica.facts.model, now)
+
+    def replica_down(self, replica_id: str, error: HoldfastError, now: float) -> list[Action]:
+        """A link was lost, and all that ran there with it: it goes on elsewhere."""
+        replica = self._fleet.remove(replica_id, now)
+        if replica is None:
+            return []
+        actions: list[Action] = []
+        for record in self._placement.lose_all(replica, now):
+            actions += self._fail(record, _quarantined(record, error), replica_has_it=False)
+        return actions + self._placement.drain(replica.facts.model, now)
+
+    def step(self, replica_id: str, news: StepNews, now: float) -> list[Action]:
+        """What one engine step did. News of a replica that is not up, or of an old attempt, is dropped."""
+        replica = self._fleet.get(replica_id)
+        if replica is None:
+            return []
+        replica.note_report(news.load)
+        replica.note_memory(news)
+        actions: list[Action] = []
+        for delta in news.deltas:
+            record = self._requests.running(replica, delta.attempt)
+            if record is not None:
+                actions += self._advance(record, delta, now)
+        for rejection in news.rejections:
+            record = self._requests.running(replica, rejection.attempt)
+            if record is not None:
+                actions += self._refuse(record, rejection.error, now)
+        return actions + self._placement.drain(replica.facts.model, now)
+
+    # --- time, and the end ---
+
+    def tick(self, now: float) -> list[Action]:
+        """Does what is due by the time alone. To be called at `next_tick`, or at any other time."""
+        late = [self._requests[request_id] for request_id in self._requests.deadlines.passed(now)]
+        actions = [action for record in late for action in self._expire(record)]
+        for model, down_since in self._fleet.outages():
+            if now >= down_since + self._replica_wait_s:
+                actions += self._fail_all(self._queue.waiting(model), _no_replica(model))
+        self._placement.refresh(now)
+        return actions + self._placement.drain_all(now)
+
+    @property
+    def next_tick(self) -> float | None:
+        """When time alone will change something, or None."""
+        waits = [
+            down_since + self._replica_wait_s
+            for model, down_since in self._fleet.outages()
+            if self._queue.has_any(model)
+        ]
+        waits += self._placement.wake_ups()
+        deadline = self._requests.deadlines.next
+        return min(waits if deadline is None else [*waits, deadline], default=None)
+
+    def hand_over(self, error: HoldfastError) -> list[Action]:
+        """Ends with `error` every open request whose client will go on with it at another router."""
+        handed_over = [key for key in self._requests if self._requests[key].client_attempt > 0]
+        return self._fail_all(handed_over, error)
+
+    def close_all(self, error: HoldfastError) -> list[Action]:
+        """Ends every open request with `error`."""
+        return self._fail_all(self._requests, error)
+
+    # --- what can be asked ---
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not had their last word, those in the queue included."""
+        return len(self._requests)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    def is_busy(self, replica_id: str) -> bool:
+        """Whether a replica that is up has an attempt of ours."""
+        replica = self._fleet.get(replica_id)
+        return replica is not None and bool(replica.attempts)
+
+    def models(self) -> tuple[ModelStatus, ...]:
+        """Every model that has been served here, in the order of first sight."""
+        return self._fleet.models()
+
+    def loads(self) -> tuple[ReplicaLoad, ...]:
+        """The replicas that are up."""
+        return self._fleet.loads()
+
+    def check_integrity(self) -> None:
+        """Asserts that the books agree: every request is either queued or running on a replica that is up."""
+        self._fleet.check_integrity()
+        self._requests.check_integrity()
+        self._placement.check_integrity()
+
+    # --- inside ---
+
+    def _check_admissible(self, model: str, deadline: float, now: float) -> None:
+        down_since = self._fleet.model(model).down_since
+        if down_since is not None and now >= down_since + self._replica_wait_s:
+            raise _no_replica(model)
+        if now >= deadline:
+            raise DeadlineExceededError("the request's time was up before it could be queued")
+
+    def _advance(self, record: RequestRecord, delta: AttemptDelta, now: float) -> list[Action]:
+        """Takes one delta in. A fault of ours ends this request alone, not the others of the link."""
+        replica_has_it = delta.finish_reason is None
+        num_seen = len(record.output_token_ids) - delta.first_token_index
+        if num_seen < 0:
+            gap = f"{-num_seen} output tokens are missing before token {delta.first_token_index}"
+            return self._fail(record, InternalError(gap), replica_has_it=replica_has_it)
+        if delta.finish_reason is FinishReason.ABORT:
+            return self._refuse(record, ReplicaError("the replica gave the request up"), now)
+        if not record.output_token_ids:
+            record.num_cached_tokens = delta.num_cached_tokens
+        try:
+            token_ids, logprobs = tuple(delta.token_ids[num_seen:]), tuple(delta.logprobs[num_seen:])
+            delivery = record.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
+        except Exception as bug:
+            logger.exception("request %s: its tokens could not be turned into text", record.request_id)
+            error = InternalError(f"the output could not be turned into text: {type(bug).__name__}")
+            return self._fail(record, error, replica_has_it=replica_has_it)
+        if delivery is None:
+            return []
+        self._placement.note_step(record)
+        if delivery.finish_reason is None:
+            return [delivery]
+        return [delivery, *self._close(record, replica_has_it=replica_has_it)]
+
+    def _refuse(self, record: RequestRecord, error: HoldfastError, now: float) -> list[Action]:
+        """A replica that is up will not run an attempt, or gave it up. Another may do better."""
+        is_taken_back = self._placement.take_back(record, error, now)
+        return [] if is_taken_back else self._fail(record, error, replica_has_it=False)
+
+    def _expire(self, record: RequestRecord) -> list[Action]:
+        state = "waited for a replica" if record.attempt is None else "ran"
+        num_tokens = len(record.output_token_ids)
+        error = DeadlineExceededError(f"time was up while the request {state}, after {num_tokens} output tokens")
+        return self._fail(record, error)
+
+    def _fail_all(self, request_ids: Iterable[str], error: HoldfastError) -> list[Action]:
+        return [action for key in list(request_ids) for action in self._fail(self._requests[key], error)]
+
+    def _fail(self, record: RequestRecord, error: HoldfastError, *, replica_has_it: bool = True) -> list[Action]:
+        return [Fail(request_id=record.request_id, error=error), *self._close(record, replica_has_it=replica_has_it)]
+
+    def _close(self, record: RequestRecord, *, replica_has_it: bool = True) -> list[Action]:
+        """Forgets a request. Its replica is told if it may still be at it."""
+        actions: list[Action] = []
+        if record.attempt is None:
+            self._queue.remove(record.request_id)
+        else:
+            attempt = self._requests.end_attempt(record)
+            if replica_has_it:
+                actions.append(SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number))
+        self._placement.quarantine.end_trial(record)
+        self._requests.remove(record)
+        return actions
+
+
+def _quarantined(record: RequestRecord, error: HoldfastError) -> RequestQuarantinedError:
+    num_lost, num_tokens = record.num_replicas_lost, len(record.output_token_ids)
+    return RequestQuarantinedError(
+        f"{num_lost} replicas were lost while they ran this request, which has {num_tokens} output tokens; it is not "
+        f"tried again (router.max_replicas_lost). The last one: {error}"
+    )
+
+
+def _no_replica(model: str) -> ReplicaError:
+    return ReplicaError(f"no replica of model {model!r} is up")

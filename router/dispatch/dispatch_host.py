@@ -1,0 +1,207 @@
+"""The shell around the dispatch core: gives it events and the time, and carries out what it answers.
+
+What may live here: who hears of which action, and the one timer. What may not: decisions (`dispatch.py`), gRPC
+(`link.py`, `server.py`), asyncio: it waits for nothing, and runs under any clock, a simulated one among them.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.dispatch.output_stream import OutputStream
+from holdfast.router.events import (
+    Action,
+    Deliver,
+    Fail,
+    ModelStatus,
+    ReplicaFacts,
+    ReplicaLoad,
+    SendAbort,
+    SendSubmit,
+    StepNews,
+)
+from holdfast.router.resume import Part
+from holdfast.worker.errors import HoldfastError, InternalError
+from holdfast.worker.request import EngineLoad
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaPort(Protocol):
+    """Where messages to one replica are dropped in. Does not wait."""
+
+    def submit(self, action: SendSubmit) -> None: ...
+
+    def abort(self, action: SendAbort) -> None: ...
+
+
+class Alarm(Protocol):
+    """A call that is to come."""
+
+    def when(self) -> float: ...
+
+    def cancel(self) -> None: ...
+
+
+class Clock(Protocol):
+    """What tells the time in seconds, and wakes. An asyncio event loop is one."""
+
+    def time(self) -> float: ...
+
+    def call_at(self, when: float, callback: Callable[[], object], /) -> Alarm:
+        """Calls back once. That may be early by as little as the clock cannot tell, or late."""
+
+
+class Switchboard:
+    """Joins clients' streams and replicas' links. Everything is called, and calls, on one thread."""
+
+    def __init__(self, dispatch: Dispatch, clock: Clock, on_models_changed: Callable[[], None]) -> None:
+        self._dispatch = dispatch
+        self._clock = clock
+        self._on_models_changed = on_models_changed
+        self._ports: dict[str, ReplicaPort] = {}
+        self._streams: dict[str, OutputStream] = {}
+        self._timer: Alarm | None = None
+        self._when_idle: list[Callable[[], None]] = []
+
+    # --- for clients ---
+
+    def now(self) -> float:
+        """The clock that deadlines are set by, in seconds."""
+        return self._clock.time()
+
+    def open(
+        self, part: Part, *, model: str, deadline: float, on_news: Callable[[], None], client_attempt: int = 0
+    ) -> OutputStream:
+        """Opens a request. Raises what `Dispatch.submit` and `supersede` raise. Whoever opens a stream closes it.
+
+        An open request of the same id ends first: most likely its client has lost the connection and comes again.
+        """
+        request = part.request
+        self.perform(self._dispatch.supersede(request.request_id, client_attempt, self.now()))
+        actions = self._dispatch.submit(
+            request,
+            model=model,
+            text=part.text,
+            deadline=deadline,
+            now=self.now(),
+            caught_up=part.caught_up,
+            client_attempt=client_attempt,
+        )
+        stream = OutputStream(request.request_id, on_news)
+        self._streams[request.request_id] = stream
+        self.perform(actions)
+        return stream
+
+    def close(self, stream: OutputStream) -> None:
+        """Nobody reads the stream any more. If its request is still open, it is cancelled."""
+        if self._streams.get(stream.request_id) is stream:
+            self._end_stream(stream.request_id)
+            self.perform(self._dispatch.cancel(stream.request_id, self.now()))
+
+    # --- for links ---
+
+    def replica_up(self, port: ReplicaPort, facts: ReplicaFacts, load: EngineLoad) -> None:
+        self._ports[facts.replica_id] = port
+        self.perform(self._dispatch.replica_up(facts, load, self.now()))
+        self._on_models_changed()
+
+    def replica_news(self, replica_id: str, news: StepNews) -> None:
+        self.perform(self._dispatch.step(replica_id, news, self.now()))
+
+    def replica_retiring(self, replica_id: str, is_retiring: bool) -> None:
+        self.perform(self._dispatch.replica_retiring(replica_id, is_retiring, self.now()))
+
+    def replica_down(self, replica_id: str, error: HoldfastError) -> None:
+        self._ports.pop(replica_id, None)
+        self.perform(self._dispatch.replica_down(replica_id, error, self.now()))
+        self._on_models_changed()
+
+    def is_busy(self, replica_id: str) -> bool:
+        """Whether a replica has something of ours to do."""
+        return self._dispatch.is_busy(replica_id)
+
+    # --- the end ---
+
+    def hand_over(self, error: HoldfastError) -> None:
+        """Ends with `error` every open request whose client will go on with it at another router."""
+        self.perform(self._dispatch.hand_over(error))
+
+    def close_all(self, error: HoldfastError) -> None:
+        """Ends every open request with `error`."""
+        self.perform(self._dispatch.close_all(error))
+
+    def when_idle(self, callback: Callable[[], None]) -> None:
+        """Calls back once, as soon as no request is open."""
+        self._when_idle.append(callback)
+        self._note_idle()
+
+    # --- what can be asked ---
+
+    @property
+    def num_open(self) -> int:
+        return self._dispatch.num_open
+
+    @property
+    def num_queued(self) -> int:
+        return self._dispatch.num_queued
+
+    def models(self) -> tuple[ModelStatus, ...]:
+        return self._dispatch.models()
+
+    def loads(self) -> tuple[ReplicaLoad, ...]:
+        return self._dispatch.loads()
+
+    def check_integrity(self) -> None:
+        """Asserts that there is one stream for each open request, and one port for each replica that is up."""
+        self._dispatch.check_integrity()
+        assert len(self._streams) == self._dispatch.num_open
+        assert self._ports.keys() == {load.replica_id for load in self._dispatch.loads()}
+
+    def perform(self, actions: list[Action]) -> None:
+        """Carries out, in their order, what the core has answered. All that it ever answers comes through here."""
+        for action in actions:
+            match action:
+                case Deliver():
+                    self._streams[action.request_id].push(action)
+                    if action.finish_reason is not None:
+                        self._end_stream(action.request_id)
+                case SendSubmit():
+                    self._ports[action.replica_id].submit(action)
+                case SendAbort():
+                    self._ports[action.replica_id].abort(action)
+                case Fail():
+                    self._streams[action.request_id].fail(action.error)
+                    self._end_stream(action.request_id)
+        self._set_timer()
+
+    # --- inside ---
+
+    def _end_stream(self, request_id: str) -> None:
+        del self._streams[request_id]
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._streams:
+            waiting, self._when_idle = self._when_idle, []
+            for callback in waiting:
+                callback()
+
+    def _set_timer(self) -> None:
+        """Keeps the timer at, or before, the time when the core wants to be woken."""
+        wanted = self._dispatch.next_tick
+        if wanted is None or (self._timer is not None and self._timer.when() <= wanted):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._clock.call_at(wanted, self._tick)
+
+    def _tick(self) -> None:
+        """A fault here would leave requests without an end, so it ends them all."""
+        self._timer = None
+        try:
+            self.perform(self._dispatch.tick(self.now()))
+        except Exception:
+            logger.exception("the router's timer failed; every open request is ended")
+            self.close_all(InternalError("the router's timer failed"))

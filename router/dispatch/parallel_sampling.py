@@ -1,0 +1,72 @@
+"""Several completions of one request: which requests they become, which of them are the best, and what they cost.
+
+A pure core, for the router and for the engine in one process. What may not live here: streams, text, IO.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from holdfast.router.events import Usage
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.sampling_params import MAX_SEED, SamplingParams
+
+
+def siblings(request: EngineRequest) -> tuple[EngineRequest, ...]:
+    """One request for each completion to draw: the request itself if it is one, else `ID/0`, `ID/1`, ... of one group.
+
+    Each draws with a seed of its own, so that number i is what a single request with seed + i would have drawn. The
+    first alone reports on the prompt, which is the same for all.
+    """
+    count = request.sampling_params.num_sequences
+    if count == 1:
+        return (request,)
+    return tuple(
+        replace(
+            request,
+            request_id=f"{request.request_id}/{index}",
+            group_id=request.request_id,
+            sampling_params=_params_of(request.sampling_params, index),
+        )
+        for index in range(count)
+    )
+
+
+def first_sibling_id(group_id: str) -> str:
+    """The id of the sibling that is opened first."""
+    return f"{group_id}/0"
+
+
+def is_ranked(params: SamplingParams) -> bool:
+    """More completions are drawn than returned, so nothing can be told before all have ended."""
+    return params.num_sequences > params.n
+
+
+def best(logprobs: Sequence[Sequence[float]], n: int) -> list[int]:
+    """The `n` completions with the highest mean log-probability, best first; of equal ones the lower number.
+
+    `logprobs[i]` are those of completion i's tokens, without which it is the worst.
+    """
+    means = [math.fsum(values) / len(values) if values else -math.inf for values in logprobs]
+    return sorted(range(len(means)), key=lambda index: (-means[index], index))[:n]
+
+
+def merged_usage(usages: Sequence[Usage]) -> Usage:
+    """What siblings cost together: the prompt counts once, and as cached only what each of them found so."""
+    return Usage(
+        num_prompt_tokens=usages[0].num_prompt_tokens,
+        num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
+        num_cached_tokens=min(usage.num_cached_tokens for usage in usages),
+    )
+
+
+def _params_of(params: SamplingParams, index: int) -> SamplingParams:
+    assert params.seed is not None, "the seed is chosen before there are siblings"
+    return replace(
+        params,
+        n=1,
+        best_of=None,
+        seed=(params.seed + index) % (MAX_SEED + 1),
+        logprobs=0 if is_ranked(params) and params.logprobs is None else params.logprobs,
+        prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+    )

@@ -1,0 +1,204 @@
+"""Which request runs where: what waits and in which order, the choice of a replica, and the way from one to another.
+
+What may live here: the queue, the retry budget, the trials of suspects, and attempts as they begin and are taken back.
+What may not: how a request ends and what its client hears (`dispatch.py`), IO, clocks.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.admission import AdmissionQueue
+from holdfast.router.dispatch.parallel_sampling import first_sibling_id
+from holdfast.router.dispatch.quarantine import Quarantine
+from holdfast.router.dispatch.request_state import RequestRecord, RequestTable
+from holdfast.router.dispatch.retry_budget import RetryBudget
+from holdfast.router.events import Action, SendAbort, SendSubmit
+from holdfast.router.replicas.replica_registry import Fleet, ReplicaState
+from holdfast.worker.errors import CapacityError, Fault, HoldfastError
+
+MAX_FULL_S: Final = 1.0
+"""Longest time that a replica gets nothing new after it has said that it is full."""
+
+MAX_REFUSALS: Final = 4
+"""So many attempts in a row may be given up by replicas that stay up. More, and the request is the likelier cause."""
+
+
+class Placement:
+    """Brings requests and replicas together. Of one request, at most one attempt runs at a time."""
+
+    def __init__(self, config: RouterConfig, limits: LimitsConfig, fleet: Fleet, requests: RequestTable) -> None:
+        self.queue = AdmissionQueue(limits.max_queued)
+        self.quarantine = Quarantine(config.max_replicas_lost)
+        self._budget = RetryBudget(burst=config.retry_burst, per_s=config.retries_per_s, share=config.retry_share)
+        self._fleet = fleet
+        self._requests = requests
+
+    # --- attempts begin ---
+
+    def admit(self, record: RequestRecord) -> ReplicaState | None:
+        """Where a new request can go at once; None if it must wait, and then it is queued. Raises `QueueFullError`."""
+        replica = None if self.queue.first(record.model) is not None else self._choose(record)
+        if replica is None:
+            self.queue.push(
+                record.request_id, record.model, record.request.priority, is_resumed=bool(record.output_token_ids)
+            )
+        self._budget.note_submission()
+        return replica
+
+    def send(self, record: RequestRecord, replica: ReplicaState, now: float) -> SendSubmit:
+        """Begins an attempt: the request goes on after its output so far."""
+        attempt = self._requests.begin_attempt(record, replica, now)
+        replica.breaker.note_sent(now)
+        time_left_s = max(0.0, self._requests.deadlines.of(record.request_id) - now)
+        request = record.continuation(time_left_s, self.quarantine.suspicion(record))
+        return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
+
+    def drain(self, model: str, now: float) -> list[Action]:
+        """Sends what waits, while there is room; first what runs where it should not stay."""
+        actions = self._vacate(model, now)
+        while (found := self._next(model, now)) is not None:
+            record, replica = found
+            self.queue.pop(record.request_id, now)
+            if record.is_suspect:
+                self.quarantine.begin_trial(record)
+            if record.is_retry:
+                self._budget.spend()
+            actions.append(self.send(record, replica, now))
+        return actions
+
+    def drain_all(self, now: float) -> list[Action]:
+        """Sends what waits for any model."""
+        if not len(self.queue):
+            return []
+        return [action for status in self._fleet.models() for action in self.drain(status.name, now)]
+
+    # --- attempts come to something, or to nothing ---
+
+    def note_step(self, record: RequestRecord) -> None:
+        """An attempt has brought something: to the credit of the request, and of its replica."""
+        assert record.attempt is not None
+        record.num_refusals = 0
+        self.quarantine.note_step(record)
+        if record.num_steps == 1:
+            record.attempt.replica.breaker.note_success()
+
+    def take_back(self, record: RequestRecord, error: HoldfastError, now: float) -> bool:
+        """A replica that is up will not run an attempt, or gave it up: by its own fault, or for lack of room.
+
+        False if no other should try it, because the request is wrong, or the likelier cause: then it is to end.
+        """
+        assert record.attempt is not None
+        breaker = record.attempt.replica.breaker
+        if isinstance(error, CapacityError):
+            breaker.rest_until(now + min(error.retry_after_s or 1.0, MAX_FULL_S))
+            self.put_back(record, is_retry=False)
+            return True
+        if error.fault is not Fault.REPLICA:
+            return False
+        breaker.note_failure(now)
+        record.num_refusals += 1
+        if record.num_refusals > MAX_REFUSALS:
+            return False
+        self.put_back(record, is_retry=True)
+        return True
+
+    def put_back(self, record: RequestRecord, *, is_retry: bool) -> None:
+        """Ends an attempt that came to nothing. The request waits at the front of its class, a suspect for its trial.
+
+        A retry, which a fault of the replica has made necessary, is counted against the budget.
+        """
+        self._requests.end_attempt(record)
+        self.quarantine.end_trial(record)
+        record.is_retry = is_retry
+        if record.is_suspect:
+            self.queue.hold(record.request_id, record.model)
+        else:
+            self.queue.put_back(record.request_id, record.model, record.request.priority)
+
+    def lose_all(self, replica: ReplicaState, now: float) -> list[RequestRecord]:
+        """A replica was lost. Puts back what ran there, but for what must not be tried again: that is returned.
+
+        One that was to leave anyway has not died of its requests.
+        """
+        lost = self._requests.on(replica)
+        is_sudden = bool(lost) and not replica.is_retiring
+        culprits = self.quarantine.culprits(lost, now, replica.load.num_foreign_suspects) if is_sudden else []
+        if is_sudden:
+            replica.breaker.note_failure(now)
+        for record in lost:
+            if record not in culprits:
+                self.put_back(record, is_retry=is_sudden)
+        return culprits
+
+    # --- time ---
+
+    def refresh(self, now: float) -> None:
+        """Ends rests that are over and fills the budget. To be called when `wake_ups` says so."""
+        self._fleet.end_rests(now)
+        self._budget.has_token(now)
+
+    def wake_ups(self) -> Iterator[float]:
+        """When what waits may go on although nothing else happens."""
+        if not len(self.queue):
+            return
+        if self._budget.ready_at is not None:
+            yield self._budget.ready_at
+        yield from self._fleet.rests()
+
+    def check_integrity(self) -> None:
+        """Asserts that every request is either queued or running on a replica that is up."""
+        self.queue.check_integrity()
+        self.quarantine.check_integrity()
+        num_running = sum(len(replica.attempts) for replica in self._fleet)
+        assert len(self._requests) == len(self.queue) + num_running
+        for request_id in self._requests:
+            assert (self._requests[request_id].attempt is None) == (request_id in self.queue)
+
+    # --- inside ---
+
+    def _choose(self, record: RequestRecord) -> ReplicaState | None:
+        return self._beside(record) or self._fleet.choose(record.model, record.prefix, is_trial=record.is_suspect)
+
+    def _beside(self, record: RequestRecord) -> ReplicaState | None:
+        """Where the request's first sibling runs, while there is room: siblings share their prompt there."""
+        group_id = record.request.group_id
+        first = self._requests.get(first_sibling_id(group_id)) if group_id else None
+        home = None if first is None or first.attempt is None else first.attempt.replica
+        return home if home is not None and self._fleet.takes_more(home, is_trial=record.is_suspect) else None
+
+    def _next(self, model: str, now: float) -> tuple[RequestRecord, ReplicaState] | None:
+        """What leaves the queue now, and for where.
+
+        Those that have lost a replica go before those that arrive, even if the budget then makes all wait. A suspect
+        for which no replica is right holds nobody up.
+        """
+        suspect = self.queue.first_held(model) if self.quarantine.is_free(model) else None
+        for request_id in (suspect, self.queue.first(model)):
+            if request_id is None:
+                continue
+            record = self._requests[request_id]
+            if record.is_retry and not self._budget.has_token(now):
+                return None
+            replica = self._choose(record)
+            if replica is not None:
+                return record, replica
+        return None
+
+    def _vacate(self, model: str, now: float) -> list[Action]:
+        """Moves requests off replicas that retire. With nowhere to go, they go on where they are.
+
+        A suspect for which no replica is right holds nobody up here either.
+        """
+        actions: list[Action] = []
+        for replica in self._fleet.retiring(model):
+            for record in self._requests.on(replica):
+                target = self._choose(record)
+                if target is None and record.is_suspect:
+                    continue
+                if target is None:
+                    return actions
+                attempt = self._requests.end_attempt(record)
+                actions.append(SendAbort(replica_id=replica.facts.replica_id, attempt=attempt.number))
+                actions.append(self.send(record, target, now))
+        return actions

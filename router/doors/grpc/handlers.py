@@ -1,0 +1,96 @@
+"""Joins a servicer's methods to gRPC, so that they may be plain: they take a message, and raise what is wrong.
+
+What the stock glue does not do: bytes that are no message (a string that is not UTF-8, say) become INVALID_ARGUMENT
+rather than UNKNOWN, errors become statuses in one place, and a stream's generator is closed the moment its client goes.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from holdfast.router.doors.grpc.status import call_status
+from holdfast.worker.errors import HoldfastError, InternalError, InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+UnaryMethod: TypeAlias = Callable[[Any, Context], Awaitable[Message]]
+StreamMethod: TypeAlias = Callable[[Any, Context], AsyncGenerator[Message, None]]
+
+
+def generic_handler(service: ServiceDescriptor, servicer: object) -> "grpc.GenericRpcHandler[Any, Any]":
+    """Handlers for all methods of a service: unary ones as coroutines, server streams as asynchronous generators."""
+    handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def _handler(method: MethodDescriptor, implementation: Any) -> "grpc.RpcMethodHandler[Any, Any]":
+    deserializer = _tolerant_parser(method)
+    serializer = GetMessageClass(method.output_type).SerializeToString
+    if method.server_streaming:
+        return grpc.unary_stream_rpc_method_handler(_stream(implementation), deserializer, serializer)
+    return grpc.unary_unary_rpc_method_handler(_unary(implementation), deserializer, serializer)
+
+
+def _tolerant_parser(method: MethodDescriptor) -> Callable[[bytes], Message | InvalidRequestError]:
+    """Gives the error instead of raising it: whoever handles the call can say it to the client, gRPC cannot."""
+    message_class: type[Message] = GetMessageClass(method.input_type)
+
+    def parse(data: bytes) -> Message | InvalidRequestError:
+        try:
+            message: Message = message_class.FromString(data)
+            return message
+        except DecodeError:
+            limit = f"must be a {method.input_type.full_name}: well-formed protobuf, with strings in UTF-8"
+            return InvalidRequestError("request", data, limit)
+
+    return parse
+
+
+def _unary(method: UnaryMethod) -> Callable[[Message | InvalidRequestError, Context], Awaitable[Message]]:
+    async def call(request: Message | InvalidRequestError, context: Context) -> Message:
+        async with _answering(context):
+            return await method(_checked(request), context)
+
+    return call
+
+
+def _stream(method: StreamMethod) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
+    async def call(request: Message | InvalidRequestError, context: Context) -> None:
+        async with _answering(context), aclosing(method(_checked(request), context)) as messages:
+            async for message in messages:
+                await context.write(message)
+
+    return call
+
+
+def _checked(request: Message | InvalidRequestError) -> Message:
+    if isinstance(request, InvalidRequestError):
+        raise request
+    return request
+
+
+@asynccontextmanager
+async def _answering(context: Context) -> AsyncIterator[None]:
+    """Whatever is raised within becomes the call's status."""
+    try:
+        yield
+    except grpc.aio.BaseError as gone:
+        raise asyncio.CancelledError from gone  # there is nobody to write to any more
+    except Exception as error:
+        await _abort(context, error)
+
+
+async def _abort(context: Context, error: Exception) -> NoReturn:
+    if not isinstance(error, HoldfastError):
+        logger.error("a call failed by a fault of ours", exc_info=error)
+        error = InternalError(f"the call failed by a fault of ours ({type(error).__name__})")
+    status = call_status(error)
+    await context.abort(status.code, status.message, status.trailing_metadata)

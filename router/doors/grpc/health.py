@@ -1,0 +1,71 @@
+"""grpc.health.v1: whether this router can serve, overall and per model.
+
+The empty name and the API's own name are SERVING while any model has a replica up; a model's name, while that model
+has. gRPC's own asyncio servicer forgets the other watchers of a name when one of them leaves; this one does not.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Final, TypeAlias
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from holdfast.router.events import ModelStatus
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+OVERALL: Final = ("", "holdfast.v1.Inference")
+
+_SERVING: Final = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
+_SERVICE_UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # a class without types
+    """Answers from what was published last."""
+
+    def __init__(self) -> None:
+        self._serving: dict[str, bool] = dict.fromkeys(OVERALL, False)
+        self._changed = asyncio.Event()
+        self._is_stopping = False
+
+    def publish(self, models: Iterable[ModelStatus]) -> None:
+        """Tells the watchers what has changed."""
+        serving = {model.name: model.num_replicas > 0 for model in models}
+        self._serving = dict.fromkeys(OVERALL, any(serving.values())) | serving
+        self._wake()
+
+    def stop(self) -> None:
+        """NOT_SERVING everywhere, for good."""
+        self._is_stopping = True
+        self._wake()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
+        status = self._status(request.service)
+        if status == _SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.service!r} is served here")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """The status now, then each change until the end. A name that is not served may be one day."""
+        told = None
+        while True:
+            changed, status = self._changed, self._status(request.service)
+            if status != told:
+                yield health_pb2.HealthCheckResponse(status=status)
+            told = status
+            if self._is_stopping:
+                return
+            await changed.wait()
+
+    def _status(self, name: str) -> int:
+        if name not in self._serving:
+            return int(_SERVICE_UNKNOWN)
+        return int(_SERVING if self._serving[name] and not self._is_stopping else _NOT_SERVING)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,103 @@
+"""The public gRPC server: `holdfast.v1.Inference`, health and reflection on one port.
+
+What may live here: which message each method takes and gives, and the server's options. What may not: conversion
+(`wire.py`), checks and decisions (`intake.py`, `dispatch.py`), error codes (`status.py`).
+"""
+
+from collections.abc import AsyncGenerator
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.doors.grpc.codec import (
+    generation_request,
+    load_response,
+    models_response,
+    stream_response,
+    unary_response,
+)
+from holdfast.router.doors.grpc.handlers import Context, generic_handler
+from holdfast.router.doors.grpc.health import HealthServicer
+from holdfast.router.requests.request_processor import Intake
+from holdfast.v1 import inference_pb2
+from holdfast.worker.errors import InvalidRequestError
+
+SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
+REQUEST_ID_HEADER: Final = "x-request-id"
+
+
+class InferenceServicer:
+    """`holdfast.v1.Inference`, method by method. Errors are raised as `HoldfastError`."""
+
+    def __init__(self, intake: Intake, switchboard: Switchboard) -> None:
+        self._intake = intake
+        self._switchboard = switchboard
+
+    async def Generate(
+        self, message: inference_pb2.GenerateRequest, context: Context
+    ) -> inference_pb2.GenerateResponse:
+        wish = generation_request(message)
+        if wish.resume is not None:
+            raise InvalidRequestError("resume", "set", "is for GenerateStream; Generate answers with the whole output")
+        opening = self._intake.open if wish.sampling_params.beam_width is None else self._intake.search
+        async with opening(wish, context.time_remaining()) as answer:
+            await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
+            return unary_response(await answer.whole())
+
+    async def GenerateStream(
+        self, message: inference_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[inference_pb2.GenerateStreamResponse, None]:
+        wish = generation_request(message)
+        wish.check_streamable()
+        async with self._intake.open(wish, context.time_remaining()) as answer:
+            await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
+            async for delivery in answer:
+                yield stream_response(delivery)
+
+    async def Tokenize(
+        self, message: inference_pb2.TokenizeRequest, context: Context
+    ) -> inference_pb2.TokenizeResponse:
+        return inference_pb2.TokenizeResponse(token_ids=await self._intake.tokenize(message.model, message.text))
+
+    async def Detokenize(
+        self, message: inference_pb2.DetokenizeRequest, context: Context
+    ) -> inference_pb2.DetokenizeResponse:
+        return inference_pb2.DetokenizeResponse(text=await self._intake.detokenize(message.model, message.token_ids))
+
+    async def ListModels(
+        self, message: inference_pb2.ListModelsRequest, context: Context
+    ) -> inference_pb2.ListModelsResponse:
+        return models_response(self._switchboard.models())
+
+    async def GetLoad(self, message: inference_pb2.GetLoadRequest, context: Context) -> inference_pb2.GetLoadResponse:
+        switchboard = self._switchboard
+        return load_response(switchboard.num_queued, switchboard.num_open, switchboard.loads())
+
+
+def build_server(
+    servicer: InferenceServicer, health_servicer: HealthServicer, config: RouterConfig, limits: LimitsConfig
+) -> grpc.aio.Server:
+    """A server with all services, not yet bound or started. Made on a running event loop."""
+    server = grpc.aio.server(options=_options(config, limits))
+    server.add_generic_rpc_handlers((generic_handler(SERVICE, servicer),))
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    return server
+
+
+def _options(config: RouterConfig, limits: LimitsConfig) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_receive_message_length", limits.max_message_bytes),
+        ("grpc.max_send_message_length", limits.max_message_bytes),
+        ("grpc.so_reuseport", int(config.reuse_port)),
+        # A client that has gone without a word keeps its request for so long at most.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        # Clients may ping once a second: that is how soon they can find a router that is stopped, or out of reach.
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]

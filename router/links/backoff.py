@@ -1,0 +1,40 @@
+"""How long whoever does not answer is left alone before it is asked again: a moment, and longer each time.
+
+A pure core. What may not live here: dialling (`link.py`), when a client gives up (`cluster/client/retry_policy.py`), chance.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+FIRST_PAUSE_S: Final = 0.05
+MAX_DOUBLINGS: Final = 10
+
+
+@dataclass(slots=True, kw_only=True)
+class Redial:
+    """The pauses between the dials of one link."""
+
+    max_pause_s: float
+    num_failed: int = 0
+    """Dials in a row that came to nothing."""
+
+    def note_up(self) -> None:
+        """The replica has answered."""
+        self.num_failed = 0
+
+    def note_failure(self) -> None:
+        """A dial has come to nothing."""
+        self.num_failed += 1
+
+    def pause_s(self, draw: float) -> float:
+        """The pause before the next dial; `draw` as for `growing_pause_s`."""
+        return growing_pause_s(self.num_failed, self.max_pause_s, draw)
+
+
+def growing_pause_s(num_doublings: int, max_pause_s: float, draw: float, hint_s: float = 0.0) -> float:
+    """A pause that has doubled so often, up to a limit; not below what the other side has asked for, `hint_s`.
+
+    `draw` is by chance, in 0..1, and takes up to half of it away, so that many who have lost the same come one by one.
+    """
+    longest_s = max(hint_s, min(FIRST_PAUSE_S * 2.0 ** min(num_doublings, MAX_DOUBLINGS), max_pause_s))
+    return longest_s * (1 + draw) / 2

@@ -1,0 +1,87 @@
+"""Keeps one link per replica that the directory names, and tells the switchboard what the links say."""
+
+import asyncio
+import logging
+from typing import Final
+
+from holdfast.router.config import RouterConfig
+from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.events import ReplicaFacts, StepNews
+from holdfast.router.links.link import ReplicaLink
+from holdfast.router.links.replica_directory import ReplicaDirectory, ReplicaEndpoint
+from holdfast.router.text.tokenizer_registry import TokenizerShelf
+from holdfast.worker.errors import HoldfastError
+from holdfast.worker.request import EngineLoad
+
+logger = logging.getLogger(__name__)
+
+WATCH_AGAIN_S: Final = 1.0
+
+
+class Links:
+    """All links of one router. A `LinkListener` for each of them."""
+
+    def __init__(self, switchboard: Switchboard, tokenizers: TokenizerShelf, config: RouterConfig) -> None:
+        self._switchboard = switchboard
+        self._tokenizers = tokenizers
+        self._config = config
+        self._links: dict[str, ReplicaLink] = {}
+
+    async def follow(self, directory: ReplicaDirectory) -> None:
+        """Does what the directory says, until cancelled. A directory that fails is asked again; links stay."""
+        while True:
+            try:
+                async for endpoints in directory.watch():
+                    await self.update(endpoints)
+            except Exception:  # of any directory, Ray's among them: a router without news is better than none
+                logger.exception("the replica directory failed; the links stay as they are until it answers again")
+            await asyncio.sleep(WATCH_AGAIN_S)
+
+    async def update(self, endpoints: frozenset[ReplicaEndpoint]) -> None:
+        """Dials what is new, retires what is gone."""
+        wanted = {endpoint.replica_id: endpoint for endpoint in endpoints}
+        self._links = {replica_id: link for replica_id, link in self._links.items() if not link.has_ended}
+        for replica_id, link in list(self._links.items()):
+            endpoint = wanted.get(replica_id)
+            if endpoint == link.endpoint or (endpoint is None and link.is_up):
+                self._retire(link, endpoint is None)
+            else:
+                await self._hang_up(link)
+        for replica_id in wanted.keys() - self._links.keys():
+            self._links[replica_id] = ReplicaLink(wanted[replica_id], self, self._config)
+            self._links[replica_id].start()
+
+    async def stop(self) -> None:
+        """Hangs up everywhere."""
+        await asyncio.gather(*(link.stop() for link in self._links.values()))
+        self._links.clear()
+
+    # --- what links say ---
+
+    async def prepare(self, endpoint: ReplicaEndpoint) -> None:
+        """A replica counts as up once its model's tokenizer is at hand, so that a model that is known can be used."""
+        await self._tokenizers.load(endpoint.model, endpoint.model_path)
+
+    def replica_up(self, link: ReplicaLink, facts: ReplicaFacts, load: EngineLoad) -> None:
+        self._switchboard.replica_up(link, facts, load)
+
+    def replica_news(self, replica_id: str, news: StepNews) -> None:
+        self._switchboard.replica_news(replica_id, news)
+
+    def replica_down(self, replica_id: str, error: HoldfastError) -> None:
+        self._switchboard.replica_down(replica_id, error)
+
+    def is_busy(self, replica_id: str) -> bool:
+        return self._switchboard.is_busy(replica_id)
+
+    # --- inside ---
+
+    def _retire(self, link: ReplicaLink, is_retired: bool) -> None:
+        """What runs there goes on, and ends with the link."""
+        link.retire(is_retired)
+        self._switchboard.replica_retiring(link.endpoint.replica_id, is_retired)
+
+    async def _hang_up(self, link: ReplicaLink) -> None:
+        """For a link with nothing on it, or to a replica that has moved: who answers at the old address is not it."""
+        del self._links[link.endpoint.replica_id]
+        await link.stop()

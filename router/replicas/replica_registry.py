@@ -1,0 +1,222 @@
+"""What this router believes of its replicas: which are up, how busy each is, and what of ours runs there.
+
+What may live here: beliefs and the choice among them. What may not: requests (`dispatch.py`), dialling (`link.py`).
+A replica is *up* between its hello and the loss of its link; *retiring* while it is up but takes nothing new.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from holdfast.router.config import RouterConfig
+from holdfast.router.events import ModelStatus, ReplicaFacts, ReplicaLoad, ReplicaStats, StepNews
+from holdfast.router.replicas.circuit_breaker import CircuitBreaker
+from holdfast.router.replicas.policy import ChooseReplica, DrawIndex, load_score, longest_prefix, power_of_two_choices
+from holdfast.router.replicas.prefix_index import PrefixIndex, PromptPrefix
+from holdfast.worker.errors import UnknownModelError
+from holdfast.worker.request import EngineLoad
+
+
+class ReplicaState:
+    """One replica that is up."""
+
+    def __init__(self, facts: ReplicaFacts, load: EngineLoad, breaker: CircuitBreaker) -> None:
+        self.facts = facts
+        self.load = load
+        self.breaker = breaker
+        self.stats: ReplicaStats | None = None
+        """As it last told; None until then."""
+        self.cached = PrefixIndex(facts.block_size)
+        """What it has cached; empty where nobody asked."""
+        self.attempts: set[int] = set()
+        """Attempts of this router that run or wait there."""
+        self.is_retiring = False
+        self._num_sent = 0
+        self._num_sent_tokens = 0
+
+    @property
+    def score(self) -> float:
+        """How full it is, as `policy.py` compares it."""
+        return load_score(self.load, self._num_sent, self._num_sent_tokens, len(self.attempts))
+
+    def note_sent(self, attempt: int, num_tokens: int) -> None:
+        """An attempt is on its way there, with so many tokens to compute; the next report is expected to count it."""
+        self.attempts.add(attempt)
+        self._num_sent += 1
+        self._num_sent_tokens += num_tokens
+
+    def note_report(self, load: EngineLoad) -> None:
+        self.load = load
+        self._num_sent = 0
+        self._num_sent_tokens = 0
+
+    def note_memory(self, news: StepNews) -> None:
+        """What it says of its cache and of itself, where it says so."""
+        self.cached.apply(news.stored, news.evicted)
+        self.stats = news.stats or self.stats
+
+    def is_open(self, *, is_trial: bool = False) -> bool:
+        """Whether it may get new attempts at all; a trial tells nothing beside suspects of other routers."""
+        is_fit = not is_trial or self.load.num_foreign_suspects == 0
+        return is_fit and not self.is_retiring and self.breaker.rests_until is None
+
+    def has_room(self, max_waiting: int) -> bool:
+        """Whether a request sent now would find fewer than `max_waiting` before it.
+
+        One that has nothing of ours always has room: its figures may be old, and nothing else would refresh them.
+        """
+        return not self.attempts or self.load.num_waiting + self._num_sent < max_waiting
+
+
+class ModelState:
+    """One model that has been served here at least once."""
+
+    def __init__(self, facts: ReplicaFacts) -> None:
+        self.facts = facts
+        self.replicas: list[ReplicaState] = []
+        self.down_since: float | None = None
+        """When the last replica was lost; None while one is up."""
+
+    def refresh_facts(self) -> None:
+        """Keeps to what every replica that is up can do; with none up, to what was known before."""
+        all_facts = [replica.facts for replica in self.replicas]
+        if all_facts:
+            smallest = min(all_facts, key=lambda facts: facts.num_blocks * facts.block_size)
+            self.facts = replace(
+                smallest,
+                max_model_len=min(facts.max_model_len for facts in all_facts),
+                row_invariant=all(facts.row_invariant for facts in all_facts),
+            )
+
+
+class Fleet:
+    """All replicas, by id and by model."""
+
+    def __init__(self, config: RouterConfig, draw: DrawIndex, choose: ChooseReplica = power_of_two_choices) -> None:
+        """`choose` decides among replicas that have none of the prompt cached."""
+        self._is_prefix_aware = config.routing_policy == "prefix_aware"
+        self._max_waiting = config.max_waiting_per_replica
+        self._choose = choose
+        self._draw = draw
+        self._replicas: dict[str, ReplicaState] = {}
+        self._models: dict[str, ModelState] = {}
+        self._breakers: dict[str, CircuitBreaker] = {}
+        """Of replicas that are up, and of those that failed a while ago."""
+        self._retiring: dict[str, ReplicaState] = {}
+
+    def add(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> None:
+        """A replica came up. It must not be up already."""
+        assert facts.replica_id not in self._replicas, f"replica {facts.replica_id} is up already"
+        self._forget_breakers(now)
+        breaker = self._breakers.setdefault(facts.replica_id, CircuitBreaker())
+        breaker.end_rest(now)
+        replica = ReplicaState(facts, load, breaker)
+        self._replicas[facts.replica_id] = replica
+        model = self._models.setdefault(facts.model, ModelState(facts))
+        model.replicas.append(replica)
+        model.down_since = None
+        model.refresh_facts()
+
+    def remove(self, replica_id: str, now: float) -> ReplicaState | None:
+        """A replica was lost. Returns what was known of it, or None if it was not up."""
+        replica = self._replicas.pop(replica_id, None)
+        self._retiring.pop(replica_id, None)
+        if replica is not None:
+            model = self._models[replica.facts.model]
+            model.replicas.remove(replica)
+            model.down_since = None if model.replicas else now
+            model.refresh_facts()
+        return replica
+
+    def __iter__(self) -> Iterator[ReplicaState]:
+        return iter(self._replicas.values())
+
+    def get(self, replica_id: str) -> ReplicaState | None:
+        return self._replicas.get(replica_id)
+
+    def choose(self, model: str, prefix: PromptPrefix, *, is_trial: bool = False) -> ReplicaState | None:
+        """The replica that the next request should go to, or None if none is up and has room."""
+        replicas = [replica for replica in self._models[model].replicas if replica.is_open(is_trial=is_trial)]
+        chosen = self._pick(replicas, prefix)
+        if chosen is None or chosen.has_room(self._max_waiting):
+            return chosen
+        return self._pick([replica for replica in replicas if replica.has_room(self._max_waiting)], prefix)
+
+    def _pick(self, replicas: list[ReplicaState], prefix: PromptPrefix) -> ReplicaState | None:
+        """By the routing policy; None of none."""
+        if not replicas:
+            return None
+        num_cached = [replica.cached.num_cached_tokens(prefix) for replica in replicas] if self._is_prefix_aware else ()
+        if not any(num_cached):
+            return self._choose(replicas, self._draw)
+        return longest_prefix(replicas, num_cached, self._draw)
+
+    def retire(self, replica: ReplicaState, is_retiring: bool) -> None:
+        """A replica takes nothing new, or does so again."""
+        replica.is_retiring = is_retiring
+        if is_retiring:
+            self._retiring[replica.facts.replica_id] = replica
+        else:
+            self._retiring.pop(replica.facts.replica_id, None)
+
+    def retiring(self, model: str) -> list[ReplicaState]:
+        """Replicas of a model that are to be emptied, and are not empty."""
+        return [replica for replica in self._retiring.values() if replica.facts.model == model and replica.attempts]
+
+    def end_rests(self, now: float) -> None:
+        """Lets replicas have attempts again whose rest is over."""
+        for replica in self._replicas.values():
+            replica.breaker.end_rest(now)
+
+    def rests(self) -> Iterator[float]:
+        """When replicas that rest will have rested."""
+        for replica in self._replicas.values():
+            if replica.breaker.rests_until is not None and not replica.is_retiring:
+                yield replica.breaker.rests_until
+
+    def takes_more(self, replica: ReplicaState, *, is_trial: bool = False) -> bool:
+        """Whether a request may be sent to a replica that is up."""
+        return replica.is_open(is_trial=is_trial) and replica.has_room(self._max_waiting)
+
+    def model(self, name: str) -> ModelState:
+        """Raises `UnknownModelError` for a model that has never been served here."""
+        if name not in self._models:
+            raise UnknownModelError(name, tuple(self._models))
+        return self._models[name]
+
+    def models(self) -> tuple[ModelStatus, ...]:
+        """Every model that has been served here, in the order of first sight."""
+        return tuple(
+            ModelStatus(name=name, facts=model.facts, num_replicas=len(model.replicas))
+            for name, model in self._models.items()
+        )
+
+    def loads(self) -> tuple[ReplicaLoad, ...]:
+        return tuple(
+            ReplicaLoad(replica_id=replica_id, model=replica.facts.model, load=replica.load, stats=replica.stats)
+            for replica_id, replica in self._replicas.items()
+        )
+
+    def outages(self) -> Iterator[tuple[str, float]]:
+        """The models without a replica, and since when."""
+        for name, model in self._models.items():
+            if model.down_since is not None:
+                yield name, model.down_since
+
+    def check_integrity(self) -> None:
+        """Asserts that the two ways to look at the replicas agree."""
+        by_model = [replica for model in self._models.values() for replica in model.replicas]
+        assert len(by_model) == len(self._replicas)
+        for name, model in self._models.items():
+            assert (model.down_since is None) == bool(model.replicas), f"{name}: down yet up"
+            assert all(replica.facts.model == name for replica in model.replicas)
+        for replica_id, replica in self._replicas.items():
+            assert replica.facts.replica_id == replica_id
+            assert replica.is_retiring == (replica_id in self._retiring)
+            assert replica.breaker is self._breakers[replica_id]
+            assert replica in by_model
+
+    def _forget_breakers(self, now: float) -> None:
+        """Keeps what is known of replicas that are gone from piling up."""
+        for replica_id, breaker in list(self._breakers.items()):
+            if replica_id not in self._replicas and breaker.is_forgotten(now):
+                del self._breakers[replica_id]

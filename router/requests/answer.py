@@ -1,0 +1,97 @@
+"""The answer to one client's request: its completions, read together as they are drawn, or all at once.
+
+What may live here: waiting for news of a call, and what is told of its completions in the end. What may not: gRPC, and
+how a completion comes about (`call.py`).
+"""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.router.dispatch.call import Call
+from holdfast.router.dispatch.output_stream import merged
+from holdfast.router.dispatch.parallel_sampling import best, is_ranked
+from holdfast.router.events import Deliver, Usage
+from holdfast.worker.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One whole output."""
+
+    output: Deliver
+    cumulative_logprob: float | None = None
+    """The sum over the tokens, where their log-probabilities are known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """All that a request has come to."""
+
+    request_id: str
+    model: str
+    completions: tuple[Completion, ...]
+    usage: Usage
+
+
+class SampledAnswer:
+    """A call for one task that reads it, which either iterates or asks for the whole.
+
+    Iterating gives what `Call.poll` gives, and raises what it raises, as soon as there is something. `news` is set
+    whenever there may be.
+    """
+
+    def __init__(self, call: Call, news: asyncio.Event, model: str, params: SamplingParams) -> None:
+        self.request_id = call.request_id
+        self.model = model
+        self._call = call
+        self._news = news
+        self._params = params
+
+    def __aiter__(self) -> "SampledAnswer":
+        return self
+
+    async def __anext__(self) -> Deliver:
+        if self._call.is_over:
+            raise StopAsyncIteration
+        while True:
+            self._news.clear()
+            delivery = self._call.poll()
+            if delivery is not None:
+                return delivery
+            await self._news.wait()
+
+    async def outputs(self) -> list[Deliver]:
+        """Every completion in one delivery, by its number."""
+        pieces: list[list[Deliver]] = [[] for _ in range(self._call.num_completions)]
+        async for delivery in self:
+            pieces[delivery.sequence_index].append(delivery)
+        return [merged(deliveries) for deliveries in pieces]
+
+    async def whole(self) -> Answer:
+        """All completions; with `best_of`, the best ones, best first."""
+        outputs = await self.outputs()
+        chosen = self._chosen(outputs) if is_ranked(self._params) else outputs
+        return Answer(
+            request_id=self.request_id,
+            model=self.model,
+            completions=tuple(self._completion(output) for output in chosen),
+            usage=self._call.usage,
+        )
+
+    def _chosen(self, outputs: Sequence[Deliver]) -> list[Deliver]:
+        """The best, renumbered. What is said of the prompt goes with the first, whoever said it."""
+        ranking = best([[item.logprob for item in output.logprobs] for output in outputs], self._params.n)
+        said = outputs[0].prompt_logprobs
+        return [
+            replace(outputs[index], sequence_index=number, prompt_logprobs=said if number == 0 else ())
+            for number, index in enumerate(ranking)
+        ]
+
+    def _completion(self, output: Deliver) -> Completion:
+        """Log-probabilities that only the ranking needed are not delivered; their sum is."""
+        is_known = self._params.logprobs is not None or is_ranked(self._params)
+        total = math.fsum(item.logprob for item in output.logprobs) if is_known else None
+        kept = output if self._params.logprobs is not None else replace(output, logprobs=())
+        return Completion(output=kept, cumulative_logprob=total)

@@ -1,0 +1,111 @@
+"""The answer to a request with beams: a `BeamSearch` whose candidates come from ordinary requests of one token each."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Final
+
+from holdfast.router.dispatch.call import open_call
+from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.events import Deliver, Usage
+from holdfast.router.requests.answer import Answer, Completion, SampledAnswer
+from holdfast.router.requests.beam_search import Beam, BeamSearch, extension
+from holdfast.router.resume import Part
+from holdfast.router.text.text_stream import TextStream
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.request import EngineRequest, FinishReason
+from holdfast.worker.sampling_params import SamplingParams
+
+_AS_IT_IS: Final = SamplingParams()
+
+
+class BeamAnswer:
+    """One search on a router. Its requests are opened step by step while `whole` runs, and none is left afterwards."""
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        search: BeamSearch,
+        switchboard: Switchboard,
+        *,
+        model: str,
+        tokenizer: Tokenizer,
+        deadline: float,
+        echo: str = "",
+        client_attempt: int = 0,
+    ) -> None:
+        """`client_attempt` is above 0 if its client comes again when it is told to."""
+        self.request_id = request.request_id
+        self.model = model
+        self._request = request
+        self._search = search
+        self._switchboard = switchboard
+        self._tokenizer = tokenizer
+        self._deadline = deadline
+        self._echo = echo
+        self._client_attempt = client_attempt
+        self._num_extensions = 0
+        self._num_cached_tokens = 0
+        self._fingerprints: list[str] = []
+        """Of all whose candidates were looked at, in that order, each once."""
+
+    async def whole(self) -> Answer:
+        """The best beams, best first. Raises what ended one of the requests with an error."""
+        while self._search.live:
+            outputs = await self._extend(self._search.live)
+            self._search.advance([output.logprobs[0].top for output in outputs])
+        beams = self._search.best(self._request.sampling_params.n)
+        return Answer(
+            request_id=self.request_id,
+            model=self.model,
+            completions=tuple(self._completion(index, beam) for index, beam in enumerate(beams)),
+            usage=self._usage(),
+        )
+
+    async def _extend(self, beams: Sequence[Beam]) -> list[Deliver]:
+        """One token after each beam, all of them asked for together."""
+        parts, news = [self._extension(beam) for beam in beams], asyncio.Event()
+        call = open_call(
+            self._switchboard,
+            self.request_id,
+            parts,
+            model=self.model,
+            deadline=self._deadline,
+            on_news=news.set,
+            client_attempt=self._client_attempt,
+        )
+        with closing(call):
+            outputs = await SampledAnswer(call, news, self.model, _AS_IT_IS).outputs()
+        seen = dict.fromkeys([*self._fingerprints, *(output.fingerprint for output in outputs)])
+        self._fingerprints = list(seen)
+        if not beams[0].token_ids:
+            self._num_cached_tokens = call.usage.num_cached_tokens
+        return outputs
+
+    def _extension(self, beam: Beam) -> Part:
+        request = extension(self._request, beam, self._num_extensions, self._search.num_candidates)
+        self._num_extensions += 1
+        return Part(request=request, text=TextStream(self._tokenizer, _AS_IT_IS))
+
+    def _completion(self, index: int, beam: Beam) -> Completion:
+        params = self._request.sampling_params
+        text = TextStream(self._tokenizer, params, self._request.prompt_token_ids)
+        output = Deliver(
+            request_id=self.request_id,
+            sequence_index=index,
+            first_token_index=0,
+            token_ids=beam.token_ids,
+            text=self._echo + text.push(beam.token_ids).text + text.finish(),
+            finish_reason=FinishReason.STOP if beam.has_ended else FinishReason.LENGTH,
+            fingerprint=self._fingerprints[0] if self._fingerprints else "",
+            identity_guaranteed=len(self._fingerprints) <= 1,
+        )
+        return Completion(output=output, cumulative_logprob=beam.logprob)
+
+    def _usage(self) -> Usage:
+        """Every token that was asked for counts, on whichever beam it was."""
+        return Usage(
+            num_prompt_tokens=len(self._request.prompt_token_ids),
+            num_completion_tokens=self._num_extensions,
+            num_cached_tokens=self._num_cached_tokens,
+        )

@@ -1,0 +1,114 @@
+"""Beam search: candidates go in, the prefixes to extend next come out, until the best sequences are known.
+
+A pure core: who asks a model for candidates is another's business (`beam_answer.py`, `cluster/offline/beams.py`). The method is
+that of Hugging Face's `generate` with `early_stopping=False`:
+
+- of all continuations of the live beams, the 2 * width likeliest are candidates; of equal ones those of the better
+  beam, then the lower token id come first;
+- a candidate that ends its sequence is finished if it is among the first `width`; the best others live on;
+- a finished beam's score is its log-probability over its length, the end included, to the power of the length penalty;
+- the search is over when no live beam, at the length it has, scores higher than the worst of `width` finished ones.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beam:
+    """Some output tokens, and how likely they are."""
+
+    token_ids: tuple[int, ...] = ()
+    logprob: float = 0.0
+    """The sum over the tokens."""
+    has_ended: bool = False
+    """The last token is an end of sequence, rather than the last one that fits."""
+
+    def score(self, length_penalty: float) -> float:
+        """What finished beams are ranked by: higher is better."""
+        return self.logprob / math.pow(len(self.token_ids), length_penalty)
+
+    def extended(self, token_id: int, logprob: float, end_token_ids: Collection[int]) -> "Beam":
+        """With one token more."""
+        token_ids = (*self.token_ids, token_id)
+        return Beam(token_ids=token_ids, logprob=self.logprob + logprob, has_ended=token_id in end_token_ids)
+
+
+class BeamSearch:
+    """One search. Ask for candidates of each of `live`, give them to `advance`, and again until `live` is empty."""
+
+    def __init__(self, *, width: int, length_penalty: float, max_tokens: int, end_token_ids: Collection[int]) -> None:
+        self._width = width
+        self._length_penalty = length_penalty
+        self._max_tokens = max_tokens
+        self._end_token_ids = frozenset(end_token_ids)
+        self._finished: list[Beam] = []
+        self.live: tuple[Beam, ...] = (Beam(),)
+        """The beams to extend, likeliest first. Empty: the search is over."""
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, num_prompt_tokens: int, max_sequence_len: int, eos_token_ids: Collection[int]
+    ) -> "BeamSearch":
+        """The search that `params` ask for, of a model that takes `max_sequence_len` tokens of prompt and output."""
+        assert params.beam_width is not None, "a request without beams is no search"
+        room = max_sequence_len - num_prompt_tokens
+        return cls(
+            width=params.beam_width,
+            length_penalty=params.length_penalty,
+            max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+            end_token_ids={*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)},
+        )
+
+    @property
+    def num_candidates(self) -> int:
+        """How many of its likeliest continuations are asked of each live beam."""
+        return 2 * self._width
+
+    def advance(self, continuations: Sequence[Sequence[tuple[int, float]]]) -> None:
+        """Takes the likeliest (token id, logprob) after each live beam: `num_candidates` of them, or all there are."""
+        candidates = self._candidates(continuations)
+        is_full_length = len(candidates[0].token_ids) >= self._max_tokens
+        over = [beam for beam in candidates[: self._width] if beam.has_ended or is_full_length]
+        self._finished = sorted([*self._finished, *over], key=self._badness)[: self._width]
+        alive = [] if is_full_length else [beam for beam in candidates if not beam.has_ended][: self._width]
+        self.live = tuple(alive) if alive and self._may_improve(alive[0]) else ()
+
+    def best(self, n: int) -> tuple[Beam, ...]:
+        """The `n` best finished beams, best first; fewer if not as many were found."""
+        return tuple(self._finished[:n])
+
+    def _candidates(self, continuations: Sequence[Sequence[tuple[int, float]]]) -> list[Beam]:
+        """The likeliest continuations of all beams, in the order that the file's head says."""
+        found = [
+            (beam.logprob + logprob, rank, token_id, beam.extended(token_id, logprob, self._end_token_ids))
+            for rank, (beam, items) in enumerate(zip(self.live, continuations, strict=True))
+            for token_id, logprob in items
+        ]
+        found.sort(key=lambda item: (-item[0], item[1], item[2]))
+        return [beam for *_, beam in found[: self.num_candidates]]
+
+    def _may_improve(self, likeliest: Beam) -> bool:
+        if len(self._finished) < self._width:
+            return True
+        return likeliest.score(self._length_penalty) > self._finished[-1].score(self._length_penalty)
+
+    def _badness(self, beam: Beam) -> float:
+        return -beam.score(self._length_penalty)
+
+
+def extension(request: EngineRequest, beam: Beam, number: int, num_candidates: int) -> EngineRequest:
+    """The ordinary request whose one token's `logprobs` are the continuations of a beam of `request`.
+
+    `number` tells the extensions of one search apart. The prefix cache makes it a request for a few tokens.
+    """
+    return replace(
+        request,
+        request_id=f"{request.request_id}/beam-{number}",
+        prompt_token_ids=request.prompt_token_ids + beam.token_ids,
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_candidates, seed=0),
+    )

@@ -1,0 +1,213 @@
+"""From a client's request to an open stream: which model, its tokens, the limits that depend on it, the seed.
+
+What may live here: everything between a wire format and the dispatch core that every wire format needs. What may not:
+wire formats, decisions about replicas.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, replace
+
+from holdfast.router.config import LimitsConfig
+from holdfast.router.dispatch.call import open_call, stopping
+from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.dispatch.parallel_sampling import siblings
+from holdfast.router.events import ModelStatus, ReplicaFacts
+from holdfast.router.request import GenerationRequest, check_text, derived_seed
+from holdfast.router.requests.answer import SampledAnswer
+from holdfast.router.requests.beam_answer import BeamAnswer
+from holdfast.router.requests.beam_search import BeamSearch
+from holdfast.router.resume import Part, Resume, part_of
+from holdfast.router.text.prompt import kept_tokens
+from holdfast.router.text.text_stream import TextStream
+from holdfast.router.text.tokenizer_registry import TokenizerShelf
+from holdfast.router.text.vocabulary import check_controls, check_vocabulary
+from holdfast.worker.errors import InvalidRequestError, ReplicaError, UnknownModelError
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Admitted:
+    """A request that nothing is wrong with."""
+
+    request: EngineRequest
+    model: ModelStatus
+    deadline: float
+    echo: str
+    """The prompt's text, where the output begins with it."""
+    attempt: int
+
+
+class Intake:
+    """The router's front desk, whichever door a client came through."""
+
+    def __init__(self, switchboard: Switchboard, tokenizers: TokenizerShelf, limits: LimitsConfig) -> None:
+        self._switchboard = switchboard
+        self._tokenizers = tokenizers
+        self._limits = limits
+        self._is_closed = False
+
+    def close(self) -> None:
+        """From here on new requests are refused; open ones go on."""
+        self._is_closed = True
+
+    @asynccontextmanager
+    async def open(
+        self, wish: GenerationRequest, time_remaining_s: float | None = None
+    ) -> AsyncIterator[SampledAnswer]:
+        """Opens a request and gives its answer as it comes; leaving the context cancels what has not ended.
+
+        `time_remaining_s` is what the call's own deadline leaves; the earliest limit holds. Raises `HoldfastError`.
+        """
+        admitted = await self._admit(wish, time_remaining_s)
+        request, model = admitted.request, admitted.model.name
+        parts = [await self._part(one, index, wish.resume, admitted) for index, one in enumerate(siblings(request))]
+        self._check_open()
+        news = asyncio.Event()
+        call = open_call(
+            self._switchboard,
+            request.request_id,
+            parts,
+            model=model,
+            deadline=admitted.deadline,
+            on_news=news.set,
+            client_attempt=admitted.attempt,
+            echo=admitted.echo,
+        )
+        with closing(call):
+            yield SampledAnswer(call, news, model, request.sampling_params)
+
+    @asynccontextmanager
+    async def search(self, wish: GenerationRequest, time_remaining_s: float | None = None) -> AsyncIterator[BeamAnswer]:
+        """As `open`, for a request with a `beam_width`. The search begins when its answer is asked for."""
+        admitted = await self._admit(wish, time_remaining_s)
+        request, model = admitted.request, admitted.model
+        search = BeamSearch.of(
+            request.sampling_params,
+            len(request.prompt_token_ids),
+            model.facts.max_sequence_len,
+            model.facts.eos_token_ids,
+        )
+        yield BeamAnswer(
+            request,
+            search,
+            self._switchboard,
+            model=model.name,
+            tokenizer=self._tokenizers[model.name],
+            deadline=admitted.deadline,
+            echo=admitted.echo,
+            client_attempt=admitted.attempt,
+        )
+
+    async def tokenize(self, model: str, text: str) -> tuple[int, ...]:
+        """The token ids that a text prompt would have. Raises `HoldfastError`."""
+        check_text(text, self._limits)
+        return await self._tokenizers.encode(self.model(model).name, text)
+
+    async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
+        """The text of token ids. Raises `HoldfastError`."""
+        status = self.model(model)
+        if len(token_ids) > status.facts.max_model_len:
+            limit = f"must be at most {status.facts.max_model_len} token ids, the model's maximum context length"
+            raise InvalidRequestError("token_ids", tuple(token_ids[:10]), limit)
+        check_vocabulary("token_ids", token_ids, status.facts.vocab_size)
+        return await self._tokenizers.decode(status.name, tuple(token_ids))
+
+    def model(self, name: str) -> ModelStatus:
+        """A model that has been served here; an empty name means the only one.
+
+        Raises `UnknownModelError`, `InvalidRequestError` (a name is needed), `ReplicaError` (none is up yet).
+        """
+        models = {model.name: model for model in self._switchboard.models()}
+        if not models:
+            raise ReplicaError("no replica is up yet")
+        if not name and len(models) > 1:
+            raise InvalidRequestError("model", name, f"must be one of {', '.join(models)}")
+        if not name:
+            return next(iter(models.values()))
+        if name not in models:
+            raise UnknownModelError(name, tuple(models))
+        return models[name]
+
+    async def _admit(self, wish: GenerationRequest, time_remaining_s: float | None) -> "_Admitted":
+        self._check_open()
+        wish.check(self._limits)
+        deadline = self._switchboard.now() + self._timeout_s(wish, time_remaining_s)
+        model = self.model(wish.model)
+        request = await self._engine_request(wish, model)
+        echo = await self._tokenizers.echo(model.name, wish.prompt, request) if request.sampling_params.echo else ""
+        self._check_open()
+        return _Admitted(request=request, model=model, deadline=deadline, echo=echo, attempt=wish.attempt)
+
+    async def _part(self, sibling: EngineRequest, index: int, resume: Resume | None, admitted: "_Admitted") -> Part:
+        """One completion of a request, brought to where the client is."""
+        text = TextStream(self._tokenizers[admitted.model.name], sibling.sampling_params, sibling.prompt_token_ids)
+        if resume is None:
+            return part_of(sibling, text, None, index)
+        received = resume.progress(index).token_ids
+        field, num_prompt_tokens = f"resume.sequences[{index}].token_ids", len(sibling.prompt_token_ids)
+        check_vocabulary(field, received, admitted.model.facts.vocab_size)
+        _check_room(field, len(received), num_prompt_tokens, admitted.model.facts.max_model_len)
+        return await asyncio.to_thread(part_of, sibling, text, resume, index, len(admitted.echo))
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise stopping()
+
+    def _timeout_s(self, wish: GenerationRequest, time_remaining_s: float | None) -> float:
+        timeout_s = self._limits.default_timeout_s if wish.timeout_s is None else wish.timeout_s
+        return timeout_s if time_remaining_s is None else min(timeout_s, time_remaining_s)
+
+    async def _engine_request(self, wish: GenerationRequest, model: ModelStatus) -> EngineRequest:
+        request_id = wish.request_id or uuid.uuid4().hex
+        if isinstance(wish.prompt, str):
+            token_ids = await self._tokenizers.encode(model.name, wish.prompt)
+        else:
+            token_ids = wish.prompt
+            check_vocabulary("token_ids", token_ids, model.facts.vocab_size)
+        token_ids = kept_tokens(token_ids, wish.sampling_params, model.facts.max_sequence_len)
+        _check_length(wish.prompt, len(token_ids), model.facts)
+        return EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=_resolved(wish.sampling_params, request_id, model.facts),
+            priority=wish.priority,
+            cache_salt=wish.cache_salt,
+            tenant=wish.tenant,
+            bad_word_token_ids=await self._tokenizers.bad_words(model.name, wish.sampling_params.bad_words),
+            grammar=await self._tokenizers.grammar(model.name, wish.sampling_params.structure),
+        )
+
+
+def _resolved(params: SamplingParams, request_id: str, facts: ReplicaFacts) -> SamplingParams:
+    """The parameters with the seed chosen, and numbers that mean "all" brought down to what there is."""
+    check_controls(params, facts.vocab_size)
+    seed = derived_seed(request_id) if params.seed is None else params.seed
+    max_tokens = None if params.max_tokens is None else min(params.max_tokens, facts.max_model_len)
+    return replace(params, seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, facts.vocab_size))
+
+
+def _check_room(field: str, num_received: int, num_prompt_tokens: int, max_model_len: int) -> None:
+    """No output is longer than what the context leaves it."""
+    most = max_model_len - num_prompt_tokens
+    if num_received > most:
+        limit = f"must have at most {most} tokens: this model's maximum context length is {max_model_len} tokens"
+        raise InvalidRequestError(field, num_received, f"{limit}, and the prompt has {num_prompt_tokens}")
+
+
+def _check_length(prompt: str | tuple[int, ...], num_tokens: int, facts: ReplicaFacts) -> None:
+    """A prompt must leave room for one token, and the tokenizer must have made something of it."""
+    field = "text" if isinstance(prompt, str) else "token_ids"
+    if num_tokens == 0:
+        raise InvalidRequestError(field, prompt, "the prompt has no tokens")
+    if num_tokens < facts.max_sequence_len:
+        return
+    length = f"the prompt has {num_tokens} tokens, and at least one more must fit"
+    if facts.max_sequence_len == facts.max_model_len:
+        limit = f"this model's maximum context length is {facts.max_model_len} tokens; {length}"
+    else:
+        limit = f"a replica's KV cache holds {facts.max_sequence_len} tokens; {length}"
+    raise InvalidRequestError(field, prompt, limit)

@@ -1,0 +1,75 @@
+"""Makes grammars of structured outputs, and refuses what cannot be enforced, before a replica hears of it.
+
+What may not live here: masks, which are the worker's business. A grammar travels as text, in llguidance's own format.
+"""
+
+import json
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+from llguidance import LLMatcher, LLTokenizer
+
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.structured_outputs import FIELD, StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+_JSON_OPTIONS: Final["JsonCompileOptions"] = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+"""Free whitespace lets a model write blanks for ever; leniency would drop what cannot be enforced in silence."""
+
+
+class GrammarCompiler:
+    """Compiles for one model. Threads may share it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._path = tokenizer.json_path
+
+    def compile(self, wish: StructuredOutputs | None) -> str:
+        """The grammar of a wish; empty for none. May take a second for the first of a model, or for a very large one.
+
+        Raises `InvalidRequestError`, naming the field, where the wish cannot be enforced, here or at all.
+        """
+        if wish is None:
+            return ""
+        field = f"{FIELD}.{wish.kind}"
+        try:
+            grammar = _grammar(wish)
+        except ValueError as error:
+            raise InvalidRequestError(field, wish.text, f"cannot be read: {error}") from None
+        self._check(grammar, field, wish.text, None)
+        if self._path is None:
+            raise InvalidRequestError(FIELD, wish.kind, "is not possible here: the model has no tokenizer.json")
+        self._check(grammar, field, wish.text, self._tokenizer)
+        return grammar
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        """What a replica will build from the same file, so that no request can be its first to fail."""
+        assert self._path is not None
+        try:
+            return LLTokenizer(self._path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            limit = f"is not possible with this model's tokenizer: {error}"
+            raise InvalidRequestError(FIELD, self._path.name, limit) from None
+
+    def _check(self, grammar: str, field: str, text: str, tokenizer: LLTokenizer | None) -> None:
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, tokenizer)
+        if is_error:
+            raise InvalidRequestError(field, text, f"cannot be enforced: {'; '.join(messages)}")
+
+
+def _grammar(wish: StructuredOutputs) -> str:
+    """Raises ValueError for a schema that is no JSON object."""
+    if wish.json_object:
+        return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
+    if isinstance(wish.json, str):
+        return LLMatcher.grammar_from_json_schema(wish.json, overrides=_JSON_OPTIONS)
+    if wish.regex is not None:
+        return LLMatcher.grammar_from_regex(wish.regex)
+    if wish.choice is not None:
+        texts = (json.dumps(text, ensure_ascii=False) for text in wish.choice)
+        return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
+    assert wish.grammar is not None
+    return LLMatcher.grammar_from_lark(wish.grammar)

@@ -1,0 +1,63 @@
+"""The text of one sequence: its tokens become text, and a stop string ends both.
+
+A pure function of the tokens so far: a router that takes over a request pushes them again and goes on. No IO here, and
+no word on why else a sequence may end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.router.text.detokenizer import IncrementalDetokenizer
+from holdfast.router.text.stop_strings import StopStringMatcher
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPiece:
+    """What some tokens turned into."""
+
+    text: str
+    """Text that is now certain to be part of the output."""
+    num_tokens: int
+    """How many of the tokens are part of the output: all, or those up to the one that completed a stop string."""
+    stopped: bool
+    """A stop string is complete: the output has ended."""
+
+
+class TextStream:
+    """Text state of one sequence. However its tokens are grouped into pushes, the text and the end are the same.
+
+    With `prompt_token_ids` the text goes on from the prompt: for some tokenizers it then begins with a space.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, sampling_params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        params = sampling_params
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context=prompt_token_ids)
+        self._matcher = StopStringMatcher(params.stop_strings, include_match=params.include_stop_str_in_output)
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+
+    def push(self, token_ids: Sequence[int]) -> TextPiece:
+        """Takes the next tokens. After a stop string none of them count any more."""
+        texts: list[str] = []
+        num_tokens = 0
+        for token_id in token_ids:
+            if self._matcher.matched is not None:
+                break
+            num_tokens += 1
+            self._num_tokens += 1
+            texts.append(self._match(self._detokenizer.push((token_id,))))
+        return TextPiece(text="".join(texts), num_tokens=num_tokens, stopped=self._matcher.matched is not None)
+
+    def finish(self) -> str:
+        """The text that was held back when the sequence ended otherwise; nothing after a stop string."""
+        return self._match(self._detokenizer.finish()) + self._matcher.finish()
+
+    def _match(self, text: str) -> str:
+        """What the matcher lets pass of the last token's text. Like an end-of-sequence token, the token that completes
+        a stop string must come after the `min_tokens` first ones.
+        """
+        return self._matcher.push(text, may_match=self._num_tokens > self._min_tokens)

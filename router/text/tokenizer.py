@@ -1,0 +1,196 @@
+"""A model's tokenizer, read from its folder: text to token ids and back, special tokens, and the chat template.
+
+Reads tokenizer.json by itself, because importing transformers takes seconds; only a folder without that file needs it.
+Nothing here streams (`detokenizer.py`) or renders (`chat.py`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+
+from holdfast.worker.errors import ConfigurationError, InvalidRequestError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Codec(Protocol):
+    """What does the work under a `Tokenizer`."""
+
+    vocab_size: int
+    """One more than the highest token id."""
+    special_token_ids: frozenset[int]
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+
+    def token_id(self, token: str) -> int | None: ...
+
+
+class Tokenizer:
+    """Encodes and decodes for one model. Holds no state between calls, so threads may share it."""
+
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        special_tokens: Mapping[str, str],
+        chat_template: str | None = None,
+        eos_token_id: int | None = None,
+        json_path: Path | None = None,
+    ) -> None:
+        self._codec = codec
+        self.special_tokens = MappingProxyType(dict(special_tokens))
+        """`bos_token`, `eos_token`, ... as templates name them."""
+        self.chat_template = chat_template
+        self.eos_token_id = eos_token_id
+        """The tokenizer's own end of sequence. A model may have more of them: see `ModelInfo.eos_token_ids`."""
+        self.json_path = json_path
+        """Its tokenizer.json, if it has one."""
+        self.vocab_size = codec.vocab_size
+        self.special_token_ids = codec.special_token_ids
+        """The ids that decoding skips."""
+
+    @classmethod
+    def load(cls, path: str) -> "Tokenizer":
+        """The tokenizer of a local Hugging Face folder. Raises `ConfigurationError` where there is none to be read."""
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ConfigurationError(f"no tokenizer at {path}: it is not a folder; give the model's local folder")
+        special_tokens = _special_tokens(folder)
+        json_path = folder / "tokenizer.json"
+        codec = _FastCodec.load(folder) if json_path.is_file() else _SlowCodec.load(folder)
+        return cls(
+            codec,
+            special_tokens=special_tokens,
+            chat_template=_chat_template(folder),
+            eos_token_id=_eos_token_id(folder, codec, special_tokens),
+            json_path=json_path if json_path.is_file() else None,
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the tokens the model wants around a text (such as its first one) if asked for."""
+        try:
+            return self._codec.encode(text, add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError("text", text, f"must be valid Unicode: {error.reason}") from None
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, and ids that no token has become nothing.
+
+        A model's vocabulary may be padded beyond the tokenizer's, hence no error for those.
+        """
+        return self._codec.decode([i for i in token_ids if 0 <= i < self.vocab_size], skip_special_tokens)
+
+
+class _FastCodec:
+    """A tokenizer.json, by the library that defines the format."""
+
+    def __init__(self, tokenizer: "tokenizers.Tokenizer") -> None:
+        tokenizer.no_truncation()  # a file may carry the settings that its author trained with
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+
+    @classmethod
+    def load(cls, folder: Path) -> "_FastCodec":
+        from tokenizers import Tokenizer as Fast
+
+        path = folder / "tokenizer.json"
+        try:
+            return cls(Fast.from_file(str(path)))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigurationError(f"cannot read {path}: {error}; fetch the model again") from error
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        text.encode()  # raises UnicodeEncodeError, where the library would raise something less telling
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+
+class _SlowCodec:
+    """Any other format that transformers knows, such as a lone sentencepiece model."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1
+        self.special_token_ids = frozenset(tokenizer.all_special_ids)
+
+    @classmethod
+    def load(cls, folder: Path) -> "_SlowCodec":
+        from transformers import AutoTokenizer
+
+        try:
+            return cls(AutoTokenizer.from_pretrained(str(folder)))
+        except Exception as error:  # as many kinds of it as there are formats
+            way_out = "a model folder needs a tokenizer.json, or files that transformers' AutoTokenizer can read"
+            raise ConfigurationError(f"no tokenizer in {folder}: {way_out} ({error})") from error
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        text.encode()
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_id(self, token: str) -> int | None:
+        return cast("int | None", self._tokenizer.get_vocab().get(token))
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """Named tokens by tokenizer_config.json, which outranks the older special_tokens_map.json."""
+    entries = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    named = {name: _token_text(entries.get(name)) for name in _NAMED_TOKENS}
+    return {name: text for name, text in named.items() if text is not None}
+
+
+def _token_text(entry: object) -> str | None:
+    """A token is written as a string, or as an object with its content."""
+    if isinstance(entry, dict):
+        entry = entry.get("content")
+    return entry if isinstance(entry, str) else None
+
+
+def _chat_template(folder: Path) -> str | None:
+    """chat_template.jinja, else what tokenizer_config.json has: a text, or several with one named `default`."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = _read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _eos_token_id(folder: Path, codec: Codec, special_tokens: Mapping[str, str]) -> int | None:
+    if "eos_token" in special_tokens:
+        return codec.token_id(special_tokens["eos_token"])
+    eos = _read_json(folder / "generation_config.json").get("eos_token_id")
+    if isinstance(eos, list):
+        eos = next(iter(eos), None)
+    return eos if isinstance(eos, int) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigurationError(f"cannot read {path}: {error}; fetch the model again") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"cannot read {path}: it must hold a JSON object; fetch the model again")
+    return content

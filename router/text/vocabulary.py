@@ -1,0 +1,43 @@
+"""The sampling parameters that name tokens, where text meets a vocabulary: ids are checked, bad words become ids.
+
+What may not live here: what the controls do to logits, which is the worker's business.
+"""
+
+from collections.abc import Sequence
+
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.sampling_params import SamplingParams
+
+
+def check_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises `InvalidRequestError` for `field` if a token id is not one of the vocabulary's."""
+    if (smallest := min(token_ids, default=0)) < 0:
+        raise InvalidRequestError(field, smallest, "token ids must not be negative")
+    if (largest := max(token_ids, default=0)) >= vocab_size:
+        raise InvalidRequestError(field, largest, f"token ids must be below the vocabulary size, {vocab_size}")
+
+
+def check_controls(params: SamplingParams, vocab_size: int) -> None:
+    """Raises `InvalidRequestError`, naming the parameter, if one of them names a token that the model does not have."""
+    check_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
+    check_vocabulary("sampling_params.logit_bias", tuple(params.logit_bias), vocab_size)
+    check_vocabulary("sampling_params.allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+
+
+def bad_word_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """The token ids of each word as the tokenizer writes it at the start of a text and after a space, without repeats.
+
+    Only these spellings are known: a model may still put a word together from other tokens. Raises
+    `InvalidRequestError` for a word that the tokenizer makes nothing of.
+    """
+    spellings: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if not token_ids:
+                raise InvalidRequestError(
+                    "sampling_params.bad_words", word, "the model's tokenizer has no tokens for it"
+                )
+            spellings[token_ids] = None
+    return tuple(spellings)

@@ -1,0 +1,79 @@
+import pytest
+
+from holdfast.cluster.client.generation import Chunk
+from holdfast.cluster.client.received import Received
+from holdfast.cluster.client.retry_policy import MAX_PAUSE_S, Patience
+from holdfast.router.links.backoff import FIRST_PAUSE_S
+from holdfast.worker.errors import InternalError
+from holdfast.worker.request import FinishReason
+
+
+def patience(num_routers: int = 1, timeout_s: float | None = None, draw: float = 1.0) -> Patience:
+    return Patience(
+        num_routers=num_routers, connect_s=5.0, reconnect_s=60.0, timeout_s=timeout_s, draw=lambda: draw, now=0.0
+    )
+
+
+def test_every_router_is_asked_before_the_first_pause():
+    asked = patience(num_routers=3)
+    assert [asked.pause_s(0.0) for _ in range(4)] == [0.0, 0.0, FIRST_PAUSE_S, 2 * FIRST_PAUSE_S]
+
+
+def test_pauses_grow_to_a_limit_and_have_jitter():
+    assert [patience(draw=draw).pause_s(0.0) for draw in (0.0, 1.0)] == [FIRST_PAUSE_S / 2, FIRST_PAUSE_S]
+    asked = patience()
+    assert [asked.pause_s(0.0) for _ in range(20)][-1] == MAX_PAUSE_S
+
+
+def test_a_hint_of_the_router_counts_once_all_were_asked():
+    asked = patience(num_routers=2)
+    assert [asked.pause_s(0.0, 3.0), asked.pause_s(0.0, 3.0)] == [0.0, 3.0]
+
+
+@pytest.mark.parametrize(("is_taken", "timeout_s", "lasts_s"), [(False, None, 5), (True, None, 60), (True, 150, 50)])
+def test_it_ends_some_time_after_the_loss(is_taken, timeout_s, lasts_s):
+    asked = patience(timeout_s=timeout_s)
+    if is_taken:
+        asked.note_word()
+    lost_at = 100.0
+    assert asked.pause_s(lost_at) is not None
+    assert asked.pause_s(lost_at + lasts_s - 1.0) is not None
+    assert asked.pause_s(lost_at + lasts_s) is None
+
+
+def test_a_word_of_a_router_starts_it_afresh():
+    asked = patience()
+    for _ in range(5):
+        asked.pause_s(0.0)
+    asked.note_word()
+    assert asked.pause_s(1.0) == FIRST_PAUSE_S
+
+
+def chunk(first: int, *token_ids: int, sequence_index: int = 0, **fields: object) -> Chunk:
+    known = {"request_id": "r", "text": "é" * len(token_ids), "finish_reason": None}
+    return Chunk(sequence_index=sequence_index, first_token_index=first, token_ids=token_ids, **(known | fields))
+
+
+def test_what_was_received_is_kept_per_sequence():
+    received = Received()
+    received.take(chunk(0, 1, 2, sequence_index=1, system_fingerprint="f"))
+    received.take(chunk(2, 3, sequence_index=1, system_fingerprint="g"))
+    assert [sequence.token_ids for sequence in received.sequences] == [[], [1, 2, 3]]
+    assert [sequence.text_length for sequence in received.sequences] == [0, 3]
+    assert received.fingerprint == "g"
+
+
+def test_a_gap_or_an_overlap_is_an_error_and_a_repeated_end_is_not():
+    received = Received()
+    received.take(chunk(0, 1))
+    for first in (0, 2):
+        with pytest.raises(InternalError, match="cut off"):
+            received.take(chunk(first, 1))
+    assert received.take(chunk(1, 2, finish_reason=FinishReason.STOP)) is not None
+    assert received.take(chunk(2, finish_reason=FinishReason.STOP)) is None
+
+
+def test_a_lost_guarantee_stays_lost():
+    received = Received()
+    received.take(chunk(0, 1, replayed_without_guarantee=True))
+    assert received.take(chunk(1, 2)).replayed_without_guarantee

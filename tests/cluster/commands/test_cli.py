@@ -1,0 +1,88 @@
+import subprocess
+import sys
+import time
+
+import pytest
+
+from holdfast.cluster.commands.cli import run
+
+
+def holdfast(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "holdfast.cluster.commands.cli", *arguments], capture_output=True, text=True, env=environ
+    )
+
+
+def test_help_is_fast_and_imports_nothing_heavy():
+    started_s = time.perf_counter()
+    listed = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from cluster.cli import run; run(['--help']); run(['serve', '--help']);"
+            "print('HEAVY', {'torch', 'ray', 'transformers', 'grpc', 'tokenizers'} & set(sys.modules))",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    print(f"both helps took {time.perf_counter() - started_s:.2f} s")
+    assert "HEAVY set()" in listed.stdout
+
+
+def test_help_names_the_essentials_first(capsys):
+    assert run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("serve ") < shown.index("generate ") < shown.index("config ")
+
+
+def test_every_setting_of_the_worker_is_a_flag_of_serve(capsys):
+    run(["serve", "--help"])
+    shown = capsys.readouterr().out
+    assert all(flag in shown for flag in ("--tp", "--replicas", "--max-num-seqs", "--kv-cache-memory", "--address"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["serv"], "serve"),
+        (["config", "show", "--tpp", "2"], "--tp"),
+        (["config", "show", "--tp", "two"], "parallel.tensor_parallel_size = 'two' (from --tensor-parallel-size)"),
+        (["config", "show", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["generate", "hello", "--temperature", "-1"], "sampling_params.temperature = -1.0"),
+        (["generate"], "PROMPT"),
+    ],
+)
+def test_a_mistake_of_the_caller_is_one_clear_line_and_code_2(arguments, expected, capsys):
+    assert run(arguments) == 2
+    stderr = capsys.readouterr().err
+    assert expected in stderr
+    assert "Traceback" not in stderr
+    assert len(stderr.splitlines()) == 1
+
+
+def test_config_show_prints_value_and_source(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOLDFAST_SCHEDULER__MAX_NUM_SEQS", "8")
+    path = tmp_path / "serve.toml"
+    path.write_text("[cluster]\nreplicas = 3\n")
+    assert run(["config", "show", "--config", str(path), "--tp", "2", "--reuse-port"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "scheduler.max_num_seqs = 8  # HOLDFAST_SCHEDULER__MAX_NUM_SEQS" in lines
+    assert f"cluster.replicas = 3  # {path}" in lines
+    assert "parallel.tensor_parallel_size = 2  # --tensor-parallel-size" in lines
+    assert "router.reuse_port = True  # --reuse-port" in lines
+    assert "cluster.routers = 2  # default" in lines
+
+
+def test_a_failed_command_exits_with_its_code():
+    done = holdfast("config", "show", "--nonsense")
+    assert done.returncode == 2
+    assert done.stderr.startswith("holdfast: ")
+
+
+def test_an_interrupt_is_130(monkeypatch, capsys):
+    def interrupted(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("holdfast.cluster.commands.config_show.load_config", interrupted)
+    assert run(["config", "show"]) == 130

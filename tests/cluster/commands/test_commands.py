@@ -1,0 +1,120 @@
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.cluster.commands import stats
+from holdfast.cluster.commands.cli import run
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.v1 import inference_pb2
+
+
+def test_generate_prints_the_completion_and_what_it_took(
+    tiny_model: Path,
+    greedy_by_hugging_face: Callable[[list[int], int], list[int]],
+    capsys: pytest.CaptureFixture[str],
+):
+    tokenizer = Tokenizer.load(str(tiny_model))
+    expected = tokenizer.decode(greedy_by_hugging_face(tokenizer.encode("hello"), 6))
+    capsys.readouterr()
+    settings = ["--model", str(tiny_model), "--dtype", "float32", "--num-threads", "1", "--num-blocks", "16"]
+    assert run(["generate", "hello", "--max-tokens", "6", *settings]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == expected + "\n"
+    assert "6 tokens in" in shown.err
+    assert "ended by length" in shown.err
+
+
+def test_generate_shows_several_completions_with_their_log_probabilities(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+):
+    settings = ["--model", str(tiny_model), "--dtype", "float32", "--num-threads", "1", "--num-blocks", "16"]
+    assert (
+        run(["generate", "hello", "-n", "2", "--best-of", "3", "--logprobs", "1", "--max-tokens", "4", *settings]) == 0
+    )
+    shown = capsys.readouterr()
+    assert [line[:4] for line in shown.out.splitlines()] == ["[0] ", "[1] "]
+    assert shown.err.count("ended by length, log-probability") == 2
+    assert "completion 1" in shown.err
+    assert run(["generate", "hello", "--beam-width", "2", "--echo", "--max-tokens", "4", *settings]) == 0
+    assert capsys.readouterr().out.startswith("[0] hello")
+
+
+def test_estimate_says_what_a_model_needs(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(["estimate", str(tiny_model), "--dtype", "float32", "--kv-cache-memory", "1MiB"]) == 0
+    shown = capsys.readouterr().out
+    assert "512 B a token" in shown  # 2 layers x 2 KV heads x 16 values x key and value x 4 bytes
+    assert "1 MiB" in shown
+    assert "128 blocks" in shown
+    assert "8 sequences of 256 tokens" in shown
+
+
+def test_a_model_that_is_not_there_is_a_mistake_of_the_caller(capsys: pytest.CaptureFixture[str]):
+    for command in (["generate", "hello", "--model"], ["estimate"], ["serve"]):
+        assert run([*command, "/nowhere/model"]) == 2
+        assert "/nowhere/model" in capsys.readouterr().err
+
+
+def test_a_draft_model_that_is_not_there_is_named_as_that(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+    for command in (["generate", "hello", "--model", str(tiny_model)], ["serve", str(tiny_model)]):
+        assert run([*command, "--speculative", "draft", "--draft-model", "/nowhere/draft"]) == 2
+        assert "speculation.draft_model = '/nowhere/draft': there is no such folder" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert run(["serve", "--port", str(port)]) == 2
+    assert f"cluster.port = {port}" in capsys.readouterr().err
+
+
+def test_stats_shows_a_row_for_each_replica(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    told = inference_pb2.ReplicaStats(
+        num_prefix_query_tokens=200,
+        num_prefix_hit_tokens=150,
+        num_evictions=11,
+        num_preemptions=12,
+        num_cached_blocks=13,
+        num_wasted_slots=14,
+        num_forked_tokens=15,
+        num_draft_tokens=40,
+        num_accepted_tokens=30,
+        num_expired=16,
+        num_tokens_generated=300,
+        step_time_s=2.0,
+    )
+    replicas = [
+        inference_pb2.ReplicaLoad(
+            replica_id="r0", num_running=1, num_waiting=2, num_free_blocks=90, num_total_blocks=100, stats=told
+        ),
+        inference_pb2.ReplicaLoad(replica_id="r1", num_free_blocks=100, num_total_blocks=100),
+    ]
+
+    async def load(server: str) -> inference_pb2.GetLoadResponse:
+        assert server == "host:1"
+        return inference_pb2.GetLoadResponse(num_open=5, num_queued=3, replicas=replicas)
+
+    monkeypatch.setattr(stats, "_load", load)
+    assert run(["stats", "--server", "host:1"]) == 0
+    heads, first, second, last = capsys.readouterr().out.splitlines()
+    assert heads.split()[:6] == ["replica", "running", "waiting", "used", "cached", "free"]
+    assert first.split() == ["r0", "1", "2", "10", "13", "90", "14", "75%", "15", "75%", "11", "12", "16", "150"]
+    assert second.split() == ["r1", "0", "0", "0", "-", "100", *["-"] * 8]
+    assert last.startswith("5 requests open in this router, 3 of them waiting")
+
+
+def test_stats_without_a_replica_say_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    async def load(server: str) -> inference_pb2.GetLoadResponse:
+        return inference_pb2.GetLoadResponse(num_open=1, num_queued=1)
+
+    monkeypatch.setattr(stats, "_load", load)
+    assert run(["stats"]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("no replica is up")
+    assert last.startswith("1 request open in this router, 1 of them waiting")
+
+
+def test_stats_of_no_server_is_a_failure(capsys: pytest.CaptureFixture[str]):
+    assert run(["stats", "--server", "127.0.0.1:1"]) == 1
+    assert "is `holdfast serve` running there?" in capsys.readouterr().err

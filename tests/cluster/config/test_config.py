@@ -1,0 +1,177 @@
+from pathlib import Path
+
+import pytest
+
+from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig, load_config
+from holdfast.cluster.config.sources import Layer, Setting, keyword_layer, leaves
+from holdfast.worker.errors import ConfigurationError
+
+
+def load(flags: Layer | None = None, file: Path | None = None, **environ: str) -> LoadedConfig:
+    return load_config(flags, file, environ)
+
+
+def flag(path: str, value: object, source: str = "--flag") -> Layer:
+    return {path: Setting(value, source)}
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Path:
+    path = tmp_path / "serve.yaml"
+    path.write_text("parallel:\n  tensor_parallel_size: 2\nscheduler:\n  max_num_seqs: 8\n")
+    return path
+
+
+def test_without_any_source_all_settings_are_defaults():
+    loaded = load()
+    assert loaded.config == HoldfastConfig()
+    assert set(loaded.sources.values()) == {"default"}
+
+
+def test_later_sources_win_and_each_value_knows_its_source(yaml_file):
+    loaded = load(
+        flag("parallel.tensor_parallel_size", "8", "--tp"),
+        yaml_file,
+        HOLDFAST_PARALLEL__TENSOR_PARALLEL_SIZE="4",
+        HOLDFAST_MODEL__DTYPE="bfloat16",
+    )
+    assert loaded.config.parallel.tensor_parallel_size == 8
+    assert loaded.sources["parallel.tensor_parallel_size"] == "--tp"
+    assert loaded.config.model.dtype == "bfloat16"
+    assert loaded.sources["model.dtype"] == "HOLDFAST_MODEL__DTYPE"
+    assert loaded.config.scheduler.max_num_seqs == 8
+    assert loaded.sources["scheduler.max_num_seqs"] == str(yaml_file)
+
+
+def test_toml_says_the_same_as_yaml(tmp_path, yaml_file):
+    toml_file = tmp_path / "serve.toml"
+    toml_file.write_text("[parallel]\ntensor_parallel_size = 2\n[scheduler]\nmax_num_seqs = 8\n")
+    assert load(file=toml_file).config == load(file=yaml_file).config
+
+
+def test_the_environment_names_a_file(yaml_file):
+    assert load(HOLDFAST_CONFIG=str(yaml_file)).config.scheduler.max_num_seqs == 8
+
+
+def test_none_unsets_a_setting(tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text("model:\n  max_model_len: 64\n")
+    assert load(file=path, HOLDFAST_MODEL__MAX_MODEL_LEN="none").config.model.max_model_len is None
+
+
+def test_none_is_a_choice_where_it_is_among_them(tmp_path):
+    path = tmp_path / "serve.yaml"
+    path.write_text("speculation:\n  speculative: ngram\n")
+    assert load(file=path, HOLDFAST_SPECULATION__SPECULATIVE="none").config.speculation.speculative == "none"
+
+
+def test_variables_that_kubernetes_injects_are_left_alone():
+    load(HOLDFAST_PORT="tcp://10.0.0.1:50051", HOLDFAST_ROUTER_SERVICE_HOST="10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("paralel:\n  tensor_parallel_size: 2", ["paralel", "did you mean parallel"]),
+        ("parallel:\n  tensor_parallel: 2", ["parallel.tensor_parallel", "did you mean parallel.tensor_parallel_size"]),
+        ("tensor_parallel_size: 2", ["did you mean parallel.tensor_parallel_size"]),
+        ("parallel: 2", ["parallel = 2", "section"]),
+        ("- a\n- b", ["sections"]),
+        ("a: [", ["not valid YAML"]),
+        ("parallel:\n  tensor_parallel_size: 0", ["parallel.tensor_parallel_size = 0", "greater than or equal to 1"]),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path, content, expected):
+    path = tmp_path / "serve.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigurationError) as raised:
+        load(file=path)
+    assert all(part in str(raised.value) for part in [*expected, str(path)])
+
+
+def test_a_file_of_another_kind_or_none_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="cannot read"):
+        load(file=tmp_path / "missing.yaml")
+    path = tmp_path / "serve.ini"
+    path.write_text("")
+    with pytest.raises(ConfigurationError, match=r"\.yaml, \.yml or \.toml"):
+        load(file=path)
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest_name():
+    with pytest.raises(ConfigurationError) as raised:
+        load(HOLDFAST_SCHEDULER__MAX_NUM_SEQ="8")
+    message = str(raised.value)
+    assert "HOLDFAST_SCHEDULER__MAX_NUM_SEQ" in message
+    assert "did you mean scheduler.max_num_seqs?" in message
+
+
+def test_a_bad_value_names_setting_value_and_source():
+    with pytest.raises(ConfigurationError) as raised:
+        load(flag("parallel.tensor_parallel_size", "two", "--tp"))
+    message = str(raised.value)
+    assert all(part in message for part in ("parallel.tensor_parallel_size", "'two'", "--tp", "integer"))
+
+
+@pytest.mark.parametrize("shares", ["gold=4, free=0.5", {"gold": 4, "free": 0.5}])
+def test_shares_of_tenants_are_written_as_text_or_as_a_mapping(shares):
+    config = load(flag("scheduler.tenant_shares", shares, "--tenant-shares")).config
+    assert config.scheduler.tenant_shares == {"gold": 4.0, "free": 0.5}
+
+
+@pytest.mark.parametrize("shares", ["gold", "gold=0", "gold=inf", "gold=much", {"gold": -1}])
+def test_bad_shares_are_refused_by_the_name_of_the_setting(shares):
+    with pytest.raises(ConfigurationError, match=r"scheduler.tenant_shares.*from --tenant-shares"):
+        load(flag("scheduler.tenant_shares", shares, "--tenant-shares"))
+
+
+@pytest.mark.parametrize(
+    "text", [" fast_disk=1, accelerator_type:H100=0.001 ", "fast_disk=1,accelerator_type:H100=1e-3,"]
+)
+def test_custom_resources_are_written_as_text_or_as_a_mapping(text):
+    resources = {"fast_disk": 1.0, "accelerator_type:H100": 0.001}
+    assert load(flag("cluster.rank_resources", text)).config.cluster.rank_resources == resources
+    assert load(flag("cluster.router_resources", resources)).config.cluster.router_resources == resources
+    assert load(HOLDFAST_CLUSTER__RANK_RESOURCES="").config.cluster.rank_resources == {}
+
+
+@pytest.mark.parametrize(
+    ("resources", "why"),
+    [
+        ("fast_disk", "write it like"),
+        ("=1", "write it like"),
+        ("fast_disk=much", "number"),
+        ("fast_disk=0", "greater than or equal to 0.0001"),
+        ("fast_disk=inf", "finite"),
+        ("GPU=1", "GPU is no custom resource"),
+        ({"CPU": 1}, "CPU is no custom resource"),
+        ({"memory": 1e9}, "memory is no custom resource"),
+    ],
+)
+@pytest.mark.parametrize("setting", ["cluster.rank_resources", "cluster.router_resources"])
+def test_bad_resources_are_refused_by_the_name_of_the_setting(setting, resources, why):
+    with pytest.raises(ConfigurationError, match=rf"{setting}.*from --flag.*{why}"):
+        load(flag(setting, resources))
+
+
+def test_every_bad_value_gets_a_line():
+    bad = flag("model.dtype", "int3", "--dtype") | flag("cache.kv_cache_memory", "lots", "--kv-cache-memory")
+    with pytest.raises(ConfigurationError) as raised:
+        load(bad)
+    assert len(str(raised.value).splitlines()) == 2
+
+
+def test_last_names_are_unique_so_that_flags_and_keywords_need_no_section():
+    names = [path.rpartition(".")[2] for path, _ in leaves(HoldfastConfig)]
+    assert len(names) == len(set(names))
+
+
+def test_every_setting_is_described():
+    assert [path for path, field in leaves(HoldfastConfig) if not field.description] == []
+
+
+def test_keywords_reach_their_setting_and_unknown_ones_are_refused():
+    layer = keyword_layer(HoldfastConfig, {"block_size": 32}, "LLM(...)")
+    assert load(layer).config.cache.block_size == 32
+    with pytest.raises(ConfigurationError, match=r"blok_size \(from LLM.*did you mean cache.block_size"):
+        keyword_layer(HoldfastConfig, {"blok_size": 32}, "LLM(...)")

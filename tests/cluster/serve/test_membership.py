@@ -1,0 +1,174 @@
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from holdfast.cluster.serve.directory import Directory, Member, Role, Snapshot
+from holdfast.cluster.serve.membership import Lease, WatchedDirectory, has_other_routers
+from holdfast.router.links.replica_directory import ReplicaEndpoint
+
+
+def replica(number: int) -> Member:
+    return Member(member_id=f"r{number}", role=Role.REPLICA, address=f"h:{number}", model="demo", model_path="/demo")
+
+
+def endpoint(number: int) -> ReplicaEndpoint:
+    return ReplicaEndpoint(replica_id=f"r{number}", address=f"h:{number}", model="demo", model_path="/demo")
+
+
+def snapshot(version: int, *members: Member, is_settled: bool = True) -> Snapshot:
+    return Snapshot(version=version, members=members, is_settled=is_settled)
+
+
+class FakeMethod:
+    """Stands for one method of a Serve handle."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def remote(self, argument: object) -> Any:
+        return self._function(argument)
+
+
+class FakeHandle:
+    """A Serve handle whose directory is in this process. The first `num_failures` calls are lost."""
+
+    def __init__(self, num_failures: int = 0) -> None:
+        self.directory = Directory(now_s=0.0)
+        self.num_renewals = 0
+        self.renewed = asyncio.Event()
+        self._num_failures = num_failures
+        self.renew = FakeMethod(self._renew)
+        self.remove = FakeMethod(self._remove)
+        self.watch = FakeMethod(self._watch)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self.directory.snapshot(0.0).members
+
+    async def _renew(self, member: Member) -> None:
+        if self._num_failures:
+            self._num_failures -= 1
+            raise ConnectionError("the directory is being replaced")
+        self.directory.renew(member, 0.0)
+        self.num_renewals += 1
+        self.renewed.set()
+
+    async def _remove(self, member_id: str) -> None:
+        self.directory.remove(member_id)
+
+    async def _watch(self, seen_version: int) -> Snapshot:
+        if self._num_failures:
+            raise ConnectionError("the directory is being replaced")
+        return self.directory.snapshot(0.0)
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 10.0))
+
+
+async def _renewed(handle: FakeHandle) -> None:
+    handle.renewed.clear()
+    await handle.renewed.wait()
+
+
+async def _lease_of_a_member() -> None:
+    handle = FakeHandle()
+    lease = Lease(handle, Member(member_id="r1", role=Role.REPLICA))
+    await _renewed(handle)
+    lease.update(replica(1))
+    await _renewed(handle)
+    assert handle.members == (replica(1),)
+    await lease.end()
+    assert handle.members == ()
+    renewals = handle.num_renewals
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert handle.num_renewals == renewals
+
+
+def test_a_lease_tells_changes_at_once_and_ends_with_the_member_gone():
+    run(_lease_of_a_member())
+
+
+async def _lease_through_an_outage() -> None:
+    handle = FakeHandle(num_failures=1)
+    lease = Lease(handle, replica(1))
+    await _renewed(handle)
+    assert handle.members == (replica(1),)
+    await lease.end()
+
+
+def test_a_lease_outlives_a_directory_that_fails():
+    run(_lease_through_an_outage())
+
+
+class ScriptedHandle:
+    """A Serve handle whose `watch` gives these answers, one after the other, then nothing more."""
+
+    def __init__(self, *answers: Snapshot) -> None:
+        self._answers = list(answers)
+        self.seen: list[int] = []
+        self.watch = FakeMethod(self._watch)
+
+    async def _watch(self, seen_version: int) -> Snapshot:
+        self.seen.append(seen_version)
+        if not self._answers:
+            await asyncio.Event().wait()
+        return self._answers.pop(0)
+
+
+async def _first_sets(handle: ScriptedHandle, number: int) -> list[frozenset[ReplicaEndpoint]]:
+    sets = []
+    async for endpoints in WatchedDirectory(handle).watch():
+        sets.append(endpoints)
+        if len(sets) == number:
+            break
+    return sets
+
+
+def sets_of(handle: ScriptedHandle, number: int) -> list[frozenset[ReplicaEndpoint]]:
+    return asyncio.run(asyncio.wait_for(_first_sets(handle, number), 10.0))
+
+
+def test_a_router_sees_each_set_of_serving_replicas_once():
+    starting = Member(member_id="r2", role=Role.REPLICA)
+    router = Member(member_id="f1", role=Role.ROUTER, address="h:9")
+    handle = ScriptedHandle(
+        snapshot(1, router), snapshot(2, replica(1), starting), snapshot(3, replica(1)), snapshot(4)
+    )
+    assert sets_of(handle, 3) == [frozenset(), {endpoint(1)}, frozenset()]
+    assert handle.seen == [0, 1, 2, 3]
+
+
+def test_a_replaced_directory_takes_no_replica_away_until_it_has_settled():
+    handle = ScriptedHandle(
+        snapshot(1, replica(1), replica(2)),
+        snapshot(100, is_settled=False),
+        snapshot(101, replica(3), is_settled=False),
+        snapshot(102, replica(1), replica(3)),
+    )
+    assert sets_of(handle, 3) == [
+        {endpoint(1), endpoint(2)},
+        {endpoint(1), endpoint(2), endpoint(3)},
+        {endpoint(1), endpoint(3)},
+    ]
+
+
+async def _others_of_a_router() -> None:
+    handle = FakeHandle()
+    for member in (router("mine"), replica(1)):
+        handle.directory.renew(member, 0.0)
+    assert not await has_other_routers(handle, "mine")
+    handle.directory.renew(router("starting", address=None), 0.0)
+    assert not await has_other_routers(handle, "mine")
+    handle.directory.renew(router("other"), 0.0)
+    assert await has_other_routers(handle, "mine")
+    assert not await has_other_routers(FakeHandle(num_failures=1), "mine")
+
+
+def router(member_id: str, address: str | None = "h:1") -> Member:
+    return Member(member_id=member_id, role=Role.ROUTER, address=address)
+
+
+def test_a_router_is_told_whether_another_one_serves():
+    run(_others_of_a_router())

@@ -1,0 +1,67 @@
+import pytest
+
+from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
+from holdfast.cluster.serve import local
+from holdfast.cluster.serve.directory import Member, Role, Snapshot
+from holdfast.cluster.serve.local import num_cpus_of_our_own, share_cores
+from holdfast.cluster.serve.serving import StartUp, check_resources
+from holdfast.worker.config import ParallelConfig
+from holdfast.worker.errors import ConfigurationError
+
+
+def config(replicas: int = 2, ranks: int = 2, address: str | None = None, threads: int | None = None) -> HoldfastConfig:
+    return HoldfastConfig(
+        cluster=ClusterConfig(replicas=replicas, address=address),
+        parallel=ParallelConfig(tensor_parallel_size=ranks, num_threads=threads),
+    )
+
+
+@pytest.fixture
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "num_cores", lambda: 8)
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_our_own_ray_counts_enough_cpus_for_every_rank_and_router():
+    assert num_cpus_of_our_own(config(2, 2)) == 8
+    assert num_cpus_of_our_own(config(4, 4)) == 18
+
+
+@pytest.mark.usefixtures("eight_cores")
+def test_ranks_on_one_machine_share_its_cores():
+    assert share_cores(config(2, 2)).parallel.num_threads == 2
+    assert share_cores(config(8, 2)).parallel.num_threads == 1
+    assert share_cores(config(2, 2, threads=3)).parallel.num_threads == 3
+    assert share_cores(config(2, 2, address="auto")).parallel.num_threads is None
+
+
+def member(name: str, phase: str, done: int = 0, total: int = 1, address: str | None = None) -> Member:
+    return Member(member_id=name, role=Role.REPLICA, phase=phase, done=done, total=total, address=address)
+
+
+def test_a_start_up_tells_each_replica_and_phase_once_it_begins_and_ends():
+    reports: list[tuple[str, int, int]] = []
+    start_up = StartUp(lambda *report: reports.append(report), num_replicas=2)
+    steps: list[tuple[Member, ...]] = [
+        (member("a", "starting"),),
+        (member("a", "weights", 1, 4), member("b", "starting")),
+        (member("a", "serving", address="h:1"), member("b", "starting")),
+    ]
+    for version, members in enumerate(steps):
+        start_up.show(Snapshot(version=version, members=members, is_settled=True))
+    assert [report for report in reports if report[0].startswith("replica")] == [
+        ("replica 1/2: starting", 0, 1),
+        ("replica 1/2: starting", 1, 1),
+        ("replica 1/2: weights", 1, 4),
+        ("replica 2/2: starting", 0, 1),
+        ("replica 1/2: weights", 1, 1),
+    ]
+
+
+def test_our_own_ray_has_no_custom_resources(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("holdfast.cluster.serve.placement_groups.node_resources", lambda: [{"CPU": 4.0, "accelerator_type:T4": 1.0}])
+    check_resources(ClusterConfig(rank_resources={"accelerator_type:T4": 0.5}))
+    wanted = ClusterConfig(router_resources={"front_door": 1.0})
+    with pytest.raises(ConfigurationError, match=r"cluster.router_resources = .*front_door.*cluster.address"):
+        check_resources(wanted)
+    check_resources(wanted.model_copy(update={"address": "auto"}))

@@ -1,0 +1,294 @@
+"""Bugs that tests plant in the real deciders, to see whether the simulator finds them."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from holdfast.cluster.simulate.actors.client import Sequence as ReceivedSequence
+from holdfast.cluster.simulate.oracle.pseudo_grammar import PseudoMatcher
+from holdfast.router.dispatch import call as call_module
+from holdfast.router.dispatch import output_stream as stream_module
+from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.dispatch.request_state import RequestRecord, RequestTable
+from holdfast.router.replicas.replica_registry import ReplicaState
+from holdfast.router.text.text_stream import TextStream
+from holdfast.worker.engine_core.engine_core import EngineCore
+from holdfast.worker.engine_core.output_queues import Mailbox, Mailboxes
+from holdfast.worker.engine_updates import EngineUpdate, StepListener
+from holdfast.worker.errors import HoldfastError
+from holdfast.worker.kv.block_allocator import BlockAllocator
+from holdfast.worker.plan.grammar_matchers import GrammarReaders, Matcher
+from holdfast.worker.plan.step_plan import DrawParams
+from holdfast.worker.request import TokenDelta
+from holdfast.worker.scheduling import scheduler as scheduler_module
+from holdfast.worker.scheduling import sequence as sequence_module
+from holdfast.worker.scheduling.queues import SequenceQueues
+from holdfast.worker.scheduling.sequence import Sequence
+
+
+def drop_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replica says of an attempt that has ended is taken for news of the request's next attempt."""
+    begin, ended = RequestTable.begin_attempt, dict[tuple[int, int], RequestRecord]()
+
+    def begin_attempt(self: RequestTable, record: RequestRecord, replica: ReplicaState, now: float) -> object:
+        attempt = begin(self, record, replica, now)
+        ended[id(self), attempt.number] = record
+        return attempt
+
+    def running(self: RequestTable, replica: ReplicaState, attempt: int) -> RequestRecord | None:
+        record = ended.get((id(self), attempt))
+        is_open = record is not None and self.get(record.request_id) is record and record.attempt is not None
+        return record if is_open else None
+
+    monkeypatch.setattr(RequestTable, "begin_attempt", begin_attempt)
+    monkeypatch.setattr(RequestTable, "running", running)
+
+
+def reuse_a_freed_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that is still shared is handed out again when the first of its owners has gone."""
+    free = BlockAllocator.free
+
+    def free_too_early(self: BlockAllocator, block_ids: tuple[int, ...]) -> None:
+        for block_id in block_ids:
+            if self._ref_counts[block_id] > 1:
+                self._ref_counts[block_id] = 1
+        free(self, block_ids)
+
+    monkeypatch.setattr(BlockAllocator, "free", free_too_early)
+
+
+def hand_out_a_block_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Now and then a block that is owned already is handed out once more; the books look right."""
+    allocate, last = BlockAllocator.allocate, dict[int, list[int]]()
+
+    def allocate_twice(self: BlockAllocator, num_blocks: int) -> list[int]:
+        block_ids = allocate(self, num_blocks)
+        before = last.get(id(self))
+        last[id(self)] = list(block_ids)
+        return [before[0], *block_ids[1:]] if before and len(block_ids) > 2 else block_ids
+
+    monkeypatch.setattr(BlockAllocator, "allocate", allocate_twice)
+
+
+def forget_the_stop_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On failover the text state starts anew after the tokens so far, without what it had held back."""
+    continuation = RequestRecord.continuation
+
+    def forgetful(self: RequestRecord, *args: Any) -> object:
+        if self.output_token_ids:
+            assert isinstance(self.text, TextStream)
+            self.text._matcher._held = ""
+        return continuation(self, *args)
+
+    monkeypatch.setattr(RequestRecord, "continuation", forgetful)
+
+
+def restart_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A continued request draws with the noise of output position 0, 1, ... again."""
+    draw_params = Sequence.draw_params
+
+    def restarted(self: Sequence) -> DrawParams:
+        params = draw_params(self)
+        num_before = len(self.request.output_token_ids)
+        return replace(params, first_output_index=params.first_output_index - num_before)
+
+    monkeypatch.setattr(Sequence, "draw_params", restarted)
+
+
+def fork_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A completion that forks from its sibling in mid-block finds nothing in the block that it goes on in."""
+    take = SequenceQueues.take_block_copies
+
+    def forgetful(self: SequenceQueues) -> tuple[()]:
+        take(self)
+        return ()
+
+    monkeypatch.setattr(SequenceQueues, "take_block_copies", forgetful)
+
+
+def believe_a_wrong_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several drafts, one that was wrong does not make those after it wrong as well."""
+
+    def believed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, ...]:
+        return drawn if len(drawn) > 1 and token_ids[-1] == drawn[-2] else confirmed(token_ids, drawn)
+
+    confirmed = sequence_module._confirmed
+    monkeypatch.setattr(sequence_module, "_confirmed", believed)
+
+
+def forget_that_a_completion_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that resumes does not say which of its completions have ended."""
+    progress = ReceivedSequence.progress.fget
+    monkeypatch.setattr(
+        ReceivedSequence, "progress", property(lambda self: replace(progress(self), finish_reason=None))
+    )
+
+
+def forget_the_grammar_at_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that comes with output begins its grammar anew."""
+    matcher_after = GrammarReaders._matcher_after
+
+    def forgetful(self: GrammarReaders, sequence_id: int, draw: DrawParams, step_id: int) -> Matcher:
+        if sequence_id not in self._readers:
+            matcher_after(self, sequence_id, replace(draw, output_token_ids=()), step_id)
+            self._readers[sequence_id].token_ids = draw.output_token_ids
+        return matcher_after(self, sequence_id, draw, step_id)
+
+    monkeypatch.setattr(GrammarReaders, "_matcher_after", forgetful)
+
+
+def keep_drafts_in_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that has read drafts goes on after them, also if they were wrong."""
+    monkeypatch.setattr(PseudoMatcher, "rollback", lambda self, num_tokens: True)
+
+
+def count_from_the_failover_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Penalties and bad words do not see the output that a continued request came with."""
+    draw_params = Sequence.draw_params
+
+    def forgetful(self: Sequence) -> DrawParams:
+        params, num_before = draw_params(self), len(self.request.output_token_ids)
+        is_counted = params.controls is not None and not params.controls.grammar
+        return replace(params, output_token_ids=params.output_token_ids[num_before:]) if is_counted else params
+
+    monkeypatch.setattr(Sequence, "draw_params", forgetful)
+
+
+def drop_the_logprobs_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several tokens that a step confirms, only the first has its logprobs."""
+    advance = scheduler_module.advance
+
+    def dropping(*args: Any) -> TokenDelta | None:
+        delta = advance(*args)
+        return delta and replace(delta, logprobs=delta.logprobs[:1])
+
+    monkeypatch.setattr(scheduler_module, "advance", dropping)
+
+
+def skip_what_is_to_be_rated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cached prefix is not computed, though its logprobs are asked for."""
+    monkeypatch.setattr(Sequence, "num_skippable_tokens", property(lambda self: len(self.token_ids) - 1))
+
+
+def let_a_straggler_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two submissions of a request, the one that comes later goes on, also if its client sent it first."""
+    supersede = Dispatch.supersede
+    monkeypatch.setattr(
+        Dispatch, "supersede", lambda self, request_id, attempt, now: supersede(self, request_id, 10**6, now)
+    )
+
+
+def forget_what_a_sibling_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usage of a request with several completions is that of the one which ended last."""
+    monkeypatch.setattr(call_module, "merged_usage", lambda usages: usages[-1])
+
+
+def leave_siblings_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a request's last completion finds no room, those that were opened before it go on for nobody."""
+
+    class ForgetfulStack(ExitStack):
+        def __exit__(self, *error: object) -> None:
+            """Closes nothing."""
+
+    monkeypatch.setattr(call_module, "ExitStack", ForgetfulStack)
+
+
+def leave_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer that rings too early to find anything due is not set again."""
+
+    def tick(self: Switchboard) -> None:
+        self._timer = None
+        actions = self._dispatch.tick(self.now())
+        if actions:
+            self.perform(actions)
+
+    monkeypatch.setattr(Switchboard, "_tick", tick)
+
+
+def lose_what_a_slow_reader_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what came since a reader last looked, it gets the newest."""
+    monkeypatch.setattr(stream_module, "merged", lambda deliveries: deliveries[-1])
+
+
+def forget_tokens_beside_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listener that is told of a rejection is not told the tokens of the same step."""
+    take = Mailbox.take
+
+    def forgetful(self: Mailbox, *args: object) -> EngineUpdate:
+        update = take(self, *args)
+        return replace(update, deltas=()) if update.rejections else update
+
+    monkeypatch.setattr(Mailbox, "take", forgetful)
+
+
+def tell_tokens_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a busy step has said last is said again after the next one; a router would not mind."""
+    take = Mailbox.take
+
+    def repeat(self: Mailbox, *args: object) -> EngineUpdate:
+        update = take(self, *args)
+        self.deltas = list(update.deltas[3:4])
+        return update
+
+    monkeypatch.setattr(Mailbox, "take", repeat)
+
+
+def keep_it_from_the_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request whose time is up is dropped without a word; a router would find out by itself."""
+
+    def reject(self: Mailboxes, request_id: str, error: HoldfastError) -> None:
+        del self._owner[request_id]
+
+    monkeypatch.setattr(Mailboxes, "reject", reject)
+
+
+def keep_a_refusal_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that cannot take a request in tells nobody."""
+
+    def refuse(self: Mailboxes, request_id: str, error: HoldfastError, listener: StepListener) -> None:
+        pass
+
+    monkeypatch.setattr(Mailboxes, "refuse", refuse)
+
+
+def serve_those_who_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests that came through a link go on when it has broken."""
+
+    def detach(self: EngineCore, listener: StepListener) -> None:
+        self._mailboxes.detach(listener)
+
+    monkeypatch.setattr(EngineCore, "detach", detach)
+
+
+BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    bug.__name__: bug
+    for bug in (
+        drop_the_fence,
+        reuse_a_freed_block,
+        hand_out_a_block_twice,
+        forget_the_stop_buffer,
+        restart_the_noise,
+        fork_without_a_copy,
+        believe_a_wrong_draft,
+        forget_that_a_completion_is_over,
+        forget_the_grammar_at_a_replay,
+        keep_drafts_in_the_grammar,
+        count_from_the_failover_on,
+        drop_the_logprobs_of_drafts,
+        skip_what_is_to_be_rated,
+        let_a_straggler_win,
+        forget_what_a_sibling_cost,
+        leave_siblings_open,
+        leave_the_timer,
+        lose_what_a_slow_reader_missed,
+        forget_tokens_beside_a_rejection,
+        tell_tokens_twice,
+        keep_it_from_the_late,
+        keep_a_refusal_to_itself,
+        serve_those_who_have_left,
+    )
+}

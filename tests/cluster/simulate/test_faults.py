@@ -1,0 +1,59 @@
+"""Simulations under faults: every promise is kept, planted bugs are found, and a seed is always the same simulation."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from holdfast.cluster.simulate.world.campaign import run_campaign
+from holdfast.cluster.simulate.world.faults import KINDS
+from holdfast.cluster.simulate.world.world import Failure, simulate
+from tests.cluster.simulate import planted
+
+NUM_SEEDS = 200
+
+
+def first_failure(seeds: range) -> Failure:
+    failure = next((failure for seed in seeds if (failure := simulate(seed).failure) is not None), None)
+    assert failure is not None, f"nothing was found with {seeds}"
+    return failure
+
+
+def test_two_hundred_simulations_keep_every_promise():
+    campaign = run_campaign(range(NUM_SEEDS), jobs=2)
+    assert [str(failure) for failure in campaign.failures] == []
+    tally = campaign.tally
+    assert tally.num_simulations == NUM_SEEDS
+    assert tally.num_requests > 15_000
+    assert tally.outcomes["completed"] > 0.8 * tally.num_requests
+    assert tally.faults.keys() == KINDS.keys()
+    assert min(tally.num_reconnects, tally.num_condemned, tally.num_turned_away) > 0
+
+
+@pytest.mark.slow
+def test_five_hundred_more_simulations_keep_every_promise():
+    campaign = run_campaign(range(NUM_SEEDS, NUM_SEEDS + 500))
+    assert [str(failure) for failure in campaign.failures] == []
+
+
+@pytest.mark.parametrize("bug", planted.BUGS)
+def test_a_planted_bug_is_found_and_replays_to_the_same_event(bug, monkeypatch):
+    planted.BUGS[bug](monkeypatch)
+    found = first_failure(range(NUM_SEEDS))
+    assert not isinstance(found.error, TypeError | AttributeError), "it is the planting that failed"
+    again = simulate(found.seed).failure
+    assert (again.event, again.time_s, str(again.error)) == (found.event, found.time_s, str(found.error))
+
+
+def test_a_seed_is_the_same_simulation_in_every_process():
+    program = "from cluster.simulate.world import simulate; print([simulate(seed).digest for seed in range(4)])"
+    here = str([simulate(seed).digest for seed in range(4)])
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert done.stdout.strip() == here, done.stderr
+
+
+def test_other_seeds_are_other_simulations():
+    assert len({simulate(seed).digest for seed in range(5)}) == 5

@@ -1,0 +1,196 @@
+"""The shell around the core: streams by request, one timer, and nothing lost when something of ours breaks."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.dispatch.output_stream import OutputStream
+from holdfast.router.events import SendAbort, SendSubmit, StepNews
+from holdfast.router.resume import Part
+from holdfast.worker.errors import DeadlineExceededError, InternalError, RequestSupersededError
+from holdfast.worker.request import EngineRequest, FinishReason
+from holdfast.worker.sampling_params import SamplingParams
+from tests.router.core import NO_LOAD, LetterText, delta, facts
+from tests.router.site import on_a_loop
+
+
+class Port:
+    """A replica that only takes note."""
+
+    def __init__(self) -> None:
+        self.attempts: list[int] = []
+        self.aborted: list[int] = []
+
+    def submit(self, action: SendSubmit) -> None:
+        self.attempts.append(action.attempt)
+
+    def abort(self, action: SendAbort) -> None:
+        self.aborted.append(action.attempt)
+
+
+class Alarm:
+    """One that a test lets ring."""
+
+    def __init__(self, when: float, callback: Callable[[], object]) -> None:
+        self._when = when
+        self.callback = callback
+        self.is_cancelled = False
+
+    def when(self) -> float:
+        return self._when
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Clock:
+    """A clock that stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.alarms: list[Alarm] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], object], /) -> Alarm:
+        self.alarms.append(Alarm(when, callback))
+        return self.alarms[-1]
+
+    def set(self, now: float) -> None:
+        """Alarms that are due ring, in order of time."""
+        self.now = now
+        while due := [alarm for alarm in self.alarms if alarm.when() <= now and not alarm.is_cancelled]:
+            self.ring(min(due, key=Alarm.when))
+
+    def ring(self, alarm: Alarm) -> None:
+        self.alarms.remove(alarm)
+        alarm.callback()
+
+
+class Board:
+    """A switchboard with one replica that is up."""
+
+    def __init__(self, config: RouterConfig | None = None, limits: LimitsConfig | None = None) -> None:
+        self.clock = Clock()
+        self.dispatch = Dispatch(config or RouterConfig(), limits or LimitsConfig(), lambda n: 0)
+        self.num_changes = 0
+        self.switchboard = Switchboard(self.dispatch, self.clock, self._note_change)
+        self.port = Port()
+        self.switchboard.replica_up(self.port, facts("r"), NO_LOAD)
+
+    def open(self, request_id: str, timeout_s: float = 60) -> OutputStream:
+        request = EngineRequest(request_id=request_id, prompt_token_ids=(1,), sampling_params=SamplingParams(seed=0))
+        part = Part(request=request, text=LetterText())
+        deadline = self.switchboard.now() + timeout_s
+        return self.switchboard.open(part, model="m", deadline=deadline, on_news=lambda: None)
+
+    def news(self, *deltas) -> None:
+        self.switchboard.replica_news("r", StepNews(load=NO_LOAD, deltas=deltas))
+
+    def _note_change(self) -> None:
+        self.num_changes += 1
+
+
+def test_news_reach_the_stream_of_their_request():
+    board = Board()
+    x, y = board.open("x"), board.open("y")
+    board.news(delta(board.port.attempts[1], 0, 3, finish=FinishReason.STOP))
+    assert y.poll().token_ids == (3,)
+    board.switchboard.check_integrity()
+    board.switchboard.close(x)
+    assert board.port.aborted == [board.port.attempts[0]]
+    board.switchboard.check_integrity()
+
+
+def test_closing_a_stream_that_is_over_leaves_a_newer_request_of_the_same_id_alone():
+    board = Board()
+    old = board.open("x")
+    board.news(delta(board.port.attempts[0], 0, 3, finish=FinishReason.STOP))
+    board.open("x")
+    board.switchboard.close(old)
+    assert board.switchboard.num_open == 1
+    assert board.port.aborted == []
+
+
+def test_of_two_streams_with_one_id_the_newer_goes_on():
+    board = Board()
+    older, newer = board.open("x"), board.open("x")
+    with pytest.raises(RequestSupersededError):
+        older.poll()
+    board.switchboard.close(older)
+    board.news(delta(board.port.attempts[1], 0, 3, finish=FinishReason.STOP))
+    assert newer.poll().token_ids == (3,)
+    assert board.port.aborted == board.port.attempts[:1]
+
+
+def test_the_timer_goes_off_for_each_deadline_whatever_the_order():
+    board = Board()
+    streams = {timeout_s: board.open(f"within {timeout_s}", timeout_s) for timeout_s in (3600, 30, 10, 20)}
+    for timeout_s in (10, 20, 30):
+        board.clock.set(100.0 + timeout_s)
+        with pytest.raises(DeadlineExceededError):
+            streams.pop(timeout_s).poll()
+        assert all(stream.poll() is None for stream in streams.values())
+    assert sorted(board.port.aborted) == board.port.attempts[1:]
+
+
+def test_a_timer_that_rings_early_is_set_again():
+    board = Board()
+    stream = board.open("x", timeout_s=10)
+    (alarm,) = board.clock.alarms
+    board.clock.now = 110.0 - 1e-9
+    board.clock.ring(alarm)
+    assert stream.poll() is None
+    board.clock.set(110.0)
+    with pytest.raises(DeadlineExceededError):
+        stream.poll()
+
+
+def test_a_timer_that_breaks_ends_every_request(monkeypatch, caplog):
+    board = Board()
+    monkeypatch.setattr(board.dispatch, "tick", lambda now: 1 // 0)
+    streams = board.open("x", timeout_s=1), board.open("y", timeout_s=60)
+    board.clock.set(101.0)
+    for stream in streams:
+        with pytest.raises(InternalError):
+            stream.poll()
+    assert "the router's timer failed" in caplog.text
+
+
+def test_models_changes_are_announced():
+    board = Board()
+    assert board.num_changes == 1
+    board.switchboard.replica_down("r", InternalError("x"))
+    assert board.num_changes == 2
+    board.switchboard.check_integrity()
+
+
+def test_who_waits_for_idle_hears_once_that_the_last_request_is_over():
+    board, heard = Board(), []
+    x, y = board.open("x"), board.open("y")
+    board.switchboard.when_idle(lambda: heard.append("idle"))
+    board.switchboard.close(x)
+    assert heard == []
+    board.switchboard.close(y)
+    board.switchboard.close(board.open("z"))
+    assert heard == ["idle"]
+    board.switchboard.when_idle(lambda: heard.append("idle already"))
+    assert heard == ["idle", "idle already"]
+
+
+@on_a_loop
+async def test_an_event_loop_is_a_clock():
+    dispatch, news = Dispatch(RouterConfig(), LimitsConfig(), lambda n: 0), asyncio.Event()
+    switchboard = Switchboard(dispatch, asyncio.get_running_loop(), lambda: None)
+    switchboard.replica_up(Port(), facts("r"), NO_LOAD)
+    request = EngineRequest(request_id="x", prompt_token_ids=(1,), sampling_params=SamplingParams(seed=0))
+    part, deadline = Part(request=request, text=LetterText()), switchboard.now() + 0.01
+    stream = switchboard.open(part, model="m", deadline=deadline, on_news=news.set)
+    await news.wait()
+    with pytest.raises(DeadlineExceededError):
+        stream.poll()

@@ -1,0 +1,70 @@
+"""Output on its way to a reader that may be slow."""
+
+from dataclasses import replace
+
+import pytest
+
+from holdfast.router.dispatch.output_stream import OutputStream
+from holdfast.router.events import Deliver, Usage
+from holdfast.worker.errors import ReplicaError
+from holdfast.worker.request import FinishReason, TokenLogprob
+
+
+def piece(first: int, *token_ids: int, finish: FinishReason | None = None) -> Deliver:
+    usage = Usage(num_prompt_tokens=1, num_completion_tokens=first + len(token_ids)) if finish else None
+    text = "".join(chr(ord("a") + token_id) for token_id in token_ids)
+    return Deliver(
+        request_id="x",
+        first_token_index=first,
+        token_ids=token_ids,
+        text=text,
+        finish_reason=finish,
+        usage=usage,
+        logprobs=said_of(*token_ids),
+    )
+
+
+def said_of(*token_ids: int) -> tuple[TokenLogprob, ...]:
+    return tuple(TokenLogprob(token_id=token_id, logprob=-0.5, rank=1) for token_id in token_ids)
+
+
+def stream(*deliveries: Deliver) -> OutputStream:
+    made = OutputStream("x", lambda: None)
+    for delivery in deliveries:
+        made.push(delivery)
+    return made
+
+
+def test_what_is_merged_comes_from_where_the_last_of_it_came_from():
+    first = replace(piece(0, 0), fingerprint="first")
+    second = replace(piece(1, 1), fingerprint="second", identity_guaranteed=False)
+    merged = stream(first, second).poll()
+    assert (merged.fingerprint, merged.identity_guaranteed) == ("second", False)
+
+
+def test_what_is_not_read_yet_is_merged():
+    slow = stream(piece(0, 0, 1))
+    assert slow.poll() == piece(0, 0, 1)
+    slow.push(piece(2, 2))
+    slow.push(piece(3, 3, 4, finish=FinishReason.LENGTH))
+    rest = slow.poll()
+    assert (rest.first_token_index, rest.token_ids, rest.text) == (2, (2, 3, 4), "cde")
+    assert rest.logprobs == said_of(2, 3, 4)
+    assert (rest.finish_reason, rest.usage.num_completion_tokens) == ("length", 5)
+    assert slow.poll() is None
+
+
+def test_a_reader_hears_of_whatever_comes():
+    news = []
+    told = OutputStream("x", lambda: news.append(told.request_id))
+    told.push(piece(0, 1))
+    told.fail(ReplicaError("lost"))
+    assert news == ["x", "x"]
+
+
+def test_an_error_comes_after_what_was_pushed_before():
+    failed = stream(piece(0, 1))
+    failed.fail(ReplicaError("lost"))
+    assert failed.poll() == piece(0, 1)
+    with pytest.raises(ReplicaError, match="lost"):
+        failed.poll()

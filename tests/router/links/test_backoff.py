@@ -1,0 +1,25 @@
+"""Pauses between dials: they grow to a limit, are drawn apart, and begin anew once a replica has answered."""
+
+from holdfast.router.links.backoff import FIRST_PAUSE_S, Redial
+
+
+def failed(num_times: int) -> Redial:
+    redial = Redial(max_pause_s=2.0)
+    for _ in range(num_times):
+        redial.note_failure()
+    return redial
+
+
+def test_pauses_double_up_to_a_limit():
+    pauses = [failed(num_times).pause_s(1.0) for num_times in (0, 1, 2, 5, 6, 5000)]
+    assert pauses == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S, 32 * FIRST_PAUSE_S, 2.0, 2.0]
+
+
+def test_a_draw_takes_up_to_half_of_a_pause_away():
+    assert failed(0).pause_s(0.0) == FIRST_PAUSE_S / 2
+
+
+def test_a_replica_that_was_up_is_dialled_again_soon():
+    redial = failed(7)
+    redial.note_up()
+    assert redial.pause_s(1.0) == FIRST_PAUSE_S

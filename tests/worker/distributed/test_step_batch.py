@@ -1,0 +1,80 @@
+"""A plan packed and unpacked says the same thing."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.plan.step_plan import BlockCopy, DrawParams, PromptRating, ScheduledSequence, StepPlan
+
+DRAW = DrawParams(seed=1, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
+
+
+@st.composite
+def sequences(draw):
+    first_position = draw(st.integers(0, 100))
+    token_ids = tuple(draw(st.lists(st.integers(0, 2**18), min_size=1, max_size=20)))
+    num_draws = draw(st.integers(0, len(token_ids)))
+    block_size = draw(st.sampled_from([1, 16]))
+    num_blocks = -(-(first_position + len(token_ids)) // block_size)
+    first_block = draw(st.integers(0, 1000))
+    first_row = draw(st.integers(0, len(token_ids) - 1))
+    num_rated = draw(st.integers(0, len(token_ids) - first_row))
+    rating = PromptRating(first_row=first_row, token_ids=(9,) * num_rated, num_logprobs=3)
+    return ScheduledSequence(
+        sequence_id=draw(st.integers(0, 2**40)),
+        first_position=first_position,
+        token_ids=token_ids,
+        block_ids=tuple(range(first_block, first_block + num_blocks)),
+        draw=DRAW if num_draws else None,
+        num_draws=num_draws,
+        rating=rating if num_rated else None,
+    )
+
+
+copies = st.builds(
+    BlockCopy, source=st.integers(0, 1000), destination=st.integers(0, 1000), num_tokens=st.integers(1, 63)
+)
+
+
+@given(st.lists(sequences(), min_size=1, max_size=8), st.integers(0, 2**62), st.lists(copies, max_size=3))
+def test_unpacking_gives_back_what_was_packed(scheduled, step_id, copies):
+    plan = StepPlan(step_id=step_id, sequences=tuple(scheduled), block_copies=tuple(copies))
+    packed = StepBatch.pack(plan)
+    assert packed.dtype == np.int64
+    assert packed[0] == len(scheduled) >= 1
+    batch = StepBatch.unpack(packed)
+    assert batch.step_id == step_id
+    assert batch.token_ids.tolist() == [token for s in scheduled for token in s.token_ids]
+    assert batch.positions.tolist() == [s.first_position + i for s in scheduled for i in range(len(s.token_ids))]
+    assert batch.first_positions.tolist() == [s.first_position for s in scheduled]
+    assert batch.num_tokens.tolist() == [len(s.token_ids) for s in scheduled]
+    assert batch.num_draws.tolist() == [s.num_draws for s in scheduled]
+    assert batch.block_ids.tolist() == [block for s in scheduled for block in s.block_ids]
+    assert batch.num_blocks.tolist() == [len(s.block_ids) for s in scheduled]
+    assert batch.block_copies.T.tolist() == [[c.source, c.destination, c.num_tokens] for c in copies]
+
+
+@given(st.lists(sequences(), min_size=1, max_size=8))
+def test_logits_rows_are_the_last_rows_of_each_sequence_and_then_those_that_rate(scheduled):
+    batch = StepBatch.unpack(StepBatch.pack(StepPlan(step_id=0, sequences=tuple(scheduled))))
+    expected, rating, start = [], [], 0
+    for sequence in scheduled:
+        rows = range(start, start + len(sequence.token_ids))
+        expected += rows[len(rows) - sequence.num_draws :]
+        if sequence.rating is not None:
+            rating += rows[sequence.rating.first_row :][: len(sequence.rating.token_ids)]
+        start = rows.stop
+    assert batch.logits_rows.tolist() == expected + rating
+
+
+def test_blocks_are_found_by_sequence_and_index():
+    plan = StepPlan(
+        step_id=0,
+        sequences=tuple(
+            ScheduledSequence(sequence_id=i, first_position=0, token_ids=(1,), block_ids=blocks, draw=None)
+            for i, blocks in enumerate([(7, 8), (3,), (5, 4, 9)])
+        ),
+    )
+    batch = StepBatch.unpack(StepBatch.pack(plan))
+    assert batch.blocks_of(np.array([2, 0, 1, 2]), np.array([2, 1, 0, 0])).tolist() == [9, 8, 3, 5]

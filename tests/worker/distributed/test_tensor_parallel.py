@@ -1,0 +1,182 @@
+"""Sums in rank order, orders of any length, a lost rank heard of at once: among threads and among real processes."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.worker.distributed.peer_sockets import LARGEST_BYTES
+from holdfast.worker.distributed.tensor_parallel import FIRST_PART, DistributedGroup, SingleRank, ordered_sum, pick_port
+from holdfast.worker.errors import ReplicaError
+from tests.fake_group import run_ranks
+
+
+def test_parts_are_added_in_rank_order():
+    parts = [torch.tensor([value]) for value in (1e8, -1e8, 1.0, 0.5)]
+    assert ordered_sum(parts).item() == 1.5
+    assert ordered_sum([parts[0], parts[2], parts[1], parts[3]]).item() == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_are_rounded_once(dtype):
+    eps = torch.finfo(dtype).eps
+    parts = [torch.tensor([value], dtype=dtype) for value in (1.0, eps / 2, eps / 2)]
+    assert ordered_sum(parts).item() == 1.0 + eps
+    assert parts[0].item() == 1.0
+
+
+def test_two_parts_give_the_same_bits_either_way():
+    a, b = torch.randn(2, 1000).bfloat16()
+    assert torch.equal(ordered_sum([a, b]), ordered_sum([b, a]))
+    assert torch.equal(ordered_sum([a, b]), ordered_sum([a, b, torch.zeros_like(a)]))
+
+
+def test_a_single_rank_keeps_what_it_has():
+    group, x, message = SingleRank(), torch.randn(3), np.arange(3)
+    assert group.all_reduce(x) is x
+    assert group.all_gather(x) is x
+    assert group.broadcast(message) is message
+    group.close()
+
+
+def test_threads_stand_in_for_ranks():
+    def on_rank(group):
+        x = torch.full((2, 3), float(group.rank))
+        order = group.broadcast(np.arange(5) if group.rank == 0 else None)
+        return group.all_reduce(x), group.all_gather(x), group.all_gather(x, dim=0), order
+
+    for total, columns, rows, order in run_ranks(3, on_rank):
+        assert torch.equal(total, torch.full((2, 3), 3.0))
+        assert columns[0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert rows.shape == (6, 3)
+        assert order.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_failing_thread_ends_the_others():
+    def on_rank(group):
+        if group.rank == 1:
+            raise ValueError("rank 1 is broken")
+        return group.all_reduce(torch.zeros(1))
+
+    with pytest.raises(ValueError, match="rank 1 is broken"):
+        run_ranks(3, on_rank)
+
+
+# Real processes: the same three live through one group after another. What each returns comes back to the test.
+
+
+def _exchange(rank: int, rendezvous: str) -> dict[str, Any]:
+    group = DistributedGroup(rank, 3, rendezvous)
+    x = torch.tensor([[1e8, -1e8, 1.0][rank], float(rank)])
+    big = np.arange(3 * FIRST_PART) ** 2
+    messages = (np.arange(3), big, big[: FIRST_PART - 1], big[:FIRST_PART], big[:0])
+    result = {
+        "obeyed": [np.array_equal(group.broadcast(message if rank == 0 else None), message) for message in messages],
+        "sum": group.all_reduce(x.clone()).tolist(),
+        "large_sum": group.all_reduce(torch.full((LARGEST_BYTES,), float(rank + 1))).unique().tolist(),
+        "half_sum": group.all_reduce(x.bfloat16()).dtype,
+        "gathered": group.all_gather(x[1:]).tolist(),
+        "strided": group.all_gather(x.repeat(4).view(4, 2)[:, 1:], dim=0).shape,
+    }
+    group.close()
+    return result
+
+
+def _be_late(rank: int, rendezvous: str) -> str | list[int]:
+    """Ranks 1 and 2 never join the leader's sum, but await orders, which may take long."""
+    group = DistributedGroup(rank, 3, rendezvous, data_timeout_s=0.5)
+    if rank == 0:
+        heard = _what_is_heard(lambda: group.all_reduce(torch.zeros(4)))
+        group.broadcast(np.array([7]))
+        group.close()
+        return heard
+    order: list[int] = group.broadcast(None).tolist()
+    group.close()
+    return order
+
+
+def _lose_rank_two(rank: int, rendezvous: str) -> list[str]:
+    """Rank 2 dies while the others wait for it in a sum; then rank 1 awaits orders from a leader that has left."""
+    group = DistributedGroup(rank, 3, rendezvous)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    heard = [_what_is_heard(lambda: group.all_reduce(torch.zeros(4)))]
+    if rank == 1:
+        heard.append(_what_is_heard(lambda: group.broadcast(None)))
+    return heard
+
+
+def _what_is_heard(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ReplicaError as error:
+        return str(error).partition(":")[0]
+    return "nothing"
+
+
+SCENARIOS = (_exchange, _be_late, _lose_rank_two)
+
+
+@pytest.fixture(scope="module")
+def lives() -> list[list[Any]]:
+    """For each rank what it returned from each scenario, and how it ended."""
+    context = multiprocessing.get_context("spawn")
+    rendezvous = [f"tcp://127.0.0.1:{pick_port()}" for _ in SCENARIOS]
+    pipes = [context.Pipe(duplex=False) for _ in range(3)]
+    processes = [context.Process(target=_live, args=(rank, rendezvous, pipes[rank][1])) for rank in range(3)]
+    for process, (_, writer) in zip(processes, pipes, strict=True):
+        process.start()
+        writer.close()
+    return [_life_of(process, reader) for process, (reader, _) in zip(processes, pipes, strict=True)]
+
+
+def _live(rank: int, rendezvous: list[str], writer: Connection) -> None:
+    torch.set_num_threads(1)
+    for scenario, place in zip(SCENARIOS, rendezvous, strict=True):
+        writer.send(scenario(rank, place))
+
+
+def _life_of(process: SpawnProcess, reader: Connection) -> list[Any]:
+    life: list[Any] = []
+    try:
+        while reader.poll(100):
+            life.append(reader.recv())
+        process.kill()
+    except EOFError:
+        pass
+    process.join()
+    return [*life, process.exitcode]
+
+
+@pytest.mark.slow
+def test_processes_sum_gather_and_obey(lives):
+    for result in (life[0] for life in lives):
+        assert result["obeyed"] == [True] * 5
+        assert result["sum"] == [1.0, 3.0]
+        assert result["large_sum"] == [6.0]
+        assert result["half_sum"] == torch.bfloat16
+        assert result["gathered"] == [0.0, 1.0, 2.0]
+        assert result["strided"] == (12, 1)
+
+
+@pytest.mark.slow
+def test_sums_have_a_deadline_and_orders_have_none(lives):
+    assert [life[1] for life in lives] == ["a rank of the replica was lost", [7], [7]]
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_heard_of_by_all_others(lives):
+    lost = "a rank of the replica was lost"
+    assert [life[2:] for life in lives] == [[[lost], 0], [[lost, lost], 0], [-signal.SIGKILL]]
+
+
+def test_a_rank_whose_peers_never_come_gives_up():
+    with pytest.raises(ReplicaError, match="could not join"):
+        DistributedGroup(0, 2, f"tcp://127.0.0.1:{pick_port()}", start_timeout_s=0.1)

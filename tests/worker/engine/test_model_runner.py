@@ -1,0 +1,164 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.worker.config import CacheConfig, SchedulerConfig
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follow
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.model.loading import load_parts
+from holdfast.worker.model.memory import PREFIX_CACHE_FACTOR
+from holdfast.worker.plan.step_plan import DrawParams, StepPlan
+from tests.fake_group import run_ranks
+from tests.parity.families import save_tiny_model
+from tests.parity.harness import BLOCK_SIZE, NUM_BLOCKS, Sequences, greedy_tokens, logits_in_chunks, worker_config
+
+CPU = torch.device("cpu")
+PROMPTS = [[5, 9, 77, 31, 8, 64, 3], [100, 4, 4, 90]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("model") / "tiny-llama")
+
+
+@pytest.fixture(scope="module")
+def leader(folder) -> LeaderRunner:
+    group = SingleRank()
+    return LeaderRunner(ModelRunner.load(worker_config(folder), group, device=CPU), group)
+
+
+def whole_prompts(num_draws=(1, 1)) -> StepPlan:
+    sequences = Sequences(PROMPTS)
+    scheduled = [sequences.scheduled(n, 0, len(PROMPTS[n]), num_draws[n]) for n in range(2)]
+    return StepPlan(step_id=3, sequences=tuple(scheduled))
+
+
+def test_the_facts_of_a_model_are_known_once_it_is_loaded(folder):
+    info = ModelRunner.load(worker_config(folder), SingleRank(), device=CPU).info
+    assert (info.name, info.path, info.model_type) == ("tiny-llama", str(folder), "llama")
+    assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (128, 126, {2})
+    assert (info.block_size, info.num_blocks, info.kv_bytes_per_token) == (BLOCK_SIZE, NUM_BLOCKS, 256)
+    assert (info.dtype, info.tensor_parallel_size) == ("float32", 1)
+    assert info.row_invariant
+
+
+def test_a_model_can_be_served_under_another_name(folder):
+    config = worker_config(folder, served_model_name="mine", max_model_len=32)
+    info = ModelRunner.load(config, SingleRank(), device=CPU).info
+    assert (info.name, info.max_model_len) == ("mine", 32)
+
+
+def test_loading_reports_its_progress(folder):
+    seen: list[tuple[str, int, int]] = []
+    ModelRunner.load(worker_config(folder), SingleRank(), lambda *progress: seen.append(progress), CPU)
+    loads = [(done, total) for phase, done, total in seen if phase == "load"]
+    assert loads == [(done, len(loads)) for done in range(1, len(loads) + 1)]
+    assert [entry for entry in seen if entry[0] == "check"] == [("check", 0, 1), ("check", 1, 1)]
+
+
+def test_the_check_leaves_a_clean_cache(folder):
+    group = SingleRank()
+    parts = load_parts(worker_config(folder), group, CPU, lambda *progress: None)
+    written = []
+    clear = parts.cache.clear
+    parts.cache.clear = lambda blocks: (written.append(parts.cache.layers[0].keys[blocks].any().item()), clear(blocks))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("holdfast.worker.engine.model_runner.load_parts", lambda *args: parts)
+        ModelRunner.load(worker_config(folder), group, device=CPU)
+    assert written[-1], "the check did write"
+    for layer in parts.cache.layers:
+        assert not layer.keys.any()
+        assert not layer.values.any()
+
+
+def test_a_step_draws_as_many_tokens_as_it_is_asked_for(leader):
+    result = leader.run(whole_prompts(num_draws=(0, 3)))
+    assert result.step_id == 3
+    assert [len(tokens) for tokens in result.token_ids] == [0, 3]
+    logits = leader.logits(whole_prompts(num_draws=(0, 3)))
+    assert logits.shape == (3, 126)
+    assert logits.dtype == torch.float32
+    assert result.token_ids[1] == tuple(logits.argmax(-1).tolist())
+
+
+def test_a_step_may_draw_nothing(leader):
+    assert leader.run(whole_prompts(num_draws=(0, 0))).token_ids == ((), ())
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(leader):
+    for chunk in (1, 3, 128):
+        together = logits_in_chunks(leader, PROMPTS, chunk)
+        for prompt, rows in zip(PROMPTS, together, strict=True):
+            assert torch.equal(rows, logits_in_chunks(leader, [prompt], 128)[0])
+
+
+def test_seeded_draws_are_equal_alone_and_in_a_batch_of_33(leader, monkeypatch):
+    warm = DrawParams(seed=11, first_output_index=4, temperature=1.0, top_k=0, top_p=1.0)
+    monkeypatch.setattr("tests.parity.harness.GREEDY", warm)
+    crowd = [[7 + i] for i in range(32)]
+    batched = greedy_tokens(leader, [PROMPTS[1], *crowd], num_new=1)[0]
+    assert batched == greedy_tokens(leader, [PROMPTS[1]], num_new=1)[0]
+    assert len({tuple(tokens) for tokens in greedy_tokens(leader, [[7]] * 3, num_new=1)}) == 1
+
+
+def test_followers_run_every_step_until_they_are_told_to_stop(folder):
+    def live(group):
+        runner = ModelRunner.load(worker_config(folder, 2), group, device=CPU)
+        if group.rank > 0:
+            return follow(runner, group)
+        leader = LeaderRunner(runner, group)
+        leader.keep_alive()
+        first = leader.run(whole_prompts())
+        leader.keep_alive()
+        second = leader.run(whole_prompts())
+        leader.close()
+        assert first == second
+        return first.token_ids
+
+    tokens, nothing = run_ranks(2, live)
+    assert [len(drawn) for drawn in tokens] == [1, 1]
+    assert nothing is None
+
+
+def test_only_the_leader_has_logits(folder):
+    from holdfast.worker.distributed.step_batch import StepBatch
+
+    def execute(group):
+        runner = ModelRunner.load(worker_config(folder, 2), group, device=CPU)
+        logits = runner.execute(StepBatch.unpack(StepBatch.pack(whole_prompts())))
+        return None if logits is None else tuple(logits.shape)
+
+    assert run_ranks(2, execute) == [(2, 126), None]
+
+
+def test_control_messages_are_no_steps():
+    from holdfast.worker.distributed.step_batch import StepBatch
+    from holdfast.worker.engine import model_runner
+
+    assert StepBatch.pack(whole_prompts())[0] >= 1
+    assert max(model_runner._KEEP_ALIVE, model_runner._STOP) < 1
+    assert isinstance(model_runner._order(0), np.ndarray)
+
+
+def test_the_cache_has_the_size_that_is_set(folder):
+    config = worker_config(folder).model_copy(update={"cache": CacheConfig(kv_cache_memory=256 * 16 * 5 + 100)})
+    assert ModelRunner.load(config, SingleRank(), device=CPU).info.num_blocks == 5
+
+
+@pytest.mark.parametrize("keeps_prefixes", [False, True])
+def test_on_a_cpu_the_cache_has_what_can_be_in_use_and_some_times_as_much_for_prefixes(folder, keeps_prefixes):
+    cache = CacheConfig(enable_prefix_caching=keeps_prefixes)
+    update = {"cache": cache, "scheduler": SchedulerConfig(max_num_seqs=3)}
+    config = worker_config(folder).model_copy(update=update)
+    num_in_use = 3 * 128 // 16
+    num_blocks = ModelRunner.load(config, SingleRank(), device=CPU).info.num_blocks
+    assert num_blocks == num_in_use * (PREFIX_CACHE_FACTOR if keeps_prefixes else 1)
+
+
+def test_a_block_size_that_tiles_do_not_fit_is_a_wrong_setting(folder):
+    config = worker_config(folder).model_copy(update={"cache": CacheConfig(block_size=10, num_blocks=8)})
+    with pytest.raises(ConfigurationError, match="block_size = 10"):
+        ModelRunner.load(config, SingleRank(), device=CPU)

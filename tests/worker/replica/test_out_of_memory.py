@@ -1,0 +1,93 @@
+"""A step for which there is no memory, on any rank, loses the replica: every caller hears, and no process stays."""
+
+import pytest
+import torch
+
+from holdfast.worker.config import SchedulerConfig, WorkerConfig
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import Message, SingleRank
+from holdfast.worker.errors import ReplicaError
+from holdfast.worker.plan.step_plan import StepPlan, StepResult
+from holdfast.worker.replica.rank import run_rank
+from holdfast.worker.scheduling.scheduler import Scheduler
+from tests.pseudo_model import PseudoRunner
+from tests.worker.engine.test_engine import Recorder, make_engine, make_request
+
+FAILURES = [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+]
+EVERY_FAILURE = pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: type(failure).__name__)
+
+
+class Starved(PseudoRunner):
+    """A leader's runner that finds no memory for its third step."""
+
+    def __init__(self, failure: Exception) -> None:
+        super().__init__(num_blocks=64, block_size=4)
+        self._failure = failure
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if self.num_steps == 2:
+            raise self._failure
+        return super().run(plan)
+
+
+@EVERY_FAILURE
+def test_a_leader_without_memory_answers_everyone(failure):
+    engine, runner, recorder = make_engine(Starved(failure))
+    second = Recorder()
+    engine.attach(second)
+    engine.submit(make_request("r"), recorder)
+    for listener in (recorder, second):
+        listener.wait_for(lambda listener=listener: listener.failure is not None)
+        assert isinstance(listener.failure, ReplicaError)
+    with pytest.raises(ReplicaError):
+        engine.submit(make_request("s"), recorder)
+    engine.stop()
+    assert runner.closed
+
+
+def test_a_listener_that_finds_no_memory_for_the_news_keeps_it_from_nobody_else():
+    class Full(Recorder):
+        def on_failure(self, error) -> None:
+            raise MemoryError
+
+    engine, _, recorder = make_engine(Starved(MemoryError()))
+    engine.attach(Full())
+    last = Recorder()
+    engine.attach(last)
+    engine.submit(make_request("r"), recorder)
+    last.wait_for(lambda: last.failure is not None)
+    engine.stop()
+
+
+@EVERY_FAILURE
+def test_a_rank_without_memory_leaves_its_group_and_ends(failure, monkeypatch):
+    class StarvedRank:
+        def execute(self, batch: StepBatch) -> None:
+            raise failure
+
+    class Group(SingleRank):
+        is_left = False
+
+        def broadcast(self, message: Message | None) -> Message:
+            return StepBatch.pack(one_step())
+
+        def close(self) -> None:
+            self.is_left = True
+
+    group = Group()
+    monkeypatch.setattr("holdfast.worker.replica.rank.join", lambda *_: group)
+    monkeypatch.setattr("holdfast.worker.replica.rank.prepare_process", lambda *_: None)
+    monkeypatch.setattr("holdfast.worker.engine.model_runner.ModelRunner.load", lambda *_, **__: StarvedRank())
+    with pytest.raises(type(failure)):
+        run_rank(WorkerConfig(), 1, "tcp://127.0.0.1:1", torch.device("cpu"))
+    assert group.is_left
+
+
+def one_step() -> StepPlan:
+    scheduler = Scheduler(SchedulerConfig(), num_blocks=8, block_size=4, max_model_len=20, eos_token_ids=frozenset())
+    scheduler.add(make_request("r"))
+    return scheduler.plan()

@@ -1,0 +1,58 @@
+"""The watch over child processes: what it says, and that it leaves nothing open."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.worker.replica.rank import LocalRanks
+
+
+def start_ranks() -> LocalRanks:
+    """Three processes that end when their standard input does."""
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    return LocalRanks({rank: subprocess.Popen(command, stdin=subprocess.PIPE) for rank in (1, 2, 3)})
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_starting_and_killing_ranks_leaves_no_file_open():
+    before = num_open_files()
+    for _ in range(3):
+        ranks = start_ranks()
+        assert num_open_files() >= before + 6, "a watch and a pipe for each"
+        ranks.kill()
+        ranks.wait()
+        assert num_open_files() == before
+
+
+def test_the_first_that_ends_is_named_to_everyone_who_waits():
+    ranks = start_ranks()
+    os.kill(ranks.pids[1], 9)
+    assert [ranks.wait(), ranks.wait()] == ["rank 2 ended with code -9"] * 2
+    ranks.kill()
+    ranks.kill()
+    assert ranks.wait() == "rank 2 ended with code -9"
+
+
+def test_many_open_files_do_not_blind_the_watch():
+    """`select` refuses descriptors from 1024 on."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("this machine allows fewer files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    occupied = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        ranks = start_ranks()
+        ranks.kill()
+        assert "ended with code -9" in ranks.wait()
+    finally:
+        for descriptor in occupied:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -1,0 +1,202 @@
+"""A guardian ends a leader that hangs, and its ranks: those processes, for that reason, and nothing else."""
+
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.worker.supervision.process_id import ProcessId
+
+TIMEOUT_S = 30
+LIMIT_S = 0.5
+ROOT = Path(__file__).parents[3]
+PTRACE_SEIZE = 0x4206
+
+LEADER = """
+import asyncio, ctypes, os, sys, time
+from holdfast.worker.supervision.heartbeat_pipe import Lifeline
+from holdfast.worker.supervision.process_id import ProcessId
+
+async def live():
+    lifeline = Lifeline(float(sys.argv[1]), map(ProcessId.parse, sys.argv[2:]))
+    beating = asyncio.create_task(lifeline.keep_beating())
+    await asyncio.sleep(0)
+    print(lifeline.guardian, flush=True)
+    while order := await asyncio.to_thread(sys.stdin.readline):
+        if order == "hold the interpreter\\n":
+            ctypes.PyDLL(None).sleep(1000)
+        if order == "hold the loop\\n":
+            ctypes.CDLL(None).sleep(1000)
+        if order == "fork\\n" and os.fork() == 0:
+            print(os.getpid(), flush=True)
+            time.sleep(1000)
+        if order == "cut\\n":
+            lifeline.cut()
+            print("cut", flush=True)
+
+asyncio.run(live())
+"""
+
+
+class Leader:
+    """A process with a guardian and a rank."""
+
+    def __init__(self, rank: ProcessId, limit_s: float) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LEADER, str(limit_s), str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        self.guardian = psutil.Process(ProcessId.parse(self.process.stdout.readline().decode()).pid)
+
+    def order(self, what: str) -> None:
+        self.process.stdin.write(f"{what}\n".encode())
+        self.process.stdin.flush()
+
+
+@pytest.fixture
+def rank() -> Iterator[subprocess.Popen]:
+    """A process that does nothing for a long time."""
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def lead(rank) -> Iterator[Callable[..., Leader]]:
+    """Starts leaders of `rank`."""
+    leaders = []
+
+    def start(rank_id: ProcessId | None = None, limit_s: float = LIMIT_S) -> Leader:
+        leaders.append(Leader(rank_id or ProcessId.of(rank.pid), limit_s))
+        return leaders[-1]
+
+    yield start
+    for leader in leaders:
+        with leader.process:
+            leader.process.kill()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["SIGSTOP", "hold the interpreter", "hold the loop"])
+def test_a_leader_that_hangs_is_ended_with_its_ranks(lead, rank, how):
+    leader = lead()
+    rank.send_signal(signal.SIGSTOP)  # it could not end itself
+    if how == "SIGSTOP":
+        leader.process.send_signal(signal.SIGSTOP)
+    else:
+        leader.order(how)
+    assert leader.process.wait(TIMEOUT_S) == -signal.SIGKILL
+    assert rank.wait(TIMEOUT_S) == -signal.SIGKILL
+    until(lambda: has_ended(leader.guardian))
+
+
+def test_a_leader_that_is_killed_leaves_neither_ranks_nor_its_guardian(lead, rank):
+    leader = lead(limit_s=1000)
+    leader.process.kill()
+    assert rank.wait(TIMEOUT_S) == -signal.SIGKILL
+    until(lambda: has_ended(leader.guardian))
+
+
+def test_a_child_that_a_leader_forked_and_left_keeps_no_guardian_alive(lead, rank):
+    """It holds the pipe open as well."""
+    leader = lead(limit_s=1000)
+    leader.order("fork")
+    child = psutil.Process(int(leader.process.stdout.readline()))
+    leader.process.kill()
+    assert rank.wait(TIMEOUT_S) == -signal.SIGKILL
+    until(lambda: has_ended(leader.guardian))
+    child.kill()
+
+
+def test_a_leader_that_ends_in_peace_takes_its_guardian_along_and_nothing_else(lead, rank):
+    leader = lead()
+    leader.order("cut")
+    assert leader.process.stdout.readline() == b"cut\n"
+    assert has_ended(leader.guardian)
+    leader.process.stdin.close()
+    assert leader.process.wait(TIMEOUT_S) == 0
+    assert rank.poll() is None
+
+
+class Watched:
+    """A guardian of a process that cannot beat: the test does."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.leader = subprocess.Popen(["sleep", "1000"])
+        program = "from worker.guardian import main; main()"
+        command = [sys.executable, "-c", program, str(limit_s), str(ProcessId.of(self.leader.pid))]
+        self.guardian = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, cwd=ROOT)
+
+    def beat(self) -> None:
+        """Returns when the guardian has heard it."""
+        self.guardian.stdin.write(b".")
+        until(lambda: fcntl.ioctl(self.guardian.stdin, termios.FIONREAD, bytes(4)) == bytes(4))
+
+
+@pytest.fixture
+def watch() -> Iterator[Callable[[float], Watched]]:
+    """Starts what it is asked for, and ends it."""
+    started = []
+
+    def start(limit_s: float) -> Watched:
+        started.append(Watched(limit_s))
+        return started[-1]
+
+    yield start
+    for watched in started:
+        for process in (watched.guardian, watched.leader):
+            with process:
+                process.kill()
+
+
+def test_time_that_the_guardian_was_held_up_does_not_count(watch):
+    """It wakes to a leader that it has not heard of for longer than its limit, and waits on."""
+    watched = watch(1.0)
+    watched.beat()
+    watched.guardian.send_signal(signal.SIGSTOP)
+    time.sleep(1.2)
+    watched.guardian.send_signal(signal.SIGCONT)
+    resumed_s = time.monotonic()
+    assert watched.leader.wait(TIMEOUT_S) == -signal.SIGKILL
+    assert time.monotonic() - resumed_s > 0.4
+
+
+def test_a_leader_need_not_beat_before_its_first_beat_or_in_the_hands_of_a_debugger(watch):
+    watched = watch(0.3)
+    time.sleep(0.8)
+    assert watched.leader.poll() is None
+    if ctypes.CDLL(None).ptrace(PTRACE_SEIZE, watched.leader.pid, None, None) != 0:
+        pytest.skip("this machine allows no tracing")
+    watched.beat()
+    time.sleep(0.8)
+    assert watched.leader.poll() is None
+
+
+def test_a_number_that_belongs_to_another_by_now_is_left_alone(lead, rank):
+    pid, start_ticks = ProcessId.of(rank.pid)
+    leader = lead(rank_id=ProcessId(pid, start_ticks - 1))
+    leader.process.send_signal(signal.SIGSTOP)
+    leader.process.wait(TIMEOUT_S)
+    until(lambda: has_ended(leader.guardian))
+    assert rank.poll() is None

@@ -1,0 +1,72 @@
+"""A frozen engine is called out, from a thread that it cannot hold up, and everyone hears of its end."""
+
+import threading
+
+from holdfast.worker.engine.engine import Engine
+from holdfast.worker.engine_updates import EngineUpdate
+from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.plan.step_plan import StepPlan, StepResult
+from holdfast.worker.progress import ProgressCounter
+from holdfast.worker.supervision.watchdog import Watchdog
+from tests.pseudo_model import PseudoRunner
+from tests.worker.schedulers import BLOCK_SIZE, make_request, make_scheduler
+
+TIMEOUT_S = 30
+
+
+class StuckRunner(PseudoRunner):
+    """Gets stuck in its third step, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(64, BLOCK_SIZE)
+        self.let_go = threading.Event()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        if plan.step_id == 3:
+            assert self.let_go.wait(TIMEOUT_S)
+        return super().run(plan)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.errors: list[HoldfastError] = []
+        self.ended = threading.Event()
+
+    def on_update(self, update: EngineUpdate) -> None:
+        self.num_tokens += sum(len(delta.token_ids) for delta in update.deltas)
+
+    def on_failure(self, error: HoldfastError) -> None:
+        self.errors.append(error)
+        self.ended.set()
+
+
+def test_a_stuck_engine_is_given_up_and_its_callers_are_told_once():
+    runner, recorder = StuckRunner(), Recorder()
+    engine = Engine(make_scheduler(), runner, idle_s=0.05)
+    watchdog = Watchdog(
+        engine.progress,
+        lambda: engine.has_work,
+        lambda still_s: engine.give_up(ReplicaError(f"frozen for {still_s:.1f} s")),
+        frozen_after_s=0.3,
+    )
+    engine.start()
+    watchdog.start()
+    engine.attach(recorder)
+    engine.submit(make_request("a", max_tokens=30), recorder)
+    assert recorder.ended.wait(TIMEOUT_S)
+    assert "frozen" in str(engine.failure)
+    runner.let_go.set()
+    engine.stop()
+    assert [str(error) for error in recorder.errors] == [str(engine.failure)]
+    assert recorder.num_tokens == 2, "what comes after the end is not delivered"
+    assert runner.closed
+
+
+def test_a_watchdog_looks_through_its_clock():
+    times = iter(range(100))
+    progress = ProgressCounter()
+    watchdog = Watchdog(progress, lambda: True, lambda _: None, frozen_after_s=1.0, clock=lambda: next(times))
+    assert [watchdog.look() for _ in range(6)] == [False] * 4 + [True] * 2
+    progress.tick()
+    assert not watchdog.look()

@@ -1,0 +1,120 @@
+"""What every rank needs of a plan, as arrays: how a step travels from the leader to the others.
+
+    packed:  [S, T, B, C, P, step id | S first positions | S token counts | S draw counts | S block counts | T ids |
+              B blocks | C sources | C destinations | C slot counts | P rows]
+
+All of it is one int64 array, in which C block copies and P rows that rate prompt tokens are nearly always none. No
+torch here: the runner turns what it needs into tensors.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan
+
+IntArray = NDArray[np.int64]
+
+_HEADER_WORDS: Final = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """One step: S sequences with T tokens in all, packed one after the other in the order of the plan."""
+
+    step_id: int
+    token_ids: IntArray
+    """[T]"""
+    positions: IntArray
+    """[T] absolute position of each token in its sequence."""
+    first_positions: IntArray
+    """[S] position of each sequence's first token of this step."""
+    num_tokens: IntArray
+    """[S]"""
+    num_draws: IntArray
+    """[S] how many of a sequence's last rows are drawn from."""
+    block_ids: IntArray
+    """The sequences' block tables, one after the other."""
+    num_blocks: IntArray
+    """[S] length of each block table."""
+    block_copies: IntArray
+    """[3, C] sources, destinations and how many slots, to be copied before the step (see `StepPlan`)."""
+    logits_rows: IntArray
+    """[R] rows among T whose logits are wanted: all that are drawn from, in the order of the plan, and after them all
+    that rate prompt tokens."""
+
+    def blocks_of(self, sequences: IntArray, indices: IntArray) -> IntArray:
+        """For each pair: block number `index` of the sequence's table."""
+        table_starts = np.cumsum(self.num_blocks) - self.num_blocks
+        blocks: IntArray = self.block_ids[table_starts[sequences] + indices]
+        return blocks
+
+    @staticmethod
+    def pack(plan: StepPlan) -> IntArray:
+        """The array that `unpack` reads. Its first word is at least 1: other messages may begin with 0 or less."""
+        sequences = plan.sequences
+        tokens = _concatenated(sequence.token_ids for sequence in sequences)
+        blocks = _concatenated(sequence.block_ids for sequence in sequences)
+        per_sequence = (
+            [sequence.first_position for sequence in sequences],
+            [len(sequence.token_ids) for sequence in sequences],
+            [sequence.num_draws for sequence in sequences],
+            [len(sequence.block_ids) for sequence in sequences],
+        )
+        copies = _packed_copies(plan)
+        rating_rows = _rating_rows(sequences)
+        header = (len(sequences), len(tokens), len(blocks), len(plan.block_copies), len(rating_rows), plan.step_id)
+        words = np.fromiter(chain(header, *per_sequence), dtype=np.int64)
+        return np.concatenate((words, tokens, blocks, copies, rating_rows))
+
+    @classmethod
+    def unpack(cls, packed: IntArray) -> "StepBatch":
+        """The step that was packed. Its fields are views of `packed` where they can be."""
+        num_sequences, total_tokens, total_blocks, num_copies, num_ratings, step_id = packed[:_HEADER_WORDS].tolist()
+        lengths = [num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_ratings]
+        parts = np.split(packed[_HEADER_WORDS:], np.cumsum(lengths)[:-1])
+        first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, rating_rows = parts
+        drawn_rows = counts_up(np.cumsum(num_tokens) - num_draws, num_draws)
+        return cls(
+            step_id=step_id,
+            token_ids=token_ids,
+            positions=counts_up(first_positions, num_tokens),
+            first_positions=first_positions,
+            num_tokens=num_tokens,
+            num_draws=num_draws,
+            block_ids=block_ids,
+            num_blocks=num_blocks,
+            block_copies=copies.reshape(3, num_copies),
+            logits_rows=np.concatenate((drawn_rows, rating_rows)) if num_ratings else drawn_rows,
+        )
+
+
+def counts_up(firsts: IntArray, lengths: IntArray) -> IntArray:
+    """For each pair first, first + 1, ... (length numbers), one after the other."""
+    ends = np.cumsum(lengths)
+    return np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def _packed_copies(plan: StepPlan) -> IntArray:
+    copies = plan.block_copies
+    fields = ([copy.source for copy in copies], [c.destination for c in copies], [c.num_tokens for c in copies])
+    return np.fromiter(chain.from_iterable(fields), dtype=np.int64)
+
+
+def _rating_rows(sequences: Sequence[ScheduledSequence]) -> IntArray:
+    """The rows, among all of the step, that rate prompt tokens."""
+    rows: list[int] = []
+    start = 0
+    for sequence in sequences:
+        if (rating := sequence.rating) is not None:
+            rows += range(start + rating.first_row, start + rating.first_row + len(rating.token_ids))
+        start += len(sequence.token_ids)
+    return np.array(rows, dtype=np.int64)
+
+
+def _concatenated(tuples: Iterable[tuple[int, ...]]) -> IntArray:
+    return np.fromiter(chain.from_iterable(tuples), dtype=np.int64)

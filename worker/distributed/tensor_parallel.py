@@ -1,0 +1,232 @@
+"""How the ranks of one replica talk: sums and gathers of activations, and the leader's orders.
+
+Sums are taken in rank order, so every rank gets the same bits, and a value's bits depend neither on the size of the
+message nor on its place in it. Half types are added in float32 and rounded once. Nothing here knows of models.
+"""
+
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous as meet
+
+from holdfast.worker.distributed.peer_sockets import LARGEST_BYTES, PeerSockets
+from holdfast.worker.errors import ReplicaError
+
+Message = NDArray[np.int64]
+
+FIRST_PART = 1024
+"""Words of a broadcast's first part: its length, then as much of the message as fits. A second part takes the rest."""
+
+_CONTROL_TIMEOUT = timedelta(days=365)
+"""Followers wait for orders as long as nobody sends a request."""
+
+
+class TensorParallelGroup(Protocol):
+    """The ranks of one replica, seen from one of them. Rank 0 is the leader. All ranks make the same calls in order."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over all ranks, added in rank order. May overwrite `x`. Raises `ReplicaError` if a rank is lost."""
+        ...
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """All ranks' `x`, concatenated in rank order. Raises `ReplicaError` if a rank is lost."""
+        ...
+
+    def broadcast(self, message: Message | None) -> Message:
+        """The leader's int64 array, on every rank. Followers pass None and block, however long it takes.
+
+        The leader may return before the followers have it. Raises `ReplicaError` if a rank is lost.
+        """
+        ...
+
+    def close(self) -> None:
+        """Delivers what was broadcast and leaves the group."""
+        ...
+
+
+class SingleRank(TensorParallelGroup):
+    """A replica of one rank."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        return x
+
+    def broadcast(self, message: Message | None) -> Message:
+        assert message is not None, "a leader broadcasts a message"
+        return message
+
+    def close(self) -> None:
+        pass
+
+
+class _RankLoss:
+    """Inside it, torch.distributed's errors become `ReplicaError`. A class: a generator costs more on the hot path."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError | OSError):
+            raise ReplicaError(f"{self._what}: {error}") from error
+
+
+_LOST = _RankLoss("a rank of the replica was lost")
+
+
+class DistributedGroup(TensorParallelGroup):
+    """Ranks in processes of their own, over torch.distributed: gloo for CPUs, NCCL for GPUs.
+
+    One group per process at a time, since the default process group belongs to the process. Orders travel over gloo
+    with either backend. On CPUs activations are exchanged point to point, which costs less than half of gloo's own
+    collectives at decode sizes; small ones go over sockets of their own (`peer_sockets.py`).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        rendezvous: str,
+        *,
+        backend: Literal["gloo", "nccl"] = "gloo",
+        device: torch.device | str = "cpu",
+        start_timeout_s: float = 120.0,
+        data_timeout_s: float = 60.0,
+    ) -> None:
+        """Waits at `rendezvous` (`tcp://host:port`, served by rank 0) until all ranks are there.
+
+        Raises `ReplicaError` when they are not after `start_timeout_s`. A sum or gather that takes longer than
+        `data_timeout_s` counts as a lost rank.
+        """
+        self.rank = rank
+        self.size = size
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self._unsent: list[Any] = []
+        self._sockets: PeerSockets | None = None
+        self._first_part = torch.zeros(FIRST_PART, dtype=torch.int64)
+        self._gather: Callable[[Tensor], list[Tensor]] = self._exchange if backend == "gloo" else self._collect
+        with _RankLoss(f"rank {rank} of {size} could not join its replica at {rendezvous}"):
+            self._join(rendezvous, backend, torch.device(device), start_timeout_s, data_timeout_s)
+
+    def _join(
+        self, rendezvous: str, backend: str, device: torch.device, start_timeout_s: float, data_timeout_s: float
+    ) -> None:
+        start_timeout = timedelta(seconds=start_timeout_s)
+        store, _, _ = next(meet(rendezvous, self.rank, self.size, timeout=start_timeout))
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=data_timeout_s),
+            device_id=device if backend == "nccl" else None,
+        )
+        address = urlsplit(rendezvous)
+        if backend == "gloo" and address.hostname is not None and address.port is not None:
+            self._sockets = PeerSockets(self.rank, self.size, store, address.hostname, address.port, data_timeout_s)
+        self._control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        with _LOST:
+            return ordered_sum(self._gather(x.contiguous()))
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        with _LOST:
+            return torch.cat(self._gather(x.contiguous()), dim)
+
+    def broadcast(self, message: Message | None) -> Message:
+        with _LOST:
+            if self.rank == 0:
+                assert message is not None, "a leader broadcasts a message"
+                self._send_order(message)
+                return message
+            return self._receive_order()
+
+    def close(self) -> None:
+        try:
+            with _LOST:
+                self._finish_sending()
+        finally:
+            if self._sockets is not None:
+                self._sockets.close()
+            dist.destroy_process_group()
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        """Every rank's `x`, each sent straight to each."""
+        if self._sockets is not None and x.nbytes <= LARGEST_BYTES:
+            return self._sockets.exchange(x)
+        parts = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
+        receives = [dist.irecv(parts[peer], peer) for peer in self._peers]
+        sends = [dist.isend(x, peer) for peer in self._peers]
+        _wait([*receives, *sends])
+        return parts
+
+    def _collect(self, x: Tensor) -> list[Tensor]:
+        """Every rank's `x`, by the backend's own collective."""
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x)
+        return parts
+
+    def _send_order(self, message: Message) -> None:
+        self._finish_sending()
+        head = self._first_part
+        head[0] = len(message)
+        words = torch.from_numpy(np.array(message, dtype=np.int64))  # sent after we return: our own copy
+        head[1 : 1 + min(len(words), FIRST_PART - 1)] = words[: FIRST_PART - 1]
+        parts = [head] if len(words) < FIRST_PART else [head, words[FIRST_PART - 1 :]]
+        self._unsent = [dist.isend(part, peer, group=self._control) for part in parts for peer in self._peers]
+
+    def _finish_sending(self) -> None:
+        """Waits until the last order is out: only then may its buffer be written again."""
+        unsent, self._unsent = self._unsent, []
+        _wait(unsent)
+
+    def _receive_order(self) -> Message:
+        head = self._first_part
+        dist.recv(head, 0, group=self._control)
+        length = int(head[0])
+        if length < FIRST_PART:
+            return head[1 : 1 + length].numpy().copy()
+        rest = torch.empty(length - (FIRST_PART - 1), dtype=torch.int64)
+        dist.recv(rest, 0, group=self._control)
+        return torch.cat((head[1:], rest)).numpy()
+
+
+def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of the ranks' parts, in rank order. Half types are added in float32 and rounded once."""
+    if len(parts) == 2:
+        return parts[0] + parts[1]
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)
+
+
+def pick_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of this host that is free at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,232 @@
+"""The engine: one thread that plans, runs, commits and delivers, step after step, until it is stopped or fails.
+
+What may live here: the loop, its inbox and its end. What may not: whose request is whose and who is told what
+(`engine_core.py`), what a step does (`scheduler.py`), arithmetic (`model_runner.py`), wires and event loops
+(`link.py`).
+
+    submit, abort ──► inbox ──► core ─► plan ─► runner.run ─► commit ──► listener.on_update
+                                  └───────────── one turn ─────────────┘
+
+Whichever way the loop ends, every request that was submitted has been answered.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from holdfast.worker.engine.inbox import Inbox
+from holdfast.worker.engine_core.engine_core import EngineCore
+from holdfast.worker.engine_updates import EngineUpdate, StepListener
+from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.plan.step_plan import StepPlan, StepResult, StepRunner
+from holdfast.worker.progress import ProgressCounter
+from holdfast.worker.request import EngineLoad, EngineRequest
+from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.stats import EngineStats
+from holdfast.worker.tuning.batching_optimizer import Recommendation
+from holdfast.worker.tuning.step_tuner import StepTuner
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """A scheduler and a runner on a thread of their own. All methods are safe to call from any thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        *,
+        progress: ProgressCounter | None = None,
+        tuner: StepTuner | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        name: str = "engine",
+        idle_s: float = 10.0,
+    ) -> None:
+        """`progress` is what the runner moves inside a step, if it does. `tuner` watches the steps and sets their
+        limits, as far as it is told to; `clock` gives seconds.
+        """
+        self.progress = progress or ProgressCounter()
+        self._core = EngineCore(scheduler)
+        self._runner = runner
+        self._tuner = tuner
+        self._clock = clock
+        self._idle_s = idle_s
+        self._inbox = Inbox()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    # --- for any thread ---
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Aborts what is running, answers everyone and joins the thread. Safe to call twice."""
+        self._inbox.put_unless_closed(self._stop)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def attach(self, listener: StepListener) -> None:
+        """From now on `listener` hears of every step. Raises `ReplicaError` if the engine has ended."""
+        self._inbox.put(lambda: self._core.attach(listener))
+
+    def follow_cache(self, listener: StepListener) -> None:
+        """From now on the updates of an attached listener say what the prefix cache holds: all of it, then changes.
+
+        As long as nobody follows, nothing is kept for it.
+        """
+        self._inbox.put_unless_closed(lambda: self._core.follow_cache(listener))
+
+    def detach(self, listener: StepListener) -> None:
+        """`listener` hears nothing more, and its requests are aborted."""
+        self._inbox.put_unless_closed(lambda: self._core.detach(listener))
+
+    def submit(self, request: EngineRequest, listener: StepListener) -> None:
+        """Queues a request of an attached listener. Raises `ReplicaError` if the engine has ended."""
+        self._inbox.put(lambda: self._core.submit(request, listener, self._clock()))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request within one step; its last delta then says `ABORT`. Unknown ids are ignored."""
+        self._inbox.put_unless_closed(lambda: self._core.abort(request_id))
+
+    def fail(self, error: HoldfastError) -> None:
+        """Ends the engine from outside, as when a rank has died while nothing was running."""
+        self._inbox.put_unless_closed(lambda: _raise(error))
+
+    def give_up(self, error: HoldfastError) -> None:
+        """Ends a frozen engine: tells every listener now, on this thread, because the engine's may never come back."""
+        if self._inbox.close(error):
+            self._stopping = True
+            self._tell_of_end(error)
+
+    def stats(self, timeout_s: float = 30.0) -> EngineStats:
+        """Exact counts between two steps. Raises `ReplicaError` if the engine has ended."""
+        future: Future[EngineStats] = Future()
+        self._inbox.put(lambda: future.set_result(self._core.stats()))
+        return future.result(timeout_s)
+
+    def recommendations(self, timeout_s: float = 30.0) -> list[Recommendation]:
+        """What the tuner would set differently. Raises `ReplicaError` if the engine has ended."""
+        future: Future[list[Recommendation]] = Future()
+        self._inbox.put(lambda: future.set_result(self._tuner.get_recommendations() if self._tuner else []))
+        return future.result(timeout_s)
+
+    @property
+    def load(self) -> EngineLoad:
+        """As of the last step."""
+        return self._core.load
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything waits to be done. While it does, `progress` should move."""
+        return self._inbox.closed_by is None and (self._core.has_work or not self._inbox.is_empty)
+
+    @property
+    def failure(self) -> HoldfastError | None:
+        """Why the engine has ended, or None while it runs."""
+        return self._inbox.closed_by
+
+    # --- on the engine's thread ---
+
+    def _run(self) -> None:
+        error: HoldfastError = ReplicaError("the replica was stopped")
+        try:
+            while not self._stopping:
+                self._take_commands()
+                self._turn()
+        except HoldfastError as failure:
+            error = failure
+        except Exception as bug:
+            logger.exception("the engine failed")
+            error = ReplicaError(f"the replica failed: {type(bug).__name__}: {bug}")
+            error.__cause__ = bug
+        finally:
+            self._end(error)
+
+    def _take_commands(self) -> None:
+        """Runs everything in the inbox; with nothing to do, waits for the first command."""
+        if not self._core.has_work and self._inbox.is_empty:
+            first = self._inbox.wait(self._idle_s) or self._runner.keep_alive
+            first()
+        for command in self._inbox.take_all():
+            command()
+
+    def _turn(self) -> None:
+        began_s = self._clock()
+        plan = None if self._stopping else self._core.plan(began_s)
+        if plan is None:
+            self._deliver()
+            return
+        if self._core.has_urgent_news:
+            self._deliver()
+        result, step_s = self._run_plan(plan)
+        num_gained = self._core.commit(plan, result, step_s)
+        self._deliver()
+        if self._tuner is not None:
+            self._tune(self._tuner, plan.with_drafts(result.drafts), self._clock() - began_s, num_gained)
+
+    def _run_plan(self, plan: StepPlan) -> tuple[StepResult, float]:
+        """The result, and the seconds that it took."""
+        self.progress.begin_step(plan.num_tokens)
+        started_s = self._clock()
+        result = self._runner.run(plan)
+        step_s = self._clock() - started_s
+        self.progress.end_step(plan.num_tokens, step_s)
+        return result, step_s
+
+    def _tune(self, tuner: StepTuner, plan: StepPlan, turn_s: float, num_gained: int) -> None:
+        """What counts is the whole turn: it is what a stream waits for."""
+        news = tuner.observe(plan, step_s=turn_s, num_gained=num_gained, num_waiting=self._core.load.num_waiting)
+        for recommendation in news:
+            logger.info("%s", recommendation)
+        limits = tuner.next_limits()
+        if limits is not None:
+            self._core.set_limits(limits)
+
+    def _deliver(self) -> None:
+        if self._inbox.closed_by is not None:
+            return  # it was given up meanwhile, and everyone has been told so
+        for listener, update in self._core.take_updates():
+            self._tell(listener, update)
+
+    def _tell(self, listener: StepListener, update: EngineUpdate) -> None:
+        """A listener that breaks loses its own requests, not everybody's."""
+        try:
+            listener.on_update(update)
+        except Exception:  # whatever it raises is the listener's own fault
+            logger.exception("a listener failed; its requests are aborted")
+            self._core.detach(listener)
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._core.abort_all()
+
+    def _end(self, error: HoldfastError) -> None:
+        """The one way out of the loop: closes the inbox, runs what is still in it, and tells every listener."""
+        ends_now = self._inbox.close(error)  # else it was given up, and everyone has been told so
+        self._stopping = True
+        for command in self._inbox.take_all():
+            self._attempt("a command that came too late", command)
+        if ends_now:
+            self._tell_of_end(error)
+        self._attempt("closing the runner (its ranks may be gone already)", self._runner.close)
+
+    def _tell_of_end(self, error: HoldfastError) -> None:
+        for listener in self._core.listeners:
+            self._attempt("telling a listener of the end", partial(listener.on_failure, error))
+
+    def _attempt(self, what: str, action: Callable[[], None]) -> None:
+        """Runs one of the last actions: none of them may keep the next from being run."""
+        try:
+            action()
+        except Exception as error:
+            is_bug = not isinstance(error, HoldfastError)
+            logger.warning("%s failed: %s", what, error, exc_info=is_bug)
+
+
+def _raise(error: HoldfastError) -> None:
+    raise error

@@ -1,0 +1,221 @@
+"""Runs steps on one rank: the leader's and the followers' sides of it, and the check before the first request.
+
+What may live here: one step's way through a rank, and the orders between ranks. What may not: what a step should
+contain (`scheduler.py`), how a model is loaded (`loading.py`), and processes (`rank.py`).
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from enum import IntEnum
+from itertools import islice
+from typing import Final, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.worker.attention.kv_cache import KVCache
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
+from holdfast.worker.engine.self_check import SelfCheck
+from holdfast.worker.errors import ReplicaError, UnsupportedModelError
+from holdfast.worker.model.loading import Parts, load_parts
+from holdfast.worker.model.model import choose_device
+from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.plan.draws import draws_of
+from holdfast.worker.plan.step_plan import StepPlan, StepResult
+from holdfast.worker.progress import ProgressCounter
+from holdfast.worker.request import TokenLogprob
+from holdfast.worker.sampling.grammar_masks import GrammarMasks
+from holdfast.worker.sampling.logprobs import rate, token_logprobs
+from holdfast.worker.sampling.sampler import draw
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Called as `progress(phase, done, total)`; phases are `load` and `check`."""
+
+Item = TypeVar("Item")
+
+_MASK_LOOK_S: Final = 0.2
+_MASK_LOOKS: Final = 150
+
+_KEEP_ALIVE: Final = 0
+_STOP: Final = -1
+"""A message that is no step is one such number; a step starts with its number of sequences, at least 1."""
+
+
+class _Outcome(IntEnum):
+    """What came of the self check, as the leader tells the others."""
+
+    REFUSED = 0
+    BITS_DIFFER = 1
+    BITS_EQUAL = 2
+
+
+class ModelRunner:
+    """One rank of a loaded model. Used by one thread at a time."""
+
+    def __init__(self, parts: Parts, rank: int) -> None:
+        self.info: ModelInfo = parts.info
+        """The same on all ranks."""
+        self._model = parts.model
+        self._context = parts.context
+        self.draft = parts.draft
+        self._is_leader = rank == 0
+
+    @classmethod
+    def load(
+        cls,
+        config: WorkerConfig,
+        group: TensorParallelGroup,
+        progress: Progress | None = None,
+        device: torch.device | None = None,
+    ) -> "ModelRunner":
+        """Loads this rank's share of the model and checks it. All ranks of the group call this together; blocking.
+
+        Raises `ConfigurationError` or `UnsupportedModelError`, on every rank, where the model cannot be served so.
+        """
+        progress = progress or _silent
+        parts = load_parts(config, group, device or choose_device(config.model), progress)
+        runner = cls(parts, group.rank)
+        progress("check", 0, 1)
+        row_invariant = _self_check(runner, group, parts.cache) and parts.tiles.report.row_invariant
+        progress("check", 1, 1)
+        if not row_invariant:
+            logger.warning("on this machine a token's last bits depend on its batch: replays may differ")
+        runner.info = replace(parts.info, row_invariant=row_invariant)
+        return runner
+
+    @property
+    def progress(self) -> ProgressCounter:
+        """Moves with every layer of every step."""
+        return self._context.progress
+
+    def execute(self, batch: StepBatch) -> Tensor | None:
+        """Runs one step. The leader gets the logits [rows wanted, vocab] in float32, the others None."""
+        with torch.inference_mode():
+            self._context.begin(batch)
+            logits = self._model(batch)
+            return logits.float() if self._is_leader else None
+
+
+class LeaderRunner:
+    """Runs plans on all ranks of a replica: what the engine calls."""
+
+    def __init__(self, runner: ModelRunner, group: TensorParallelGroup) -> None:
+        self._runner = runner
+        self._group = group
+        self._grammars = GrammarMasks(runner.info.path, runner.info.eos_token_ids)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Runs one step everywhere and draws. Raises `ReplicaError` if a rank is lost."""
+        drafts = self._runner.draft.guess(plan) if self._runner.draft is not None else ()
+        plan = plan.with_drafts(drafts)
+        waiting = self._grammars.start(plan)
+        logits = self.logits(plan)
+        self._runner.progress.tick()
+        result = step_result(plan, logits, self._masks(waiting) if waiting is not None else None)
+        return replace(result, drafts=drafts) if drafts else result
+
+    def logits(self, plan: StepPlan) -> Tensor:
+        """Runs one step everywhere; the logits [rows wanted, vocab], in float32."""
+        message = self._group.broadcast(StepBatch.pack(plan))
+        logits = self._runner.execute(StepBatch.unpack(message))
+        assert logits is not None, "rank 0 is the leader"
+        return logits
+
+    def _masks(self, waiting: "Future[dict[int, bytes]]") -> dict[int, bytes]:
+        """The first grammar of a replica has to read the tokenizer, which takes a second if it is large: that is
+        progress, though nothing else moves.
+        """
+        for _ in range(_MASK_LOOKS):
+            try:
+                return waiting.result(_MASK_LOOK_S)
+            except TimeoutError:
+                self._runner.progress.tick()
+        raise ReplicaError(f"the masks of a grammar took more than {_MASK_LOOKS * _MASK_LOOK_S:.0f} s")
+
+    def keep_alive(self) -> None:
+        """Shows idle followers a live leader."""
+        self._group.broadcast(_order(_KEEP_ALIVE))
+
+    def close(self) -> None:
+        """Tells the followers to stop."""
+        self._grammars.close()
+        self._group.broadcast(_order(_STOP))
+
+
+def follow(runner: ModelRunner, group: TensorParallelGroup) -> None:
+    """Runs the steps that the leader orders, until it says stop. Raises `ReplicaError` if the leader is lost."""
+    while (message := group.broadcast(None))[0] != _STOP:
+        if message[0] != _KEEP_ALIVE:
+            runner.execute(StepBatch.unpack(message))
+
+
+def _self_check(runner: ModelRunner, group: TensorParallelGroup, cache: KVCache) -> bool:
+    """Whether rows are invariant, bit for bit. The leader runs the check, the others follow; the cache ends clean.
+
+    Raises `UnsupportedModelError` on every rank if the model mixes tokens outside attention.
+    """
+    leader = LeaderRunner(runner, group)
+    check = SelfCheck(runner.info, leader.logits)
+    if group.rank > 0:
+        follow(runner, group)
+        outcome = _Outcome(group.broadcast(None)[0])
+        if outcome is _Outcome.REFUSED:
+            raise UnsupportedModelError(runner.info.model_type, "the leader's check refused it", "See its message")
+    else:
+        outcome = _lead_check(check, leader, group)
+    cache.clear(check.block_ids.to(cache.layers[0].keys.device))
+    return outcome is _Outcome.BITS_EQUAL
+
+
+def _lead_check(check: SelfCheck, leader: LeaderRunner, group: TensorParallelGroup) -> _Outcome:
+    """Runs the check, and tells the others what came of it."""
+    outcome = _Outcome.REFUSED
+    try:
+        outcome = _Outcome.BITS_EQUAL if check.passes_bitwise() else _Outcome.BITS_DIFFER
+    finally:
+        leader.close()
+        group.broadcast(_order(outcome))
+    return outcome
+
+
+def step_result(plan: StepPlan, logits: Tensor, masks: Mapping[int, bytes] | None = None) -> StepResult:
+    """What a step's `logits` [rows wanted, vocab], float32, come to. `masks` are those of rows that have a grammar."""
+    draws = draws_of(plan)
+    drawn_from, rating = logits[: len(draws)], logits[len(draws) :]
+    token_ids = draw(drawn_from, draws, masks)
+    logprobs = token_logprobs(drawn_from, draws, token_ids)
+    return StepResult(
+        step_id=plan.step_id,
+        token_ids=_of_sequences(plan, token_ids),
+        logprobs=_of_sequences(plan, logprobs) if logprobs else (),
+        prompt_logprobs=_prompt_logprobs(plan, rating) if len(rating) else (),
+    )
+
+
+def _prompt_logprobs(plan: StepPlan, logits: Tensor) -> tuple[tuple[TokenLogprob, ...], ...]:
+    """What the rows that rate prompt tokens say, for each sequence of a plan."""
+    rated = iter(rate(logits, [sequence.rating for sequence in plan.sequences if sequence.rating is not None]))
+    counts = (len(sequence.rating.token_ids) if sequence.rating else 0 for sequence in plan.sequences)
+    return tuple(tuple(islice(rated, count)) for count in counts)
+
+
+def _of_sequences(plan: StepPlan, drawn: Sequence[Item | None]) -> tuple[tuple[Item, ...], ...]:
+    """What was drawn, or reported, in each row of a plan, put together for each sequence."""
+    rows = iter(drawn)
+    counts = (sequence.num_draws if sequence.draw else 0 for sequence in plan.sequences)
+    return tuple(tuple(item for item in islice(rows, count) if item is not None) for count in counts)
+
+
+def _order(number: int) -> Message:
+    return np.array([number], dtype=np.int64)
+
+
+def _silent(phase: str, done: int, total: int) -> None:
+    pass

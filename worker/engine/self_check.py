@@ -1,0 +1,122 @@
+"""The last gate, on the loaded model itself: a token's logits may depend on its own sequence and on nothing else.
+
+Two short random sequences are run alone, packed together, in chunks and token by token. If that changes the numbers,
+the model mixes tokens outside attention and is refused. If it changes only bits, the model serves, but a replay may
+differ from the first run. What may not live here: how steps reach the other ranks (`model_runner.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.model.checks import OTHER_ENGINE
+from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
+
+NUM_TOKENS: Final = (70, 23)
+"""Of the two sequences: over a block, a row tile and a tile of keys; short enough to cost next to nothing."""
+
+_CHUNKS: Final = (1, 3, 7, 1, 3, 7)
+_NUM_DECODES: Final = 4
+
+_TOLERANCE: Final = {"float32": 1e-3}
+_HALF_TOLERANCE: Final = 5e-2
+"""Of the largest logit. Half types round differently with the number of rows where rows are not invariant."""
+
+_GREEDY: Final = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
+
+Spans = Sequence[tuple[int, int, int]]
+"""What one step runs: for each sequence in it its number, first position and number of tokens."""
+
+
+class SelfCheck:
+    """Runs the check. `run` gives the logits of all rows of a plan, [tokens, vocab]."""
+
+    def __init__(self, info: ModelInfo, run: Callable[[StepPlan], Tensor], seed: int = 0) -> None:
+        self._info = info
+        self._run = run
+        half = info.num_blocks // 2
+        rooms = [half * info.block_size, (info.num_blocks - half) * info.block_size]
+        lengths = [min(want, info.max_model_len, room) for want, room in zip(NUM_TOKENS, rooms, strict=True)]
+        generator = torch.Generator().manual_seed(seed)
+        self._tokens = [torch.randint(info.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+        self._blocks = [range(half - 1, -1, -1), range(half, info.num_blocks)]
+        self._alone: list[Tensor] = []
+
+    @property
+    def block_ids(self) -> Tensor:
+        """The blocks that the check writes to, int64."""
+        used = [-(-len(tokens) // self._info.block_size) for tokens in self._tokens]
+        return torch.tensor([block for blocks, n in zip(self._blocks, used, strict=True) for block in blocks[:n]])
+
+    def passes_bitwise(self) -> bool:
+        """Whether every row has the same bits in any company.
+
+        Raises `UnsupportedModelError` where the company changes the numbers, or where they are not finite.
+        """
+        long, short = map(len, self._tokens)
+        self._alone = [self._rows([[(0, 0, long)]])[0], self._rows([[(1, 0, short)]])[1]]
+        if not all(rows.isfinite().all() for rows in self._alone):
+            reason = f"its logits are not finite in {self._info.dtype}"
+            raise UnsupportedModelError(self._info.model_type, reason, "Choose another dtype, or check its weights")
+        packed: list[Spans] = [[(0, 0, long), (1, 0, short)]]
+        outcomes = [self._compare(steps) for steps in (packed, self._chunked(long), self._decoded(long, short))]
+        drift = torch.cat([drifts for _, drifts in outcomes]).median()
+        if not drift <= _TOLERANCE.get(self._info.dtype, _HALF_TOLERANCE):
+            reason = f"it mixes tokens outside attention (logits moved by {drift:.1%} with the batch)"
+            raise UnsupportedModelError(self._info.model_type, reason, OTHER_ENGINE)
+        return all(equal for equal, _ in outcomes)
+
+    def _chunked(self, long: int) -> list[Spans]:
+        steps: list[Spans] = []
+        start = 0
+        for size in (*_CHUNKS, long):
+            count = min(size, long - start)
+            if count > 0:
+                steps.append([(0, start, count)])
+            start += count
+        return steps
+
+    def _decoded(self, long: int, short: int) -> list[Spans]:
+        count = min(_NUM_DECODES, long - 1, short - 1)
+        steps: list[Spans] = [[(1, 0, short - count), (0, 0, long - count)]]
+        steps += [[(1, short - count + i, 1), (0, long - count + i, 1)] for i in range(count)]
+        return steps
+
+    def _compare(self, steps: Sequence[Spans]) -> tuple[bool, Tensor]:
+        """Whether all rows are equal to those alone, and how far off the first rows of spans are.
+
+        State that does not live in the cache shows there first. Half of them off is no accident; one of them may be,
+        where rounding sends a token to another expert.
+        """
+        equal, drifts = True, []
+        for number, rows in self._rows(steps).items():
+            alone = self._alone[number]
+            first_rows = [start for spans in steps for n, start, _ in spans if n == number]
+            drifts.append((rows - alone)[first_rows].abs().amax(1) / alone.abs().max())
+            equal = equal and torch.equal(rows, alone)
+        return equal, torch.cat(drifts)
+
+    def _rows(self, steps: Sequence[Spans]) -> dict[int, Tensor]:
+        """The logits of each sequence's positions, in order, after all the steps."""
+        rows: dict[int, list[Tensor]] = {}
+        for step_id, spans in enumerate(steps):
+            plan = StepPlan(step_id=step_id, sequences=tuple(self._scheduled(*span) for span in spans))
+            logits = torch.split(self._run(plan), [count for _, _, count in spans])
+            for (number, _, _), part in zip(spans, logits, strict=True):
+                rows.setdefault(number, []).append(part)
+        return {number: torch.cat(parts) for number, parts in rows.items()}
+
+    def _scheduled(self, number: int, start: int, count: int) -> ScheduledSequence:
+        num_blocks = -(-(start + count) // self._info.block_size)
+        return ScheduledSequence(
+            sequence_id=number,
+            first_position=start,
+            token_ids=tuple(self._tokens[number][start : start + count]),
+            block_ids=tuple(self._blocks[number][:num_blocks]),
+            draw=_GREEDY,
+            num_draws=count,
+        )

@@ -1,0 +1,193 @@
+"""The engine without its thread: a state machine that takes requests and results, and says who must be told what.
+
+What may live here: the order in which scheduler, mailboxes and counts are moved. What may not: threads, clocks, running
+a plan, and calling a listener (`engine.py` does that, and the simulator in virtual time).
+
+    submit, abort ─► plan ─► (whoever has a runner runs it) ─► commit ─► take_updates
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+from holdfast.worker.engine_core.output_queues import Mailbox, Mailboxes
+from holdfast.worker.engine_core.suspects import Suspects
+from holdfast.worker.engine_updates import EngineUpdate, StepListener
+from holdfast.worker.errors import DeadlineExceededError, HoldfastError
+from holdfast.worker.plan.step_plan import StepPlan, StepResult
+from holdfast.worker.request import EngineLoad, EngineRequest, TokenDelta
+from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.scheduling.step_limits import StepLimits
+from holdfast.worker.stats import EngineStats, SchedulerStats
+
+STATS_EVERY_STEPS: Final = 32
+"""A busy engine works its statistics out once in so many steps, and whenever it falls idle."""
+
+
+class EngineCore:
+    """A scheduler, and who listens to it. Not thread-safe, but for `load`, `has_work` and `listeners`."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._mailboxes = Mailboxes()
+        self._suspects: Suspects[StepListener] = Suspects()
+        self._num_requests = 0
+        self._num_tokens_generated = 0
+        self._step_time_s = 0.0
+        self._step_id = 0
+        self._told_step_id = 0  # of the step that listeners were last told of
+        self._stats_step_id = 0  # of the step that statistics were last told of
+        self._load = scheduler.load()
+
+    # --- listeners ---
+
+    @property
+    def listeners(self) -> list[StepListener]:
+        """Those who are attached now, in the order in which they came."""
+        return self._mailboxes.listeners
+
+    def attach(self, listener: StepListener) -> None:
+        """From now on `listener` hears of every step."""
+        self._mailboxes.attach(listener)
+
+    def detach(self, listener: StepListener) -> None:
+        """`listener` hears nothing more, and its requests are aborted."""
+        for request_id in self._mailboxes.detach(listener):
+            self.abort(request_id)
+
+    def follow_cache(self, listener: StepListener) -> None:
+        """The updates of an attached listener say what the prefix cache holds: all of it, then changes."""
+        # Events from before that nobody has taken yet follow, and say the same of each block as this does.
+        self._mailboxes.follow_cache(listener, self._scheduler.cached_block_hashes())
+
+    # --- requests ---
+
+    def submit(self, request: EngineRequest, listener: StepListener, now: float) -> None:
+        """Takes in a request of `listener`, who hears of it whatever becomes of it. `now` as for `plan`."""
+        self._num_requests += 1
+        if not self._mailboxes.is_attached(listener):
+            return  # detached meanwhile: nobody waits for an answer
+        try:
+            self._suspects.check(request, listener)
+            finished = self._scheduler.add(request, now)
+        except HoldfastError as error:
+            self._mailboxes.refuse(request.request_id, error, listener)
+            return
+        self._mailboxes.own(request.request_id, listener)
+        self._suspects.add(request, listener)
+        if finished is not None:
+            self._keep([finished])
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its last delta says `ABORT`. Unknown ids are ignored."""
+        delta = self._scheduler.abort(request_id)
+        if delta is not None:
+            self._keep([delta])
+
+    def abort_all(self) -> None:
+        """`abort` for every request."""
+        self._keep(self._scheduler.abort_all())
+
+    # --- steps ---
+
+    def plan(self, now: float) -> StepPlan | None:
+        """What the next step does, None if there is nothing to do. Requests whose time is up by `now` are rejected.
+
+        `now` is in seconds of a clock that does not go back.
+        """
+        plan = self._scheduler.plan(now)
+        for request_id in self._scheduler.take_expired():
+            self._suspects.drop(request_id)
+            self._mailboxes.reject(request_id, DeadlineExceededError("the request's time was up in the replica"))
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult, step_s: float) -> int:
+        """Takes in what the outstanding plan drew, and the seconds that took. Returns how many tokens were gained."""
+        self._step_id = plan.step_id
+        self._step_time_s += step_s
+        self._note_speed(plan.num_tokens, step_s)
+        return self._keep(self._scheduler.commit(plan, result))
+
+    @property
+    def has_urgent_news(self) -> bool:
+        """Whether listeners must be told something before a plan is run: it may be the last that they hear."""
+        return self._suspects.has_news
+
+    def take_updates(self) -> list[tuple[StepListener, EngineUpdate]]:
+        """What has to be told now, and to whom: to all after a step or a change of load, else where there is news."""
+        before, self._load = self._load, self._suspects.load_for(None, self._scheduler.load())
+        concerns_all = self._step_id != self._told_step_id or self._load != before or self._suspects.has_news
+        self._told_step_id, self._suspects.has_news = self._step_id, False
+        stats = self.stats() if concerns_all and self._stats_are_due() else None
+        if self._mailboxes.anyone_follows_cache:
+            self._mailboxes.note_cache_events(self._scheduler.take_cache_events())
+        return [
+            (listener, self._update(listener, mailbox, stats))
+            for listener, mailbox in self._mailboxes.items()
+            if concerns_all or mailbox.has_news
+        ]
+
+    def set_limits(self, limits: StepLimits) -> None:
+        """Of the next step. To be called between two."""
+        self._scheduler.limits = limits
+
+    # --- what can be asked ---
+
+    @property
+    def load(self) -> EngineLoad:
+        """As last told, for a listener that has nothing here."""
+        return self._load
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        return self._scheduler.has_work
+
+    def stats(self) -> EngineStats:
+        """Exact counts between two steps."""
+        counts, load = self._scheduler.stats(), self._scheduler.load()
+        return EngineStats(
+            **{name: getattr(counts, name) for name in SchedulerStats.__slots__},
+            num_requests=self._num_requests,
+            num_tokens_generated=self._num_tokens_generated,
+            step_time_s=self._step_time_s,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_waiting_tokens=load.num_waiting_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless scheduler, blocks and mailboxes agree. For idle times, as the scheduler's."""
+        self._scheduler.check_integrity()
+        self._mailboxes.check_integrity()
+        load = self._scheduler.load()
+        num_alive, num_owned = load.num_running + load.num_waiting, self._mailboxes.num_owned
+        assert num_alive == num_owned, f"{num_alive} requests are alive, and {num_owned} are waited for"
+
+    # --- inside ---
+
+    def _update(self, listener: StepListener, mailbox: Mailbox, stats: EngineStats | None) -> EngineUpdate:
+        load = self._suspects.load_for(listener, self._load)
+        return mailbox.take(self._step_id, load, stats or (self.stats() if mailbox.is_new else None))
+
+    def _keep(self, deltas: Iterable[TokenDelta]) -> int:
+        """Puts deltas where their listeners get them; returns how many tokens they have."""
+        num_before = self._num_tokens_generated
+        for delta in deltas:
+            self._num_tokens_generated += len(delta.token_ids)
+            self._suspects.note(delta)
+            self._mailboxes.put(delta)
+        return self._num_tokens_generated - num_before
+
+    def _note_speed(self, num_tokens: int, step_s: float) -> None:
+        """What a request can hope for is the best speed of all full steps. Others say less than the machine can do, and
+        by what they say requests would be dropped that could be served.
+        """
+        is_full = num_tokens >= self._scheduler.limits.max_num_batched_tokens
+        if is_full and step_s > 0:
+            self._scheduler.tokens_per_s = max(num_tokens / step_s, self._scheduler.tokens_per_s or 0.0)
+
+    def _stats_are_due(self) -> bool:
+        if self._scheduler.has_work and self._step_id < self._stats_step_id + STATS_EVERY_STEPS:
+            return False
+        self._stats_step_id = self._step_id
+        return True

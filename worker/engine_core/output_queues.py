@@ -1,0 +1,118 @@
+"""Who listens to an engine, whose request is whose, and what each listener has not been told yet.
+
+What may live here: sorting news into the mailboxes of listeners. What may not: calling a listener, and deciding when
+(`engine_core.py`).
+"""
+
+from collections.abc import Iterable, Sequence
+
+from holdfast.worker.engine_updates import EngineUpdate, Rejection, StepListener
+from holdfast.worker.errors import HoldfastError
+from holdfast.worker.kv.cache_events import NO_CHANGES, CacheFeed
+from holdfast.worker.kv.prefix_cache import CacheEvent
+from holdfast.worker.request import EngineLoad, TokenDelta
+from holdfast.worker.stats import EngineStats
+
+
+class Mailboxes:
+    """One for each attached listener. Not thread-safe, but for `listeners`."""
+
+    def __init__(self) -> None:
+        self._of: dict[StepListener, Mailbox] = {}
+        self._owner: dict[str, StepListener] = {}  # by the ids of requests that have had no last word
+
+    @property
+    def listeners(self) -> list[StepListener]:
+        """Those who are attached now, in the order in which they came."""
+        return list(self._of)
+
+    def items(self) -> list[tuple[StepListener, "Mailbox"]]:
+        """All listeners with their mailboxes, as they are now: detaching some meanwhile does no harm."""
+        return list(self._of.items())
+
+    def attach(self, listener: StepListener) -> None:
+        """Does nothing if it is attached already."""
+        self._of.setdefault(listener, Mailbox())
+
+    def detach(self, listener: StepListener) -> list[str]:
+        """Takes its mailbox away; returns the requests that it leaves behind, whose last words will reach nobody."""
+        self._of.pop(listener, None)
+        return [request_id for request_id, owner in self._owner.items() if owner is listener]
+
+    def is_attached(self, listener: StepListener) -> bool:
+        return listener in self._of
+
+    @property
+    def num_owned(self) -> int:
+        """Requests that still wait for their last word."""
+        return len(self._owner)
+
+    def own(self, request_id: str, listener: StepListener) -> None:
+        """From now on, what is said of the request is for `listener`."""
+        self._owner[request_id] = listener
+
+    def put(self, delta: TokenDelta) -> None:
+        """Keeps a delta for the owner of its request."""
+        listener = self._owner[delta.request_id]
+        if delta.finish_reason is not None:
+            del self._owner[delta.request_id]
+        mailbox = self._of.get(listener)
+        if mailbox is not None:
+            mailbox.deltas.append(delta)
+
+    def reject(self, request_id: str, error: HoldfastError) -> None:
+        """Keeps the last word on an owned request that will not be finished."""
+        self.refuse(request_id, error, self._owner.pop(request_id))
+
+    def refuse(self, request_id: str, error: HoldfastError, listener: StepListener) -> None:
+        """Keeps the answer to a request that was never owned."""
+        mailbox = self._of.get(listener)
+        if mailbox is not None:
+            mailbox.rejections.append(Rejection(request_id=request_id, error=error))
+
+    def follow_cache(self, listener: StepListener, block_hashes: Iterable[bytes]) -> None:
+        """From now on an attached listener hears of the cache, which holds `block_hashes` now."""
+        mailbox = self._of.get(listener)
+        if mailbox is not None:
+            mailbox.cache = CacheFeed(block_hashes)
+
+    @property
+    def anyone_follows_cache(self) -> bool:
+        return any(mailbox.cache is not None for mailbox in self._of.values())
+
+    def note_cache_events(self, events: Sequence[CacheEvent]) -> None:
+        """Keeps what the cache did for those who follow it."""
+        for mailbox in self._of.values():
+            if mailbox.cache is not None:
+                mailbox.cache.note(events)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a request is kept for one who has left."""
+        left_behind = [request_id for request_id, owner in self._owner.items() if owner not in self._of]
+        assert not left_behind, f"nobody waits for {', '.join(left_behind)}"
+
+
+class Mailbox:
+    """What a listener has not been told yet."""
+
+    def __init__(self) -> None:
+        self.is_new = True
+        self.deltas: list[TokenDelta] = []
+        self.rejections: list[Rejection] = []
+        self.cache: CacheFeed | None = None
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.is_new or self.deltas or self.rejections or (self.cache and self.cache.has_news))
+
+    def take(self, step_id: int, load: EngineLoad, stats: EngineStats | None) -> EngineUpdate:
+        update = EngineUpdate(
+            step_id=step_id,
+            deltas=tuple(self.deltas),
+            rejections=tuple(self.rejections),
+            load=load,
+            cache=self.cache.take() if self.cache else NO_CHANGES,
+            stats=stats,
+        )
+        self.is_new, self.deltas, self.rejections = False, [], []
+        return update

@@ -1,0 +1,138 @@
+"""Linear layers over this rank's slice of a weight: row-invariant, packed where that pays, split over the ranks.
+
+A weight is kept once, packed or plain, never both. How many rows a kernel is called with is decided in
+`row_tiles.py`; which slice of a checkpoint belongs to a rank is decided by whoever builds these layers.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.layers.row_tiles import (
+    Kernel,
+    RowRule,
+    RowTiles,
+    cancelling_product,
+    largest_trial,
+    linear_candidates,
+    rows_agree,
+)
+
+PACKED_FOR_ROWS = 32
+"""The layout of a packed weight is chosen for calls of about this many rows."""
+
+
+class Linear(nn.Module):
+    """y = x W^T + b for x [..., in_features], with the same bits for a row in any company.
+
+    `weight` is [out_features, in_features]. The layer keeps it, or a packed copy instead, as no parameter or buffer:
+    drop other references, and do not move or cast the layer.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, tiles: RowTiles) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self._rule = _choose_rule(tiles, weight, bias is not None)
+        self._kernel = linear_kernel(weight.detach(), None if bias is None else bias.detach(), packed=self._rule.packed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._rule.allows(x.numel() // self.in_features):
+            return self._kernel(x)
+        return self._rule.run(self._kernel, x)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self._rule}"
+
+
+class ColumnParallelLinear(nn.Module):
+    """This rank's share of the outputs: weight [out / size, in], bias [out / size]; x has all inputs.
+
+    With `gather_output` every rank gets all outputs, in rank order.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: TensorParallelGroup,
+        *,
+        tiles: RowTiles,
+        gather_output: bool = False,
+    ) -> None:
+        super().__init__()
+        self.linear = Linear(weight, bias, tiles=tiles)
+        self._group = group
+        self._gathers = gather_output and group.size > 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return self._group.all_gather(y) if self._gathers else y
+
+
+class RowParallelLinear(nn.Module):
+    """This rank's share of the inputs: weight [out, in / size]; the ranks' results are summed.
+
+    `bias` [out] is whole on every rank and added once, after the sum. With `split_input` x has all inputs and this
+    rank takes its share, else x is that share.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: TensorParallelGroup,
+        *,
+        tiles: RowTiles,
+        split_input: bool = False,
+    ) -> None:
+        super().__init__()
+        whole = group.size == 1
+        self.linear = Linear(weight, bias if whole else None, tiles=tiles)
+        self._bias = None if bias is None or whole else bias.detach()
+        self._group = group
+        self._splits = split_input and not whole
+        self._first_input = group.rank * self.linear.in_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._splits:
+            x = x.narrow(-1, self._first_input, self.linear.in_features)
+        y = self._group.all_reduce(self.linear(x))
+        return y if self._bias is None else y + self._bias
+
+
+def linear_kernel(weight: Tensor, bias: Tensor | None, *, packed: bool) -> Kernel:
+    """The product with `weight` [out, in], as rows to rows. It holds one form of the weight: plain, or packed once."""
+    if not packed:
+        return lambda x: F.linear(x, weight, bias)
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
+    return lambda x: linear(x, packed_weight, bias, "none", [], "")
+
+
+def _choose_rule(tiles: RowTiles, weight: Tensor, has_bias: bool) -> RowRule:
+    """The rule for weights of this shape and type; their values play no part."""
+    out_features, in_features = weight.shape
+    candidates = linear_candidates(weight.device, packable=_is_packable(weight), num_weights=weight.numel())
+
+    def holds(rule: RowRule) -> bool:
+        num_rows = largest_trial(weight.device, weight.numel())
+        rows, trial_weight = cancelling_product(out_features, in_features, num_rows, weight.dtype, weight.device)
+        bias = torch.zeros_like(trial_weight[:, 0]) if has_bias else None
+        return rows_agree(linear_kernel(trial_weight, bias, packed=rule.packed), rule, rows)
+
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return tiles.choose(f"linear {out_features}x{in_features} {dtype}{' + bias' * has_bias}", candidates, holds)
+
+
+def _is_packable(weight: Tensor) -> bool:
+    """oneDNN can pack and multiply this weight on this machine."""
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if weight.device.type != "cpu" or not has_onednn:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return weight.dtype == torch.float32

@@ -1,0 +1,134 @@
+"""The gates: what would run silently wrong is refused, by name, with the reason and a way out.
+
+What may live here: checks of a Hugging Face config, of what loading reported and of what a dry run saw. What may not:
+loading, changing a model, and refusals that only a computation can find (`self_check.py`).
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
+
+CAUSAL_SUFFIXES: Final = ("ForCausalLM", "LMHeadModel")
+LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers whose whole state is the keys and values that the attention function is given."""
+
+OTHER_ENGINE: Final = "Serve a model of another family, or this one with Hugging Face generate"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, short enough to be part of another message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def check_config(config: Any) -> None:
+    """Refuses what the config alone shows: no causal LM, other layers than attention, alibi, quantized weights.
+
+    `config` is a Hugging Face config. Raises `UnsupportedModelError`.
+    """
+    _check_architecture(config)
+    _check_layers(config)
+    _check_positions(config)
+    if getattr(config, "quantization_config", None):
+        reason = "its weights are quantized, which the loader does not read"
+        raise UnsupportedModelError(config.model_type, reason, "Serve the unquantized checkpoint")
+
+
+def _check_architecture(config: Any) -> None:
+    names = tuple(config.architectures or ())
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(config.model_type, "it is an encoder-decoder model", OTHER_ENGINE)
+    if names and not names[0].endswith(CAUSAL_SUFFIXES):
+        reason = f"its architecture {names[0]} is not a causal language model"
+        raise UnsupportedModelError(config.model_type, reason, "Serve the text model alone, saved as ...ForCausalLM")
+    if getattr(config, "is_causal", True) is False:
+        raise UnsupportedModelError(config.model_type, "its attention is not causal", OTHER_ENGINE)
+
+
+def _check_layers(config: Any) -> None:
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
+    if others:
+        reason = f"it has {', '.join(others)} layers, whose state the paged cache does not hold"
+        raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE)
+    if getattr(config, "num_kv_shared_layers", 0):
+        reason = f"{config.num_kv_shared_layers} layers share the keys and values of others"
+        raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE)
+
+
+def _check_positions(config: Any) -> None:
+    attention = getattr(config, "attn_config", None)
+    if getattr(config, "alibi", False) or getattr(attention, "alibi", False):
+        raise UnsupportedModelError(config.model_type, "it uses alibi position biases", OTHER_ENGINE)
+    if getattr(config, "position_bias", False):
+        raise UnsupportedModelError(config.model_type, "it adds a position bias to the attention scores", OTHER_ENGINE)
+
+
+def choose_max_model_len(config: Any, requested: int | None) -> int:
+    """The longest prompt plus output in tokens: what was asked for, else all that the model allows.
+
+    Raises `ConfigurationError` above what the model was made for, and `UnsupportedModelError` where rotary angles
+    would depend on the longest sequence of a batch (`dynamic` and `longrope` beyond their original length).
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    original = _length_with_fixed_angles(config)
+    if requested is None:
+        limits = [length for length in (limit, original) if length is not None]
+        if not limits:
+            raise ConfigurationError(
+                f"model.max_model_len is not set, and model type {config.model_type!r} has no limit of its own; set one"
+            )
+        return min(limits)
+    if original is not None and requested > original:
+        reason = f"beyond {original} tokens its rotary angles depend on the longest sequence of the batch"
+        raise UnsupportedModelError(config.model_type, reason, f"Set max_model_len to at most {original}")
+    if limit is not None and requested > limit:
+        raise ConfigurationError(
+            f"model.max_model_len = {requested}: model type {config.model_type!r} has {limit} positions; "
+            f"set it to at most {limit}"
+        )
+    return requested
+
+
+def _length_with_fixed_angles(config: Any) -> int | None:
+    """The shortest length up to which rotary angles are a function of the position alone; None: always."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    per_layer_type = parameters.values() if all(isinstance(v, Mapping) for v in parameters.values()) else [parameters]
+    lengths = [
+        rope.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        or config.max_position_embeddings
+        for rope in per_layer_type
+        if rope.get("rope_type") in ("dynamic", "longrope")
+    ]
+    return min(lengths, default=None)
+
+
+def check_heads(config: Any, tensor_parallel_size: int) -> None:
+    """Refuses head counts that ranks cannot share: query heads divide, KV heads divide or are repeated evenly."""
+    num_heads = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    kv_ok = num_kv_heads % tensor_parallel_size == 0 or tensor_parallel_size % num_kv_heads == 0
+    if num_heads % tensor_parallel_size or not kv_ok:
+        reason = f"{num_heads} query and {num_kv_heads} KV heads cannot be shared by {tensor_parallel_size} ranks"
+        raise UnsupportedModelError(config.model_type, reason, "Choose another tensor_parallel_size")
+
+
+def check_loaded(model_type: str, missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Refuses a checkpoint that does not fill the model exactly. The collections are names of parameters."""
+    for problem, names in (("is missing", missing), ("has unexpected", unexpected)):
+        if names:
+            shown = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            reason = f"the checkpoint {problem} {len(names)} weights ({shown})"
+            raise UnsupportedModelError(
+                model_type, reason, "Check that config.json and the safetensors belong together"
+            )
+
+
+def check_attention_calls(config: Any, called: Sequence[object]) -> None:
+    """Refuses a model that did not call the paged attention once a layer. `called` has the caller of each call."""
+    if len(called) != config.num_hidden_layers or len(set(map(id, called))) != len(called):
+        reason = (
+            f"{len(called)} attention calls in {len(set(map(id, called)))} modules went through the paged cache, "
+            f"where {config.num_hidden_layers} layers should make one each"
+        )
+        raise UnsupportedModelError(config.model_type, reason, OTHER_ENGINE)

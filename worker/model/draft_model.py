@@ -1,0 +1,165 @@
+"""The draft model: a second, small model on the leading rank that guesses what the large one will draw.
+
+It has a cache of its own with as many blocks, and every block id means the same tokens in both. It draws with the same
+noise as the large model (`sampler.py`), position by position, so that two distributions that are close draw the same
+token nearly as often as they can (Daliri, Musco, Suresh 2024). What may not live here: what to read and how much to
+guess (`model_drafts.py`), and whether a guess is kept.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.worker.attention.kv_cache import KVCache
+from holdfast.worker.attention.paged import AttentionContext, PagedAttention
+from holdfast.worker.config import ModelConfig
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.layers.row_tiles import RowTiles
+from holdfast.worker.model.checks import choose_max_model_len
+from holdfast.worker.model.model import RankModel, build_rank_model
+from holdfast.worker.model.parallelize import Target
+from holdfast.worker.model.weights import read_config, resolve_model
+from holdfast.worker.plan.draws import draw_after, draws_of
+from holdfast.worker.plan.step_plan import BlockCopy, Drafting, DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.sampling.sampler import draw
+
+
+class DraftModel:
+    """A loaded draft model. Give it a cache before it guesses (`allocate_cache`)."""
+
+    def __init__(
+        self, model: RankModel, target: Target, *, vocab_size: int, draft_vocab_size: int, max_len: int
+    ) -> None:
+        """`vocab_size` is the large model's: what is guessed is one of its tokens. `max_len`: positions it knows."""
+        self.specs = model.specs
+        self._model = model
+        self._target = target
+        self._vocab_size = vocab_size
+        self._draft_vocab_size = draft_vocab_size
+        self._max_len = max_len
+        self._context: AttentionContext | None = None
+
+    @classmethod
+    def load(cls, config: ModelConfig, folder: Path, vocab_size: int, target: Target) -> "DraftModel":
+        """Loads the model that `config` names, whole, on this rank, for the large one in `folder`.
+
+        Raises `ConfigurationError` if the two do not share their tokens, `UnsupportedModelError` as for any model.
+        """
+        has_weights = config.load_format != "dummy"
+        draft_folder = resolve_model(config.model, has_weights, setting="speculation.draft_model")
+        check_same_tokens(folder, draft_folder)
+        hf_config = read_config(draft_folder)
+        # Rules of its own: no token depends on the bits of a draft, so a failed trial is no failure of the replica.
+        alone = Target(group=SingleRank(), tiles=RowTiles(target.device), device=target.device, dtype=target.dtype)
+        model = build_rank_model(config, draft_folder, hf_config, alone, lambda done, total: None)
+        max_len = choose_max_model_len(hf_config, None)
+        return cls(model, alone, vocab_size=vocab_size, draft_vocab_size=hf_config.vocab_size, max_len=max_len)
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        """Gives it as many blocks as the large model has."""
+        target = self._target
+        cache = KVCache.allocate(self.specs, num_blocks, block_size, target.dtype, target.device)
+        context = AttentionContext(cache, target.tiles)
+        self._model.attach(lambda layer: PagedAttention(context, layer))
+        self._context = context
+
+    def guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+        """The drafts of each of a plan's sequences, as many as their `drafting` asks for; empty if there is none to do.
+
+        One forward pass reads what is new and guesses one token for everyone, each further one guesses one more.
+        """
+        if plan.block_copies:
+            self._copy(plan.block_copies)
+        works = [_Work(sequence, self._max_len) for sequence in plan.sequences]
+        number = 0
+        while passing := [work for work in works if work.has_pass(number)]:
+            shares = tuple(work.share(number, self._block_size) for work in passing)
+            drawn = iter(self._draw(StepPlan(step_id=plan.step_id, sequences=shares)))
+            for work in passing:
+                if work.num_drafts > number:
+                    work.drafts += (next(drawn),)
+            number += 1
+        return tuple(work.drafts for work in works) if number else ()
+
+    @property
+    def _block_size(self) -> int:
+        assert self._context is not None, "a draft model guesses with a cache"
+        return self._context.cache.block_size
+
+    def _copy(self, copies: Sequence[BlockCopy]) -> None:
+        """What the large model's cache is about to copy: a block means the same tokens in both."""
+        assert self._context is not None
+        rows = [(copy.source, copy.destination, copy.num_tokens) for copy in copies]
+        with torch.inference_mode():
+            self._context.cache.copy(*torch.tensor(rows, device=self._target.device).T)
+
+    def _draw(self, plan: StepPlan) -> list[int]:
+        assert self._context is not None
+        batch = StepBatch.unpack(StepBatch.pack(plan))
+        # A token that only the large model has is some other one here, where it makes for a bad guess at worst.
+        np.minimum(batch.token_ids, self._draft_vocab_size - 1, out=batch.token_ids)
+        with torch.inference_mode():
+            self._context.begin(batch)
+            logits: Tensor = self._model(batch)[:, : self._vocab_size].float()
+            return draw(logits, draws_of(plan))
+
+
+class _Work:
+    """The passes of one sequence of a plan."""
+
+    def __init__(self, sequence: ScheduledSequence, max_len: int) -> None:
+        drafting = sequence.drafting or Drafting(first_position=0, token_ids=(), num_drafts=0)
+        self._sequence = sequence
+        self._drafting = drafting
+        self._end = drafting.first_position + len(drafting.token_ids)
+        fits = self._end + drafting.num_drafts <= max_len
+        self._num_passes = max(1, drafting.num_drafts) if fits and drafting.token_ids else 0
+        self.num_drafts = drafting.num_drafts if fits else 0
+        self.drafts: tuple[int, ...] = ()
+
+    def has_pass(self, number: int) -> bool:
+        return number < self._num_passes
+
+    def share(self, number: int, block_size: int) -> ScheduledSequence:
+        """Pass 0 reads what is new; pass n reads draft n - 1."""
+        first = self._drafting.first_position if number == 0 else self._end + number - 1
+        token_ids = self._drafting.token_ids if number == 0 else self.drafts[-1:]
+        draws = number < self.num_drafts
+        return ScheduledSequence(
+            sequence_id=self._sequence.sequence_id,
+            first_position=first,
+            token_ids=token_ids,
+            block_ids=self._sequence.block_ids[: -(-(first + len(token_ids)) // block_size)],
+            draw=self._draw_params() if draws else None,
+            num_draws=1 if draws else 0,
+        )
+
+    def _draw_params(self) -> DrawParams:
+        assert self._sequence.draw is not None, "only a sequence that draws is drafted"
+        return draw_after(self._sequence.draw, self.drafts)
+
+
+def check_same_tokens(folder: Path, draft_folder: Path) -> None:
+    """Raises `ConfigurationError` unless a token id means the same text in both models, as far as can be told."""
+    ours, theirs = (_read_tokens(path / "tokenizer.json") for path in (folder, draft_folder))
+    if ours is not None and theirs is not None and ours != theirs:
+        raise ConfigurationError(
+            f"speculation.draft_model = {str(draft_folder)!r}: its tokenizer is not that of the model in {folder}, "
+            "so its tokens mean something else; choose a draft model of the same family"
+        )
+
+
+def _read_tokens(path: Path) -> Any:
+    """The vocabulary and the added tokens of a `tokenizer.json`; None where there is none to compare."""
+    if not path.is_file():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    added = {item["id"]: item["content"] for item in content.get("added_tokens", ())}
+    return content.get("model", {}).get("vocab"), added

@@ -1,0 +1,104 @@
+"""One forward without a cache, to find out what a model's attention layers keep and whether the cache would see it.
+
+Each token attends to itself alone, so that values flow as they later will. What may not live here: refusals that a
+config shows (`checks.py`) or that need the real cache (`self_check.py`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.worker.attention.kv_cache import KVSpec
+from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.model.checks import OTHER_ENGINE, check_attention_calls, first_line
+from holdfast.worker.model.parallelize import Target
+
+Call = tuple[Any, KVSpec]
+"""The attention module that called, and what it keeps."""
+
+
+def find_attention(model: Any, forward: Callable[[], object], target: Target) -> list[Call]:
+    """The attention modules of a Hugging Face model in calling order, one for each layer.
+
+    `forward` runs the model on a few tokens; all ranks of the group do so together. Raises `UnsupportedModelError`
+    where the paged cache would not hold the model's whole state, or where ranks come to different results.
+    """
+    calls: list[Call] = []
+    with _recording(model, calls, target.dtype), _equal_on_all_ranks(model, target), torch.inference_mode():
+        try:
+            forward()
+        except UnsupportedModelError:
+            raise
+        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+            reason = f"a dry run of it failed ({first_line(error)})"
+            raise UnsupportedModelError(model.config.model_type, reason, OTHER_ENGINE) from error
+    check_attention_calls(model.config, [module for module, _ in calls])
+    return calls
+
+
+@contextmanager
+def _recording(model: nn.Module, calls: list[Call], dtype: torch.dtype) -> Iterator[None]:
+    """Every module can call as an attention module, and the calls are noted."""
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        module.paged_attention = partial(_record, calls, dtype, module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.paged_attention
+
+
+def _record(
+    calls: list[Call],
+    dtype: torch.dtype,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Notes the call and returns what attention gives where each token sees itself alone."""
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(module.config.model_type, "its attention is not causal", OTHER_ENGINE)
+    if {query.dtype, key.dtype, value.dtype} != {dtype}:
+        reason = f"its attention works in {key.dtype} where the model is to compute in {dtype}"
+        raise UnsupportedModelError(module.config.model_type, reason, "Choose another dtype")
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    spec = KVSpec(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        key_dim=key.shape[-1],
+        value_dim=value.shape[-1],
+        sliding_window=sliding_window,
+        softcap=softcap,
+        has_sinks=s_aux is not None,
+    )
+    calls.append((module, spec))
+    return value.repeat_interleave(num_heads // num_kv_heads, dim=1).transpose(1, 2)
+
+
+@contextmanager
+def _equal_on_all_ranks(model: Any, target: Target) -> Iterator[None]:
+    """Refuses a model whose last hidden states differ between ranks: somewhere a sum over ranks is missing."""
+
+    def compare(_: nn.Module, inputs: tuple[Tensor]) -> None:
+        mine = inputs[0].contiguous()
+        everyones = target.group.all_gather(mine, dim=0)
+        if not torch.equal(everyones, torch.cat([mine] * target.group.size)):
+            reason = f"its {target.group.size} ranks do not agree: its tensor-parallel plan has a gap"
+            raise UnsupportedModelError(model.config.model_type, reason, "Serve it with tensor_parallel_size 1")
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(compare)
+    try:
+        yield
+    finally:
+        hook.remove()

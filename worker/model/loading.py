@@ -1,0 +1,186 @@
+"""From settings to the parts of a runner, in order: model, size of the cache, cache, facts.
+
+What may live here: the order, and the full step that a GPU is measured with. What may not: running requests.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+import torch
+
+from holdfast.worker.attention.kv_cache import KVCache
+from holdfast.worker.attention.paged import AttentionContext, PagedAttention
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.layers.row_tiles import RowTiles
+from holdfast.worker.model.checkpoint_digest import checkpoint_digest
+from holdfast.worker.model.checks import choose_max_model_len
+from holdfast.worker.model.draft_model import DraftModel
+from holdfast.worker.model.memory import (
+    check_num_blocks,
+    choose_num_blocks,
+    cpu_cache_bytes,
+    default_block_size,
+    gpu_cache_bytes,
+    kv_bytes_per_token,
+    smallest_of_all_ranks,
+    useful_blocks,
+)
+from holdfast.worker.model.model import RankModel, build_rank_model, serving_dtype
+from holdfast.worker.model.parallelize import Target
+from holdfast.worker.model.weights import read_config, read_eos_token_ids, resolve_model
+from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.scheduling.prompt_logprobs import MAX_RATED_TOKENS
+from holdfast.worker.speculation.speculation import max_num_draws
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a runner is made of."""
+
+    model: RankModel
+    context: AttentionContext
+    cache: KVCache
+    tiles: RowTiles
+    info: ModelInfo
+    draft: DraftModel | None
+    """On the leading rank of a replica that has one."""
+
+
+def load_parts(
+    config: WorkerConfig, group: TensorParallelGroup, device: torch.device, progress: Callable[[str, int, int], None]
+) -> Parts:
+    """Loads this rank's share. All ranks of the group call this together; `info.row_invariant` is not known yet.
+
+    Raises `ConfigurationError` or `UnsupportedModelError` where the model cannot be served so.
+    """
+    folder = resolve_model(config.model.model, with_weights=config.model.load_format != "dummy")
+    hf_config = read_config(folder)
+    max_model_len = choose_max_model_len(hf_config, config.model.max_model_len)
+    target = Target(group=group, tiles=RowTiles(device), device=device, dtype=serving_dtype(config.model, hf_config))
+    model = build_rank_model(config.model, folder, hf_config, target, lambda *done: progress("load", *done))
+    if getattr(hf_config, "kv_lora_rank", None):
+        logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
+    draft = _load_draft(config, folder, hf_config.vocab_size, target)
+    cache = _allocate_cache(config, model, draft, target, max_model_len)
+    if draft is not None:
+        draft.allocate_cache(cache.num_blocks, cache.block_size)
+    num_tokens = cache.num_blocks * cache.block_size
+    if num_tokens < max_model_len:
+        logger.warning("the KV cache holds %d tokens, and the model could use %d", num_tokens, max_model_len)
+    info = ModelInfo(
+        name=config.model.served_model_name or PurePath(config.model.model).name,
+        path=str(folder),
+        model_type=hf_config.model_type,
+        max_model_len=max_model_len,
+        vocab_size=hf_config.vocab_size,
+        eos_token_ids=read_eos_token_ids(folder, hf_config),
+        dtype=str(target.dtype).removeprefix("torch."),
+        tensor_parallel_size=group.size,
+        block_size=cache.block_size,
+        num_blocks=cache.num_blocks,
+        kv_bytes_per_token=kv_bytes_per_token(model.specs, target.dtype),
+        row_invariant=False,
+        device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+        checkpoint_digest=checkpoint_digest(folder),
+    )
+    context = _attach(model, cache, target)
+    return Parts(model=model, context=context, cache=cache, tiles=target.tiles, info=info, draft=draft)
+
+
+def _load_draft(config: WorkerConfig, folder: Path, vocab_size: int, target: Target) -> DraftModel | None:
+    """The draft model, whole, on the leading rank: it is small, and ranks that wait for it cost less than its sums."""
+    speculation = config.speculation
+    if speculation.speculative != "draft":
+        return None
+    if speculation.draft_model is None:
+        raise ConfigurationError(
+            f"speculation.draft_model: {config.model.model} has no draft model of its own; name one"
+        )
+    if target.group.rank > 0:
+        return None
+    draft_config = config.model.model_copy(update={"model": speculation.draft_model})
+    return DraftModel.load(draft_config, folder, vocab_size, target)
+
+
+def _attach(model: RankModel, cache: KVCache, target: Target) -> AttentionContext:
+    context = AttentionContext(cache, target.tiles)
+    model.attach(lambda layer: PagedAttention(context, layer))
+    return context
+
+
+def _allocate_cache(
+    config: WorkerConfig, model: RankModel, draft: DraftModel | None, target: Target, max_model_len: int
+) -> KVCache:
+    """The cache, with the same number of blocks on every rank, and memory left for the draft model's."""
+    block_size = config.cache.block_size or default_block_size(target.device)
+    specs = (*model.specs, *(draft.specs if draft is not None else ()))
+    block_bytes = kv_bytes_per_token(specs, target.dtype) * block_size
+    most_blocks = None
+    if config.cache.num_blocks is not None or config.cache.kv_cache_memory is not None:
+        default_bytes = 0
+    elif target.device.type == "cuda":
+        activations = _activation_bytes(config, model, target, block_size, max_model_len)
+        default_bytes = gpu_cache_bytes(target.device, activations, config.cache.gpu_memory_utilization)
+    else:
+        default_bytes = cpu_cache_bytes()
+        most_blocks = useful_blocks(config, block_size, max_model_len)
+    chosen = choose_num_blocks(config.cache, default_bytes, block_bytes, most_blocks)
+    num_blocks = smallest_of_all_ranks(chosen, target.group, target.device)
+    check_num_blocks(num_blocks, block_bytes)  # only now: all ranks come to the same answer
+    logger.info("KV cache: %d blocks of %d tokens, %d MiB", num_blocks, block_size, num_blocks * block_bytes >> 20)
+    try:
+        return KVCache.allocate(model.specs, num_blocks, block_size, target.dtype, target.device)
+    except ValueError as error:
+        raise ConfigurationError(f"cache.{error}") from error
+
+
+def _activation_bytes(
+    config: WorkerConfig, model: RankModel, target: Target, block_size: int, max_model_len: int
+) -> int:
+    """What the fullest step needs on a GPU besides weights and cache, measured with a cache just large enough."""
+    plan = full_step(config, block_size, max_model_len)
+    num_blocks = sum(len(sequence.block_ids) for sequence in plan.sequences)
+    cache = KVCache.allocate(model.specs, num_blocks, block_size, target.dtype, target.device)
+    context = _attach(model, cache, target)
+    batch = StepBatch.unpack(StepBatch.pack(plan))
+    torch.cuda.reset_peak_memory_stats(target.device)
+    before = torch.cuda.memory_allocated(target.device)
+    with torch.inference_mode():
+        context.begin(batch)
+        model(batch).float()
+    peak = torch.cuda.max_memory_allocated(target.device) - before
+    model.detach()
+    del context, cache
+    torch.cuda.empty_cache()
+    return peak
+
+
+def full_step(config: WorkerConfig, block_size: int, max_model_len: int) -> StepPlan:
+    """A step that uses up the budgets of tokens and of rows of logits, with sequences as long as they may be."""
+    greedy = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
+    sequences: list[ScheduledSequence] = []
+    num_draws, num_blocks = max_num_draws(config.scheduler, config.speculation) + MAX_RATED_TOKENS, 0
+    left = config.scheduler.max_num_batched_tokens
+    while left > 0:
+        count = min(left, max_model_len)
+        needed = -(-count // block_size)
+        draws = min(num_draws, count)
+        sequence = ScheduledSequence(
+            sequence_id=len(sequences),
+            first_position=0,
+            token_ids=(0,) * count,
+            block_ids=tuple(range(num_blocks, num_blocks + needed)),
+            draw=greedy if draws else None,
+            num_draws=draws,
+        )
+        sequences.append(sequence)
+        num_draws, num_blocks, left = num_draws - draws, num_blocks + needed, left - count
+    return StepPlan(step_id=0, sequences=tuple(sequences))

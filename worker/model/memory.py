@@ -1,0 +1,158 @@
+"""How much memory a model needs, told before it is loaded, and how many KV blocks a rank gets once it is.
+
+What may live here: arithmetic over configs and plans, and asking the machine what is free. What may not: allocating.
+All sizes are bytes of one rank.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from holdfast.worker.attention.kv_cache import KVSpec
+from holdfast.worker.config import CacheConfig, WorkerConfig
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.model.checks import choose_max_model_len
+from holdfast.worker.model.model import choose_device, register_attention, serving_dtype
+from holdfast.worker.model.parallel_plan import ParallelPlan, is_transposed_linear
+from holdfast.worker.model.weights import build_skeleton, read_config, resolve_model
+
+CPU_CACHE_LIMIT: Final = 2**30
+"""Without a setting, a rank on a CPU takes at most this much, and at most `CPU_CACHE_SHARE` of what is available."""
+
+CPU_CACHE_SHARE: Final = 0.1
+
+PREFIX_CACHE_FACTOR: Final = 4
+"""With prefix caching, a CPU's cache has room for this many times what running sequences can use: three quarters for
+prefixes of earlier ones. A larger cache costs no time at the start (`kv_cache.py`); its memory is bounded as above."""
+
+MIN_BLOCKS: Final = 2
+"""The check before the first request runs two sequences side by side."""
+
+
+class MemoryEstimator:
+    """Answers from the config alone what a rank of a model will need. Reads no weights and allocates none."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Raises as loading would where the config cannot be served."""
+        hf_config = read_config(resolve_model(config.model.model, with_weights=False))
+        register_attention()
+        model = build_skeleton(hf_config)
+        plan = ParallelPlan(hf_config, model.tp_plan or {}, config.parallel.tensor_parallel_size)
+        dtype = serving_dtype(config.model, hf_config)
+        self.max_model_len = choose_max_model_len(hf_config, config.model.max_model_len)
+        self.block_size = config.cache.block_size or default_block_size(choose_device(config.model))
+        self.weight_bytes = _weight_bytes(model, plan, dtype)
+        self.kv_bytes_per_token = _kv_values_per_token(hf_config, plan) * dtype.itemsize
+
+    def default_cache_bytes(self, config: WorkerConfig, default_bytes: int, *, is_gpu: bool) -> int:
+        """Memory of the cache that loading would choose where `default_bytes` are there for it."""
+        block_bytes = self.kv_bytes_per_token * self.block_size
+        most_blocks = None if is_gpu else useful_blocks(config, self.block_size, self.max_model_len)
+        return choose_num_blocks(config.cache, default_bytes, block_bytes, most_blocks) * block_bytes
+
+    def num_blocks(self, cache_bytes: int) -> int:
+        """Blocks that fit into this much memory for the cache."""
+        return cache_bytes // (self.kv_bytes_per_token * self.block_size)
+
+    def num_sequences(self, cache_bytes: int, num_tokens: int) -> int:
+        """Sequences of `num_tokens`, prompt and output together, that fit at the same time."""
+        return self.num_blocks(cache_bytes) // -(-num_tokens // self.block_size)
+
+
+def default_block_size(device: torch.device) -> int:
+    """Tokens of a block where the settings name none."""
+    return 64 if device.type == "cuda" else 16
+
+
+def kv_bytes_per_token(specs: Sequence[KVSpec], dtype: torch.dtype) -> int:
+    """What one token takes in the cache of one rank, all layers together."""
+    return sum(spec.values_per_token for spec in specs) * dtype.itemsize
+
+
+def cpu_cache_bytes() -> int:
+    """A modest default on a CPU: a tenth of the memory that is available, and no more than 1 GiB."""
+    return min(CPU_CACHE_LIMIT, int(_available_memory() * CPU_CACHE_SHARE))
+
+
+def gpu_cache_bytes(device: torch.device, activation_bytes: int, utilization: float) -> int:
+    """What is left of `utilization` of a GPU's memory after what is in use and what a full step needs on top."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total * utilization) - (total - free) - activation_bytes
+
+
+def useful_blocks(config: WorkerConfig, block_size: int, max_model_len: int) -> int:
+    """Blocks beyond which a larger cache does little: for a small model, far fewer than fit its memory."""
+    running = config.scheduler.max_num_seqs * -(-max_model_len // block_size)
+    return max(MIN_BLOCKS, running * (PREFIX_CACHE_FACTOR if config.cache.enable_prefix_caching else 1))
+
+
+def choose_num_blocks(config: CacheConfig, default_bytes: int, block_bytes: int, most_blocks: int | None) -> int:
+    """Blocks of this rank's cache: as set, or as many as fit the memory that is set, or the default memory.
+
+    `most_blocks` bounds the default where more would do little. The result may be too small to work with.
+    """
+    if config.num_blocks is not None:
+        return config.num_blocks
+    if config.kv_cache_memory is not None:
+        return config.kv_cache_memory // block_bytes
+    num_blocks = default_bytes // block_bytes
+    return num_blocks if most_blocks is None else min(num_blocks, most_blocks)
+
+
+def check_num_blocks(num_blocks: int, block_bytes: int) -> None:
+    """Refuses a cache that is too small. Raises `ConfigurationError`."""
+    if num_blocks < MIN_BLOCKS:
+        raise ConfigurationError(
+            f"the KV cache would have {max(num_blocks, 0)} blocks of {block_bytes} bytes, and needs {MIN_BLOCKS}; "
+            "raise cache.num_blocks, cache.kv_cache_memory or cache.gpu_memory_utilization, or lower cache.block_size"
+        )
+
+
+def smallest_of_all_ranks(value: int, group: TensorParallelGroup, device: torch.device) -> int:
+    """The same number on every rank, so that a block id means the same everywhere."""
+    return int(group.all_gather(torch.tensor([value], device=device), dim=0).min())
+
+
+def _weight_bytes(model: Any, plan: ParallelPlan, dtype: torch.dtype) -> int:
+    tables = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    stored_dtype, total = model.dtype, 0.0
+    for name, parameter in model.named_parameters():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        attention = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+        shape = tuple(parameter.T.shape) if is_transposed_linear(owner) else tuple(parameter.shape)
+        if id(parameter) in tables:
+            share = -(-shape[0] // plan.size) / shape[0]
+        else:
+            cut = plan.cut(name, shape, getattr(attention, "head_dim", None))
+            share = 1.0 if cut is None else cut.share
+        itemsize = dtype.itemsize if parameter.dtype == stored_dtype else parameter.dtype.itemsize
+        total += parameter.numel() * share * itemsize
+    saved = model.state_dict()
+    total += sum(buffer.nbytes for name, buffer in model.named_buffers() if name in saved)
+    return int(total)
+
+
+def _kv_values_per_token(config: Any, plan: ParallelPlan) -> int:
+    num_heads = config.num_attention_heads
+    if getattr(config, "qk_nope_head_dim", None):  # latent attention is cached expanded
+        num_kv_heads = num_heads
+        key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        value_dim = config.v_head_dim
+    else:
+        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+        key_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    local = max(1, num_kv_heads // plan.size) if plan.splits_attention else num_kv_heads
+    return int(config.num_hidden_layers * local * (key_dim + value_dim))
+
+
+def _available_memory() -> int:
+    """What the machine, or the container around this process, can still give."""
+    meminfo = Path("/proc/meminfo").read_text().split()
+    available = int(meminfo[meminfo.index("MemAvailable:") + 1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int(used.read_text()))
+    return max(available, 0)

@@ -1,0 +1,41 @@
+"""What the draws of a plan are, and which tokens they must not give: all that follows from a plan without any logits.
+
+What may not live here: logits and noise (`logit_controls.py`, `sampler.py`), and the masks of grammars, which take
+reading the output (`grammar_readers.py`).
+"""
+
+from dataclasses import replace
+
+from holdfast.worker.plan.step_plan import DrawParams, StepPlan
+
+
+def draws_of(plan: StepPlan) -> list[DrawParams]:
+    """The draws of a plan, one for each of its logits rows, in order."""
+    draws = []
+    for sequence in plan.sequences:
+        if sequence.draw is not None and sequence.num_draws > 0:
+            draws.append(sequence.draw)
+            drafts = sequence.token_ids[len(sequence.token_ids) - sequence.num_draws + 1 :]
+            draws += [draw_after(sequence.draw, drafts[: index + 1]) for index in range(len(drafts))]
+    return draws
+
+
+def draw_after(first: DrawParams, drafts: tuple[int, ...]) -> DrawParams:
+    """The draw after these drafted tokens, which it takes for outputs: it counts only if they are right."""
+    looks_back = first.controls is not None and first.controls.look_back
+    return replace(
+        first,
+        first_output_index=first.first_output_index + len(drafts),
+        output_token_ids=first.output_token_ids + drafts if looks_back else (),
+    )
+
+
+def banned_token_ids(params: DrawParams) -> list[int]:
+    """What bad words, the minimum length and ends that are to be ignored forbid as the next token, of a draw with
+    controls."""
+    controls, outputs = params.controls, params.output_token_ids
+    assert controls is not None, "only draws with controls have bans"
+    banned = [word[-1] for word in controls.bad_words if outputs[len(outputs) - len(word) + 1 :] == word[:-1]]
+    if params.first_output_index < controls.min_tokens:
+        banned += controls.end_token_ids
+    return banned + list(controls.avoided_token_ids)

@@ -1,0 +1,121 @@
+"""Readers that follow outputs through their grammars, step after step, to say which tokens may come next.
+
+What may live here: who has read how much, and what is taken back. What may not: what a grammar means (a `Matcher`, in
+`grammar_masks.py` llguidance's), logits, threads. A mask is a function of the grammar and the output so far; a reader
+that is kept from step to step only saves reading the output again.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
+
+logger = logging.getLogger(__name__)
+
+_KEPT_STEPS: Final = 32
+"""A reader whose sequence has not drawn for so many steps is dropped. If the sequence comes back, it starts over."""
+
+
+class Matcher(Protocol):
+    """A grammar, and where in it an output is. The names are llguidance's."""
+
+    def compute_bitmask(self) -> bytes:
+        """A bit for each token, the lowest first: it may come next."""
+        ...
+
+    def validate_tokens(self, tokens: list[int], /) -> int:
+        """How many of the tokens, from the first on, may come next."""
+        ...
+
+    def consume_token(self, token: int, /) -> bool:
+        """Reads a token that may come next."""
+        ...
+
+    def consume_tokens(self, tokens: list[int], /) -> bool: ...
+
+    def rollback(self, num_tokens: int, /) -> bool:
+        """Takes the last tokens back."""
+        ...
+
+    def is_error(self) -> bool: ...
+
+    def get_error(self) -> str: ...
+
+
+@dataclass(slots=True)
+class _Reader:
+    """A grammar and how much of an output it has read."""
+
+    matcher: Matcher
+    token_ids: tuple[int, ...]
+    last_step_id: int
+
+
+class GrammarReaders:
+    """The readers of one replica, by sequence."""
+
+    def __init__(self, make_matcher: Callable[[str], Matcher], eos_token_ids: frozenset[int]) -> None:
+        """`make_matcher` makes of a grammar a matcher that has read nothing yet."""
+        self._make_matcher = make_matcher
+        self._eos_token_ids = eos_token_ids
+        self._readers: dict[int, _Reader] = {}  # by sequence id
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def masks(self, plan: StepPlan) -> dict[int, bytes]:
+        """By number of a plan's logits row, a bit for each token of the tokenizer, the lowest first: it may come next.
+
+        An end of sequence may come where the grammar is fulfilled; once it is and nothing can follow, only that may.
+        Rows without a grammar have no mask, nor those after a draft that breaks it, since their draws do not count.
+        """
+        masks: dict[int, bytes] = {}
+        row = 0
+        for sequence in plan.sequences:
+            if sequence.draw is not None and _grammar(sequence.draw):
+                masks |= enumerate(self._sequence_masks(sequence, sequence.draw, plan.step_id), row)
+            row += sequence.num_draws if sequence.draw is not None else 0
+        for sequence_id, reader in list(self._readers.items()):
+            if reader.last_step_id < plan.step_id - _KEPT_STEPS:
+                del self._readers[sequence_id]
+        return masks
+
+    def _sequence_masks(self, sequence: ScheduledSequence, draw: DrawParams, step_id: int) -> list[bytes]:
+        """The mask of each draw; draw i comes after i drafts, which the reader takes back afterwards."""
+        matcher = self._matcher_after(sequence.sequence_id, draw, step_id)
+        masks = [matcher.compute_bitmask()]
+        num_read = 0
+        for draft in sequence.token_ids[len(sequence.token_ids) - sequence.num_draws + 1 :]:
+            if draft in self._eos_token_ids or matcher.validate_tokens([draft]) == 0:
+                break
+            matcher.consume_token(draft)
+            num_read += 1
+            masks.append(matcher.compute_bitmask())
+        if num_read:
+            matcher.rollback(num_read)
+        if matcher.is_error():  # its masks now allow an end of sequence and nothing else
+            reason = matcher.get_error().partition("\n")[0]  # what follows quotes the grammar, which is the caller's
+            logger.warning("the output of sequence %d ends early: %s", sequence.sequence_id, reason)
+        return masks
+
+    def _matcher_after(self, sequence_id: int, draw: DrawParams, step_id: int) -> Matcher:
+        """The matcher that has read the output before `draw`."""
+        token_ids = draw.output_token_ids
+        reader = self._readers.get(sequence_id)
+        if reader is None or token_ids[: len(reader.token_ids)] != reader.token_ids:
+            reader = self._readers[sequence_id] = _Reader(self._make_matcher(_grammar(draw)), (), step_id)
+        reader.matcher.consume_tokens(list(token_ids[len(reader.token_ids) :]))
+        reader.token_ids, reader.last_step_id = token_ids, step_id
+        return reader.matcher
+
+
+def has_grammars(plan: StepPlan) -> bool:
+    """Whether any draw of a plan must match a grammar."""
+    return any(sequence.draw is not None and _grammar(sequence.draw) for sequence in plan.sequences)
+
+
+def _grammar(draw: DrawParams) -> str:
+    """The grammar of a draw; empty for none."""
+    return draw.controls.grammar if draw.controls is not None else ""

@@ -1,0 +1,134 @@
+"""The contract between scheduler and runner: a plan says what one step does, a result says what came of it.
+
+A plan is complete and frozen when the scheduler returns it; the runner only reads it, and the result returns values.
+Nothing is filled in by several owners in turn. No torch here: plans cross process borders as plain integers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from holdfast.worker.plan.logits_settings import LogitControls
+from holdfast.worker.request import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawParams:
+    """All that a draw depends on besides the logits. A draw is a pure function of these (see `sampler.py`)."""
+
+    seed: int
+    first_output_index: int
+    """Output position of the first token drawn: the noise is keyed by (seed, position, token id)."""
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float = 0.0
+    controls: LogitControls | None = None
+    """None where logits are taken as they are: nearly always."""
+    output_token_ids: tuple[int, ...] = ()
+    """Output before the draw, where `controls` look back at it; else empty."""
+    num_logprobs: int | None = None
+    """Best tokens to report with the drawn one's logprob; None: no logprobs. Does not touch the draw."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRating:
+    """Which prompt tokens a step says the logprobs of: each is rated by the row of the token before it."""
+
+    first_row: int
+    """Of the sequence's rows in the step, the first that rates; the others follow without a gap."""
+    token_ids: tuple[int, ...]
+    """What the rows rate. The last one may belong to the next step."""
+    num_logprobs: int
+    """Best tokens to report with each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """The first `num_tokens` slots of a block are to be copied to another one, whose other slots become zeros."""
+
+    source: int
+    destination: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """What the draft model does for a sequence before the step: it reads `token_ids`, at positions `first_position`,
+    + 1, + 2, ..., which are up to the last that the step computes without drafts, and then guesses ahead."""
+
+    first_position: int
+    token_ids: tuple[int, ...]
+    num_drafts: int
+    """Tokens to guess; 0: only to keep up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledSequence:
+    """One sequence's share of a step: `token_ids` are run at absolute positions `first_position`, + 1, + 2, ..."""
+
+    sequence_id: int
+    """Unique in the life of an engine; survives preemption."""
+    first_position: int
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    """Blocks of positions 0 to `first_position + len(token_ids) - 1`, in order; with `drafting`, of its drafts too."""
+    draw: DrawParams | None
+    """None for a chunk of the prompt that is not the last: nothing is drawn."""
+    num_draws: int = 0
+    """How many of the last rows are drawn from: 1 when `draw` is set; more when drafted tokens are verified."""
+    rating: PromptRating | None = None
+    """None for nearly all: no logprobs of prompt tokens are asked for."""
+    drafting: Drafting | None = None
+    """Work for the draft model, where there is one. What it guesses, the step then verifies (`with_drafts`)."""
+
+    def with_drafts(self, drafts: tuple[int, ...]) -> "ScheduledSequence":
+        """This share with these tokens, guessed to follow, to be verified."""
+        return replace(self, token_ids=self.token_ids + drafts, num_draws=self.num_draws + len(drafts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What one step does. Never empty."""
+
+    step_id: int
+    sequences: tuple[ScheduledSequence, ...]
+    block_copies: tuple[BlockCopy, ...] = ()
+    """To be made before anything is computed, on every rank. A block may be the source of several, and also a
+    destination: all sources are read before any destination is written."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+    def with_drafts(self, drafts: Sequence[tuple[int, ...]]) -> "StepPlan":
+        """What is run once the draft model has guessed: `drafts` are for each sequence, or empty where it has not."""
+        if not any(drafts):
+            return self
+        pairs = zip(self.sequences, drafts, strict=True)
+        return replace(self, sequences=tuple(sequence.with_drafts(guessed) for sequence, guessed in pairs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What one step drew: for each sequence of the plan `with_drafts`, in its order, `num_draws` token ids."""
+
+    step_id: int
+    token_ids: tuple[tuple[int, ...], ...]
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """For each sequence, one for each of its tokens, or none where it asks for none. Empty where nobody asks."""
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    """For each sequence, one for each token of its `rating`. Empty where nobody asks."""
+    drafts: tuple[tuple[int, ...], ...] = ()
+    """What the draft model guessed for each sequence and the step verified. Empty where there was none."""
+
+
+class StepRunner(Protocol):
+    """What runs a plan: `LeaderRunner`, or a pseudo-model in tests."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def keep_alive(self) -> None:
+        """Called while there is nothing to do, so that followers see a living leader."""
+
+    def close(self) -> None: ...

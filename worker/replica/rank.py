@@ -1,0 +1,190 @@
+"""One rank of a tensor-parallel group, and the ways to start the ranks that are not the leader.
+
+The leader (rank 0) lives in the process that serves the link. The others are started by a launcher: child processes
+here, Ray actors in `cluster/serve/placement_groups.py`. They know nothing but the settings, their number and where to meet.
+"""
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.supervision.process_id import ProcessId
+
+if TYPE_CHECKING:
+    import torch
+
+    from holdfast.worker.distributed.tensor_parallel import DistributedGroup
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 5.0
+"""A rank that was told to stop and has not ended after this long is killed."""
+
+
+class Ranks(Protocol):
+    """The running ranks of a group, but for the leader."""
+
+    def wait(self) -> str:
+        """Blocks until a rank has ended, for whatever reason; says which and how."""
+
+    def stop(self) -> None:
+        """Ends the ranks that are left; they have been told to stop before."""
+
+    def kill(self) -> None:
+        """Ends them at once. `wait` returns."""
+
+    def processes_here(self) -> list[ProcessId]:
+        """Those that run on this machine; all of them are known once the group has met."""
+
+
+class RankLauncher(Protocol):
+    """Starts ranks 1 to n-1 of a group somewhere."""
+
+    @property
+    def host(self) -> str:
+        """An address of the leader's machine that the ranks can reach."""
+
+    def launch(self, config: WorkerConfig, rendezvous: str) -> Ranks:
+        """Starts them; they join the group at `rendezvous` (`tcp://host:port`). Returns at once."""
+
+
+def run_rank(config: WorkerConfig, rank: int, rendezvous: str, device: "torch.device | None" = None) -> None:
+    """The whole life of a rank that is not the leader: join, load, follow the leader's plans until told to stop.
+
+    Blocking. Raises whatever went wrong, a lost leader included; the process should end then.
+    """
+    from holdfast.worker.engine.model_runner import ModelRunner, follow
+
+    device = device or default_device(config, rank)
+    prepare_process(config, device)
+    group = join(config, rank, rendezvous, device)
+    try:
+        follow(ModelRunner.load(config, group, device=device), group)
+    finally:
+        group.close()
+
+
+def join(config: WorkerConfig, rank: int, rendezvous: str, device: "torch.device") -> "DistributedGroup":
+    """Meets the other ranks. Blocks until all are there."""
+    from holdfast.worker.distributed.tensor_parallel import DistributedGroup
+
+    backend: Literal["nccl", "gloo"] = "nccl" if device.type == "cuda" else "gloo"
+    return DistributedGroup(rank, config.parallel.tensor_parallel_size, rendezvous, backend=backend, device=device)
+
+
+def default_device(config: WorkerConfig, rank: int) -> "torch.device":
+    """The device of a rank whose process sees all devices of the machine."""
+    import torch
+
+    wanted = config.model.device
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device("cuda", rank) if wanted == "cuda" else torch.device("cpu")
+
+
+def prepare_process(config: WorkerConfig, device: "torch.device") -> None:
+    """Before a rank computes anything: its share of the cores, and the rules for its GPU's kernels.
+
+    Ranks times threads never exceed the cores.
+    """
+    import torch
+
+    from holdfast.worker.layers.row_tiles import fix_gpu_kernels
+
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(config.parallel.num_threads or max(1, cores // config.parallel.tensor_parallel_size))
+    if device.type == "cuda":
+        fix_gpu_kernels()
+        torch.cuda.set_device(device)
+
+
+class LocalLauncher:
+    """Starts ranks as child processes of this one. They end with it.
+
+    Plain interpreters rather than `multiprocessing`, which would run the caller's script again in every child.
+    """
+
+    host = "127.0.0.1"
+
+    def launch(self, config: WorkerConfig, rendezvous: str) -> "LocalRanks":
+        ranks = range(1, config.parallel.tensor_parallel_size)
+        return LocalRanks({rank: _start(config, rank, rendezvous) for rank in ranks})
+
+
+class LocalRanks:
+    """Child processes, watched through their file descriptors by a thread that closes them when the first has ended."""
+
+    def __init__(self, processes: dict[int, "subprocess.Popen[bytes]"]) -> None:
+        self._processes = processes
+        self._ids = [ProcessId.of(process.pid) for process in processes.values()]  # none of them has been waited for
+        self._first_end: Future[str] = Future()
+        watches = {os.pidfd_open(process.pid): rank for rank, process in processes.items()}
+        threading.Thread(target=self._watch, args=(watches,), name="local-ranks", daemon=True).start()
+
+    def wait(self) -> str:
+        return self._first_end.result()
+
+    def stop(self) -> None:
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+            assert process.stdin is not None, "it is a pipe"
+            process.stdin.close()
+
+    def processes_here(self) -> list[ProcessId]:
+        return self._ids
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._ids]
+
+    def _watch(self, watches: dict[int, int]) -> None:
+        poll = select.poll()  # unlike `select`, it takes descriptors of any number
+        for watch in watches:
+            poll.register(watch, select.POLLIN)
+        ended = sorted(watches[watch] for watch, _ in poll.poll())
+        for watch in watches:
+            os.close(watch)
+        codes = [f"rank {rank} ended with code {self._processes[rank].wait()}" for rank in ended]
+        self._first_end.set_result(", ".join(codes))
+
+
+_CHILD = "import sys; sys.path[:] = {path!r}; from worker.rank import run_child; run_child()"
+
+
+def _start(config: WorkerConfig, rank: int, rendezvous: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-c", _CHILD.format(path=sys.path), str(rank), rendezvous, config.model_dump_json()]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
+
+
+def run_child() -> None:
+    """The program of a child process: `rank rendezvous config`. Its standard input stays open as long as its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the leader decides what it means
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    rank, rendezvous, config = sys.argv[1:]
+    try:
+        run_rank(WorkerConfig.model_validate_json(config), int(rank), rendezvous)
+    except Exception as error:
+        logger.error("rank %s ended: %s", rank, error)
+        raise SystemExit(1) from error
+
+
+def _end_with_parent() -> None:
+    """A killed leader must leave no orphan, wherever this rank is stuck just then."""
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os._exit(1)

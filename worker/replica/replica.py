@@ -1,0 +1,266 @@
+"""One replica: a tensor-parallel group, its engine, and the watch over its ranks, in the leader's process.
+
+What may live here: starting the parts in order, noticing that one has died, stopping them in order. What may not:
+Ray, gRPC and everything else that decides where a replica runs and who talks to it.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from holdfast.worker.config import HealthConfig, WorkerConfig
+from holdfast.worker.engine.engine import Engine
+from holdfast.worker.engine_updates import EngineUpdate
+from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.replica.rank import LocalLauncher, RankLauncher, Ranks, default_device, join, prepare_process
+from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.speculation.speculation import Speculation
+from holdfast.worker.supervision.heartbeat_pipe import Lifeline
+from holdfast.worker.supervision.known_answer_check import Canary
+from holdfast.worker.supervision.watchdog import Watchdog
+from holdfast.worker.tuning.step_tuner import StepTuner
+
+if TYPE_CHECKING:
+    import torch
+
+    from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+    from holdfast.worker.engine.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Progress = Callable[[str, int, int], None]
+"""Called as `progress(phase, done, total)` while a replica loads."""
+
+
+class Replica:
+    """A model copy that answers requests through `engine`. Made by `start`; ended by `stop`, or by a failure."""
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        engine: Engine,
+        group: "TensorParallelGroup",
+        ranks: Ranks | None,
+        health: HealthConfig,
+    ) -> None:
+        self.info = info
+        self.engine = engine
+        self.health = health
+        self._watchdog = Watchdog(
+            engine.progress, lambda: engine.has_work, self._condemn, frozen_after_s=health.frozen_after_s
+        )
+        self._canary: Canary | None = None
+        if info.row_invariant and health.self_check_every_s > 0:
+            self._canary = Canary(engine, info, engine.fail, every_s=health.self_check_every_s)
+        self._group = group
+        self._ranks = ranks
+        self._lifeline: Lifeline | None = None
+        self._stopping = False
+        self._failure: HoldfastError | None = None
+        self._callbacks: list[Callable[[HoldfastError], None]] = []
+        self._lock = threading.Lock()
+
+    @classmethod
+    def start(
+        cls, config: WorkerConfig, launcher: RankLauncher | None = None, progress: Progress | None = None
+    ) -> "Replica":
+        """Starts the other ranks, loads this one's share of the model, checks it, and starts the engine. Blocking.
+
+        Raises `UnsupportedModelError` or `ConfigurationError` where the settings cannot work, `ReplicaError` when a
+        rank dies on the way. Nothing is left running then.
+        """
+        from holdfast.worker.engine.model_runner import ModelRunner
+
+        device = default_device(config, rank=0)
+        prepare_process(config, device)
+        group, ranks = _gather_ranks(config, device, launcher or LocalLauncher())
+        try:
+            runner = ModelRunner.load(config, group, progress, device)
+        except BaseException:  # an interrupt as well: no rank may be left running
+            if ranks is not None:
+                ranks.kill()
+            group.close()
+            raise
+        return cls.around(config, runner, group, ranks)
+
+    @classmethod
+    def around(
+        cls, config: WorkerConfig, runner: "ModelRunner", group: "TensorParallelGroup", ranks: Ranks | None = None
+    ) -> "Replica":
+        """A replica of a leading rank that is loaded and checked. Its engine runs when this returns.
+
+        Raises `ReplicaError` when a rank dies on the way. Nothing is left running then.
+        """
+        from holdfast.worker.engine.model_runner import LeaderRunner
+
+        info = runner.info
+        speculation = Speculation(config.speculation, config.scheduler)
+        scheduler = Scheduler(
+            config.scheduler,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            max_model_len=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+            prefix_caching=config.cache.enable_prefix_caching,
+            speculation=speculation,
+        )
+        tuner = StepTuner(
+            config.scheduler,
+            block_size=info.block_size,
+            num_speculative_tokens=speculation.num_speculative_tokens,
+        )
+        engine = Engine(scheduler, LeaderRunner(runner, group), progress=runner.progress, tuner=tuner)
+        replica = cls(info, engine, group, ranks, config.health)
+        try:
+            replica._begin()
+        except BaseException:  # an interrupt as well
+            replica.stop()
+            raise
+        return replica
+
+    def on_failure(self, callback: Callable[[HoldfastError], None]) -> None:
+        """Calls `callback` once when the replica has failed, from some thread; at once if it has already."""
+        with self._lock:
+            if self._failure is None:
+                self._callbacks.append(callback)
+                return
+        callback(self._failure)
+
+    def guard(self) -> Lifeline | None:
+        """Starts a guardian, which kills this process and its ranks if the process hangs as a whole; None if the
+        settings want none. For hosts whose process is the replica's alone: they keep the lifeline beating until `stop`.
+        """
+        if self.health.hangs_after_s is None:
+            return None
+        ranks = [] if self._ranks is None else self._ranks.processes_here()
+        self._lifeline = Lifeline(self.health.hangs_after_s, ranks)
+        return self._lifeline
+
+    def wind_down(self) -> None:
+        """It asks itself nothing any more, so that it is idle once others have nothing for it to do."""
+        if self._canary is not None:
+            self._canary.stop()
+
+    def stop(self) -> None:
+        """Aborts what is running, answers everyone, ends the ranks and the guardian. Safe to call twice."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._stop_watching()
+        self.engine.stop()
+        if self._ranks is not None:
+            self._ranks.stop()
+        try:
+            self._group.close()
+        except ReplicaError as error:
+            logger.debug("leaving a group that is broken already: %s", error)
+        if self._lifeline is not None:
+            self._lifeline.cut()
+
+    def _begin(self) -> None:
+        self.engine.attach(_EndOfEngine(self._fail))
+        self.engine.start()
+        if self._ranks is not None:
+            threading.Thread(target=self._watch, args=(self._ranks,), name="rank-watch", daemon=True).start()
+        if self._canary is not None:
+            self._release(self._canary)
+        self._watchdog.start()
+
+    def _release(self, canary: Canary) -> None:
+        """What it answers first is a fact of this replica. Not watched yet: how long a step takes is not known."""
+        digest = canary.begin()
+        self.info = replace(self.info, answers_digest=digest)
+        if digest:
+            canary.start()
+
+    def _watch(self, ranks: Ranks) -> None:
+        """Any rank's death fails the whole replica at once: a group with a hole computes nothing."""
+        error = ReplicaError(f"the replica lost a rank: {ranks.wait()}")
+        self.engine.fail(error)
+        self._fail(error)
+
+    def _condemn(self, still_s: float) -> None:
+        """A frozen rank holds all others up, and nobody can tell which it is: the group goes as a whole."""
+        error = ReplicaError(f"the replica is frozen: no progress for {still_s:.1f} s while there is work")
+        self._fail(error)
+        self.engine.give_up(error)
+
+    def _fail(self, error: HoldfastError) -> None:
+        """From the watches or the engine's thread, whichever notices first."""
+        with self._lock:
+            if self._stopping or self._failure is not None:
+                return
+            self._failure = error
+        self._stop_watching()
+        try:
+            logger.error("%s", error)
+            for callback in self._callbacks:
+                callback(error)
+        finally:  # whatever went wrong there: no rank outlives its replica
+            if self._ranks is not None:
+                self._ranks.kill()
+
+    def _stop_watching(self) -> None:
+        self._watchdog.stop()
+        self.wind_down()
+
+
+class _EndOfEngine:
+    """A `StepListener` that only wants to know of the end."""
+
+    def __init__(self, on_failure: Callable[[HoldfastError], None]) -> None:
+        self.on_failure = on_failure
+
+    def on_update(self, update: EngineUpdate) -> None:
+        pass
+
+
+def _gather_ranks(
+    config: WorkerConfig, device: "torch.device", launcher: RankLauncher
+) -> "tuple[TensorParallelGroup, Ranks | None]":
+    """The leader's end of the group, and the other ranks if there are any."""
+    from holdfast.worker.distributed.tensor_parallel import SingleRank, pick_port
+
+    if config.parallel.tensor_parallel_size == 1:
+        return SingleRank(), None
+    rendezvous = f"tcp://{launcher.host}:{pick_port(launcher.host)}"
+    ranks = launcher.launch(config, rendezvous)
+    try:
+        return _first(lambda: join(config, 0, rendezvous, device), ranks.wait), ranks
+    except BaseException:  # an interrupt as well
+        ranks.kill()
+        raise
+
+
+def _first(joining: Callable[[], T], dying: Callable[[], str]) -> T:
+    """What `joining` returns, unless `dying` does so before: then a `ReplicaError` with what it said.
+
+    Both run on daemon threads: the one that is still blocked in the end must not keep the process alive.
+    """
+    outcome: Future[T] = Future()
+
+    def join_group() -> None:
+        try:
+            group = joining()
+        except BaseException as error:  # raised again where the outcome is asked for
+            with suppress(InvalidStateError):
+                outcome.set_exception(error)
+        else:
+            with suppress(InvalidStateError):
+                outcome.set_result(group)
+
+    def watch() -> None:
+        news = dying()
+        with suppress(InvalidStateError):
+            outcome.set_exception(ReplicaError(f"a rank ended while the group was meeting: {news}"))
+
+    for target in (join_group, watch):
+        threading.Thread(target=target, daemon=True).start()
+    return outcome.result()

@@ -1,0 +1,209 @@
+"""How the sequences of each step are chosen: the interface of a batching policy, and continuous batching.
+
+What may live here: decisions about tokens, places and blocks of the coming step. What may not: requests, results and
+counters (`scheduler.py`), and how blocks change hands (`queues.py`).
+"""
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Protocol
+
+from holdfast.worker.request import Priority
+from holdfast.worker.scheduling.forking import Siblings
+from holdfast.worker.scheduling.prompt_logprobs import num_step_tokens
+from holdfast.worker.scheduling.queues import SequenceQueues, SharedPrefix
+from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
+from holdfast.worker.scheduling.step_limits import StepLimits
+
+Share = tuple[Sequence, int]
+"""A running sequence, and how many of its uncomputed tokens the step computes: at least one."""
+
+
+class BatchingPolicy(Protocol):
+    """Decides what a step does. Called by the scheduler alone."""
+
+    limits: StepLimits
+    """May be replaced between two steps."""
+
+    def schedule(self, queues: SequenceQueues) -> list[Share]:
+        """Choose the next step, admitting and preempting as needed. Empty only if nothing waits or runs.
+
+        At most `limits.max_num_seqs` shares with at most `limits.max_num_batched_tokens` tokens in all; blocks for all
+        of them are allocated.
+        """
+        ...
+
+    def release(self, queues: SequenceQueues) -> None:
+        """Called whenever running sequences have ended: free the blocks of those that need not keep their place."""
+        ...
+
+
+class ContinuousBatching:
+    """Every step takes whoever can use it: decodes first, then, class by class, chunks of prefill and newcomers.
+
+    Blocks are allocated for the tokens that a sequence has, not for those it may draw. When they run out, one of the
+    worst class among those running is preempted: the one with the fewest tokens computed, the newest of several, but
+    never the first in the order of service. Likewise, one waiting of a better class who finds no place or blocks takes
+    them from running ones of worse classes. Classes are those of `Sequence.service_class`: a priority, bettered by
+    waiting, and unchanged while a sequence runs, so that nobody is preempted by the class it has caught up with.
+
+    No request starves, whatever the stream of others, as long as time goes on:
+      - *Everybody gets to the best class*, after waiting for three times `aging_s` in all, or ends before. There nobody
+        else's class preempts it, and it is enough to look at this class.
+      - *Everybody gets to be the first.* By `urgency`, deadline and arrival, each has a fixed place, and whoever comes
+        after the time at which it is due stands behind it. So only finitely many will ever stand before it, and it is
+        enough to show that the most urgent of all alive, A, ends: then another is the most urgent.
+      - *While A runs it ends.* It is the first of the running, so it is never preempted, it may take everyone else's
+        blocks, and `Scheduler.add` has seen to it that alone it fits. It gets a token at every step: one is admitted
+        only where fewer run than a step has tokens, and of these the first is served first.
+      - *While A waits it gets to run.* It is the first in its tenant's line. Served tenants' counters rise and its own
+        does not, newcomers are lifted to the smallest, and equal counters go by urgency: so its tenant comes to be the
+        first and A the first of the waiting. That one is never overtaken: until it finds room nobody else is admitted.
+        Of those running in its class the first always goes on and ends, as above, and the others give way to A, so it
+        does find room: at the latest when it is alone. Only while a sibling that runs computes its prompt is it passed
+        over; that one is not held up by those behind.
+    Which of the others is preempted does not matter to this. Blocks that are only cached count as free, so they are in
+    nobody's way, and what a sequence shares it need not be given.
+    """
+
+    def __init__(self, limits: StepLimits) -> None:
+        self.limits = limits
+
+    def schedule(self, queues: SequenceQueues) -> list[Share]:
+        siblings = Siblings(queues)
+        self._make_way(queues, siblings)
+        decodes, prefills = self._split_running(queues)
+        shares = [(sequence, 1) for sequence in decodes]
+        budget = self._prefill_budget(len(shares))
+        if not queues.waiting.num_ready:
+            queues.waiting.return_all()
+            return shares + share_out(prefills, budget)
+        chunks_of = {key: list(group) for key, group in groupby(prefills, lambda sequence: sequence.service_class)}
+        for service_class in Priority:
+            chunks = share_out(chunks_of.get(service_class, ()), budget)
+            budget -= _num_tokens(chunks)
+            # Once the first of a class was refused, nobody of a worse class is the first of the waiting.
+            newcomers = self._admit(queues, siblings, service_class, budget)
+            budget -= _num_tokens(newcomers)
+            shares += chunks + newcomers
+        queues.waiting.return_all()
+        return shares
+
+    def release(self, queues: SequenceQueues) -> None:
+        queues.release_finished()
+
+    def _prefill_budget(self, num_decode_tokens: int) -> int:
+        """Tokens of a step that are left for prompts."""
+        budget = max(0, self.limits.max_num_batched_tokens - num_decode_tokens)
+        most = self.limits.max_num_prefill_tokens
+        return budget if most is None or not num_decode_tokens else min(budget, most)
+
+    def _split_running(self, queues: SequenceQueues) -> tuple[list[Sequence], list[Sequence]]:
+        """The running sequences that decode, each with a block for its next token, and those with more to compute."""
+        block_size = queues.allocator.block_size
+        decodes, prefills, grown_out = [], [], []
+        for sequence in queues.running:
+            num_tokens = len(sequence.token_ids)
+            if num_tokens > sequence.num_computed_tokens + 1:
+                prefills.append(sequence)  # has had blocks for all of its tokens since it was admitted
+                continue
+            decodes.append(sequence)
+            if num_tokens > len(sequence.block_ids) * block_size:
+                grown_out.append(sequence)
+        if _grow(queues, grown_out):
+            return decodes, prefills
+        return _still_running(decodes), _still_running(prefills)
+
+    def _admit(self, queues: SequenceQueues, siblings: Siblings, service_class: Priority, budget: int) -> list[Share]:
+        """Admit from the front of the waiting, of this class alone, while there are places, tokens and blocks."""
+        shares: list[Share] = []
+        while budget > 0 and queues.waiting.best_class is service_class and self._has_place(queues):
+            if (first := siblings.first_ready()) is None:
+                break
+            sequence, prefix = first
+            if sequence.service_class is not service_class or not self._has_memory(queues, sequence, prefix):
+                break
+            queues.admit(sequence, queues.allocator.num_blocks_for(len(sequence.token_ids)), prefix)
+            siblings.add(sequence)
+            num_tokens = min(num_step_tokens(sequence), budget)
+            shares.append((sequence, num_tokens))
+            budget -= num_tokens
+        return shares
+
+    def _has_place(self, queues: SequenceQueues) -> bool:
+        """Whether one more may run; then each of those who run can have a token of a step."""
+        return len(queues.running) < min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
+
+    def _has_memory(self, queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> bool:
+        """Whether a waiting sequence that can begin with `prefix` may be admitted as far as blocks go.
+
+        It gets blocks for all of its tokens at once, and one more is kept for everyone who runs already: a newcomer
+        would often be the next victim, its prefill in vain, as soon as the others grow.
+        """
+        return num_blocks_to_take(queues, sequence, prefix) + len(queues.running) <= queues.allocator.num_free
+
+    def _make_way(self, queues: SequenceQueues, siblings: Siblings) -> None:
+        """Preempt running sequences of worse classes for the first of the waiting, if that can make room for it."""
+        best_class = queues.waiting.best_class
+        if best_class is None or not queues.running or queues.running[-1].service_class <= best_class:
+            return
+        ready = siblings.first_ready()
+        if ready is None:
+            return
+        first, prefix = ready
+        worse = [sequence for sequence in reversed(queues.running) if sequence.service_class > first.service_class]
+        worse.sort(key=lambda sequence: (-sequence.service_class, sequence.num_computed_tokens))
+        # Blocks that several share are counted for each of them: then some may be preempted a little too early.
+        num_in_reach = queues.allocator.num_free + sum(len(sequence.block_ids) for sequence in worse)
+        num_left = len(queues.running) - len(worse)
+        if num_blocks_to_take(queues, first, prefix) + num_left > num_in_reach:
+            return
+        for victim in worse:
+            if self._has_place(queues) and self._has_memory(queues, first, prefix):
+                break
+            queues.preempt(victim)
+
+
+def num_blocks_to_take(queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> int:
+    """Free blocks that admitting a waiting sequence takes: all it needs, less those of its prefix that are in use."""
+    num_shared = sum(queues.allocator.ref_count(block_id) > 0 for block_id in prefix.block_ids)
+    return queues.allocator.num_blocks_for(len(sequence.token_ids)) - num_shared
+
+
+def share_out(sequences: Iterable[Sequence], budget: int) -> list[Share]:
+    """Divide a budget of tokens among sequences, each getting all it can use before the next gets any."""
+    shares: list[Share] = []
+    for sequence in sequences:
+        if budget <= 0:
+            break
+        num_tokens = min(num_step_tokens(sequence), budget)
+        shares.append((sequence, num_tokens))
+        budget -= num_tokens
+    return shares
+
+
+def _grow(queues: SequenceQueues, sequences: Iterable[Sequence]) -> bool:
+    """Give each of these running sequences one more block. False: someone was preempted for it, maybe one of them."""
+    num_preemptions = queues.num_preemptions
+    for sequence in sequences:
+        while queues.allocator.num_free == 0 and sequence.status is SequenceStatus.RUNNING:
+            queues.preempt(_victim(queues.running))
+        if sequence.status is SequenceStatus.RUNNING:
+            queues.grow(sequence)
+    return queues.num_preemptions == num_preemptions
+
+
+def _victim(running: list[Sequence]) -> Sequence:
+    """Whose blocks go when they run out: of the worst class, the one that loses least, but never the first."""
+    assert len(running) > 1, "a sequence that runs alone must fit the cache"
+    worst = running[-1].service_class
+    candidates = (sequence for sequence in reversed(running[1:]) if sequence.service_class == worst)
+    return min(candidates, key=lambda sequence: sequence.num_computed_tokens)
+
+
+def _num_tokens(shares: Iterable[Share]) -> int:
+    return sum(num_tokens for _, num_tokens in shares)
+
+
+def _still_running(sequences: list[Sequence]) -> list[Sequence]:
+    return [sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING]

@@ -1,0 +1,46 @@
+"""Whose time is up: past the deadline, or still waiting when it is too late to come to a first token in time.
+
+What may live here: when a request has become hopeless. What may not: a clock, and dropping requests (`scheduler.py`).
+"""
+
+import math
+
+from holdfast.worker.scheduling.queues import SequenceQueues
+from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
+from holdfast.worker.scheduling.timers import SequenceTimers
+
+
+class DeadlineWatch:
+    """The deadlines of all who are alive."""
+
+    def __init__(self, queues: SequenceQueues) -> None:
+        self._queues = queues
+        self._timers = SequenceTimers()
+        self.tokens_per_s: float | None = None
+        """The most that can be computed in a second; None: not known."""
+
+    def watch(self, sequence: Sequence) -> None:
+        """From now on, until it is forgotten. One without a deadline is never found."""
+        if sequence.deadline_s < math.inf:
+            self._timers.set(sequence, self._latest_start_s(sequence))
+
+    def forget(self, sequence: Sequence) -> None:
+        self._timers.drop(sequence)
+
+    def next_expired(self, now: float) -> Sequence | None:
+        """One whose time is up, which is watched no longer. To be called until None."""
+        while (sequence := self._timers.pop(now)) is not None:
+            # What was true when the timer was set may not be true any more: it runs now, or its prefix is cached.
+            latest_start_s = self._latest_start_s(sequence)
+            if latest_start_s <= now:
+                return sequence
+            self._timers.set(sequence, latest_start_s)
+        return None
+
+    def _latest_start_s(self, sequence: Sequence) -> float:
+        """When it must have begun to run at the latest: a bound for the best case, in which nobody else is served."""
+        is_new = sequence.status is SequenceStatus.WAITING and sequence.num_output_tokens == 0
+        if self.tokens_per_s is None or not is_new:
+            return sequence.deadline_s
+        num_cached = len(self._queues.cached_prefix(sequence)) * self._queues.allocator.block_size
+        return sequence.deadline_s - (len(sequence.token_ids) - num_cached) / self.tokens_per_s

@@ -1,0 +1,80 @@
+"""Sequences of one request share their prompt: the first computes it, the others fork from it.
+
+What may live here: whom a waiting sequence can fork from, how much they have in common, and when it is worth waiting
+for. What may not: how blocks change hands (`queues.py`), and places, tokens and free blocks (`batching.py`).
+"""
+
+from collections import defaultdict
+
+from holdfast.worker.scheduling.queues import SequenceQueues, SharedPrefix
+from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
+
+
+class Siblings:
+    """The running sequences by group, for the time of one admission. Costs nothing while no sequence has a group."""
+
+    def __init__(self, queues: SequenceQueues) -> None:
+        self._queues = queues
+        self._groups: dict[str, list[Sequence]] | None = None
+
+    def prefix_of(self, sequence: Sequence) -> SharedPrefix | None:
+        """The most that a waiting sequence can begin with; None: a sibling is still computing what it could have.
+
+        Not to be admitted then costs it next to no time, since both would compute the same. Whoever stands behind it
+        need not wait: the sibling runs, so it gets on, and either it has soon computed the prompt or it runs no more.
+        """
+        num_common = min(sequence.num_prompt_tokens, sequence.num_skippable_tokens)
+        siblings = self._siblings_of(sequence) if num_common > 0 else []
+        parent = max(siblings, key=lambda sibling: sibling.num_computed_tokens, default=None)
+        if parent is not None and parent.num_computed_tokens < num_common:
+            return None
+        block_ids = self._queues.cached_prefix(sequence)
+        cached = SharedPrefix(tuple(block_ids), len(block_ids) * self._queues.allocator.block_size)
+        if parent is None or num_common < cached.num_tokens:
+            return cached
+        return self._fork(parent, num_common)
+
+    def first_ready(self) -> tuple[Sequence, SharedPrefix] | None:
+        """The first of the waiting that need not wait for a sibling, and what it can begin with. Those before it stand
+        aside, until `WaitingSequences.return_all`.
+        """
+        waiting = self._queues.waiting
+        while waiting.num_ready:
+            sequence = waiting.first()
+            if (prefix := self.prefix_of(sequence)) is not None:
+                return sequence, prefix
+            waiting.set_aside(sequence)
+        return None
+
+    def add(self, sequence: Sequence) -> None:
+        """Another one runs."""
+        if self._groups is not None and sequence.request.group_id:
+            self._groups[sequence.request.group_id].append(sequence)
+
+    def _siblings_of(self, sequence: Sequence) -> list[Sequence]:
+        """Those that run and have its prompt. What the group's name promises is looked at, not believed."""
+        if not sequence.request.group_id:
+            return []
+        if self._groups is None:
+            self._groups = defaultdict(list)
+            for sibling in self._queues.running:
+                self.add(sibling)
+        block_size = self._queues.allocator.block_size
+        group = self._groups[sequence.request.group_id]
+        alive = (sibling for sibling in group if sibling.status is SequenceStatus.RUNNING)
+        return [sibling for sibling in alive if _share_prompt(sequence, sibling, block_size)]
+
+    def _fork(self, parent: Sequence, num_tokens: int) -> SharedPrefix:
+        """Whole blocks are shared. The last one, if it is not whole, is where the fork writes next: it gets a copy."""
+        num_whole = num_tokens // self._queues.allocator.block_size
+        return SharedPrefix(parent.block_ids[:num_whole], num_tokens, parent)
+
+
+def _share_prompt(a: Sequence, b: Sequence, block_size: int) -> bool:
+    """Whether prompts and salts are equal: full blocks by their hash, worked out once, as in the prefix cache."""
+    if a.num_prompt_tokens != b.num_prompt_tokens:
+        return False
+    num_whole = a.num_prompt_tokens // block_size
+    hashes = [each.hash_chain.hash_of(num_whole - 1, each.token_ids, block_size) for each in (a, b)]
+    tails = [each.request.prompt_token_ids[num_whole * block_size :] for each in (a, b)]
+    return hashes[0] == hashes[1] and tails[0] == tails[1]

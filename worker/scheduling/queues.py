@@ -1,0 +1,218 @@
+"""Who waits and who runs, in order of service, and the blocks they own.
+
+The one place where a sequence changes its status and where blocks change hands; each method keeps `check_integrity`
+true. What may not live here: deciding who is admitted or preempted, and when (`batching.py`).
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+from holdfast.worker.kv.block_allocator import BlockAllocator
+from holdfast.worker.plan.step_plan import BlockCopy
+from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
+from holdfast.worker.scheduling.tenants import TenantCounters
+from holdfast.worker.scheduling.waiting_queue import WaitingSequences
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """What a sequence can begin with and need not compute."""
+
+    block_ids: tuple[int, ...] = ()
+    """Full blocks of others."""
+    num_tokens: int = 0
+    """Those in `block_ids` and, in a fork, those that the parent has in its next block as well: they are copied."""
+    parent: Sequence | None = None
+    """A running sequence with the same prompt, which has computed so many tokens; None: all is from the cache."""
+
+
+NOTHING = SharedPrefix()
+
+
+class SequenceQueues:
+    """`running` is sorted by `Sequence.service_order`; others read it and `waiting`, and change them only from here.
+
+    A sorted list rather than a heap: its length is bounded by the settings, moving a thousand pointers costs less than
+    a microsecond, and the first, the last and any aborted one are at hand.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        aging_s: float = math.inf,
+        tenant_shares: Mapping[str, float] | None = None,
+    ) -> None:
+        self.allocator = allocator
+        self._tenants = TenantCounters(tenant_shares or {})
+        self.waiting = WaitingSequences(self._tenants, aging_s)
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.num_prefix_query_tokens = 0
+        self.num_prefix_hit_tokens = 0
+        self.num_forked_tokens = 0
+        self._copies: dict[int, BlockCopy] = {}  # of the coming step, by destination
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence in line."""
+        sequence.tenant = self._tenants.of(sequence.request.tenant)
+        self.waiting.add(sequence)
+
+    def cached_prefix(self, sequence: Sequence) -> list[int]:
+        """The cached blocks that a waiting sequence can begin with: whole blocks, of tokens that it can skip."""
+        max_num_blocks = sequence.num_skippable_tokens // self.allocator.block_size
+        return self.allocator.prefix_cache.find(sequence.hash_chain, sequence.token_ids, max_num_blocks)
+
+    def admit(self, sequence: Sequence, num_blocks: int, prefix: SharedPrefix = NOTHING) -> None:
+        """Move a waiting sequence to the running with so many blocks in all, those of the prefix among them.
+
+        A block has several owners only once all of them have filled it: a fork writes to the parent's last block at its
+        first step, so it gets a copy of it at once, and never owns the original.
+        """
+        self.waiting.remove(sequence)
+        self.allocator.share(prefix.block_ids)
+        own = self.allocator.allocate(num_blocks - len(prefix.block_ids))
+        sequence.block_ids = (*prefix.block_ids, *own)
+        sequence.num_computed_tokens = prefix.num_tokens
+        sequence.status = SequenceStatus.RUNNING
+        insort(self.running, sequence, key=_order)
+        if prefix.parent is not None and (num_tokens := prefix.num_tokens % self.allocator.block_size):
+            self._copy(prefix.parent.block_ids[len(prefix.block_ids)], own[0], num_tokens)
+        self._count_prompt(sequence, prefix.parent)
+
+    def take_block_copies(self) -> tuple[BlockCopy, ...]:
+        """What the coming step has to copy before it computes; once."""
+        copies = tuple(self._copies.values())
+        self._copies.clear()
+        return copies
+
+    def grow(self, sequence: Sequence, num_blocks: int = 1) -> None:
+        """Give a running sequence more blocks."""
+        sequence.block_ids += tuple(self.allocator.allocate(num_blocks))
+
+    def shrink(self, sequence: Sequence, num_blocks: int) -> None:
+        """Take the last blocks of a running sequence, in which nothing is computed that counts."""
+        kept = len(sequence.block_ids) - num_blocks
+        self.allocator.free(sequence.block_ids[kept:])
+        sequence.block_ids = sequence.block_ids[:kept]
+
+    def store_full_blocks(self, sequence: Sequence, first_position: int) -> None:
+        """Let others find the blocks that a running sequence has filled, by computing from `first_position` on."""
+        block_size = self.allocator.block_size
+        for index in range(first_position // block_size, sequence.num_computed_tokens // block_size):
+            block_id = sequence.block_ids[index]
+            self.allocator.prefix_cache.store(block_id, sequence.hash_chain, sequence.token_ids, index)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Send a running sequence back to wait. It keeps its outputs and loses all that was computed, but for what the
+        prefix cache still has of it when it comes back.
+
+        It goes back to the class that it ran in, and to its old place in its tenant's line.
+        """
+        self._take_out(sequence)
+        sequence.num_discarded_tokens = max(sequence.num_discarded_tokens, sequence.num_computed_tokens)
+        sequence.num_computed_tokens = 0
+        self._free_blocks(sequence)
+        sequence.status = SequenceStatus.WAITING
+        self.waiting.add(sequence)
+        self.num_preemptions += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a waiting or running sequence out for good and free its blocks."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._take_out(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._free_blocks(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def release_finished(self) -> None:
+        """Free the blocks of those that finished since they were admitted, and drop them from `running`."""
+        for sequence in self.running:
+            if sequence.status is SequenceStatus.FINISHED:
+                self._free_blocks(sequence)
+        self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
+
+    def num_wasted_slots(self) -> int:
+        """Slots that are allocated, but for no token that their sequence has so far; all slots of a finished one."""
+        block_size = self.allocator.block_size
+        wasted = 0  # shared blocks are full, so none is counted twice
+        for sequence in self.running:
+            num_tokens = len(sequence.token_ids) if sequence.status is SequenceStatus.RUNNING else 0
+            wasted += max(0, len(sequence.block_ids) * block_size - num_tokens)
+        return wasted
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks, states and orders agree. O(blocks + sequences)."""
+        self.allocator.check_integrity()
+        owners = Counter(block_id for sequence in self.running for block_id in sequence.block_ids)
+        for block_id in range(self.allocator.num_blocks):
+            counted, found = self.allocator.ref_count(block_id), owners[block_id]
+            assert counted == found, f"block {block_id} has {found} owners and a reference count of {counted}"
+        self.waiting.check_integrity()
+        for before, after in pairwise(self.running):
+            assert before.service_order < after.service_order, f"{after.sequence_id} stands behind its turn"
+        for sequence in self.waiting:
+            assert sequence.status is SequenceStatus.WAITING, f"waiting {sequence.sequence_id} is {sequence.status}"
+            assert not sequence.block_ids, f"waiting sequence {sequence.sequence_id} owns blocks"
+            assert sequence.num_computed_tokens == 0, f"waiting sequence {sequence.sequence_id} has computed tokens"
+        for sequence in self.running:
+            assert sequence.status is not SequenceStatus.WAITING, f"running sequence {sequence.sequence_id} waits"
+            self._check_blocks(sequence)
+
+    def _check_blocks(self, sequence: Sequence) -> None:
+        """What a running sequence may still write to is its own and not to be found; what is found holds its tokens."""
+        block_size, cache = self.allocator.block_size, self.allocator.prefix_cache
+        num_full = sequence.num_computed_tokens // block_size
+        num_slots = len(sequence.block_ids) * block_size
+        assert sequence.num_computed_tokens <= num_slots, f"sequence {sequence.sequence_id} has too few blocks"
+        for index, block_id in enumerate(sequence.block_ids):
+            if index >= num_full:
+                is_own = self.allocator.ref_count(block_id) == 1 and block_id not in cache
+                assert is_own, f"block {block_id} is shared before sequence {sequence.sequence_id} has filled it"
+            elif (found := cache.hash_in(block_id)) is not None:
+                is_right = found == sequence.hash_chain.hash_of(index, sequence.token_ids, block_size)
+                assert is_right, f"block {block_id} is not found by the tokens of sequence {sequence.sequence_id}"
+
+    def _take_out(self, sequence: Sequence) -> None:
+        index = bisect_left(self.running, sequence.service_order, key=_order)
+        assert self.running[index] is sequence, f"sequence {sequence.sequence_id} is not where its order says"
+        del self.running[index]
+
+    def _copy(self, source: int, destination: int, num_tokens: int) -> None:
+        """The source may be a copy that has not been made yet: then it is the original that is copied again."""
+        if (earlier := self._copies.get(source)) is not None:
+            assert num_tokens <= earlier.num_tokens, f"block {source} will not hold {num_tokens} tokens to copy"
+            source = earlier.source
+        self._copies[destination] = BlockCopy(source=source, destination=destination, num_tokens=num_tokens)
+
+    def _count_prompt(self, sequence: Sequence, parent: Sequence | None) -> None:
+        """Count what a request finds and what it costs when first admitted, not when it is back from a preemption.
+
+        A fork has not asked the cache. What it says of it is what the sequence that did ask was given.
+        """
+        if parent is not None:
+            self.num_forked_tokens += sequence.num_computed_tokens
+        if sequence.num_discarded_tokens > 0:  # whoever was preempted had computed a token
+            return
+        if parent is not None:
+            sequence.num_cached_tokens = min(parent.num_cached_tokens, sequence.num_computed_tokens)
+        else:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self.num_prefix_query_tokens += len(sequence.token_ids)
+            self.num_prefix_hit_tokens += sequence.num_computed_tokens
+        sequence.tenant.charge(sequence.num_uncomputed_tokens, 0)
+
+    def _free_blocks(self, sequence: Sequence) -> None:
+        for block_id in sequence.block_ids if self._copies else ():
+            self._copies.pop(block_id, None)
+        self.allocator.free(sequence.block_ids)
+        sequence.block_ids = ()
+
+
+def _order(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.service_order

@@ -1,0 +1,314 @@
+"""The worker's decider, a state machine without IO: requests come in, plans go out, results come back as tokens.
+
+What may live here: the life of requests, from `add` to their last token. What may not: clocks, threads, torch, and how
+a step is filled (`batching.py`). The loop around it is `plan = plan()`, `result = run(plan)`, `deltas = commit(plan,
+result)`; adding and aborting are safe at any point of it.
+"""
+
+from collections.abc import Callable, Iterable
+
+from holdfast.worker.config import SchedulerConfig, SpeculationConfig
+from holdfast.worker.errors import InvalidRequestError, QueueFullError
+from holdfast.worker.kv.block_allocator import BlockAllocator
+from holdfast.worker.kv.prefix_cache import CacheEvent
+from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
+from holdfast.worker.scheduling.batching import BatchingPolicy, ContinuousBatching
+from holdfast.worker.scheduling.bucketed_batching import BucketedBatching
+from holdfast.worker.scheduling.deadlines import DeadlineWatch
+from holdfast.worker.scheduling.deltas import advance, last_delta
+from holdfast.worker.scheduling.fit import check_fits
+from holdfast.worker.scheduling.memory_aware_batching import MemoryAwareBatching
+from holdfast.worker.scheduling.prompt_logprobs import bound_rating, rating_of
+from holdfast.worker.scheduling.queues import SequenceQueues
+from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
+from holdfast.worker.scheduling.static_batching import StaticBatching
+from holdfast.worker.scheduling.step_limits import StepLimits
+from holdfast.worker.speculation.speculation import Drafts, Speculation
+from holdfast.worker.stats import SchedulerStats
+
+_POLICIES: dict[str, Callable[[StepLimits], BatchingPolicy]] = {
+    "continuous": ContinuousBatching,
+    "memory_aware": MemoryAwareBatching,
+    "static": StaticBatching,
+    "bucketed": BucketedBatching,
+}
+
+
+class Scheduler:
+    """Decides what every step of one replica does. Not thread-safe: one thread calls it."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        prefix_caching: bool = True,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self._max_num_waiting = config.max_num_waiting
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        if config.policy in ("static", "bucketed"):  # the baselines are as they were in their day, without
+            prefix_caching, speculation = False, None
+        self._speculation = speculation or Speculation(SpeculationConfig(), config)
+        self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
+        self._queues = SequenceQueues(self._allocator, aging_s=config.aging_s, tenant_shares=config.tenant_shares)
+        self._deadlines = DeadlineWatch(self._queues)
+        self._expired: list[str] = []
+        self._policy = _POLICIES[config.policy](StepLimits.of(config, self._speculation.num_speculative_tokens))
+        self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
+        self._in_flight: list[Sequence] | None = None  # those of the outstanding plan, in its order
+        self._num_added = 0
+        self._num_steps = 0
+        self._num_tokens_computed = 0
+        self._num_tokens_recomputed = 0
+        self._num_finished = 0
+        self._num_aborted = 0
+        self._num_expired = 0
+
+    # --- Requests ---
+
+    def add(self, request: EngineRequest, now: float = 0.0) -> TokenDelta | None:
+        """Take in a request; its tokens come out of `commit`. `now` is in seconds of a clock that does not go back.
+
+        Returns None, or the request's one and only delta where nothing is left to do: a continued request whose earlier
+        outputs were already complete. Raises `InvalidRequestError` if the request can never run here or its id is in
+        use, `QueueFullError` if too many wait; then nothing has changed.
+        """
+        if request.request_id in self._sequences:
+            raise InvalidRequestError("request_id", request.request_id, "is in use by a request that has not ended")
+        if request.grammar and not self._eos_token_ids:
+            limit = "is not possible: the model has no end-of-sequence token to end the output with"
+            raise InvalidRequestError("sampling_params.structured_outputs", request.sampling_params.structure, limit)
+        sequence = Sequence(
+            self._num_added,
+            request,
+            max_model_len=self._max_model_len,
+            eos_token_ids=self._eos_token_ids,
+            arrived_s=now,
+        )
+        if (reason := sequence.finish_reason) is not None and request.output_token_ids:
+            self._num_finished += 1
+            return last_delta(sequence, reason)
+        num_slots = self._allocator.num_blocks * self._allocator.block_size
+        check_fits(sequence, num_slots=num_slots, max_model_len=self._max_model_len)
+        if len(self._queues.waiting) >= self._max_num_waiting:
+            raise QueueFullError(f"{len(self._queues.waiting)} requests are waiting, and no more may")
+        self._num_added += 1
+        self._sequences[request.request_id] = sequence
+        self._queues.waiting.advance(now)
+        self._queues.add(sequence)
+        self._deadlines.watch(sequence)
+        return None
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        """End a request now and free its blocks; None if no such request is alive.
+
+        Between `plan` and `commit` the step goes on with these blocks, and `commit` then ignores what it did for the
+        request. That is safe because only the next plan can hand the blocks out again.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return None
+        self._drop(sequence)
+        self._num_aborted += 1
+        return last_delta(sequence, FinishReason.ABORT)
+
+    def abort_all(self) -> list[TokenDelta]:
+        """`abort` for every request."""
+        deltas = (self.abort(request_id) for request_id in list(self._sequences))
+        return [delta for delta in deltas if delta is not None]
+
+    # --- Steps ---
+
+    def plan(self, now: float = 0.0) -> StepPlan | None:
+        """What the next step does, or None if there is nothing to do. To be committed before the next plan.
+
+        Requests whose time is up by `now` are dropped first: see `take_expired`.
+        """
+        assert self._in_flight is None, "the last plan has not been committed"
+        self._queues.waiting.advance(now)
+        self._drop_expired(now)
+        if not self._sequences:
+            return None
+        shares = bound_rating(self._policy.schedule(self._queues))
+        assert shares, "requests are alive and the policy found nothing to do"
+        self._in_flight = [sequence for sequence, _ in shares]
+        self._num_steps += 1
+        drafts = self._speculation.drafts(shares, self._queues, self._policy.limits)
+        scheduled = [self._scheduled(*share, drafted) for share, drafted in zip(shares, drafts, strict=True)]
+        copies = self._queues.take_block_copies()
+        return StepPlan(step_id=self._num_steps, sequences=tuple(scheduled), block_copies=copies)
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
+        """Take in what the outstanding plan computed and drew; returns a delta for each sequence that gained tokens."""
+        assert self._in_flight is not None, "there is no outstanding plan"
+        assert plan.step_id == result.step_id == self._num_steps, "the result is not that of the outstanding plan"
+        in_flight, self._in_flight = self._in_flight, None
+        plan = plan.with_drafts(result.drafts)
+        self._num_tokens_computed += plan.num_tokens
+        deltas = []
+        logprobs = result.logprobs or ((),) * len(in_flight)
+        ratings = result.prompt_logprobs or ((),) * len(in_flight)
+        for sequence, scheduled, drawn, likely, rated in zip(
+            in_flight, plan.sequences, result.token_ids, logprobs, ratings, strict=True
+        ):
+            assert len(drawn) == scheduled.num_draws, f"{len(drawn)} tokens for {scheduled.num_draws} draws"
+            num_lost = max(0, sequence.num_discarded_tokens - scheduled.first_position)
+            self._num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            if rated and sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs += rated
+            delta = advance(sequence, scheduled, drawn, likely)
+            if delta is not None:
+                deltas.append(delta)
+            self._settle(sequence, scheduled, delta.token_ids if delta else ())
+        ended = [delta.request_id for delta in deltas if delta.finish_reason is not None]
+        if ended:
+            self._finish(ended)
+        return deltas
+
+    def take_expired(self) -> list[str]:
+        """Requests that have been dropped since the last call, for their time was up. There is no delta for them.
+
+        Besides those past their deadline, waiting ones that could not have come to their first token in time; this
+        takes `tokens_per_s`.
+        """
+        expired, self._expired = self._expired, []
+        return expired
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """Which prefixes came to be cached here and which went, since the last call; at the first call, all there are.
+
+        For routers that send requests to where their prefix is. Nothing is kept for this before the first call.
+        """
+        return self._allocator.prefix_cache.take_events()
+
+    def cached_block_hashes(self) -> Iterable[bytes]:
+        """All prefixes that are cached now, whoever has taken which events. To be read before the next step."""
+        return self._allocator.prefix_cache.block_hashes
+
+    # --- State ---
+
+    @property
+    def limits(self) -> StepLimits:
+        """What the next step may do. Set it between two steps."""
+        return self._policy.limits
+
+    @limits.setter
+    def limits(self, limits: StepLimits) -> None:
+        assert self._in_flight is None, "limits change between two steps"
+        self._policy.limits = limits
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The most tokens that steps compute in a second, as measured by whoever runs them; None: not known.
+
+        Set too low, it drops requests that could have been served; too high, it drops fewer of the hopeless.
+        """
+        return self._deadlines.tokens_per_s
+
+    @tokens_per_s.setter
+    def tokens_per_s(self, tokens_per_s: float | None) -> None:
+        self._deadlines.tokens_per_s = tokens_per_s
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._sequences)
+
+    def load(self) -> EngineLoad:
+        """How busy this replica is now. O(requests)."""
+        return EngineLoad(
+            num_running=len(self._sequences) - len(self._queues.waiting),
+            num_waiting=len(self._queues.waiting),
+            num_waiting_tokens=sum(sequence.num_uncomputed_tokens for sequence in self._sequences.values()),
+            num_free_blocks=self._allocator.num_free,
+            num_total_blocks=self._allocator.num_blocks,
+        )
+
+    def stats(self) -> SchedulerStats:
+        """Counts for people and benchmarks. O(running sequences)."""
+        return SchedulerStats(
+            num_steps=self._num_steps,
+            num_tokens_computed=self._num_tokens_computed,
+            num_tokens_recomputed=self._num_tokens_recomputed,
+            num_prefix_query_tokens=self._queues.num_prefix_query_tokens,
+            num_prefix_hit_tokens=self._queues.num_prefix_hit_tokens,
+            num_forked_tokens=self._queues.num_forked_tokens,
+            num_preemptions=self._queues.num_preemptions,
+            num_finished=self._num_finished,
+            num_aborted=self._num_aborted,
+            num_expired=self._num_expired,
+            num_used_blocks=self._allocator.num_used,
+            num_free_blocks=self._allocator.num_free,
+            num_cached_blocks=self._allocator.num_cached,
+            num_evictions=self._allocator.prefix_cache.num_evictions,
+            num_total_blocks=self._allocator.num_blocks,
+            num_wasted_slots=self._queues.num_wasted_slots(),
+            num_draft_tokens=self._speculation.num_draft_tokens,
+            num_accepted_tokens=self._speculation.num_accepted_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless requests, queues and blocks agree. O(blocks + requests): for idle times."""
+        self._queues.check_integrity()
+        queued = [*self._queues.waiting, *self._queues.running]
+        alive = {sequence.request.request_id for sequence in queued if sequence.status is not SequenceStatus.FINISHED}
+        assert alive == self._sequences.keys(), f"queues and requests differ: {alive ^ self._sequences.keys()}"
+        if not alive:
+            assert self._allocator.num_used == 0, f"{self._allocator.num_used} blocks are used by no request"
+            assert self._speculation.num_remembered == 0, "speculation remembers sequences that have ended"
+
+    # --- Parts ---
+
+    def _scheduled(self, sequence: Sequence, num_tokens: int, drafts: Drafts) -> ScheduledSequence:
+        first = sequence.num_computed_tokens
+        end = first + num_tokens
+        draws = end == len(sequence.token_ids)
+        return ScheduledSequence(
+            sequence_id=sequence.sequence_id,
+            first_position=first,
+            token_ids=(*sequence.token_ids[first:end], *drafts.token_ids),
+            block_ids=sequence.block_ids[: self._allocator.num_blocks_for(end + drafts.num_tokens)],
+            draw=sequence.draw_params() if draws else None,
+            num_draws=1 + len(drafts.token_ids) if draws else 0,
+            drafting=drafts.drafting,
+            rating=rating_of(sequence, num_tokens) if sequence.num_unrated_tokens else None,
+        )
+
+    def _settle(self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...]) -> None:
+        """Accounts for what a sequence has gained in a step, and for the blocks that are full since."""
+        sequence.tenant.charge(0, len(gained))
+        self._speculation.settle(sequence, scheduled, gained, self._queues)
+        block_size = self._allocator.block_size
+        if scheduled.first_position % block_size + len(scheduled.token_ids) >= block_size:
+            self._queues.store_full_blocks(sequence, scheduled.first_position)
+
+    def _drop_expired(self, now: float) -> None:
+        while (sequence := self._deadlines.next_expired(now)) is not None:
+            self._drop(sequence)
+            self._expired.append(sequence.request.request_id)
+            self._num_expired += 1
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Take out one that has not come to its own end."""
+        del self._sequences[sequence.request.request_id]
+        self._deadlines.forget(sequence)
+        self._queues.remove(sequence)
+        self._speculation.forget(sequence)
+        self._policy.release(self._queues)
+
+    def _finish(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            sequence = self._sequences.pop(request_id)
+            sequence.status = SequenceStatus.FINISHED
+            self._deadlines.forget(sequence)
+            self._speculation.forget(sequence)
+        self._num_finished += len(request_ids)
+        self._policy.release(self._queues)

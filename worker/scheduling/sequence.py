@@ -1,0 +1,215 @@
+"""The state of one request inside a worker: its tokens, how far they are computed, and its blocks.
+
+What may live here: what one sequence can know of itself, above all when it ends. What may not: other sequences, the
+block allocator, and decisions about who runs (`batching.py`).
+"""
+
+import math
+from enum import Enum
+from typing import Final
+
+from holdfast.worker.block_hash import HashChain
+from holdfast.worker.plan.logits_settings import LogitControls
+from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence
+from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
+from holdfast.worker.scheduling.tenants import Tenant
+
+PATIENCE_S: Final = 600.0
+"""A request that names no deadline, or a later one, stands in line as if it were due so long after its arrival. That
+every place in line is finite keeps those without a deadline from starving behind an endless stream of deadlines."""
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life.
+
+    WAITING ───admit──> RUNNING ──end, abort──> FINISHED
+       │  <──preempt──     │                       ^
+       └───────────────────abort───────────────────┘
+    """
+
+    WAITING = "waiting"
+    """Owns no blocks and has nothing computed: it is new, or it was preempted and will be replayed with its outputs."""
+    RUNNING = "running"
+    """Owns blocks, alone or with others; every step may compute some of its tokens."""
+    FINISHED = "finished"
+    """Ended or aborted, and told so. Never runs again; its blocks are free, or held idle by a static batch."""
+
+
+class Sequence:
+    """Mutable state of one request. Compared by identity.
+
+    The last of `token_ids` is never computed when a step begins: computing it is what draws the next token. So there is
+    no difference in kind between a prompt, a decode and a replay, only in how many tokens are left to compute.
+    """
+
+    tenant: Tenant
+    """Whom its tokens are charged to; set when it first stands in line."""
+
+    __slots__ = (
+        "block_ids",
+        "controls",
+        "deadline_s",
+        "due_s",
+        "hash_chain",
+        "max_len",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_discarded_tokens",
+        "num_prompt_tokens",
+        "prompt_logprobs",
+        "request",
+        "sequence_id",
+        "service_class",
+        "status",
+        "stop_token_ids",
+        "tenant",
+        "token_ids",
+        "waited_s",
+        "waits_since_s",
+    )
+
+    def __init__(
+        self,
+        sequence_id: int,
+        request: EngineRequest,
+        *,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        arrived_s: float = 0.0,
+    ) -> None:
+        params = request.sampling_params
+        max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
+        self.sequence_id = sequence_id
+        """Also the order of arrival."""
+        self.request = request
+        self.status = SequenceStatus.WAITING
+        time_left_s = math.inf if request.time_left_s is None else max(0.0, request.time_left_s)
+        self.deadline_s = arrived_s + time_left_s
+        """Nobody waits for it any more after this time."""
+        self.due_s = arrived_s + min(time_left_s, PATIENCE_S)
+        """Of one tenant and class, whoever is due first is served first."""
+        self.service_class = request.priority
+        """The class it is served as: its priority, or a better one after a long wait (`waiting.py`)."""
+        self.waits_since_s = arrived_s
+        self.waited_s = 0.0
+        """All earlier waits together."""
+        self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        """Prompt and output."""
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_computed_tokens = 0
+        """Tokens whose keys and values are in the blocks."""
+        self.num_discarded_tokens = 0
+        """Tokens that were computed once and lost by a preemption; computing them again is waste."""
+        self.num_cached_tokens = 0
+        """Tokens that were in the prefix cache when it, or the sequence that it is a fork of, was first admitted."""
+        self.hash_chain = HashChain(request.cache_salt)
+        """By which the prefix cache knows its full blocks."""
+        self.block_ids: tuple[int, ...] = ()
+        """Block of positions 0 to block_size - 1, and so on. A tuple, so that plans can share it instead of copying."""
+        self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
+        """Length at which the sequence ends at the latest, prompt included."""
+        # An output with a grammar has an end, so that `ignore_eos` can put it off but not away.
+        goes_on = params.ignore_eos and not request.grammar
+        self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if goes_on else eos_token_ids)
+        self.controls = LogitControls.of(request, eos_token_ids)
+        """What the request does to its logits; None: nothing."""
+        rates = params.prompt_logprobs is not None and not request.output_token_ids
+        self.prompt_logprobs: list[TokenLogprob | None] | None = [None] if rates else None
+        """Of the prompt's first tokens, to be told with the first output token; None: not asked for, or told."""
+
+    @property
+    def urgency(self) -> tuple[float, int]:
+        """Smaller goes first among those of one tenant and class: by deadline, then by arrival."""
+        return self.due_s, self.sequence_id
+
+    @property
+    def service_order(self) -> tuple[int, float, int]:
+        """Of those that run, smaller is served first and preempted last. Does not change while it runs."""
+        return self.service_class, self.due_s, self.sequence_id
+
+    @property
+    def max_num_slots(self) -> int:
+        """Cache slots it may come to need: one for each token but the very last, which is drawn and never computed."""
+        return self.max_len - 1
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens to compute before the next one is drawn; 1 for a sequence that decodes."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def num_unrated_tokens(self) -> int:
+        """Prompt tokens whose logprobs are asked for and not known."""
+        return 0 if self.prompt_logprobs is None else self.num_prompt_tokens - len(self.prompt_logprobs)
+
+    @property
+    def num_skippable_tokens(self) -> int:
+        """How many of the first tokens need not be computed if somebody else has: never all, because it takes computing
+        the last to draw the next, and computing any to rate the one after it."""
+        if num_unrated := self.num_unrated_tokens:
+            return self.num_prompt_tokens - num_unrated - 1
+        return len(self.token_ids) - 1
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the tokens so far are all that there will be, or None while more are to come."""
+        if self.token_ids[-1] in self.stop_token_ids and self.num_output_tokens > 0:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.token_ids) >= self.max_len else None
+
+    def draw_params(self) -> DrawParams:
+        """Parameters of the next draw, which depend on nothing but the request and its outputs."""
+        params = self.request.sampling_params
+        assert params.seed is not None
+        controls = self.controls
+        if controls is not None and not controls.apply_after(self.num_output_tokens):
+            controls = None
+        looks_back = controls is not None and controls.look_back
+        return DrawParams(
+            seed=params.seed,
+            first_output_index=self.num_output_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            controls=controls,
+            output_token_ids=tuple(self.token_ids[self.num_prompt_tokens :]) if looks_back else (),
+            num_logprobs=params.logprobs,
+        )
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        """What is to be told with the first output token; once."""
+        told, self.prompt_logprobs = self.prompt_logprobs or (), None
+        return tuple(told)
+
+    def advance(self, scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> tuple[int, ...]:
+        """Take in what a step computed and drew for this sequence; returns the tokens that it gained.
+
+        Tokens after one that ends the sequence, or after a draft that turned out wrong, are dropped, and the positions
+        computed for them count as not computed.
+        """
+        old_len = len(self.token_ids)
+        for token_id in _confirmed(scheduled.token_ids, drawn):
+            self.token_ids.append(token_id)
+            if self.finish_reason is not None:
+                break
+        num_run = scheduled.first_position + len(scheduled.token_ids)
+        self.num_computed_tokens = min(num_run, len(self.token_ids) - 1)
+        return tuple(self.token_ids[old_len:])
+
+
+def _confirmed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, ...]:
+    """The drawn tokens that follow from confirmed ones.
+
+    Draw i is made from the i-th of the last `len(drawn)` rows. The first of these rows is a token of the sequence, the
+    others are drafts: draw i is what the model says only if draft i equals draw i - 1, and so on back to the first.
+    """
+    if len(drawn) <= 1:
+        return drawn
+    drafts = token_ids[len(token_ids) - len(drawn) + 1 :]
+    num_right = next((i for i, draft in enumerate(drafts) if draft != drawn[i]), len(drafts))
+    return drawn[: num_right + 1]

@@ -1,0 +1,31 @@
+"""How much one step may do: the limits that a batching policy keeps, and that may be changed between two steps.
+
+What may not live here: who decides on them. They begin as the settings say (`config.py`).
+"""
+
+from dataclasses import dataclass
+
+from holdfast.worker.config import SchedulerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """Bounds of one step."""
+
+    max_num_batched_tokens: int
+    """Tokens, of prompts and of decodes together."""
+    max_num_seqs: int
+    """Sequences that run. Lowered below those that run already, it only keeps others from joining them."""
+    max_num_prefill_tokens: int | None = None
+    """Those of `max_num_batched_tokens` that may be of prompts in a step that also decodes; None: all."""
+    num_speculative_tokens: int = 0
+    """Most tokens guessed ahead for one of them."""
+
+    @classmethod
+    def of(cls, config: SchedulerConfig, num_speculative_tokens: int = 0) -> "StepLimits":
+        """As the settings have them."""
+        return cls(
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs,
+            num_speculative_tokens=num_speculative_tokens,
+        )

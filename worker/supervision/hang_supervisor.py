@@ -1,0 +1,76 @@
+"""The program of a guardian: a small process beside a leader, or a router, which ends it when it hangs as a whole.
+
+    main()      # with arguments: limit_s leader rank ...; beats come in on descriptor 0
+
+A process that is stopped, or whose interpreter is stuck in a call, can neither notice nor end itself. A leader's ranks
+go with it, because a group with a hole computes nothing. What may not live here: anything that takes long to load, so
+nothing but the standard library; the rule (`progress.py`); starting a guardian (`lifeline.py`).
+"""
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Final
+
+from holdfast.worker.progress import FrozenVerdict
+from holdfast.worker.supervision.process_id import ProcessId
+
+LOOK_EVERY_S: Final = 0.1
+_MANY: Final = 4096
+
+
+def main() -> None:
+    """A guardian's whole life: at most as long as its leader's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the leader decides what it means
+    limit_s = float(sys.argv[1])
+    leader, *ranks = map(ProcessId.parse, sys.argv[2:])
+    if hangs(leader, sys.stdin.fileno(), limit_s):
+        whom = "it and its ranks" if ranks else "it"
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        print(f"{now} no beat of process {leader.pid} for {limit_s:g} s: ending {whom}", file=sys.stderr, flush=True)
+    end([leader, *ranks])
+
+
+def hangs(leader: ProcessId, beats: int, limit_s: float) -> bool:
+    """Watches until there is a verdict: True for a leader that hangs, False for one that has ended.
+
+    It hangs if none of the bytes it writes to `beats` comes for `limit_s`. Before the first, and while it is traced by
+    a debugger, it need not write any. The end of `beats` is its end, which may come without: a child may hold it open.
+    """
+    try:
+        ending = leader.open()
+    except ProcessLookupError:
+        return False
+    poll = select.poll()
+    for descriptor in (beats, ending):
+        poll.register(descriptor, select.POLLIN)
+    verdict, num_beats = FrozenVerdict(limit_s), 0
+    while True:
+        ready = {descriptor for descriptor, _ in poll.poll(1000 * LOOK_EVERY_S)}
+        news = os.read(beats, _MANY) if beats in ready else None
+        if ending in ready or news == b"":
+            return False
+        num_beats += len(news or b"")
+        is_watched = num_beats > 0 and not is_traced(leader.pid)
+        if verdict.look(num_beats, has_work=is_watched, expected_step_s=0.0, now=time.monotonic()):
+            return True
+
+
+def is_traced(pid: int) -> bool:
+    """Whether a debugger holds a process, and may have stopped it."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in file)
+    except (FileNotFoundError, ProcessLookupError):
+        return False  # it has just ended, as its descriptor will tell
+
+
+def end(processes: Iterable[ProcessId]) -> None:
+    """SIGKILL to those that are left."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            process.kill()

@@ -1,0 +1,123 @@
+"""The self-check of a replica that serves: one question, asked again and again in the middle of whatever runs.
+
+A token's bits do not depend on its batch, so an answer that was right once is the only right one, at any time. A wrong
+one means that weights, memory or arithmetic have changed since. What may live here: when it is asked, and the verdict.
+What may not: the question (`known_answer.py`), and what is done about a wrong answer (`replica.py`).
+"""
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+from holdfast.worker.engine.engine import Engine
+from holdfast.worker.engine_updates import EngineUpdate
+from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.request import FinishReason
+from holdfast.worker.supervision.known_answer import NAME, Answer, make_question
+
+logger = logging.getLogger(__name__)
+
+
+class Canary:
+    """A `StepListener` with a request now and then: `begin`, then `start`, then `stop`.
+
+    Each time the question comes under a new cache salt, so that the answer is computed and not remembered. It has the
+    lowest priority; like everyone's, its turn comes nevertheless. Asked while the last question is open, it is not
+    asked twice.
+    """
+
+    def __init__(
+        self, engine: Engine, info: ModelInfo, on_wrong: Callable[[HoldfastError], None], *, every_s: float
+    ) -> None:
+        """`on_wrong` is called on the engine's thread, with what was wrong."""
+        self._engine = engine
+        self._on_wrong = on_wrong
+        self._every_s = every_s
+        self._question = make_question(info.vocab_size, min(info.max_model_len, info.num_blocks * info.block_size))
+        self._salt = secrets.token_hex(8)
+        self.num_asked = 0
+        self.num_right = 0
+        """Answers that were compared, and found right."""
+        self._open: Answer | None = None
+        """Set by whoever asks, when it is None; cleared by the engine's thread, when the question has been answered."""
+        self._first: Future[Answer | None] = Future()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="canary", daemon=True)
+
+    def begin(self) -> bytes:
+        """Asks for the first time and waits for the answer, which is the right one from now on. Returns its digest;
+        nothing where the question does not fit the replica, and then there is nothing to start.
+
+        Raises what ended the engine, if that came first.
+        """
+        self._engine.attach(self)
+        self.ask()
+        first = self._first.result()
+        return b"" if first is None else first.digest
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """It will not ask any more, unless it is just about to."""
+        self._stopped.set()
+
+    def ask(self) -> bool:
+        """Asks once, without waiting; False if the last question is still open. Raises if the engine has ended."""
+        if self._open is not None:
+            return False
+        self._open = Answer()
+        self.num_asked += 1
+        question = replace(
+            self._question, request_id=f"{NAME}/{self.num_asked}", cache_salt=f"{self._salt}/{self.num_asked}"
+        )
+        self._engine.submit(question, self)
+        return True
+
+    # --- on the engine's thread ---
+
+    def on_update(self, update: EngineUpdate) -> None:
+        answer = self._open
+        if answer is None:
+            return
+        for delta in update.deltas:
+            answer.take(delta)
+            if delta.finish_reason is not None:
+                self._take(answer if delta.finish_reason is FinishReason.LENGTH else None)
+        for rejection in update.rejections:  # as when too many wait: that is no answer, and no wrong one
+            logger.warning("the replica refused its self-check: %s", rejection.error)
+            self._take(None)
+
+    def on_failure(self, error: HoldfastError) -> None:
+        self._stopped.set()
+        if not self._first.done():
+            self._first.set_exception(error)
+
+    def _take(self, answer: Answer | None) -> None:
+        """The question is answered; by nothing if it was refused or aborted."""
+        self._open = None
+        if not self._first.done():
+            self._first.set_result(answer)
+            return
+        right = self._first.result()
+        if answer is None or right is None:
+            return
+        difference = answer.difference(right)
+        if difference:
+            self._on_wrong(ReplicaError(f"the replica answered its self-check wrongly: {difference}"))
+        else:
+            self.num_right += 1
+
+    # --- on its own ---
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._every_s):
+            try:
+                self.ask()
+            except HoldfastError as error:
+                logger.debug("no self-check any more, the engine has ended: %s", error)
+                return

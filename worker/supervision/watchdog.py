@@ -1,0 +1,63 @@
+"""A thread of its own that watches an engine's progress, and calls out when the engine is frozen.
+
+What may live here: looking, at regular times. What may not: the rule (`progress.py`), and what is done about it
+(`replica.py`). The engine cannot hold this thread up: it waits for nothing that the engine holds.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from holdfast.worker.progress import FrozenVerdict, ProgressCounter
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S: Final = 0.1
+
+
+class Watchdog:
+    """Watches from `start` until `stop`, or until it has called out, which it does once."""
+
+    def __init__(
+        self,
+        progress: ProgressCounter,
+        has_work: Callable[[], bool],
+        on_frozen: Callable[[float], None],
+        *,
+        frozen_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_frozen` is called with the seconds without progress, on the watchdog's thread."""
+        self._progress = progress
+        self._has_work = has_work
+        self._on_frozen = on_frozen
+        self._verdict = FrozenVerdict(frozen_after_s)
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """It will not call out any more, unless it is just about to."""
+        self._stopped.set()
+
+    def look(self) -> bool:
+        """One look: whether the engine is frozen now."""
+        progress = self._progress
+        return self._verdict.look(
+            progress.count,
+            has_work=self._has_work(),
+            expected_step_s=progress.expected_step_s,
+            now=self._clock(),
+        )
+
+    def _run(self) -> None:
+        while not self._stopped.wait(LOOK_EVERY_S):
+            if self.look():
+                logger.error("no progress for %.1f s while there is work", self._verdict.still_s)
+                self._on_frozen(self._verdict.still_s)
+                return
