@@ -108,7 +108,7 @@ def run(method: Method, runner: StepRunner, info: ModelInfo, load: list[EngineRe
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,
-        speculation=Speculation(SpeculationConfig(speculative=method), config),
+        drafter=Speculation(SpeculationConfig(speculative=method), config),
     )
     tokens: dict[str, list[int]] = {request.request_id: [] for request in load}
     started_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The router's settings: validated, frozen, in two groups. Read nowhere but here; `cluster/config/config.py` fills them in.
+"""The router's settings: validated, frozen, in two groups. `cluster/config/` fills them in.
 
 What may not live here: reading files or the environment, and anything that is only known once replicas are up.
 """

@@ -1,40 +1,57 @@
-"""The floors of the house: imports go down only, policy loads no torch, and only the wire files know the stubs."""
+"""The floors of the house: packages and rooms import downward only, and what a room may load is data, here.
+
+A file at the root of a package holds its words, which all rooms above may import; a folder (or a file named in `ROOMS`)
+is a room, private to its package unless it is listed in `DOORS`.
+"""
 
 import ast
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MAY_IMPORT = {"proto": set(), "worker": set(), "router": {"worker"}, "cluster": {"worker", "router"}}
-OURS = MAY_IMPORT.keys() | {"holdfast", "tests", "benchmarks", "scripts"}
-PLAIN_DATA = {"block_hash", "config", "errors", "model_info", "parameter_types", "progress", "request"}
-PLAIN_DATA |= {"sampling_params"}
-PLAIN_DATA |= {"structured_outputs", "suspicion"}
-POLICY = PLAIN_DATA | {"batching", "block_allocator", "plan", "prefix_cache", "queues", "scheduler", "sequence"}
-POLICY |= {"cache_feed", "controls", "deltas", "engine_updates", "fit", "forking", "mailboxes", "prompt_rating"}
-POLICY |= {"static_batching", "step_limits"}
-POLICY |= {"draws", "grammar_readers"}
-POLICY |= {"batching_optimizer", "dial", "stats", "step_time", "step_tuner"}
-POLICY |= {"bucketed_batching", "deadlines", "memory_aware_batching", "tenants", "timers", "waiting"}
-POLICY |= {"known_answer"}
-POLICY |= {"draft_length", "model_drafts", "ngram_drafts", "speculation", "suffix_drafts"}
-POLICY |= {"engine_core", "link_session", "suspects"}
-PROCESS = {"canary", "engine", "inbox", "link", "rank", "replica", "watchdog"}
-PROCESS |= {"guardian", "lifeline", "process_id"}
-ROUTER_CORE = {"admission", "config", "deadlines", "dispatch", "events", "fleet", "policy", "prefix_index", "record"}
-ROUTER_CORE |= {"beam_search", "circuit_breaker", "parallel_sampling", "placement", "quarantine", "resume"}
-ROUTER_CORE |= {"retry_budget"}
-ROUTER_CORE |= {"call", "redial", "stream", "switchboard"}
-RELATIVE = "a relative import"
-STUB_FILES = {"wire", "link_wire", "link", "server", "client"}
-DEVICE = {"torch", "transformers", "safetensors", "numpy"}
+POLICY = ("plan", "kv", "scheduling", "speculation", "tuning", "engine_core")
+DEVICE = ("distributed", "layers", "attention", "sampling", "model", "engine")
+PROCESS = ("supervision", "replica")
+ROOMS = {  # from the ground up: a room imports from those before it
+    "worker": (*POLICY, *DEVICE, *PROCESS),
+    "router": ("text", "replicas", "dispatch", "requests", "links", "doors", "router"),
+    "cluster": ("config", "bundled_model", "client", "offline", "serve", "simulate", "demo", "commands"),
+    "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
+}
+DOORS = {  # what a package may import of those below it
+    "router": {"worker": ("words",)},
+    "cluster": {"worker": ("words", *ROOMS["worker"]), "router": ("words", *ROOMS["router"])},
+    "cluster.simulate": {"worker": ("words", *POLICY), "router": ("words", "text", "replicas", "dispatch", "requests")},
+}
+TENSORS = {"torch", "transformers", "safetensors", "numpy"}
 IO = {"asyncio", "grpc", "ray", "random", "secrets", "socket", "subprocess", "threading", "time"}
+NEVER_LOADS = {  # by room; a package stands for all of its rooms
+    "worker": {"ray"},
+    "worker.words": TENSORS | IO,
+    **{f"worker.{room}": TENSORS | IO for room in POLICY},
+    **{f"worker.{room}": {"asyncio", "grpc"} for room in DEVICE},
+    "router": {"torch", "ray"},
+    "router.words": IO,
+    "router.replicas": TENSORS | IO,
+    "router.dispatch": TENSORS | IO,
+    "cluster.simulate": TENSORS | (IO - {"random"}),
+}
+STUBS = ("worker.replica", "router.links", "router.doors", "cluster.client")
 
 
-def files(package: str, rooms: set[str] | None = None) -> list[Path]:
-    """Source files of a package, or those of some of its rooms; rooms that are not built yet are no error."""
-    found = sorted(path for path in (ROOT / package).rglob("*.py") if "_pb2" not in path.name)
-    return [path for path in found if rooms is None or (path.parent.name == package and path.stem in rooms)]
+def room(dotted: str) -> tuple[str, str]:
+    """(package, room) of a module of ours, such as `holdfast.worker.kv.prefix_cache`."""
+    package, *rest = dotted.removeprefix("holdfast.").split(".")
+    if package == "cluster" and rest[:1] == ["simulate"] and len(rest) > 2:
+        package, rest = "cluster.simulate", rest[1:]
+    return package, rest[0] if rest and rest[0] in ROOMS[package] else "words"
+
+
+@cache
+def sources() -> dict[Path, str]:
+    """Every file of the packages, with its dotted name."""
+    found = [path for package in ("worker", "router", "cluster") for path in sorted((ROOT / package).rglob("*.py"))]
+    return {path: "holdfast." + ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in found}
 
 
 @cache
@@ -46,65 +63,72 @@ def imports(path: Path, *, lazy: bool = True) -> frozenset[str]:
     counted = [node for node in nodes if lazy or id(node) not in inside]
     plain = [alias.name for node in counted if isinstance(node, ast.Import) for alias in node.names]
     origins = [node for node in counted if isinstance(node, ast.ImportFrom)]
-    return frozenset(plain + [RELATIVE if node.level else node.module for node in origins])
+    assert not any(node.level for node in origins), f"{path}: a relative import"
+    members = [f"{node.module}.{alias.name}" for node in origins for alias in node.names]
+    modules = set(sources().values())
+    return frozenset([*plain, *(name for name in members if name in modules), *(node.module for node in origins)])
 
 
-def tops(path: Path, *, lazy: bool = True) -> set[str]:
-    return {name.split(".")[0] for name in imports(path, lazy=lazy)}
+def ours(path: Path) -> list[str]:
+    """What a file imports of the packages, down to the file."""
+    return [
+        name for name in imports(path) if name.startswith(("holdfast.worker.", "holdfast.router.", "holdfast.cluster."))
+    ]
 
 
-def rooms_of(package: str, path: Path) -> set[str]:
-    """The rooms of a package that a file imports from."""
-    return {name.split(".")[1] for name in imports(path) if name.startswith(f"{package}.")}
+def wrong_imports() -> list[str]:
+    """Every import that goes up, or past a door."""
+    wrong = []
+    for path, name in sources().items():
+        package, here = room(name)
+        order = ("words", *ROOMS[package])
+        for imported in ours(path):
+            other, there = room(imported)
+            if other == package:
+                fine = order.index(there) <= order.index(here)
+            elif package.startswith(f"{other}."):
+                fine = there == "words"
+            elif other.startswith(f"{package}."):
+                fine = order.index("simulate") < order.index(here)
+            else:
+                fine = there in DOORS.get(package, {}).get(other, ())
+            if not fine:
+                wrong.append(f"{name} imports {imported}")
+    return wrong
 
 
 def test_imports_go_down_only():
-    for package, below in MAY_IMPORT.items():
-        for path in files(package):
-            assert tops(path) & (OURS | {RELATIVE}) <= below | {package}, path
+    assert not wrong_imports()
 
 
-def test_the_worker_knows_no_ray_and_its_policy_neither_torch_nor_io():
-    for path in files("worker"):
-        assert "ray" not in tops(path), path
-    for path in files("worker", POLICY):
-        assert not tops(path) & (DEVICE | IO), path
-        assert rooms_of("worker", path) <= POLICY, path
+def test_rooms_load_only_what_they_may():
+    for path, name in sources().items():
+        package, here = room(name)
+        never = NEVER_LOADS.get(package, set()) | NEVER_LOADS.get(f"{package}.{here}", set())
+        loaded = {top.split(".")[0] for top in imports(path)}
+        assert not loaded & never, f"{name} loads {loaded & never}"
 
 
-def test_what_computes_knows_nothing_of_processes_and_wires():
-    for path in set(files("worker")) - set(files("worker", PROCESS)):
-        assert not tops(path) & {"asyncio", "grpc", "holdfast.v1"}, path
-        assert not rooms_of("worker", path) & PROCESS, path
+def test_importing_the_router_loads_no_tensors():
+    for path, name in sources().items():
+        if room(name)[0] == "router":
+            loaded = {top.split(".")[0] for top in imports(path, lazy=False)}
+            assert not loaded & TENSORS, f"{name} loads {loaded & TENSORS}"
 
 
-def test_the_router_takes_plain_data_from_the_worker_and_never_torch_or_ray():
-    for path in files("router"):
-        assert rooms_of("worker", path) <= PLAIN_DATA, path
-        assert not tops(path) & {"torch", "ray"}, path
-        assert not tops(path, lazy=False) & DEVICE, path
+def test_only_wires_import_the_stubs():
+    for path, name in sources().items():
+        if any(imported.startswith("holdfast.v1") for imported in imports(path)):
+            assert ".".join(room(name)) in STUBS, name
 
 
-def test_the_router_core_does_no_io_and_reads_no_clock():
-    for path in files("router", ROUTER_CORE):
-        assert not tops(path) & IO, path
-        assert rooms_of("router", path) <= ROUTER_CORE, path
+def test_package_files_are_empty():
+    for path in sources():
+        assert path.name != "__init__.py" or path.read_text() == "", path
 
 
-def test_the_simulator_does_no_io_and_loads_no_torch():
-    simulator = sorted((ROOT / "cluster" / "simulate").glob("*.py"))
-    assert len(simulator) > 10
-    for path in simulator:
-        assert not tops(path) & (DEVICE | (IO - {"random"})), path
-        assert rooms_of("worker", path) <= POLICY, path
-
-
-def test_only_wire_files_import_the_stubs():
-    for path in [path for package in ("worker", "router", "cluster") for path in files(package)]:
-        assert path.stem in STUB_FILES or "holdfast.v1" not in tops(path), path
-
-
-def test_package_files_are_empty_and_proto_is_no_package():
-    for path in [path for package in MAY_IMPORT for path in files(package) if path.name == "__init__.py"]:
-        assert path.read_text() == "", path
-    assert not (ROOT / "proto" / "__init__.py").exists(), "it would shadow the proto-plus that Ray brings"
+def test_every_folder_is_a_room():
+    for package, rooms in ROOMS.items():
+        folder = ROOT / package.replace(".", "/")
+        folders = {path.name for path in folder.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+        assert folders <= set(rooms), f"{package} has folders that are no rooms: {folders - set(rooms)}"

@@ -1,4 +1,4 @@
-"""The worker's settings: validated, frozen, nested by owner. Read nowhere but here; `cluster/config/config.py` fills them in.
+"""The worker's settings: validated, frozen, nested by owner. `cluster/config/` fills them in.
 
 What may not live here: reading files or the environment, torch, and values that are only known after loading a model.
 """

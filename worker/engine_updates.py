@@ -3,13 +3,34 @@
 What may live here: the messages and the listener's side. What may not: who hears of what (`mailboxes.py`).
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.kv.cache_events import NO_CHANGES, CacheChanges
 from holdfast.worker.request import EngineLoad, TokenDelta
 from holdfast.worker.stats import EngineStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheChanges:
+    """Short hashes of blocks that can be had from now on, and of those that cannot any more. None is in both."""
+
+    stored: Sequence[int] = ()
+    evicted: Sequence[int] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.stored or self.evicted)
+
+    def parts(self, max_num: int) -> "Iterator[CacheChanges]":
+        """The same in pieces of at most `max_num` hashes; at least one piece."""
+        for start in range(0, max(len(self.stored) + len(self.evicted), 1), max_num):
+            end = start + max_num
+            gone = slice(max(0, start - len(self.stored)), max(0, end - len(self.stored)))
+            yield CacheChanges(stored=self.stored[start:end], evicted=self.evicted[gone])
+
+
+NO_CHANGES: Final = CacheChanges()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ No clock or randomness here: time and draws are passed in.
 from collections.abc import Callable
 from typing import Final
 
-from holdfast.router.links.backoff import growing_pause_s
+from holdfast.router.replicas.backoff import growing_pause_s
 
 MAX_PAUSE_S: Final = 2.0
 

@@ -1,6 +1,7 @@
 """Beam search on the in-process engine: many prompts in step with each other, by requests of one token each.
 
-What may live here: asking the engine for candidates. What may not: the search itself (`router/requests/beam_search.py`).
+What may live here: asking the engine for candidates. What may not: the search itself
+(`router/requests/beam_search.py`).
 """
 
 from collections.abc import Sequence

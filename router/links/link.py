@@ -15,7 +15,6 @@ import grpc
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.events import ReplicaFacts, SendAbort, SendSubmit, StepNews
-from holdfast.router.links.backoff import Redial
 from holdfast.router.links.codec import (
     abort_message,
     engine_load,
@@ -26,6 +25,7 @@ from holdfast.router.links.codec import (
 )
 from holdfast.router.links.link_watch import LinkWatch
 from holdfast.router.links.replica_directory import ReplicaEndpoint
+from holdfast.router.replicas.backoff import Redial
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
 from holdfast.worker.request import EngineLoad

@@ -1,7 +1,7 @@
 """Beam search: candidates go in, the prefixes to extend next come out, until the best sequences are known.
 
-A pure core: who asks a model for candidates is another's business (`beam_answer.py`, `cluster/offline/beams.py`). The method is
-that of Hugging Face's `generate` with `early_stopping=False`:
+A pure core: who asks a model for candidates is another's business (`beam_answer.py`, `cluster/offline/beams.py`). The
+method is that of Hugging Face's `generate` with `early_stopping=False`:
 
 - of all continuations of the live beams, the 2 * width likeliest are candidates; of equal ones those of the better
   beam, then the lower token id come first;

@@ -1,4 +1,4 @@
-"""Trains the bundled model and its draft model: `python -m scripts.train_bundled_model.train [--output DIR] [--evaluate]`.
+"""Trains the bundled model and its draft model: `python -m scripts.train_bundled_model.train`.
 
 On the CPU, with two threads, from a fixed seed, on the text of `corpus.py`. It takes some 8 minutes on two idle cores
 (17 minutes of processor time, the exam included). The same machine gives the same weights, bit for bit. Only the

@@ -92,7 +92,7 @@ def serve(leader, requests, speculation=None, scheduler_config=CROWDED):
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,
-        speculation=speculation,
+        drafter=speculation,
     )
     said = {request.request_id: ([], []) for request in requests}
     for request in requests:

@@ -27,7 +27,7 @@ def make_scheduler(num_blocks=64, max_model_len=100, prefix_caching=False, specu
         max_model_len=max_model_len,
         eos_token_ids=frozenset({EOS}),
         prefix_caching=prefix_caching,
-        speculation=speculation,
+        drafter=speculation,
     )
 
 

@@ -6,9 +6,9 @@ What may live here: sorting news into the mailboxes of listeners. What may not: 
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.worker.engine_updates import EngineUpdate, Rejection, StepListener
+from holdfast.worker.engine_updates import NO_CHANGES, EngineUpdate, Rejection, StepListener
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.kv.cache_events import NO_CHANGES, CacheFeed
+from holdfast.worker.kv.cache_events import CacheFeed
 from holdfast.worker.kv.prefix_cache import CacheEvent
 from holdfast.worker.request import EngineLoad, TokenDelta
 from holdfast.worker.stats import EngineStats

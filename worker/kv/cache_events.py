@@ -3,33 +3,11 @@
 What may live here: untold changes and how they merge. What may not: the cache itself (`prefix_cache.py`), wires.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable
 
 from holdfast.worker.block_hash import short_hash
+from holdfast.worker.engine_updates import CacheChanges
 from holdfast.worker.kv.prefix_cache import BlockStored, CacheEvent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheChanges:
-    """Short hashes of blocks that can be had from now on, and of those that cannot any more. None is in both."""
-
-    stored: Sequence[int] = ()
-    evicted: Sequence[int] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.stored or self.evicted)
-
-    def parts(self, max_num: int) -> "Iterator[CacheChanges]":
-        """The same in pieces of at most `max_num` hashes; at least one piece."""
-        for start in range(0, max(len(self.stored) + len(self.evicted), 1), max_num):
-            end = start + max_num
-            gone = slice(max(0, start - len(self.stored)), max(0, end - len(self.stored)))
-            yield CacheChanges(stored=self.stored[start:end], evicted=self.evicted[gone])
-
-
-NO_CHANGES: Final = CacheChanges()
 
 
 class CacheFeed:

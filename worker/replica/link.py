@@ -15,9 +15,8 @@ from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.config import HealthConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine_core.link_session import LinkSession
-from holdfast.worker.engine_updates import EngineUpdate, Rejection
+from holdfast.worker.engine_updates import CacheChanges, EngineUpdate, Rejection
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError
-from holdfast.worker.kv.cache_events import CacheChanges
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta, TokenLogprob

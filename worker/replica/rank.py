@@ -1,7 +1,8 @@
 """One rank of a tensor-parallel group, and the ways to start the ranks that are not the leader.
 
 The leader (rank 0) lives in the process that serves the link. The others are started by a launcher: child processes
-here, Ray actors in `cluster/serve/placement_groups.py`. They know nothing but the settings, their number and where to meet.
+here, Ray actors in `cluster/serve/placement_groups.py`. They know nothing but the settings, their number and where to
+meet.
 """
 
 import logging

@@ -109,7 +109,7 @@ class Replica:
             max_model_len=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
             prefix_caching=config.cache.enable_prefix_caching,
-            speculation=speculation,
+            drafter=speculation,
         )
         tuner = StepTuner(
             config.scheduler,

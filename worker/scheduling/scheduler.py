@@ -7,7 +7,7 @@ result)`; adding and aborting are safe at any point of it.
 
 from collections.abc import Callable, Iterable
 
-from holdfast.worker.config import SchedulerConfig, SpeculationConfig
+from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.kv.block_allocator import BlockAllocator
 from holdfast.worker.kv.prefix_cache import CacheEvent
@@ -17,6 +17,7 @@ from holdfast.worker.scheduling.batching import BatchingPolicy, ContinuousBatchi
 from holdfast.worker.scheduling.bucketed_batching import BucketedBatching
 from holdfast.worker.scheduling.deadlines import DeadlineWatch
 from holdfast.worker.scheduling.deltas import advance, last_delta
+from holdfast.worker.scheduling.drafting import Drafter, Drafts, NoDrafter
 from holdfast.worker.scheduling.fit import check_fits
 from holdfast.worker.scheduling.memory_aware_batching import MemoryAwareBatching
 from holdfast.worker.scheduling.prompt_logprobs import bound_rating, rating_of
@@ -24,7 +25,6 @@ from holdfast.worker.scheduling.queues import SequenceQueues
 from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
 from holdfast.worker.scheduling.static_batching import StaticBatching
 from holdfast.worker.scheduling.step_limits import StepLimits
-from holdfast.worker.speculation.speculation import Drafts, Speculation
 from holdfast.worker.stats import SchedulerStats
 
 _POLICIES: dict[str, Callable[[StepLimits], BatchingPolicy]] = {
@@ -47,19 +47,19 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         prefix_caching: bool = True,
-        speculation: Speculation | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
         if config.policy in ("static", "bucketed"):  # the baselines are as they were in their day, without
-            prefix_caching, speculation = False, None
-        self._speculation = speculation or Speculation(SpeculationConfig(), config)
+            prefix_caching, drafter = False, None
+        self._drafter = drafter or NoDrafter()
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
         self._queues = SequenceQueues(self._allocator, aging_s=config.aging_s, tenant_shares=config.tenant_shares)
         self._deadlines = DeadlineWatch(self._queues)
         self._expired: list[str] = []
-        self._policy = _POLICIES[config.policy](StepLimits.of(config, self._speculation.num_speculative_tokens))
+        self._policy = _POLICIES[config.policy](StepLimits.of(config, self._drafter.num_speculative_tokens))
         self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
         self._in_flight: list[Sequence] | None = None  # those of the outstanding plan, in its order
         self._num_added = 0
@@ -139,7 +139,7 @@ class Scheduler:
         assert shares, "requests are alive and the policy found nothing to do"
         self._in_flight = [sequence for sequence, _ in shares]
         self._num_steps += 1
-        drafts = self._speculation.drafts(shares, self._queues, self._policy.limits)
+        drafts = self._drafter.drafts(shares, self._queues, self._policy.limits)
         scheduled = [self._scheduled(*share, drafted) for share, drafted in zip(shares, drafts, strict=True)]
         copies = self._queues.take_block_copies()
         return StepPlan(step_id=self._num_steps, sequences=tuple(scheduled), block_copies=copies)
@@ -251,8 +251,8 @@ class Scheduler:
             num_evictions=self._allocator.prefix_cache.num_evictions,
             num_total_blocks=self._allocator.num_blocks,
             num_wasted_slots=self._queues.num_wasted_slots(),
-            num_draft_tokens=self._speculation.num_draft_tokens,
-            num_accepted_tokens=self._speculation.num_accepted_tokens,
+            num_draft_tokens=self._drafter.num_draft_tokens,
+            num_accepted_tokens=self._drafter.num_accepted_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -263,7 +263,7 @@ class Scheduler:
         assert alive == self._sequences.keys(), f"queues and requests differ: {alive ^ self._sequences.keys()}"
         if not alive:
             assert self._allocator.num_used == 0, f"{self._allocator.num_used} blocks are used by no request"
-            assert self._speculation.num_remembered == 0, "speculation remembers sequences that have ended"
+            assert self._drafter.num_remembered == 0, "speculation remembers sequences that have ended"
 
     # --- Parts ---
 
@@ -285,7 +285,7 @@ class Scheduler:
     def _settle(self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...]) -> None:
         """Accounts for what a sequence has gained in a step, and for the blocks that are full since."""
         sequence.tenant.charge(0, len(gained))
-        self._speculation.settle(sequence, scheduled, gained, self._queues)
+        self._drafter.settle(sequence, scheduled, gained, self._queues)
         block_size = self._allocator.block_size
         if scheduled.first_position % block_size + len(scheduled.token_ids) >= block_size:
             self._queues.store_full_blocks(sequence, scheduled.first_position)
@@ -301,7 +301,7 @@ class Scheduler:
         del self._sequences[sequence.request.request_id]
         self._deadlines.forget(sequence)
         self._queues.remove(sequence)
-        self._speculation.forget(sequence)
+        self._drafter.forget(sequence)
         self._policy.release(self._queues)
 
     def _finish(self, request_ids: list[str]) -> None:
@@ -309,6 +309,6 @@ class Scheduler:
             sequence = self._sequences.pop(request_id)
             sequence.status = SequenceStatus.FINISHED
             self._deadlines.forget(sequence)
-            self._speculation.forget(sequence)
+            self._drafter.forget(sequence)
         self._num_finished += len(request_ids)
         self._policy.release(self._queues)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from holdfast.worker.config import SchedulerConfig, SpeculationConfig
-from holdfast.worker.plan.step_plan import Drafting, ScheduledSequence
+from holdfast.worker.plan.step_plan import ScheduledSequence
 from holdfast.worker.scheduling.batching import Share
+from holdfast.worker.scheduling.drafting import NO_DRAFTS, Drafts
 from holdfast.worker.scheduling.queues import SequenceQueues
 from holdfast.worker.scheduling.sequence import Sequence
 from holdfast.worker.scheduling.step_limits import StepLimits
@@ -33,20 +34,6 @@ class Proposer(Protocol):
         """The sequence has ended, or was aborted: nothing of its state is kept. It may never have been seen."""
         ...
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drafts:
-    """What speculation adds to a sequence's share of a step: guesses, or an order to guess."""
-
-    token_ids: tuple[int, ...] = ()
-    drafting: Drafting | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids) if self.drafting is None else self.drafting.num_drafts
-
-
-NO_DRAFTS: Final = Drafts()
 
 _LOOKUP_PAYS_FROM: Final = 0.15
 _MODEL_PAYS_FROM: Final = 0.3

@@ -1,7 +1,8 @@
 """A replica that is simulated: the real engine core in virtual time, and its end of the links.
 
 What its own is: time, the inbox, and messages instead of bytes. What may not live here: decisions, and whose request is
-whose, which are the engine core's (`worker/engine_core/engine_core.py`) and the sessions' (`worker/engine_core/link_session.py`).
+whose, which are the engine core's (`worker/engine_core/engine_core.py`) and the sessions'
+(`worker/engine_core/link_session.py`).
 """
 
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """A replica's end of one simulated link: what `worker/replica/link.py` is, with plain data for a wire.
 
 What may live here: the engine's words as the router's core takes them, and whether they are what `StepListener`
-promises. What may not: names of attempts (`worker/engine_core/link_session.py`), whose request is whose (`worker/engine_core/engine_core.py`).
+promises. What may not: names of attempts (`worker/engine_core/link_session.py`), whose request is whose
+(`worker/engine_core/engine_core.py`).
 """
 
 from dataclasses import fields

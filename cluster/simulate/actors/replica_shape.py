@@ -47,7 +47,7 @@ class ReplicaShape:
             max_model_len=self.max_model_len,
             eos_token_ids=self.eos_token_ids,
             prefix_caching=self.prefix_caching,
-            speculation=self._speculation(),
+            drafter=self._speculation(),
         )
 
     def _speculation(self) -> Speculation | None:

@@ -1,7 +1,8 @@
 """A router that is simulated: the real switchboard, dispatch core and calls in virtual time, without sockets and tasks.
 
 What stays written out here is what asyncio and gRPC would bring: who dials and hears of a lost connection (the rest of
-`router/links/link.py` and `links.py`), and what `intake.py` and `answer.py` wait for. What may not live here: decisions.
+`router/links/link.py` and `links.py`), and what `intake.py` and `answer.py` wait for. What may not live here:
+decisions.
 """
 
 import random
@@ -22,7 +23,7 @@ from holdfast.router.dispatch.call import Call, open_call, stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Fail, SendAbort, SendSubmit, StepNews, TextState
-from holdfast.router.links.backoff import Redial
+from holdfast.router.replicas.backoff import Redial
 from holdfast.router.replicas.policy import ChooseReplica, power_of_two_choices
 from holdfast.router.resume import part_of
 from holdfast.worker.errors import HoldfastError, ReplicaError

@@ -1,6 +1,7 @@
 """What a cluster would make of a load: the real router and schedulers in virtual time, without faults and without text.
 
-What may not live here: where loads come from (`trace.py`), how long a step takes (`worker/tuning/step_time.py`), printing.
+What may not live here: where loads come from (`trace.py`), how long a step takes (`worker/tuning/step_time.py`),
+printing.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Draws of the pseudo-model: what a plan's parameters do to its scores, in the order of `worker/sampling/logits_processors.py`.
+"""Draws of the pseudo-model: what a plan's parameters do to its scores, in the order of the sampler's.
 
 What may live here: one row's draw, and what is said of its token. What may not: blocks (`pseudo_runner.py`), and the
 request, of which a runner knows nothing but what the plan says.

@@ -3,7 +3,7 @@ import pytest
 from holdfast.cluster.client.generation import Chunk
 from holdfast.cluster.client.received import Received
 from holdfast.cluster.client.retry_policy import MAX_PAUSE_S, Patience
-from holdfast.router.links.backoff import FIRST_PAUSE_S
+from holdfast.router.replicas.backoff import FIRST_PAUSE_S
 from holdfast.worker.errors import InternalError
 from holdfast.worker.request import FinishReason
 

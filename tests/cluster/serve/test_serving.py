@@ -59,7 +59,9 @@ def test_a_start_up_tells_each_replica_and_phase_once_it_begins_and_ends():
 
 
 def test_our_own_ray_has_no_custom_resources(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("holdfast.cluster.serve.placement_groups.node_resources", lambda: [{"CPU": 4.0, "accelerator_type:T4": 1.0}])
+    monkeypatch.setattr(
+        "holdfast.cluster.serve.placement_groups.node_resources", lambda: [{"CPU": 4.0, "accelerator_type:T4": 1.0}]
+    )
     check_resources(ClusterConfig(rank_resources={"accelerator_type:T4": 0.5}))
     wanted = ClusterConfig(router_resources={"front_door": 1.0})
     with pytest.raises(ConfigurationError, match=r"cluster.router_resources = .*front_door.*cluster.address"):

@@ -1,7 +1,8 @@
 """What a follower of the prefix cache has not been told: merged, complete, in pieces."""
 
 from holdfast.worker.block_hash import short_hash
-from holdfast.worker.kv.cache_events import CacheChanges, CacheFeed
+from holdfast.worker.engine_updates import CacheChanges
+from holdfast.worker.kv.cache_events import CacheFeed
 from holdfast.worker.kv.prefix_cache import BlockEvicted, BlockStored
 
 

@@ -148,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
             prefix_caching=prefix_caching,
-            speculation=self.speculation(),
+            drafter=self.speculation(),
         )
         self.scheduler.tokens_per_s = tokens_per_s
         self.runner = PseudoRunner(num_blocks, block_size, VOCAB_SIZE)

@@ -142,7 +142,7 @@ def test_under_preemption_tokens_are_the_same():
 
 def test_blocks_lent_to_wrong_drafts_come_back():
     scheduler = make_scheduler(speculation=Oracle(range(64)))
-    scheduler._speculation._proposer.futures["r"] = list(range(50))
+    scheduler._drafter._proposer.futures["r"] = list(range(50))
     scheduler.add(make_request("r", prompt_len=4, max_tokens=50))
     for _ in range(3):
         plan = scheduler.plan()
@@ -155,7 +155,7 @@ def test_the_prefix_cache_holds_no_block_with_a_wrong_draft():
     tokens = [*make_request("r").prompt_token_ids, *completion(make_request("r"), 30)]
     assert scheduler.stats().num_cached_blocks == (len(tokens) - 1) // BLOCK_SIZE
     again = make_request("again", prompt=tuple(tokens), max_tokens=1)
-    scheduler._speculation._proposer.futures["again"] = []
+    scheduler._drafter._proposer.futures["again"] = []
     scheduler.add(again)
     assert scheduler.plan().sequences[0].first_position == (len(tokens) - 1) // BLOCK_SIZE * BLOCK_SIZE
 

@@ -1,6 +1,6 @@
 """Pauses between dials: they grow to a limit, are drawn apart, and begin anew once a replica has answered."""
 
-from holdfast.router.links.backoff import FIRST_PAUSE_S, Redial
+from holdfast.router.replicas.backoff import FIRST_PAUSE_S, Redial
 
 
 def failed(num_times: int) -> Redial:

@@ -1,6 +1,7 @@
 """How long whoever does not answer is left alone before it is asked again: a moment, and longer each time.
 
-A pure core. What may not live here: dialling (`link.py`), when a client gives up (`cluster/client/retry_policy.py`), chance.
+A pure core. What may not live here: dialling (`link.py`), when a client gives up (`cluster/client/retry_policy.py`),
+chance.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,79 @@
+"""The scheduler's port for speculative decoding: what a drafter adds to a step, and the drafter that adds nothing.
+
+What may live here: the contract. What may not: guessing, and when guesses pay (`worker/speculation/`).
+"""
+
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from holdfast.worker.plan.step_plan import Drafting, ScheduledSequence
+from holdfast.worker.scheduling.batching import Share
+from holdfast.worker.scheduling.queues import SequenceQueues
+from holdfast.worker.scheduling.sequence import Sequence
+from holdfast.worker.scheduling.step_limits import StepLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """What speculation adds to a sequence's share of a step: guesses, or an order to guess."""
+
+    token_ids: tuple[int, ...] = ()
+    drafting: Drafting | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) if self.drafting is None else self.drafting.num_drafts
+
+
+NO_DRAFTS: Final = Drafts()
+
+
+class Drafter(Protocol):
+    """Chooses drafts for the sequences of a step. `drafts` is called for each step, then `settle` for each of its
+    sequences that is still there; `forget` at any time.
+    """
+
+    num_draft_tokens: int
+    """Tokens that were guessed so far."""
+    num_accepted_tokens: int
+    """Those of them that the model drew as well."""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The most tokens that it guesses for one sequence in one step."""
+
+    @property
+    def num_remembered(self) -> int:
+        """Sequences that it keeps something of; 0 when none is alive."""
+
+    def drafts(self, shares: Ordered[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
+        """Drafts for each share of a step, within the step's limits and the blocks that are free."""
+
+    def settle(
+        self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...], queues: SequenceQueues
+    ) -> None:
+        """Takes in what a step made of a running sequence's drafts."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence has ended, or was aborted: nothing of its state is kept. It may never have been seen."""
+
+
+class NoDrafter:
+    """Speculation that is off."""
+
+    num_draft_tokens = 0
+    num_accepted_tokens = 0
+    num_speculative_tokens = 0
+    num_remembered = 0
+
+    def drafts(self, shares: Ordered[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
+        return [NO_DRAFTS] * len(shares)
+
+    def settle(
+        self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...], queues: SequenceQueues
+    ) -> None:
+        return None
+
+    def forget(self, sequence: Sequence) -> None:
+        return None
