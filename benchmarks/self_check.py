@@ -27,7 +27,7 @@ from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.layers.linear import Linear, linear_kernel
 from holdfast.worker.replica.rank import prepare_process
 from holdfast.worker.scheduling.scheduler import Scheduler
-from holdfast.worker.supervision.known_answer_check import Canary
+from holdfast.worker.supervision.known_answer_check import KnownAnswerCheck
 
 BITS = {15: "sign", **{bit: f"exponent {bit - 7}" for bit in range(14, 6, -1)}}
 """Of bfloat16; the others are the mantissa's."""
@@ -55,12 +55,12 @@ class Suspect:
         """Whether the answer with the change is another than before it, or there is none: logits may be no numbers."""
         wrong: list[HoldfastError] = []
         engine = self._engine()
-        canary = Canary(engine, self._runner.info, wrong.append, every_s=0)
-        canary.begin()
+        known_answer_check = KnownAnswerCheck(engine, self._runner.info, wrong.append, every_s=0)
+        known_answer_check.begin()
         with change:
-            canary.ask()
+            known_answer_check.ask()
             try:
-                while not wrong and not canary.num_right:
+                while not wrong and not known_answer_check.num_right:
                     engine.stats()
             except ReplicaError as failure:
                 wrong.append(failure)

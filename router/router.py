@@ -10,14 +10,14 @@ import grpc
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.grpc.health import HealthServicer
 from holdfast.router.doors.grpc.server import InferenceServicer, build_server
 from holdfast.router.links.link_pool import Links
 from holdfast.router.links.replica_directory import ReplicaDirectory
-from holdfast.router.requests.request_processor import Intake
+from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.router.text.tokenizer_registry import TokenizerShelf
+from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +31,11 @@ class Router:
     def __init__(self, config: RouterConfig, limits: LimitsConfig, load_tokenizer: Callable[[str], Tokenizer]) -> None:
         self._health = HealthServicer()
         dispatch = Dispatch(config, limits, random.Random().randrange)
-        self._switchboard = Switchboard(dispatch, asyncio.get_running_loop(), self._publish_health)
-        tokenizers = TokenizerShelf(load_tokenizer, config.inline_tokenize_bytes)
-        self._intake = Intake(self._switchboard, tokenizers, limits)
-        self._links = Links(self._switchboard, tokenizers, config)
-        servicer = InferenceServicer(self._intake, self._switchboard)
+        self._dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), self._publish_health)
+        tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
+        self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits)
+        self._links = Links(self._dispatch_host, tokenizers, config)
+        servicer = InferenceServicer(self._request_processor, self._dispatch_host)
         self._server: grpc.aio.Server = build_server(servicer, self._health, config, limits)
         self._following: asyncio.Task[None] | None = None
         self.address = ""
@@ -68,17 +68,17 @@ class Router:
         caller has been answered when it returns.
         """
         self._health.stop()
-        self._intake.close()
+        self._request_processor.close()
         if hands_over:
-            self._switchboard.hand_over(stopping())
+            self._dispatch_host.hand_over(stopping())
         idle = asyncio.Event()
-        self._switchboard.when_idle(idle.set)
+        self._dispatch_host.when_idle(idle.set)
         try:
             async with asyncio.timeout(grace_s):
                 await idle.wait()
         except TimeoutError:
-            logger.info("%d requests did not end in time; they are ended", self._switchboard.num_open)
-        self._switchboard.close_all(stopping())
+            logger.info("%d requests did not end in time; they are ended", self._dispatch_host.num_open)
+        self._dispatch_host.close_all(stopping())
         await self._server.stop(LAST_WORDS_S)
         if self._following is not None:
             self._following.cancel()
@@ -88,11 +88,11 @@ class Router:
     @property
     def num_open(self) -> int:
         """Requests that have not had their last word."""
-        return self._switchboard.num_open
+        return self._dispatch_host.num_open
 
     def check_integrity(self) -> None:
         """Asserts that the router's books agree with each other."""
-        self._switchboard.check_integrity()
+        self._dispatch_host.check_integrity()
 
     async def _listen(self, host: str, port: int) -> None:
         bound = self._server.add_insecure_port(f"{host}:{port}")
@@ -101,4 +101,4 @@ class Router:
         logger.info("the router listens on %s", self.address)
 
     def _publish_health(self) -> None:
-        self._health.publish(self._switchboard.models())
+        self._health.publish(self._dispatch_host.models())

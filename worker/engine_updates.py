@@ -1,6 +1,6 @@
 """What an engine tells those who listen to it, and how they are told.
 
-What may live here: the messages and the listener's side. What may not: who hears of what (`mailboxes.py`).
+What may live here: the messages and the listener's side. What may not: who hears of what (`output_queues.py`).
 """
 
 from collections.abc import Iterator, Sequence

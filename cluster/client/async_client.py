@@ -1,7 +1,7 @@
 """A client of one or several routers, for programs that run on asyncio. Streams survive the loss of a router.
 
 What may live here: channels, and when to ask again. What may not: messages field by field (`wire.py`), how long to go
-on trying (`patience.py`), anything of Ray or of the engine; a client needs neither.
+on trying (`retry_policy.py`), anything of Ray or of the engine; a client needs neither.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import grpc
 from holdfast.cluster.client.codec import chunk, generate_request, generation, resubmission
 from holdfast.cluster.client.generation import Chunk, Generation
 from holdfast.cluster.client.received import Received
-from holdfast.cluster.client.retry_policy import Patience
+from holdfast.cluster.client.retry_policy import RetryPolicy
 from holdfast.cluster.client.statuses import error_of, is_worth_another_try
 from holdfast.cluster.service_options import ServiceOptions
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
@@ -106,18 +106,18 @@ class AsyncClient:
             request_id=request_id or uuid.uuid4().hex,  # chosen here, because an unseeded request draws by it
             **service,
         )
-        patience, received = self._patience(service.get("timeout_s")), Received()
+        retry_policy, received = self._retry_policy(service.get("timeout_s")), Received()
         while True:
             at = self._at
             try:
-                async with aclosing(self._attempt(request, params, patience)) as chunks:
+                async with aclosing(self._attempt(request, params, retry_policy)) as chunks:
                     async for piece in chunks:
                         if (news := received.take(piece)) is not None:
                             yield news
                 return
             except grpc.aio.AioRpcError as error:
-                await self._pause(at, error, patience)
-            request = resubmission(request, patience.time_left_s(self._now()), received)
+                await self._pause(at, error, retry_policy)
+            request = resubmission(request, retry_policy.time_left_s(self._now()), received)
 
     async def generate(
         self,
@@ -140,49 +140,49 @@ class AsyncClient:
             request_id=request_id or uuid.uuid4().hex,
             **service,
         )
-        patience = self._patience(service.get("timeout_s"))
+        retry_policy = self._retry_policy(service.get("timeout_s"))
         while True:
             at = self._at
             try:
-                return generation(await _whole(self._stubs[at].Generate(request), patience), params)
+                return generation(await _whole(self._stubs[at].Generate(request), retry_policy), params)
             except grpc.aio.AioRpcError as error:
-                await self._pause(at, error, patience)
-            request = resubmission(request, patience.time_left_s(self._now()))
+                await self._pause(at, error, retry_policy)
+            request = resubmission(request, retry_policy.time_left_s(self._now()))
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
         """The text of token ids, without special tokens. Raises as `stream` does."""
         request = inference_pb2.DetokenizeRequest(model=model, token_ids=token_ids)
-        answer = await self._ask(lambda stub: stub.Detokenize(request), self._patience(timeout_s=0))
+        answer = await self._ask(lambda stub: stub.Detokenize(request), self._retry_policy(timeout_s=0))
         return str(answer.text)
 
     async def get_load(self) -> inference_pb2.GetLoadResponse:
         """How busy a router and its replicas are, of the first router that answers. Raises as `stream` does."""
         request = inference_pb2.GetLoadRequest()
-        return await self._ask(lambda stub: stub.GetLoad(request), self._patience(timeout_s=0))
+        return await self._ask(lambda stub: stub.GetLoad(request), self._retry_policy(timeout_s=0))
 
     async def list_models(self) -> inference_pb2.ListModelsResponse:
         """The models that are served, and by how many replicas. Raises as `stream` does."""
         request = inference_pb2.ListModelsRequest()
-        return await self._ask(lambda stub: stub.ListModels(request), self._patience(timeout_s=0))
+        return await self._ask(lambda stub: stub.ListModels(request), self._retry_policy(timeout_s=0))
 
     # --- inside ---
 
     async def _attempt(
-        self, request: inference_pb2.GenerateRequest, params: SamplingParams, patience: Patience
+        self, request: inference_pb2.GenerateRequest, params: SamplingParams, retry_policy: RetryPolicy
     ) -> AsyncGenerator[Chunk, None]:
         """What one router answers. Raises what gRPC raises."""
         call = self._stubs[self._at].GenerateStream(request)
         try:
             if await call.initial_metadata():  # comes when the request is taken, which may be long before a token
-                patience.note_word()
+                retry_policy.note_word()
             async for message in call:
-                patience.note_word()
+                retry_policy.note_word()
                 yield chunk(message, params)
         finally:
             call.cancel()
 
     async def _ask(
-        self, call: Callable[[inference_pb2_grpc.InferenceStub], Awaitable[AnswerT]], patience: Patience
+        self, call: Callable[[inference_pb2_grpc.InferenceStub], Awaitable[AnswerT]], retry_policy: RetryPolicy
     ) -> AnswerT:
         """A unary call whose answer is the same whichever router gives it."""
         while True:
@@ -190,16 +190,16 @@ class AsyncClient:
             try:
                 return await call(self._stubs[at])
             except grpc.aio.AioRpcError as error:
-                await self._pause(at, error, patience)
+                await self._pause(at, error, retry_policy)
 
-    async def _pause(self, at: int, error: grpc.aio.AioRpcError, patience: Patience) -> None:
+    async def _pause(self, at: int, error: grpc.aio.AioRpcError, retry_policy: RetryPolicy) -> None:
         """Gets ready for the next try, after what the router `at` has said. Raises if there is no use in one."""
         task = asyncio.current_task()
         if task is not None and task.cancelling():  # a call that fails just then hides that its caller has gone
             raise asyncio.CancelledError from error
         failure, pause_s = error_of(error), None
-        if is_worth_another_try(error, was_taken=patience.was_taken):
-            pause_s = patience.pause_s(self._now(), failure.retry_after_s)
+        if is_worth_another_try(error, was_taken=retry_policy.was_taken):
+            pause_s = retry_policy.pause_s(self._now(), failure.retry_after_s)
         if pause_s is None:
             raise failure from error
         self._leave(at)
@@ -210,8 +210,8 @@ class AsyncClient:
         if self._at == at:
             self._at = (at + 1) % len(self._stubs)
 
-    def _patience(self, timeout_s: float | None) -> Patience:
-        return Patience(
+    def _retry_policy(self, timeout_s: float | None) -> RetryPolicy:
+        return RetryPolicy(
             num_routers=len(self._stubs),
             connect_s=self._connect_s,
             reconnect_s=self._reconnect_s,
@@ -224,11 +224,11 @@ class AsyncClient:
         return asyncio.get_running_loop().time()
 
 
-async def _whole(call: GenerateCall, patience: Patience) -> inference_pb2.GenerateResponse:
+async def _whole(call: GenerateCall, retry_policy: RetryPolicy) -> inference_pb2.GenerateResponse:
     """The answer of a unary call. Raises what gRPC raises."""
     try:
         if await call.initial_metadata():
-            patience.note_word()
+            retry_policy.note_word()
         answer: inference_pb2.GenerateResponse = await call
         return answer
     finally:

@@ -1,6 +1,6 @@
 """What a client has received of a stream: enough to go on elsewhere when the router is lost.
 
-Plain data. What may not live here: gRPC (`client.py`, `wire.py`), time (`patience.py`).
+Plain data. What may not live here: gRPC (`client.py`, `wire.py`), time (`retry_policy.py`).
 """
 
 from dataclasses import dataclass, field, replace

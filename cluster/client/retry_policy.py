@@ -11,7 +11,7 @@ from holdfast.router.replicas.backoff import growing_pause_s
 MAX_PAUSE_S: Final = 2.0
 
 
-class Patience:
+class RetryPolicy:
     """One request's. Each router is asked once without a pause; then pauses grow.
 
     Pauses have jitter, so that the clients of a lost router do not all come at the same time.

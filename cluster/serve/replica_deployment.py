@@ -53,8 +53,8 @@ class ReplicaDeployment:
             raise
         self._server = await LinkServer.start(self._replica, replica_id=_replica_id(), host=launcher.host)
         self._replica.on_failure(ProcessEnd(self._close_soon).because)
-        lifeline = await asyncio.to_thread(self._replica.guard)
-        self._beating = None if lifeline is None else self._loop.create_task(lifeline.keep_beating())
+        heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
+        self._beating = None if heartbeat_pipe is None else self._loop.create_task(heartbeat_pipe.keep_beating())
         info = self._replica.info
         self._say(phase="serving", address=self._server.address, model=info.name, model_path=info.path)
 

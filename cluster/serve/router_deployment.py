@@ -15,7 +15,7 @@ from holdfast.cluster.serve.process_end import end_when_out_of_memory
 from holdfast.cluster.serve.termination import end_on_sigterm
 from holdfast.router.router import Router
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.supervision.heartbeat_pipe import Lifeline
+from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 
 ANY_INTERFACE = "0.0.0.0"
 
@@ -37,7 +37,7 @@ class RouterDeployment:
         self._drain_timeout_s = config.cluster.drain_timeout_s
         self._lease = Lease(directory, Member(member_id=serve.get_replica_context().replica_tag, role=Role.ROUTER))
         self._router: Router | None = None
-        self._lifeline: Lifeline | None = None
+        self._heartbeat_pipe: HeartbeatPipe | None = None
         end_on_sigterm(self.__del__, limit_s=self._drain_timeout_s + STOP_S)
         try:
             self._router = await _start(config, host, WatchedDirectory(directory))
@@ -48,8 +48,8 @@ class RouterDeployment:
         address = _reachable(self._router.address)
         self._lease.update(replace(self._lease.member, phase="serving", address=address))
         if config.health.hangs_after_s is not None:
-            self._lifeline = Lifeline(config.health.hangs_after_s, [])
-            self._beating = asyncio.create_task(self._lifeline.keep_beating())
+            self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
+            self._beating = asyncio.create_task(self._heartbeat_pipe.keep_beating())
 
     async def __del__(self) -> None:
         """Serve awaits this when the router is to end in peace.
@@ -63,8 +63,8 @@ class RouterDeployment:
         await asyncio.sleep(ALL_END_S)
         hands_over = await has_other_routers(self._directory, self._lease.member.member_id)
         await self._router.stop(self._drain_timeout_s, hands_over=hands_over)
-        if self._lifeline is not None:
-            self._lifeline.cut()
+        if self._heartbeat_pipe is not None:
+            self._heartbeat_pipe.cut()
 
 
 async def _start(config: HoldfastConfig, host: str, directory: WatchedDirectory) -> Router:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
 
-from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.dispatch.parallel_sampling import merged_usage
 from holdfast.router.events import Deliver, Usage
@@ -76,7 +76,7 @@ class Call:
 
 
 def open_call(
-    switchboard: Switchboard,
+    dispatch_host: DispatchHost,
     request_id: str,
     parts: Sequence[Part],
     *,
@@ -86,7 +86,7 @@ def open_call(
     client_attempt: int = 0,
     echo: str = "",
 ) -> Call:
-    """Opens all parts of a request, or none. Raises what `Switchboard.open` raises.
+    """Opens all parts of a request, or none. Raises what `DispatchHost.open` raises.
 
     `on_news` is that of the call's streams. `echo` comes before the text of each completion.
     """
@@ -97,10 +97,10 @@ def open_call(
                 stream = OutputStream(part.request.request_id, on_news)
                 stream.push(last_words(part.request, part.caught_up))
             else:
-                stream = switchboard.open(
+                stream = dispatch_host.open(
                     part, model=model, deadline=deadline, client_attempt=client_attempt, on_news=on_news
                 )
-                opened.callback(switchboard.close, stream)
+                opened.callback(dispatch_host.close, stream)
             streams.append(stream)
         return Call(request_id, streams, opened.pop_all().close, echo)
 

@@ -24,7 +24,7 @@ from collections.abc import Iterable
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.placement import Placement
-from holdfast.router.dispatch.request_state import RequestRecord, RequestTable
+from holdfast.router.dispatch.request_state import RequestState, RequestTable
 from holdfast.router.events import (
     FRESH,
     Action,
@@ -39,7 +39,7 @@ from holdfast.router.events import (
     TextState,
 )
 from holdfast.router.replicas.policy import ChooseReplica, DrawIndex, power_of_two_choices
-from holdfast.router.replicas.replica_registry import Fleet
+from holdfast.router.replicas.replica_registry import ReplicaRegistry
 from holdfast.worker.errors import (
     DeadlineExceededError,
     HoldfastError,
@@ -64,9 +64,9 @@ class Dispatch:
         choose: ChooseReplica = power_of_two_choices,
     ) -> None:
         self._replica_wait_s = config.replica_wait_s
-        self._fleet = Fleet(config, draw, choose)
+        self._registry = ReplicaRegistry(config, draw, choose)
         self._requests = RequestTable()
-        self._placement = Placement(config, limits, self._fleet, self._requests)
+        self._placement = Placement(config, limits, self._registry, self._requests)
         self._queue = self._placement.queue
 
     # --- events from clients ---
@@ -90,7 +90,7 @@ class Dispatch:
         `DeadlineExceededError`.
         """
         self._check_admissible(model, deadline, now)
-        record = RequestRecord.opened(request, model, text, caught_up, client_attempt)
+        record = RequestState.opened(request, model, text, caught_up, client_attempt)
         replica = self._placement.admit(record)
         self._requests.add(record, deadline)
         actions = [] if replica is None else [self._placement.send(record, replica, now)]
@@ -120,20 +120,20 @@ class Dispatch:
 
     def replica_up(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> list[Action]:
         """A link came up. The replica must not be up already."""
-        self._fleet.add(facts, load, now)
+        self._registry.add(facts, load, now)
         return self._placement.drain(facts.model, now)
 
     def replica_retiring(self, replica_id: str, is_retiring: bool, now: float) -> list[Action]:
         """A replica takes nothing new (or does so again). What runs there moves to others, as far as they have room."""
-        replica = self._fleet.get(replica_id)
+        replica = self._registry.get(replica_id)
         if replica is None:
             return []
-        self._fleet.retire(replica, is_retiring)
+        self._registry.retire(replica, is_retiring)
         return self._placement.drain(replica.facts.model, now)
 
     def replica_down(self, replica_id: str, error: HoldfastError, now: float) -> list[Action]:
         """A link was lost, and all that ran there with it: it goes on elsewhere."""
-        replica = self._fleet.remove(replica_id, now)
+        replica = self._registry.remove(replica_id, now)
         if replica is None:
             return []
         actions: list[Action] = []
@@ -143,7 +143,7 @@ class Dispatch:
 
     def step(self, replica_id: str, news: StepNews, now: float) -> list[Action]:
         """What one engine step did. News of a replica that is not up, or of an old attempt, is dropped."""
-        replica = self._fleet.get(replica_id)
+        replica = self._registry.get(replica_id)
         if replica is None:
             return []
         replica.note_report(news.load)
@@ -165,7 +165,7 @@ class Dispatch:
         """Does what is due by the time alone. To be called at `next_tick`, or at any other time."""
         late = [self._requests[request_id] for request_id in self._requests.deadlines.passed(now)]
         actions = [action for record in late for action in self._expire(record)]
-        for model, down_since in self._fleet.outages():
+        for model, down_since in self._registry.outages():
             if now >= down_since + self._replica_wait_s:
                 actions += self._fail_all(self._queue.waiting(model), _no_replica(model))
         self._placement.refresh(now)
@@ -176,7 +176,7 @@ class Dispatch:
         """When time alone will change something, or None."""
         waits = [
             down_since + self._replica_wait_s
-            for model, down_since in self._fleet.outages()
+            for model, down_since in self._registry.outages()
             if self._queue.has_any(model)
         ]
         waits += self._placement.wake_ups()
@@ -205,33 +205,33 @@ class Dispatch:
 
     def is_busy(self, replica_id: str) -> bool:
         """Whether a replica that is up has an attempt of ours."""
-        replica = self._fleet.get(replica_id)
+        replica = self._registry.get(replica_id)
         return replica is not None and bool(replica.attempts)
 
     def models(self) -> tuple[ModelStatus, ...]:
         """Every model that has been served here, in the order of first sight."""
-        return self._fleet.models()
+        return self._registry.models()
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
         """The replicas that are up."""
-        return self._fleet.loads()
+        return self._registry.loads()
 
     def check_integrity(self) -> None:
         """Asserts that the books agree: every request is either queued or running on a replica that is up."""
-        self._fleet.check_integrity()
+        self._registry.check_integrity()
         self._requests.check_integrity()
         self._placement.check_integrity()
 
     # --- inside ---
 
     def _check_admissible(self, model: str, deadline: float, now: float) -> None:
-        down_since = self._fleet.model(model).down_since
+        down_since = self._registry.model(model).down_since
         if down_since is not None and now >= down_since + self._replica_wait_s:
             raise _no_replica(model)
         if now >= deadline:
             raise DeadlineExceededError("the request's time was up before it could be queued")
 
-    def _advance(self, record: RequestRecord, delta: AttemptDelta, now: float) -> list[Action]:
+    def _advance(self, record: RequestState, delta: AttemptDelta, now: float) -> list[Action]:
         """Takes one delta in. A fault of ours ends this request alone, not the others of the link."""
         replica_has_it = delta.finish_reason is None
         num_seen = len(record.output_token_ids) - delta.first_token_index
@@ -256,12 +256,12 @@ class Dispatch:
             return [delivery]
         return [delivery, *self._close(record, replica_has_it=replica_has_it)]
 
-    def _refuse(self, record: RequestRecord, error: HoldfastError, now: float) -> list[Action]:
+    def _refuse(self, record: RequestState, error: HoldfastError, now: float) -> list[Action]:
         """A replica that is up will not run an attempt, or gave it up. Another may do better."""
         is_taken_back = self._placement.take_back(record, error, now)
         return [] if is_taken_back else self._fail(record, error, replica_has_it=False)
 
-    def _expire(self, record: RequestRecord) -> list[Action]:
+    def _expire(self, record: RequestState) -> list[Action]:
         state = "waited for a replica" if record.attempt is None else "ran"
         num_tokens = len(record.output_token_ids)
         error = DeadlineExceededError(f"time was up while the request {state}, after {num_tokens} output tokens")
@@ -270,10 +270,10 @@ class Dispatch:
     def _fail_all(self, request_ids: Iterable[str], error: HoldfastError) -> list[Action]:
         return [action for key in list(request_ids) for action in self._fail(self._requests[key], error)]
 
-    def _fail(self, record: RequestRecord, error: HoldfastError, *, replica_has_it: bool = True) -> list[Action]:
+    def _fail(self, record: RequestState, error: HoldfastError, *, replica_has_it: bool = True) -> list[Action]:
         return [Fail(request_id=record.request_id, error=error), *self._close(record, replica_has_it=replica_has_it)]
 
-    def _close(self, record: RequestRecord, *, replica_has_it: bool = True) -> list[Action]:
+    def _close(self, record: RequestState, *, replica_has_it: bool = True) -> list[Action]:
         """Forgets a request. Its replica is told if it may still be at it."""
         actions: list[Action] = []
         if record.attempt is None:
@@ -287,7 +287,7 @@ class Dispatch:
         return actions
 
 
-def _quarantined(record: RequestRecord, error: HoldfastError) -> RequestQuarantinedError:
+def _quarantined(record: RequestState, error: HoldfastError) -> RequestQuarantinedError:
     num_lost, num_tokens = record.num_replicas_lost, len(record.output_token_ids)
     return RequestQuarantinedError(
         f"{num_lost} replicas were lost while they ran this request, which has {num_tokens} output tokens; it is not "

@@ -53,7 +53,7 @@ class Clock(Protocol):
         """Calls back once. That may be early by as little as the clock cannot tell, or late."""
 
 
-class Switchboard:
+class DispatchHost:
     """Joins clients' streams and replicas' links. Everything is called, and calls, on one thread."""
 
     def __init__(self, dispatch: Dispatch, clock: Clock, on_models_changed: Callable[[], None]) -> None:

@@ -11,10 +11,10 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import AdmissionQueue
 from holdfast.router.dispatch.parallel_sampling import first_sibling_id
 from holdfast.router.dispatch.quarantine import Quarantine
-from holdfast.router.dispatch.request_state import RequestRecord, RequestTable
+from holdfast.router.dispatch.request_state import RequestState, RequestTable
 from holdfast.router.dispatch.retry_budget import RetryBudget
 from holdfast.router.events import Action, SendAbort, SendSubmit
-from holdfast.router.replicas.replica_registry import Fleet, ReplicaState
+from holdfast.router.replicas.replica_registry import ReplicaRegistry, ReplicaState
 from holdfast.worker.errors import CapacityError, Fault, HoldfastError
 
 MAX_FULL_S: Final = 1.0
@@ -27,16 +27,18 @@ MAX_REFUSALS: Final = 4
 class Placement:
     """Brings requests and replicas together. Of one request, at most one attempt runs at a time."""
 
-    def __init__(self, config: RouterConfig, limits: LimitsConfig, fleet: Fleet, requests: RequestTable) -> None:
+    def __init__(
+        self, config: RouterConfig, limits: LimitsConfig, registry: ReplicaRegistry, requests: RequestTable
+    ) -> None:
         self.queue = AdmissionQueue(limits.max_queued)
         self.quarantine = Quarantine(config.max_replicas_lost)
         self._budget = RetryBudget(burst=config.retry_burst, per_s=config.retries_per_s, share=config.retry_share)
-        self._fleet = fleet
+        self._registry = registry
         self._requests = requests
 
     # --- attempts begin ---
 
-    def admit(self, record: RequestRecord) -> ReplicaState | None:
+    def admit(self, record: RequestState) -> ReplicaState | None:
         """Where a new request can go at once; None if it must wait, and then it is queued. Raises `QueueFullError`."""
         replica = None if self.queue.first(record.model) is not None else self._choose(record)
         if replica is None:
@@ -46,7 +48,7 @@ class Placement:
         self._budget.note_submission()
         return replica
 
-    def send(self, record: RequestRecord, replica: ReplicaState, now: float) -> SendSubmit:
+    def send(self, record: RequestState, replica: ReplicaState, now: float) -> SendSubmit:
         """Begins an attempt: the request goes on after its output so far."""
         attempt = self._requests.begin_attempt(record, replica, now)
         replica.breaker.note_sent(now)
@@ -71,11 +73,11 @@ class Placement:
         """Sends what waits for any model."""
         if not len(self.queue):
             return []
-        return [action for status in self._fleet.models() for action in self.drain(status.name, now)]
+        return [action for status in self._registry.models() for action in self.drain(status.name, now)]
 
     # --- attempts come to something, or to nothing ---
 
-    def note_step(self, record: RequestRecord) -> None:
+    def note_step(self, record: RequestState) -> None:
         """An attempt has brought something: to the credit of the request, and of its replica."""
         assert record.attempt is not None
         record.num_refusals = 0
@@ -83,7 +85,7 @@ class Placement:
         if record.num_steps == 1:
             record.attempt.replica.breaker.note_success()
 
-    def take_back(self, record: RequestRecord, error: HoldfastError, now: float) -> bool:
+    def take_back(self, record: RequestState, error: HoldfastError, now: float) -> bool:
         """A replica that is up will not run an attempt, or gave it up: by its own fault, or for lack of room.
 
         False if no other should try it, because the request is wrong, or the likelier cause: then it is to end.
@@ -103,7 +105,7 @@ class Placement:
         self.put_back(record, is_retry=True)
         return True
 
-    def put_back(self, record: RequestRecord, *, is_retry: bool) -> None:
+    def put_back(self, record: RequestState, *, is_retry: bool) -> None:
         """Ends an attempt that came to nothing. The request waits at the front of its class, a suspect for its trial.
 
         A retry, which a fault of the replica has made necessary, is counted against the budget.
@@ -116,7 +118,7 @@ class Placement:
         else:
             self.queue.put_back(record.request_id, record.model, record.request.priority)
 
-    def lose_all(self, replica: ReplicaState, now: float) -> list[RequestRecord]:
+    def lose_all(self, replica: ReplicaState, now: float) -> list[RequestState]:
         """A replica was lost. Puts back what ran there, but for what must not be tried again: that is returned.
 
         One that was to leave anyway has not died of its requests.
@@ -135,7 +137,7 @@ class Placement:
 
     def refresh(self, now: float) -> None:
         """Ends rests that are over and fills the budget. To be called when `wake_ups` says so."""
-        self._fleet.end_rests(now)
+        self._registry.end_rests(now)
         self._budget.has_token(now)
 
     def wake_ups(self) -> Iterator[float]:
@@ -144,30 +146,30 @@ class Placement:
             return
         if self._budget.ready_at is not None:
             yield self._budget.ready_at
-        yield from self._fleet.rests()
+        yield from self._registry.rests()
 
     def check_integrity(self) -> None:
         """Asserts that every request is either queued or running on a replica that is up."""
         self.queue.check_integrity()
         self.quarantine.check_integrity()
-        num_running = sum(len(replica.attempts) for replica in self._fleet)
+        num_running = sum(len(replica.attempts) for replica in self._registry)
         assert len(self._requests) == len(self.queue) + num_running
         for request_id in self._requests:
             assert (self._requests[request_id].attempt is None) == (request_id in self.queue)
 
     # --- inside ---
 
-    def _choose(self, record: RequestRecord) -> ReplicaState | None:
-        return self._beside(record) or self._fleet.choose(record.model, record.prefix, is_trial=record.is_suspect)
+    def _choose(self, record: RequestState) -> ReplicaState | None:
+        return self._beside(record) or self._registry.choose(record.model, record.prefix, is_trial=record.is_suspect)
 
-    def _beside(self, record: RequestRecord) -> ReplicaState | None:
+    def _beside(self, record: RequestState) -> ReplicaState | None:
         """Where the request's first sibling runs, while there is room: siblings share their prompt there."""
         group_id = record.request.group_id
         first = self._requests.get(first_sibling_id(group_id)) if group_id else None
         home = None if first is None or first.attempt is None else first.attempt.replica
-        return home if home is not None and self._fleet.takes_more(home, is_trial=record.is_suspect) else None
+        return home if home is not None and self._registry.takes_more(home, is_trial=record.is_suspect) else None
 
-    def _next(self, model: str, now: float) -> tuple[RequestRecord, ReplicaState] | None:
+    def _next(self, model: str, now: float) -> tuple[RequestState, ReplicaState] | None:
         """What leaves the queue now, and for where.
 
         Those that have lost a replica go before those that arrive, even if the budget then makes all wait. A suspect
@@ -191,7 +193,7 @@ class Placement:
         A suspect for which no replica is right holds nobody up here either.
         """
         actions: list[Action] = []
-        for replica in self._fleet.retiring(model):
+        for replica in self._registry.retiring(model):
             for record in self._requests.on(replica):
                 target = self._choose(record)
                 if target is None and record.is_suspect:

@@ -19,7 +19,7 @@ What may not live here: queues and actions (`dispatch.py`), what counts as sudde
 from collections.abc import Sequence
 from typing import Final
 
-from holdfast.router.dispatch.request_state import RequestRecord
+from holdfast.router.dispatch.request_state import RequestState
 from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR, Suspicion
 
 LIFETIME_FACTOR: Final = 4
@@ -35,9 +35,9 @@ class Quarantine:
 
     def __init__(self, max_replicas_lost: int) -> None:
         self._max_lost = max_replicas_lost
-        self._on_trial: dict[str, RequestRecord] = {}
+        self._on_trial: dict[str, RequestState] = {}
 
-    def culprits(self, lost: Sequence[RequestRecord], now: float, num_foreign_suspects: int = 0) -> list[RequestRecord]:
+    def culprits(self, lost: Sequence[RequestState], now: float, num_foreign_suspects: int = 0) -> list[RequestState]:
         """Judges those that ran on a replica when it died, and notes who is a suspect. Culprits must not run again.
 
         With suspects of other routers there, it may have been one of those: the death makes suspects, and no culprit.
@@ -55,7 +55,7 @@ class Quarantine:
         limit = LIFETIME_FACTOR * self._max_lost
         return [record for record in lost if record.num_replicas_lost >= limit or (is_certain and record in suspects)]
 
-    def suspicion(self, record: RequestRecord) -> Suspicion:
+    def suspicion(self, record: RequestState) -> Suspicion:
         """What the replica should know that gets the next attempt."""
         if self.is_on_trial(record):
             return Suspicion.ON_TRIAL
@@ -63,7 +63,7 @@ class Quarantine:
         is_next_too_many = num_lost > 0 and num_lost + 1 >= self._max_lost
         return Suspicion.SUSPECT if is_next_too_many else Suspicion.NONE
 
-    def note_step(self, record: RequestRecord) -> None:
+    def note_step(self, record: RequestState) -> None:
         """An attempt brought output."""
         record.num_steps += 1
         if record.num_steps == NUM_STEPS_TO_CLEAR and record.num_replicas_lost_in_a_row:
@@ -71,17 +71,17 @@ class Quarantine:
             record.is_suspect = False
             self.end_trial(record)
 
-    def begin_trial(self, record: RequestRecord) -> None:
+    def begin_trial(self, record: RequestState) -> None:
         assert record.is_suspect
         assert self.is_free(record.model)
         self._on_trial[record.model] = record
 
-    def end_trial(self, record: RequestRecord) -> None:
+    def end_trial(self, record: RequestState) -> None:
         """If the request was on trial: it is over, or waits again, or was cleared."""
         if self.is_on_trial(record):
             del self._on_trial[record.model]
 
-    def is_on_trial(self, record: RequestRecord) -> bool:
+    def is_on_trial(self, record: RequestState) -> bool:
         return self._on_trial.get(record.model) is record
 
     def is_free(self, model: str) -> bool:
@@ -96,7 +96,7 @@ class Quarantine:
             assert record.attempt is not None
 
 
-def _has_run(record: RequestRecord, now: float) -> bool:
+def _has_run(record: RequestState, now: float) -> bool:
     """Whether the attempt that has just been lost came to anything, or had the time to."""
     assert record.attempt is not None, "it was running"
     return record.num_steps > 0 or now - record.attempt.sent_at >= PROOF_S

@@ -26,7 +26,7 @@ class Attempt:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RequestRecord:
+class RequestState:
     """One open request. Its text state is a function of its output tokens: nothing else would have to be rebuilt."""
 
     request: EngineRequest
@@ -63,7 +63,7 @@ class RequestRecord:
     @classmethod
     def opened(
         cls, request: EngineRequest, model: str, text: TextState, caught_up: CaughtUp, client_attempt: int = 0
-    ) -> "RequestRecord":
+    ) -> "RequestState":
         """A request that has just come in, with the output that its client has already."""
         return cls(
             request=request,
@@ -149,8 +149,8 @@ class RequestTable:
 
     def __init__(self) -> None:
         self.deadlines = Deadlines()
-        self._records: dict[str, RequestRecord] = {}
-        self._by_attempt: dict[int, RequestRecord] = {}
+        self._records: dict[str, RequestState] = {}
+        self._by_attempt: dict[int, RequestState] = {}
         self._last_attempt = 0
 
     def __len__(self) -> int:
@@ -162,23 +162,23 @@ class RequestTable:
     def __iter__(self) -> Iterator[str]:
         return iter(self._records)
 
-    def __getitem__(self, request_id: str) -> RequestRecord:
+    def __getitem__(self, request_id: str) -> RequestState:
         return self._records[request_id]
 
-    def get(self, request_id: str) -> RequestRecord | None:
+    def get(self, request_id: str) -> RequestState | None:
         return self._records.get(request_id)
 
-    def add(self, record: RequestRecord, deadline: float) -> None:
+    def add(self, record: RequestState, deadline: float) -> None:
         assert record.request_id not in self._records, f"{record.request_id} is open already"
         self._records[record.request_id] = record
         self.deadlines.set(record.request_id, deadline)
 
-    def remove(self, record: RequestRecord) -> None:
+    def remove(self, record: RequestState) -> None:
         assert record.attempt is None, "an attempt ends before its request does"
         del self._records[record.request_id]
         self.deadlines.drop(record.request_id)
 
-    def begin_attempt(self, record: RequestRecord, replica: ReplicaState, now: float) -> Attempt:
+    def begin_attempt(self, record: RequestState, replica: ReplicaState, now: float) -> Attempt:
         assert record.attempt is None, "a request runs in one place at a time"
         self._last_attempt += 1
         record.attempt = Attempt(number=self._last_attempt, replica=replica, sent_at=now)
@@ -189,7 +189,7 @@ class RequestTable:
         replica.note_sent(self._last_attempt, num_tokens - replica.cached.num_cached_tokens(record.prefix))
         return record.attempt
 
-    def end_attempt(self, record: RequestRecord) -> Attempt:
+    def end_attempt(self, record: RequestState) -> Attempt:
         """From here on, whatever a replica says of the attempt is not found any more."""
         attempt = record.attempt
         assert attempt is not None, "only an attempt that runs can end"
@@ -198,11 +198,11 @@ class RequestTable:
         attempt.replica.attempts.remove(attempt.number)
         return attempt
 
-    def running(self, replica: ReplicaState, attempt: int) -> RequestRecord | None:
+    def running(self, replica: ReplicaState, attempt: int) -> RequestState | None:
         """The request that an attempt is for, unless the attempt has ended, or is another replica's."""
         return self._by_attempt.get(attempt) if attempt in replica.attempts else None
 
-    def on(self, replica: ReplicaState) -> list[RequestRecord]:
+    def on(self, replica: ReplicaState) -> list[RequestState]:
         """The requests that run on a replica, first sent first."""
         return [self._by_attempt[attempt] for attempt in sorted(replica.attempts)]
 

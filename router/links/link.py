@@ -25,7 +25,7 @@ from holdfast.router.links.codec import (
 )
 from holdfast.router.links.link_watch import LinkWatch
 from holdfast.router.links.replica_directory import ReplicaEndpoint
-from holdfast.router.replicas.backoff import Redial
+from holdfast.router.replicas.backoff import Backoff
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
 from holdfast.worker.request import EngineLoad
@@ -65,7 +65,7 @@ class ReplicaLink:
         self._is_retired = False
         self._frozen_s: float | None = None
         """For how long the replica of this session had stood still when it was given up for that."""
-        self._redial = Redial(max_pause_s=config.max_reconnect_s)
+        self._backoff = Backoff(max_pause_s=config.max_reconnect_s)
         self._task: asyncio.Task[None] | None = None
 
     # --- life ---
@@ -103,7 +103,7 @@ class ReplicaLink:
             await self._session()
             if _is_cancelled():  # the call may have failed in the same moment, and gRPC then tells of that alone
                 return
-            await asyncio.sleep(self._redial.pause_s(random.random()))
+            await asyncio.sleep(self._backoff.pause_s(random.random()))
 
     async def _session(self) -> None:
         """Dials once, and listens until the link is lost."""
@@ -125,9 +125,9 @@ class ReplicaLink:
             was_up, self.is_up = self.is_up, False
             if was_up:
                 self._listener.replica_down(self.endpoint.replica_id, error)
-        logger.log(logging.DEBUG if self._redial.num_failed else logging.WARNING, "%s", error)
+        logger.log(logging.DEBUG if self._backoff.num_failed else logging.WARNING, "%s", error)
         if not was_up:
-            self._redial.note_failure()
+            self._backoff.note_failure()
 
     async def _talk(self) -> NoReturn:
         """One session. Ends by raising: `ReplicaError`, or what gRPC raises."""
@@ -180,7 +180,7 @@ class ReplicaLink:
         facts = self._checked(first)
         await self._listener.prepare(self.endpoint)
         self.is_up = True
-        self._redial.note_up()
+        self._backoff.note_up()
         self._listener.replica_up(self, facts, engine_load(first.hello.load))
         logger.info("replica %s of model %s is up at %s", facts.replica_id, facts.model, self.endpoint.address)
         return first.hello

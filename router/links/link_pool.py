@@ -1,15 +1,15 @@
-"""Keeps one link per replica that the directory names, and tells the switchboard what the links say."""
+"""Keeps one link per replica that the directory names, and tells the dispatch host what the links say."""
 
 import asyncio
 import logging
 from typing import Final
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import ReplicaFacts, StepNews
 from holdfast.router.links.link import ReplicaLink
 from holdfast.router.links.replica_directory import ReplicaDirectory, ReplicaEndpoint
-from holdfast.router.text.tokenizer_registry import TokenizerShelf
+from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.request import EngineLoad
 
@@ -21,8 +21,8 @@ WATCH_AGAIN_S: Final = 1.0
 class Links:
     """All links of one router. A `LinkListener` for each of them."""
 
-    def __init__(self, switchboard: Switchboard, tokenizers: TokenizerShelf, config: RouterConfig) -> None:
-        self._switchboard = switchboard
+    def __init__(self, dispatch_host: DispatchHost, tokenizers: TokenizerRegistry, config: RouterConfig) -> None:
+        self._dispatch_host = dispatch_host
         self._tokenizers = tokenizers
         self._config = config
         self._links: dict[str, ReplicaLink] = {}
@@ -63,23 +63,23 @@ class Links:
         await self._tokenizers.load(endpoint.model, endpoint.model_path)
 
     def replica_up(self, link: ReplicaLink, facts: ReplicaFacts, load: EngineLoad) -> None:
-        self._switchboard.replica_up(link, facts, load)
+        self._dispatch_host.replica_up(link, facts, load)
 
     def replica_news(self, replica_id: str, news: StepNews) -> None:
-        self._switchboard.replica_news(replica_id, news)
+        self._dispatch_host.replica_news(replica_id, news)
 
     def replica_down(self, replica_id: str, error: HoldfastError) -> None:
-        self._switchboard.replica_down(replica_id, error)
+        self._dispatch_host.replica_down(replica_id, error)
 
     def is_busy(self, replica_id: str) -> bool:
-        return self._switchboard.is_busy(replica_id)
+        return self._dispatch_host.is_busy(replica_id)
 
     # --- inside ---
 
     def _retire(self, link: ReplicaLink, is_retired: bool) -> None:
         """What runs there goes on, and ends with the link."""
         link.retire(is_retired)
-        self._switchboard.replica_retiring(link.endpoint.replica_id, is_retired)
+        self._dispatch_host.replica_retiring(link.endpoint.replica_id, is_retired)
 
     async def _hang_up(self, link: ReplicaLink) -> None:
         """For a link with nothing on it, or to a replica that has moved: who answers at the old address is not it."""

@@ -12,7 +12,7 @@ MAX_DOUBLINGS: Final = 10
 
 
 @dataclass(slots=True, kw_only=True)
-class Redial:
+class Backoff:
     """The pauses between the dials of one link."""
 
     max_pause_s: float

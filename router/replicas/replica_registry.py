@@ -88,7 +88,7 @@ class ModelState:
             )
 
 
-class Fleet:
+class ReplicaRegistry:
     """All replicas, by id and by model."""
 
     def __init__(self, config: RouterConfig, draw: DrawIndex, choose: ChooseReplica = power_of_two_choices) -> None:

@@ -6,7 +6,7 @@ from contextlib import closing
 from typing import Final
 
 from holdfast.router.dispatch.call import open_call
-from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.requests.answer import Answer, Completion, SampledAnswer
 from holdfast.router.requests.beam_search import Beam, BeamSearch, extension
@@ -26,7 +26,7 @@ class BeamAnswer:
         self,
         request: EngineRequest,
         search: BeamSearch,
-        switchboard: Switchboard,
+        dispatch_host: DispatchHost,
         *,
         model: str,
         tokenizer: Tokenizer,
@@ -39,7 +39,7 @@ class BeamAnswer:
         self.model = model
         self._request = request
         self._search = search
-        self._switchboard = switchboard
+        self._dispatch_host = dispatch_host
         self._tokenizer = tokenizer
         self._deadline = deadline
         self._echo = echo
@@ -66,7 +66,7 @@ class BeamAnswer:
         """One token after each beam, all of them asked for together."""
         parts, news = [self._extension(beam) for beam in beams], asyncio.Event()
         call = open_call(
-            self._switchboard,
+            self._dispatch_host,
             self.request_id,
             parts,
             model=self.model,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.call import open_call, stopping
-from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import ModelStatus, ReplicaFacts
 from holdfast.router.request import GenerationRequest, check_text, derived_seed
@@ -22,7 +22,7 @@ from holdfast.router.requests.beam_search import BeamSearch
 from holdfast.router.resume import Part, Resume, part_of
 from holdfast.router.text.prompt import kept_tokens
 from holdfast.router.text.text_stream import TextStream
-from holdfast.router.text.tokenizer_registry import TokenizerShelf
+from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.router.text.vocabulary import check_controls, check_vocabulary
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, UnknownModelError
 from holdfast.worker.request import EngineRequest
@@ -41,11 +41,11 @@ class _Admitted:
     attempt: int
 
 
-class Intake:
+class RequestProcessor:
     """The router's front desk, whichever door a client came through."""
 
-    def __init__(self, switchboard: Switchboard, tokenizers: TokenizerShelf, limits: LimitsConfig) -> None:
-        self._switchboard = switchboard
+    def __init__(self, dispatch_host: DispatchHost, tokenizers: TokenizerRegistry, limits: LimitsConfig) -> None:
+        self._dispatch_host = dispatch_host
         self._tokenizers = tokenizers
         self._limits = limits
         self._is_closed = False
@@ -68,7 +68,7 @@ class Intake:
         self._check_open()
         news = asyncio.Event()
         call = open_call(
-            self._switchboard,
+            self._dispatch_host,
             request.request_id,
             parts,
             model=model,
@@ -94,7 +94,7 @@ class Intake:
         yield BeamAnswer(
             request,
             search,
-            self._switchboard,
+            self._dispatch_host,
             model=model.name,
             tokenizer=self._tokenizers[model.name],
             deadline=admitted.deadline,
@@ -121,7 +121,7 @@ class Intake:
 
         Raises `UnknownModelError`, `InvalidRequestError` (a name is needed), `ReplicaError` (none is up yet).
         """
-        models = {model.name: model for model in self._switchboard.models()}
+        models = {model.name: model for model in self._dispatch_host.models()}
         if not models:
             raise ReplicaError("no replica is up yet")
         if not name and len(models) > 1:
@@ -135,7 +135,7 @@ class Intake:
     async def _admit(self, wish: GenerationRequest, time_remaining_s: float | None) -> "_Admitted":
         self._check_open()
         wish.check(self._limits)
-        deadline = self._switchboard.now() + self._timeout_s(wish, time_remaining_s)
+        deadline = self._dispatch_host.now() + self._timeout_s(wish, time_remaining_s)
         model = self.model(wish.model)
         request = await self._engine_request(wish, model)
         echo = await self._tokenizers.echo(model.name, wish.prompt, request) if request.sampling_params.echo else ""

@@ -11,7 +11,7 @@ from holdfast.worker.request import EngineRequest
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 
-class TokenizerShelf:
+class TokenizerRegistry:
     """Tokenizers by model name."""
 
     def __init__(self, load: Callable[[str], Tokenizer], inline_bytes: int) -> None:

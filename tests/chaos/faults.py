@@ -43,7 +43,7 @@ def sending(number: signal.Signals) -> Strike:
 
 
 async def starve(victim: Forked) -> None:
-    """The system gives the process no more memory than it has. A step takes more (`nursery.py`)."""
+    """The system gives the process no more memory than it has. A step takes more (`fork_server.py`)."""
     process = psutil.Process(victim.pid)
     limit = process.memory_info().vms
     process.rlimit(psutil.RLIMIT_AS, (limit, limit))

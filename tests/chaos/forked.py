@@ -1,6 +1,6 @@
-"""A cluster of real processes that come up in milliseconds: two routers and some replicas, forked by the nursery.
+"""A cluster of real processes that come up in milliseconds: two routers and some replicas, forked by the fork server.
 
-What may not live here: what the processes are (`nursery.py`), and which faults they meet.
+What may not live here: what the processes are (`fork_server.py`), and which faults they meet.
 """
 
 import asyncio
@@ -53,14 +53,14 @@ class ForkedCluster:
 
     def __init__(
         self,
-        nursery: asyncio.subprocess.Process,
+        fork_server: asyncio.subprocess.Process,
         directory: Path,
         step_s: float,
         num_ranks: int,
         wired: bool,
         self_check_every_s: float,
     ) -> None:
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._self_check_every_s = self_check_every_s
         self._directory = directory
         self._step_s = step_s
@@ -84,7 +84,7 @@ class ForkedCluster:
 
     async def come_up(self) -> None:
         self._publish()
-        await self._news_of("nursery")
+        await self._news_of("fork_server")
         self.routers = [await self.add_router() for _ in range(2)]
         self.watchers = [AsyncClient(address) for address in self.addresses]
         for _ in range(3):
@@ -175,20 +175,20 @@ class ForkedCluster:
             await watcher.close()
         for wire in self.wires.values():
             await wire.stop()
-        assert self._nursery.stdin is not None
-        children = psutil.Process(self._nursery.pid).children(recursive=True)
+        assert self._fork_server.stdin is not None
+        children = psutil.Process(self._fork_server.pid).children(recursive=True)
         for child in children:
             child.send_signal(signal.SIGCONT)
-        self._nursery.stdin.close()
-        await self._nursery.wait()
+        self._fork_server.stdin.close()
+        await self._fork_server.wait()
         await self._reading
         assert psutil.wait_procs(children, timeout=5)[1] == []
 
     # --- inside ---
 
     async def _order(self, name: str, **order: Any) -> dict[str, Any]:
-        assert self._nursery.stdin is not None
-        self._nursery.stdin.write((json.dumps({"id": name, **order}) + "\n").encode())
+        assert self._fork_server.stdin is not None
+        self._fork_server.stdin.write((json.dumps({"id": name, **order}) + "\n").encode())
         return await self._news_of(name)
 
     async def _news_of(self, name: str) -> dict[str, Any]:
@@ -196,8 +196,8 @@ class ForkedCluster:
         return await asyncio.wait_for(self._expected[name], START_S)
 
     async def _read(self) -> None:
-        assert self._nursery.stdout is not None
-        async for line in self._nursery.stdout:
+        assert self._fork_server.stdout is not None
+        async for line in self._fork_server.stdout:
             news = json.loads(line)
             self._expected.pop(news["id"]).set_result(news)
 
@@ -236,14 +236,14 @@ async def forked_cluster(
 
     Without self-checks unless asked for: with them, what replicas compute is not for clients alone.
     """
-    nursery = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.chaos.nursery", str(num_blocks)),
+    fork_server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.chaos.fork_server", str(num_blocks)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=stderr,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    cluster = ForkedCluster(nursery, folder / "replicas.json", step_s, num_ranks, wired, self_check_every_s)
+    cluster = ForkedCluster(fork_server, folder / "replicas.json", step_s, num_ranks, wired, self_check_every_s)
     try:
         await cluster.come_up()
         yield cluster

@@ -1,6 +1,6 @@
 """Ranks whose steps can be timed, and starved, from outside; and the fork that makes a second one.
 
-What may not live here: who orders them (`nursery.py`), and faults.
+What may not live here: who orders them (`fork_server.py`), and faults.
 """
 
 import logging

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.router.dispatch.request_state import RequestRecord
+from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import CaughtUp
 from holdfast.router.resume import Progress, Resume, catch_up, last_words
 from holdfast.router.text.text_stream import TextStream
@@ -49,7 +49,7 @@ def test_unsent_text_leads_the_first_delivery_and_comes_once():
     )
     text = LetterText()
     text.push((0, 1))
-    record = RequestRecord.opened(request, "m", text, CaughtUp(unsent_text="a", fingerprint="f"))
+    record = RequestState.opened(request, "m", text, CaughtUp(unsent_text="a", fingerprint="f"))
     first, second = record.take((2,), None), record.take((3,), FinishReason.LENGTH)
     assert (first.first_token_index, first.token_ids, first.text) == (2, (2,), "ab")
     assert second.text == "cd"

@@ -1,7 +1,7 @@
 """The engine without its thread: a state machine that takes requests and results, and says who must be told what.
 
-What may live here: the order in which scheduler, mailboxes and counts are moved. What may not: threads, clocks, running
-a plan, and calling a listener (`engine.py` does that, and the simulator in virtual time).
+What may live here: the order in which scheduler, output queues and counts are moved. What may not: threads, clocks,
+running a plan, and calling a listener (`engine.py` does that, and the simulator in virtual time).
 
     submit, abort ─► plan ─► (whoever has a runner runs it) ─► commit ─► take_updates
 """
@@ -9,7 +9,7 @@ a plan, and calling a listener (`engine.py` does that, and the simulator in virt
 from collections.abc import Iterable
 from typing import Final
 
-from holdfast.worker.engine_core.output_queues import Mailbox, Mailboxes
+from holdfast.worker.engine_core.output_queues import OutputQueue, OutputQueues
 from holdfast.worker.engine_core.suspects import Suspects
 from holdfast.worker.engine_updates import EngineUpdate, StepListener
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
@@ -28,7 +28,7 @@ class EngineCore:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._mailboxes = Mailboxes()
+        self._output_queues = OutputQueues()
         self._suspects: Suspects[StepListener] = Suspects()
         self._num_requests = 0
         self._num_tokens_generated = 0
@@ -43,36 +43,36 @@ class EngineCore:
     @property
     def listeners(self) -> list[StepListener]:
         """Those who are attached now, in the order in which they came."""
-        return self._mailboxes.listeners
+        return self._output_queues.listeners
 
     def attach(self, listener: StepListener) -> None:
         """From now on `listener` hears of every step."""
-        self._mailboxes.attach(listener)
+        self._output_queues.attach(listener)
 
     def detach(self, listener: StepListener) -> None:
         """`listener` hears nothing more, and its requests are aborted."""
-        for request_id in self._mailboxes.detach(listener):
+        for request_id in self._output_queues.detach(listener):
             self.abort(request_id)
 
     def follow_cache(self, listener: StepListener) -> None:
         """The updates of an attached listener say what the prefix cache holds: all of it, then changes."""
         # Events from before that nobody has taken yet follow, and say the same of each block as this does.
-        self._mailboxes.follow_cache(listener, self._scheduler.cached_block_hashes())
+        self._output_queues.follow_cache(listener, self._scheduler.cached_block_hashes())
 
     # --- requests ---
 
     def submit(self, request: EngineRequest, listener: StepListener, now: float) -> None:
         """Takes in a request of `listener`, who hears of it whatever becomes of it. `now` as for `plan`."""
         self._num_requests += 1
-        if not self._mailboxes.is_attached(listener):
+        if not self._output_queues.is_attached(listener):
             return  # detached meanwhile: nobody waits for an answer
         try:
             self._suspects.check(request, listener)
             finished = self._scheduler.add(request, now)
         except HoldfastError as error:
-            self._mailboxes.refuse(request.request_id, error, listener)
+            self._output_queues.refuse(request.request_id, error, listener)
             return
-        self._mailboxes.own(request.request_id, listener)
+        self._output_queues.own(request.request_id, listener)
         self._suspects.add(request, listener)
         if finished is not None:
             self._keep([finished])
@@ -97,7 +97,7 @@ class EngineCore:
         plan = self._scheduler.plan(now)
         for request_id in self._scheduler.take_expired():
             self._suspects.drop(request_id)
-            self._mailboxes.reject(request_id, DeadlineExceededError("the request's time was up in the replica"))
+            self._output_queues.reject(request_id, DeadlineExceededError("the request's time was up in the replica"))
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, step_s: float) -> int:
@@ -118,12 +118,12 @@ class EngineCore:
         concerns_all = self._step_id != self._told_step_id or self._load != before or self._suspects.has_news
         self._told_step_id, self._suspects.has_news = self._step_id, False
         stats = self.stats() if concerns_all and self._stats_are_due() else None
-        if self._mailboxes.anyone_follows_cache:
-            self._mailboxes.note_cache_events(self._scheduler.take_cache_events())
+        if self._output_queues.anyone_follows_cache:
+            self._output_queues.note_cache_events(self._scheduler.take_cache_events())
         return [
-            (listener, self._update(listener, mailbox, stats))
-            for listener, mailbox in self._mailboxes.items()
-            if concerns_all or mailbox.has_news
+            (listener, self._update(listener, output_queue, stats))
+            for listener, output_queue in self._output_queues.items()
+            if concerns_all or output_queue.has_news
         ]
 
     def set_limits(self, limits: StepLimits) -> None:
@@ -156,18 +156,18 @@ class EngineCore:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless scheduler, blocks and mailboxes agree. For idle times, as the scheduler's."""
+        """Raise AssertionError unless scheduler, blocks and output queues agree. For idle times, as the scheduler's."""
         self._scheduler.check_integrity()
-        self._mailboxes.check_integrity()
+        self._output_queues.check_integrity()
         load = self._scheduler.load()
-        num_alive, num_owned = load.num_running + load.num_waiting, self._mailboxes.num_owned
+        num_alive, num_owned = load.num_running + load.num_waiting, self._output_queues.num_owned
         assert num_alive == num_owned, f"{num_alive} requests are alive, and {num_owned} are waited for"
 
     # --- inside ---
 
-    def _update(self, listener: StepListener, mailbox: Mailbox, stats: EngineStats | None) -> EngineUpdate:
+    def _update(self, listener: StepListener, output_queue: OutputQueue, stats: EngineStats | None) -> EngineUpdate:
         load = self._suspects.load_for(listener, self._load)
-        return mailbox.take(self._step_id, load, stats or (self.stats() if mailbox.is_new else None))
+        return output_queue.take(self._step_id, load, stats or (self.stats() if output_queue.is_new else None))
 
     def _keep(self, deltas: Iterable[TokenDelta]) -> int:
         """Puts deltas where their listeners get them; returns how many tokens they have."""
@@ -175,7 +175,7 @@ class EngineCore:
         for delta in deltas:
             self._num_tokens_generated += len(delta.token_ids)
             self._suspects.note(delta)
-            self._mailboxes.put(delta)
+            self._output_queues.put(delta)
         return self._num_tokens_generated - num_before
 
     def _note_speed(self, num_tokens: int, step_s: float) -> None:

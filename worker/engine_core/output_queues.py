@@ -1,7 +1,7 @@
 """Who listens to an engine, whose request is whose, and what each listener has not been told yet.
 
-What may live here: sorting news into the mailboxes of listeners. What may not: calling a listener, and deciding when
-(`engine_core.py`).
+What may live here: sorting news into the output queues of listeners. What may not: calling a listener, and deciding
+when (`engine_core.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,11 +14,11 @@ from holdfast.worker.request import EngineLoad, TokenDelta
 from holdfast.worker.stats import EngineStats
 
 
-class Mailboxes:
+class OutputQueues:
     """One for each attached listener. Not thread-safe, but for `listeners`."""
 
     def __init__(self) -> None:
-        self._of: dict[StepListener, Mailbox] = {}
+        self._of: dict[StepListener, OutputQueue] = {}
         self._owner: dict[str, StepListener] = {}  # by the ids of requests that have had no last word
 
     @property
@@ -26,16 +26,16 @@ class Mailboxes:
         """Those who are attached now, in the order in which they came."""
         return list(self._of)
 
-    def items(self) -> list[tuple[StepListener, "Mailbox"]]:
-        """All listeners with their mailboxes, as they are now: detaching some meanwhile does no harm."""
+    def items(self) -> list[tuple[StepListener, "OutputQueue"]]:
+        """All listeners with their output queues, as they are now: detaching some meanwhile does no harm."""
         return list(self._of.items())
 
     def attach(self, listener: StepListener) -> None:
         """Does nothing if it is attached already."""
-        self._of.setdefault(listener, Mailbox())
+        self._of.setdefault(listener, OutputQueue())
 
     def detach(self, listener: StepListener) -> list[str]:
-        """Takes its mailbox away; returns the requests that it leaves behind, whose last words will reach nobody."""
+        """Takes its queue away; returns the requests that it leaves behind, whose last words will reach nobody."""
         self._of.pop(listener, None)
         return [request_id for request_id, owner in self._owner.items() if owner is listener]
 
@@ -56,9 +56,9 @@ class Mailboxes:
         listener = self._owner[delta.request_id]
         if delta.finish_reason is not None:
             del self._owner[delta.request_id]
-        mailbox = self._of.get(listener)
-        if mailbox is not None:
-            mailbox.deltas.append(delta)
+        output_queue = self._of.get(listener)
+        if output_queue is not None:
+            output_queue.deltas.append(delta)
 
     def reject(self, request_id: str, error: HoldfastError) -> None:
         """Keeps the last word on an owned request that will not be finished."""
@@ -66,25 +66,25 @@ class Mailboxes:
 
     def refuse(self, request_id: str, error: HoldfastError, listener: StepListener) -> None:
         """Keeps the answer to a request that was never owned."""
-        mailbox = self._of.get(listener)
-        if mailbox is not None:
-            mailbox.rejections.append(Rejection(request_id=request_id, error=error))
+        output_queue = self._of.get(listener)
+        if output_queue is not None:
+            output_queue.rejections.append(Rejection(request_id=request_id, error=error))
 
     def follow_cache(self, listener: StepListener, block_hashes: Iterable[bytes]) -> None:
         """From now on an attached listener hears of the cache, which holds `block_hashes` now."""
-        mailbox = self._of.get(listener)
-        if mailbox is not None:
-            mailbox.cache = CacheFeed(block_hashes)
+        output_queue = self._of.get(listener)
+        if output_queue is not None:
+            output_queue.cache = CacheFeed(block_hashes)
 
     @property
     def anyone_follows_cache(self) -> bool:
-        return any(mailbox.cache is not None for mailbox in self._of.values())
+        return any(output_queue.cache is not None for output_queue in self._of.values())
 
     def note_cache_events(self, events: Sequence[CacheEvent]) -> None:
         """Keeps what the cache did for those who follow it."""
-        for mailbox in self._of.values():
-            if mailbox.cache is not None:
-                mailbox.cache.note(events)
+        for output_queue in self._of.values():
+            if output_queue.cache is not None:
+                output_queue.cache.note(events)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a request is kept for one who has left."""
@@ -92,7 +92,7 @@ class Mailboxes:
         assert not left_behind, f"nobody waits for {', '.join(left_behind)}"
 
 
-class Mailbox:
+class OutputQueue:
     """What a listener has not been told yet."""
 
     def __init__(self) -> None:

@@ -20,8 +20,8 @@ from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.replica.rank import LocalLauncher, RankLauncher, Ranks, default_device, join, prepare_process
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.speculation.speculation import Speculation
-from holdfast.worker.supervision.heartbeat_pipe import Lifeline
-from holdfast.worker.supervision.known_answer_check import Canary
+from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
+from holdfast.worker.supervision.known_answer_check import KnownAnswerCheck
 from holdfast.worker.supervision.watchdog import Watchdog
 from holdfast.worker.tuning.step_tuner import StepTuner
 
@@ -56,12 +56,12 @@ class Replica:
         self._watchdog = Watchdog(
             engine.progress, lambda: engine.has_work, self._condemn, frozen_after_s=health.frozen_after_s
         )
-        self._canary: Canary | None = None
+        self._known_answer_check: KnownAnswerCheck | None = None
         if info.row_invariant and health.self_check_every_s > 0:
-            self._canary = Canary(engine, info, engine.fail, every_s=health.self_check_every_s)
+            self._known_answer_check = KnownAnswerCheck(engine, info, engine.fail, every_s=health.self_check_every_s)
         self._group = group
         self._ranks = ranks
-        self._lifeline: Lifeline | None = None
+        self._heartbeat_pipe: HeartbeatPipe | None = None
         self._stopping = False
         self._failure: HoldfastError | None = None
         self._callbacks: list[Callable[[HoldfastError], None]] = []
@@ -133,23 +133,24 @@ class Replica:
                 return
         callback(self._failure)
 
-    def guard(self) -> Lifeline | None:
-        """Starts a guardian, which kills this process and its ranks if the process hangs as a whole; None if the
-        settings want none. For hosts whose process is the replica's alone: they keep the lifeline beating until `stop`.
+    def guard(self) -> HeartbeatPipe | None:
+        """Starts a hang supervisor, which kills this process and its ranks if the process hangs as a whole; None if the
+        settings want none. For hosts whose process is the replica's alone: they keep the heartbeat pipe beating until
+        `stop`.
         """
         if self.health.hangs_after_s is None:
             return None
         ranks = [] if self._ranks is None else self._ranks.processes_here()
-        self._lifeline = Lifeline(self.health.hangs_after_s, ranks)
-        return self._lifeline
+        self._heartbeat_pipe = HeartbeatPipe(self.health.hangs_after_s, ranks)
+        return self._heartbeat_pipe
 
     def wind_down(self) -> None:
         """It asks itself nothing any more, so that it is idle once others have nothing for it to do."""
-        if self._canary is not None:
-            self._canary.stop()
+        if self._known_answer_check is not None:
+            self._known_answer_check.stop()
 
     def stop(self) -> None:
-        """Aborts what is running, answers everyone, ends the ranks and the guardian. Safe to call twice."""
+        """Aborts what is running, answers everyone, ends the ranks and the hang supervisor. Safe to call twice."""
         if self._stopping:
             return
         self._stopping = True
@@ -161,24 +162,24 @@ class Replica:
             self._group.close()
         except ReplicaError as error:
             logger.debug("leaving a group that is broken already: %s", error)
-        if self._lifeline is not None:
-            self._lifeline.cut()
+        if self._heartbeat_pipe is not None:
+            self._heartbeat_pipe.cut()
 
     def _begin(self) -> None:
         self.engine.attach(_EndOfEngine(self._fail))
         self.engine.start()
         if self._ranks is not None:
             threading.Thread(target=self._watch, args=(self._ranks,), name="rank-watch", daemon=True).start()
-        if self._canary is not None:
-            self._release(self._canary)
+        if self._known_answer_check is not None:
+            self._release(self._known_answer_check)
         self._watchdog.start()
 
-    def _release(self, canary: Canary) -> None:
+    def _release(self, known_answer_check: KnownAnswerCheck) -> None:
         """What it answers first is a fact of this replica. Not watched yet: how long a step takes is not known."""
-        digest = canary.begin()
+        digest = known_answer_check.begin()
         self.info = replace(self.info, answers_digest=digest)
         if digest:
-            canary.start()
+            known_answer_check.start()
 
     def _watch(self, ranks: Ranks) -> None:
         """Any rank's death fails the whole replica at once: a group with a hole computes nothing."""

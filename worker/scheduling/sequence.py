@@ -14,7 +14,7 @@ from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence
 from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
 from holdfast.worker.scheduling.tenants import Tenant
 
-PATIENCE_S: Final = 600.0
+RETRY_FOR_S: Final = 600.0
 """A request that names no deadline, or a later one, stands in line as if it were due so long after its arrival. That
 every place in line is finite keeps those without a deadline from starving behind an endless stream of deadlines."""
 
@@ -86,7 +86,7 @@ class Sequence:
         time_left_s = math.inf if request.time_left_s is None else max(0.0, request.time_left_s)
         self.deadline_s = arrived_s + time_left_s
         """Nobody waits for it any more after this time."""
-        self.due_s = arrived_s + min(time_left_s, PATIENCE_S)
+        self.due_s = arrived_s + min(time_left_s, RETRY_FOR_S)
         """Of one tenant and class, whoever is due first is served first."""
         self.service_class = request.priority
         """The class it is served as: its priority, or a better one after a long wait (`waiting.py`)."""

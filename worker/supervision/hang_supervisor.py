@@ -1,10 +1,10 @@
-"""The program of a guardian: a small process beside a leader, or a router, which ends it when it hangs as a whole.
+"""The hang supervisor's program: a small process beside a leader, or a router, which ends it when it hangs as a whole.
 
     main()      # with arguments: limit_s leader rank ...; beats come in on descriptor 0
 
 A process that is stopped, or whose interpreter is stuck in a call, can neither notice nor end itself. A leader's ranks
 go with it, because a group with a hole computes nothing. What may not live here: anything that takes long to load, so
-nothing but the standard library; the rule (`progress.py`); starting a guardian (`lifeline.py`).
+nothing but the standard library; the rule (`progress.py`); starting a hang supervisor (`heartbeat_pipe.py`).
 """
 
 import os
@@ -24,7 +24,7 @@ _MANY: Final = 4096
 
 
 def main() -> None:
-    """A guardian's whole life: at most as long as its leader's."""
+    """A hang supervisor's whole life: at most as long as its leader's."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the leader decides what it means
     limit_s = float(sys.argv[1])
     leader, *ranks = map(ProcessId.parse, sys.argv[2:])

@@ -1,7 +1,7 @@
-"""The line from a leader, or a router, to its guardian: starts it, keeps beating, and is cut at an end in peace.
+"""The line from a leader, or a router, to its hang supervisor: starts it, keeps beating, and is cut at an end in peace.
 
-What may live here: this side of the pipe. What may not: what is done to who falls silent (`guardian.py`), and whether a
-process may be ended at all, which its host alone knows.
+What may live here: this side of the pipe. What may not: what is done to who falls silent (`hang_supervisor.py`), and
+whether a process may be ended at all, which its host alone knows.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ _PROGRAM: Final = (
 )
 
 
-class Lifeline:
-    """Between this process and its guardian, which runs from here on until `cut`, or the end of this process."""
+class HeartbeatPipe:
+    """Between this process and its hang supervisor, which runs from here on until `cut`, or the end of this process."""
 
     def __init__(self, limit_s: float, ranks: Iterable[ProcessId]) -> None:
         """Without a beat for `limit_s` after the first, this process and `ranks`, on this machine, are ended."""
@@ -37,32 +37,33 @@ class Lifeline:
         self._command = [sys.executable, "-I", "-S", "-c", program, str(limit_s), *whole_group]
         self._lock = threading.Lock()
         self._is_cut = False
-        self._guardian = self._start()
+        self._hang_supervisor = self._start()
 
     @property
-    def guardian(self) -> ProcessId:
-        """The guardian that runs now."""
-        return ProcessId.of(self._guardian.pid)
+    def hang_supervisor(self) -> ProcessId:
+        """The hang supervisor that runs now."""
+        return ProcessId.of(self._hang_supervisor.pid)
 
     async def keep_beating(self) -> None:
         """Beats from the running event loop until `cut`. It must be the loop that links or calls live on: what others
-        hear of this process is what its guardian hears of.
+        hear of this process is what its hang supervisor hears of.
         """
         while not self._is_cut:
             try:
                 self._beat()
                 await asyncio.sleep(BEAT_EVERY_S)
             except BrokenPipeError:
-                logger.warning("the guardian of this process has ended: another takes its place")
+                logger.warning("the hang supervisor of this process has ended: another takes its place")
                 await asyncio.sleep(START_AGAIN_AFTER_S)
                 try:
                     self._start_again()
                 except OSError as error:
-                    logger.error("no guardian can be started, and this process goes on without: %s", error)
+                    logger.error("no hang supervisor can be started, and this process goes on without: %s", error)
                     return
 
     def cut(self) -> None:
-        """Ends the guardian: this process, which ends its ranks, if any, itself, is not watched any more. Safe to call
+        """Ends the hang supervisor: this process, which ends its ranks, if any, itself, is not watched any more. Safe
+        to call
         twice."""
         with self._lock:
             self._is_cut = True
@@ -71,25 +72,25 @@ class Lifeline:
     def _beat(self) -> None:
         with self._lock:
             if not self._is_cut:
-                with suppress(BlockingIOError):  # a guardian that is stopped has more beats than it can read
+                with suppress(BlockingIOError):  # a hang supervisor that is stopped has more beats than it can read
                     os.write(self._pipe, b".")
 
     def _start_again(self) -> None:
         with self._lock:
             if not self._is_cut:
                 self._dismiss()
-                self._guardian = self._start()
+                self._hang_supervisor = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        """In this process's own group: what stops them all, such as Ctrl-Z, stops the guardian too."""
-        guardian = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
-        assert guardian.stdin is not None, "it is a pipe"
-        self._pipe = guardian.stdin.fileno()
+        """In this process's own group: what stops them all, such as Ctrl-Z, stops the hang supervisor too."""
+        hang_supervisor = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
+        assert hang_supervisor.stdin is not None, "it is a pipe"
+        self._pipe = hang_supervisor.stdin.fileno()
         os.set_blocking(self._pipe, False)
-        return guardian
+        return hang_supervisor
 
     def _dismiss(self) -> None:
-        self._guardian.kill()
-        self._guardian.wait()
-        assert self._guardian.stdin is not None, "it is a pipe"
-        self._guardian.stdin.close()
+        self._hang_supervisor.kill()
+        self._hang_supervisor.wait()
+        assert self._hang_supervisor.stdin is not None, "it is a pipe"
+        self._hang_supervisor.stdin.close()

@@ -1,7 +1,7 @@
 """A question whose answer never changes: what is asked, what an answer says, and where two answers part.
 
 What may live here: the question and its answers, as plain data. What may not: when it is asked and what is done about a
-wrong answer (`canary.py`).
+wrong answer (`known_answer_check.py`).
 """
 
 import struct

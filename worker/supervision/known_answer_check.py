@@ -22,7 +22,7 @@ from holdfast.worker.supervision.known_answer import NAME, Answer, make_question
 logger = logging.getLogger(__name__)
 
 
-class Canary:
+class KnownAnswerCheck:
     """A `StepListener` with a request now and then: `begin`, then `start`, then `stop`.
 
     Each time the question comes under a new cache salt, so that the answer is computed and not remembered. It has the
@@ -46,7 +46,7 @@ class Canary:
         """Set by whoever asks, when it is None; cleared by the engine's thread, when the question has been answered."""
         self._first: Future[Answer | None] = Future()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="canary", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="known_answer_check", daemon=True)
 
     def begin(self) -> bytes:
         """Asks for the first time and waits for the answer, which is the right one from now on. Returns its digest;

@@ -1,6 +1,6 @@
 """Which process is meant: its number and when it began, because a number alone may be another's by the time it is used.
 
-What may live here: the standard library's os and signal. A guardian loads this, and has to be up at once.
+What may live here: the standard library's os and signal. A hang supervisor loads this, and has to be up at once.
 """
 
 import os

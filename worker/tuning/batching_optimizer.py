@@ -1,7 +1,7 @@
 """Self-tuning: which limits of a step would meet a target time from token to token, and why.
 
 What may live here: what the steps of a while say about `max_num_seqs`, `max_num_batched_tokens` and the length of
-drafts. What may not: clocks, plans (`step_tuner.py`), and how a setting is kept from swinging (`dial.py`).
+drafts. What may not: clocks, plans (`step_tuner.py`), and how a setting is kept from swinging (`hysteresis.py`).
 """
 
 from dataclasses import dataclass, replace

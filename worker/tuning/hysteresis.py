@@ -9,7 +9,7 @@ from typing import Final
 DEAD_BAND: Final = 1.25
 """A wish within this factor of the value changes nothing: measurements differ by less than this on a steady load.
 To go back on the last turn takes the square of it, because what was too much for one may be noise."""
-PATIENCE: Final = 3
+NUM_IN_A_ROW: Final = 3
 """Wishes in a row that must point the same way: a burst is no load."""
 COOL_DOWN: Final = 4
 """Wishes after a turn that are not listened to: they are still about the time before it, or about going over to it."""
@@ -48,7 +48,7 @@ class Dial:
         if self._wishes and (self._wishes[-1][0] > self.value) != is_up:
             self._wishes.clear()
         self._wishes.append((value, reason))
-        if len(self._wishes) < PATIENCE:
+        if len(self._wishes) < NUM_IN_A_ROW:
             return False
         self.value, self.reason = min(self._wishes, key=lambda wish: abs(wish[0] - self.value))
         self._last_was_up = is_up

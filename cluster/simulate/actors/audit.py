@@ -1,6 +1,6 @@
-"""The real switchboard, looked at: whatever it carries out is entered in a second set of books, and needs a reason.
+"""The real dispatch host, looked at: whatever it carries out is entered in a second set of books, and needs a reason.
 
-What may live here: checks. What may not: anything that changes what the switchboard does.
+What may live here: checks. What may not: anything that changes what the dispatch host does.
 """
 
 import sys
@@ -9,12 +9,12 @@ from holdfast.cluster.simulate.actors.attempts import AttemptBooks
 from holdfast.cluster.simulate.kernel.promises import Violation, require
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.dispatch_host import Clock, Switchboard
+from holdfast.router.dispatch.dispatch_host import Clock, DispatchHost
 from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit, StepNews
 from holdfast.worker.errors import HoldfastError, ReplicaError, RequestQuarantinedError
 
 
-class AuditedSwitchboard(Switchboard):
+class AuditedDispatchHost(DispatchHost):
     """Raises `Violation` in the midst of what breaks a promise."""
 
     def __init__(self, owner: object, dispatch: Dispatch, clock: Clock, config: RouterConfig) -> None:

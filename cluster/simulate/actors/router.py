@@ -1,8 +1,8 @@
-"""A router that is simulated: the real switchboard, dispatch core and calls in virtual time, without sockets and tasks.
+"""A router that is simulated: the real dispatch host, dispatch core and calls in virtual time.
 
 What stays written out here is what asyncio and gRPC would bring: who dials and hears of a lost connection (the rest of
-`router/links/link.py` and `links.py`), and what `intake.py` and `answer.py` wait for. What may not live here:
-decisions.
+`router/links/link.py` and `link_pool.py`), and what `request_processor.py` and `answer.py` wait for. What may not live
+here: decisions.
 """
 
 import random
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from holdfast.cluster.simulate.actors.audit import AuditedSwitchboard
+from holdfast.cluster.simulate.actors.audit import AuditedDispatchHost
 from holdfast.cluster.simulate.actors.messages import Dial, Generate, Hello, Retiring
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.kernel.clock import SettableClock
@@ -23,7 +23,7 @@ from holdfast.router.dispatch.call import Call, open_call, stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Fail, SendAbort, SendSubmit, StepNews, TextState
-from holdfast.router.replicas.backoff import Redial
+from holdfast.router.replicas.backoff import Backoff
 from holdfast.router.replicas.policy import ChooseReplica, power_of_two_choices
 from holdfast.router.resume import part_of
 from holdfast.worker.errors import HoldfastError, ReplicaError
@@ -38,7 +38,7 @@ class Link:
 
     router: Process
     replica: SimulatedReplica
-    redial: Redial
+    backoff: Backoff
     connection: Connection
     replica_id: str | None = None
     """None unless it is up."""
@@ -79,14 +79,14 @@ class SimulatedRouter(Process):
     def on_start(self) -> None:
         dispatch = Dispatch(self._config, self._limits, self._rng.randrange, self._choose)
         self._clock = SettableClock(self)
-        self.switchboard = AuditedSwitchboard(self, dispatch, self._clock, self._config)
+        self.dispatch_host = AuditedDispatchHost(self, dispatch, self._clock, self._config)
         self._links: dict[Connection, Link] = {}
         self._calls: dict[Connection, Call] = {}
         self._unread: dict[Connection, None] = {}
         """Calls with news, in the order in which it came."""
         self.is_stopping = False
         for replica in self._replicas:
-            self._dial(replica, Redial(max_pause_s=self._config.max_reconnect_s))
+            self._dial(replica, Backoff(max_pause_s=self._config.max_reconnect_s))
 
     def on_message(self, connection: Connection, message: Any) -> None:
         if isinstance(message, Generate):
@@ -106,8 +106,8 @@ class SimulatedRouter(Process):
         """It takes nothing new. With `hands_over` its calls end at once, to go on at another router."""
         self.is_stopping = True
         if hands_over:
-            self.switchboard.hand_over(stopping())
-            num_open = self.switchboard.num_open
+            self.dispatch_host.hand_over(stopping())
+            num_open = self.dispatch_host.num_open
             require(num_open == 0, f"{self}: {num_open} requests were not handed over")
 
     def replace(self) -> None:
@@ -124,9 +124,9 @@ class SimulatedRouter(Process):
 
     # --- links ---
 
-    def _dial(self, replica: SimulatedReplica, redial: Redial) -> None:
+    def _dial(self, replica: SimulatedReplica, backoff: Backoff) -> None:
         connection = self.connect(replica.site, replica)
-        self._links[connection] = Link(router=self, replica=replica, redial=redial, connection=connection)
+        self._links[connection] = Link(router=self, replica=replica, backoff=backoff, connection=connection)
         connection.send(self, Dial())
         self.after(self._config.connect_timeout_s, self._expect_hello, connection)
 
@@ -138,26 +138,26 @@ class SimulatedRouter(Process):
     def _hear(self, link: Link, message: Any) -> None:
         match message:
             case StepNews() if link.replica_id is not None:
-                self.switchboard.replica_news(link.replica_id, message)
+                self.dispatch_host.replica_news(link.replica_id, message)
             case Hello():
-                link.redial.note_up()
+                link.backoff.note_up()
                 link.replica_id = message.facts.replica_id
-                self.switchboard.replica_up(link, message.facts, message.load)
+                self.dispatch_host.replica_up(link, message.facts, message.load)
             case Retiring() if link.replica_id is not None:
-                self.switchboard.replica_retiring(link.replica_id, message.is_retiring)
+                self.dispatch_host.replica_retiring(link.replica_id, message.is_retiring)
 
     def _link_lost(self, connection: Connection) -> None:
         link = self._links.pop(connection)
         if link.replica_id is None:
-            link.redial.note_failure()
+            link.backoff.note_failure()
         else:
-            self.switchboard.replica_down(link.replica_id, ReplicaError(f"replica {link.replica_id} was lost"))
-        self.after(link.redial.pause_s(self._rng.random()), self._dial, link.replica, link.redial)
+            self.dispatch_host.replica_down(link.replica_id, ReplicaError(f"replica {link.replica_id} was lost"))
+        self.after(link.backoff.pause_s(self._rng.random()), self._dial, link.replica, link.backoff)
 
     # --- calls ---
 
     def _open(self, connection: Connection, message: Generate) -> None:
-        request, num_before = message.request, self.switchboard.num_queued
+        request, num_before = message.request, self.dispatch_host.num_queued
         try:
             if self.is_stopping:
                 raise stopping()
@@ -166,7 +166,7 @@ class SimulatedRouter(Process):
                 for index, sibling in enumerate(siblings(request))
             ]
             self._calls[connection] = open_call(
-                self.switchboard,
+                self.dispatch_host,
                 request.request_id,
                 parts,
                 model=MODEL,
@@ -179,7 +179,7 @@ class SimulatedRouter(Process):
             self.hang_up(connection)
             return
         is_new = not any(part.request.output_token_ids for part in parts)
-        if is_new and self.switchboard.num_queued > max(num_before, self._limits.max_queued):
+        if is_new and self.dispatch_host.num_queued > max(num_before, self._limits.max_queued):
             raise Violation(f"{self}: {request.request_id} is queued beyond {self._limits.max_queued}")
 
     def _note_news(self, connection: Connection) -> None:
@@ -214,6 +214,6 @@ class SimulatedRouter(Process):
 
     def check_integrity(self) -> None:
         """Asserts that the books agree, and that each open request is some call's."""
-        self.switchboard.check_integrity()
+        self.dispatch_host.check_integrity()
         num_wanted = sum(call.num_completions for call in self._calls.values())
-        assert self.switchboard.num_open <= num_wanted, "a call has ended, and its requests go on"
+        assert self.dispatch_host.num_open <= num_wanted, "a call has ended, and its requests go on"

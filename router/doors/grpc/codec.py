@@ -1,7 +1,7 @@
 """Between the messages of the public API and plain data, both ways.
 
 What may live here: field by field conversion, and refusing what a field must not hold. What may not: decisions, IO,
-checks that need a model (`intake.py`), the link to replicas (`link_wire.py`).
+checks that need a model (`request_processor.py`), the link to replicas (`codec.py`).
 """
 
 import struct

@@ -1,7 +1,7 @@
 """The public gRPC server: `holdfast.v1.Inference`, health and reflection on one port.
 
 What may live here: which message each method takes and gives, and the server's options. What may not: conversion
-(`wire.py`), checks and decisions (`intake.py`, `dispatch.py`), error codes (`status.py`).
+(`wire.py`), checks and decisions (`request_processor.py`, `dispatch.py`), error codes (`status.py`).
 """
 
 from collections.abc import AsyncGenerator
@@ -12,7 +12,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.grpc.codec import (
     generation_request,
     load_response,
@@ -22,7 +22,7 @@ from holdfast.router.doors.grpc.codec import (
 )
 from holdfast.router.doors.grpc.handlers import Context, generic_handler
 from holdfast.router.doors.grpc.health import HealthServicer
-from holdfast.router.requests.request_processor import Intake
+from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 
@@ -33,9 +33,9 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 class InferenceServicer:
     """`holdfast.v1.Inference`, method by method. Errors are raised as `HoldfastError`."""
 
-    def __init__(self, intake: Intake, switchboard: Switchboard) -> None:
-        self._intake = intake
-        self._switchboard = switchboard
+    def __init__(self, request_processor: RequestProcessor, dispatch_host: DispatchHost) -> None:
+        self._request_processor = request_processor
+        self._dispatch_host = dispatch_host
 
     async def Generate(
         self, message: inference_pb2.GenerateRequest, context: Context
@@ -43,7 +43,9 @@ class InferenceServicer:
         wish = generation_request(message)
         if wish.resume is not None:
             raise InvalidRequestError("resume", "set", "is for GenerateStream; Generate answers with the whole output")
-        opening = self._intake.open if wish.sampling_params.beam_width is None else self._intake.search
+        opening = (
+            self._request_processor.open if wish.sampling_params.beam_width is None else self._request_processor.search
+        )
         async with opening(wish, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
             return unary_response(await answer.whole())
@@ -53,7 +55,7 @@ class InferenceServicer:
     ) -> AsyncGenerator[inference_pb2.GenerateStreamResponse, None]:
         wish = generation_request(message)
         wish.check_streamable()
-        async with self._intake.open(wish, context.time_remaining()) as answer:
+        async with self._request_processor.open(wish, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
             async for delivery in answer:
                 yield stream_response(delivery)
@@ -61,21 +63,25 @@ class InferenceServicer:
     async def Tokenize(
         self, message: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        return inference_pb2.TokenizeResponse(token_ids=await self._intake.tokenize(message.model, message.text))
+        return inference_pb2.TokenizeResponse(
+            token_ids=await self._request_processor.tokenize(message.model, message.text)
+        )
 
     async def Detokenize(
         self, message: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        return inference_pb2.DetokenizeResponse(text=await self._intake.detokenize(message.model, message.token_ids))
+        return inference_pb2.DetokenizeResponse(
+            text=await self._request_processor.detokenize(message.model, message.token_ids)
+        )
 
     async def ListModels(
         self, message: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        return models_response(self._switchboard.models())
+        return models_response(self._dispatch_host.models())
 
     async def GetLoad(self, message: inference_pb2.GetLoadRequest, context: Context) -> inference_pb2.GetLoadResponse:
-        switchboard = self._switchboard
-        return load_response(switchboard.num_queued, switchboard.num_open, switchboard.loads())
+        dispatch_host = self._dispatch_host
+        return load_response(dispatch_host.num_queued, dispatch_host.num_open, dispatch_host.loads())
 
 
 def build_server(

@@ -2,37 +2,37 @@ import pytest
 
 from holdfast.cluster.client.generation import Chunk
 from holdfast.cluster.client.received import Received
-from holdfast.cluster.client.retry_policy import MAX_PAUSE_S, Patience
+from holdfast.cluster.client.retry_policy import MAX_PAUSE_S, RetryPolicy
 from holdfast.router.replicas.backoff import FIRST_PAUSE_S
 from holdfast.worker.errors import InternalError
 from holdfast.worker.request import FinishReason
 
 
-def patience(num_routers: int = 1, timeout_s: float | None = None, draw: float = 1.0) -> Patience:
-    return Patience(
+def retry_policy(num_routers: int = 1, timeout_s: float | None = None, draw: float = 1.0) -> RetryPolicy:
+    return RetryPolicy(
         num_routers=num_routers, connect_s=5.0, reconnect_s=60.0, timeout_s=timeout_s, draw=lambda: draw, now=0.0
     )
 
 
 def test_every_router_is_asked_before_the_first_pause():
-    asked = patience(num_routers=3)
+    asked = retry_policy(num_routers=3)
     assert [asked.pause_s(0.0) for _ in range(4)] == [0.0, 0.0, FIRST_PAUSE_S, 2 * FIRST_PAUSE_S]
 
 
 def test_pauses_grow_to_a_limit_and_have_jitter():
-    assert [patience(draw=draw).pause_s(0.0) for draw in (0.0, 1.0)] == [FIRST_PAUSE_S / 2, FIRST_PAUSE_S]
-    asked = patience()
+    assert [retry_policy(draw=draw).pause_s(0.0) for draw in (0.0, 1.0)] == [FIRST_PAUSE_S / 2, FIRST_PAUSE_S]
+    asked = retry_policy()
     assert [asked.pause_s(0.0) for _ in range(20)][-1] == MAX_PAUSE_S
 
 
 def test_a_hint_of_the_router_counts_once_all_were_asked():
-    asked = patience(num_routers=2)
+    asked = retry_policy(num_routers=2)
     assert [asked.pause_s(0.0, 3.0), asked.pause_s(0.0, 3.0)] == [0.0, 3.0]
 
 
 @pytest.mark.parametrize(("is_taken", "timeout_s", "lasts_s"), [(False, None, 5), (True, None, 60), (True, 150, 50)])
 def test_it_ends_some_time_after_the_loss(is_taken, timeout_s, lasts_s):
-    asked = patience(timeout_s=timeout_s)
+    asked = retry_policy(timeout_s=timeout_s)
     if is_taken:
         asked.note_word()
     lost_at = 100.0
@@ -42,7 +42,7 @@ def test_it_ends_some_time_after_the_loss(is_taken, timeout_s, lasts_s):
 
 
 def test_a_word_of_a_router_starts_it_afresh():
-    asked = patience()
+    asked = retry_policy()
     for _ in range(5):
         asked.pause_s(0.0)
     asked.note_word()

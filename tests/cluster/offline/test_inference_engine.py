@@ -56,7 +56,7 @@ def all_blocks_are_free(engine: InferenceEngine) -> bool:
     return stats.num_free_blocks == stats.num_total_blocks
 
 
-def test_no_guardian_watches_the_process_of_a_user(tiny_model):
+def test_no_hang_supervisor_watches_the_process_of_a_user(tiny_model):
     before = psutil.Process().children()
     with InferenceEngine(config=config(tiny_model)) as engine:
         engine.submit_request("hello", GREEDY).result(30)

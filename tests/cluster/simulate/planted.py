@@ -12,12 +12,12 @@ from holdfast.cluster.simulate.oracle.pseudo_grammar import PseudoMatcher
 from holdfast.router.dispatch import call as call_module
 from holdfast.router.dispatch import output_stream as stream_module
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.dispatch_host import Switchboard
-from holdfast.router.dispatch.request_state import RequestRecord, RequestTable
+from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.dispatch.request_state import RequestState, RequestTable
 from holdfast.router.replicas.replica_registry import ReplicaState
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.engine_core.engine_core import EngineCore
-from holdfast.worker.engine_core.output_queues import Mailbox, Mailboxes
+from holdfast.worker.engine_core.output_queues import OutputQueue, OutputQueues
 from holdfast.worker.engine_updates import EngineUpdate, StepListener
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.kv.block_allocator import BlockAllocator
@@ -32,14 +32,14 @@ from holdfast.worker.scheduling.sequence import Sequence
 
 def drop_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a replica says of an attempt that has ended is taken for news of the request's next attempt."""
-    begin, ended = RequestTable.begin_attempt, dict[tuple[int, int], RequestRecord]()
+    begin, ended = RequestTable.begin_attempt, dict[tuple[int, int], RequestState]()
 
-    def begin_attempt(self: RequestTable, record: RequestRecord, replica: ReplicaState, now: float) -> object:
+    def begin_attempt(self: RequestTable, record: RequestState, replica: ReplicaState, now: float) -> object:
         attempt = begin(self, record, replica, now)
         ended[id(self), attempt.number] = record
         return attempt
 
-    def running(self: RequestTable, replica: ReplicaState, attempt: int) -> RequestRecord | None:
+    def running(self: RequestTable, replica: ReplicaState, attempt: int) -> RequestState | None:
         record = ended.get((id(self), attempt))
         is_open = record is not None and self.get(record.request_id) is record and record.attempt is not None
         return record if is_open else None
@@ -76,15 +76,15 @@ def hand_out_a_block_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_the_stop_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """On failover the text state starts anew after the tokens so far, without what it had held back."""
-    continuation = RequestRecord.continuation
+    continuation = RequestState.continuation
 
-    def forgetful(self: RequestRecord, *args: Any) -> object:
+    def forgetful(self: RequestState, *args: Any) -> object:
         if self.output_token_ids:
             assert isinstance(self.text, TextStream)
             self.text._matcher._held = ""
         return continuation(self, *args)
 
-    monkeypatch.setattr(RequestRecord, "continuation", forgetful)
+    monkeypatch.setattr(RequestState, "continuation", forgetful)
 
 
 def restart_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,13 +200,13 @@ def leave_siblings_open(monkeypatch: pytest.MonkeyPatch) -> None:
 def leave_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A timer that rings too early to find anything due is not set again."""
 
-    def tick(self: Switchboard) -> None:
+    def tick(self: DispatchHost) -> None:
         self._timer = None
         actions = self._dispatch.tick(self.now())
         if actions:
             self.perform(actions)
 
-    monkeypatch.setattr(Switchboard, "_tick", tick)
+    monkeypatch.setattr(DispatchHost, "_tick", tick)
 
 
 def lose_what_a_slow_reader_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,50 +216,50 @@ def lose_what_a_slow_reader_missed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_tokens_beside_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A listener that is told of a rejection is not told the tokens of the same step."""
-    take = Mailbox.take
+    take = OutputQueue.take
 
-    def forgetful(self: Mailbox, *args: object) -> EngineUpdate:
+    def forgetful(self: OutputQueue, *args: object) -> EngineUpdate:
         update = take(self, *args)
         return replace(update, deltas=()) if update.rejections else update
 
-    monkeypatch.setattr(Mailbox, "take", forgetful)
+    monkeypatch.setattr(OutputQueue, "take", forgetful)
 
 
 def tell_tokens_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a busy step has said last is said again after the next one; a router would not mind."""
-    take = Mailbox.take
+    take = OutputQueue.take
 
-    def repeat(self: Mailbox, *args: object) -> EngineUpdate:
+    def repeat(self: OutputQueue, *args: object) -> EngineUpdate:
         update = take(self, *args)
         self.deltas = list(update.deltas[3:4])
         return update
 
-    monkeypatch.setattr(Mailbox, "take", repeat)
+    monkeypatch.setattr(OutputQueue, "take", repeat)
 
 
 def keep_it_from_the_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request whose time is up is dropped without a word; a router would find out by itself."""
 
-    def reject(self: Mailboxes, request_id: str, error: HoldfastError) -> None:
+    def reject(self: OutputQueues, request_id: str, error: HoldfastError) -> None:
         del self._owner[request_id]
 
-    monkeypatch.setattr(Mailboxes, "reject", reject)
+    monkeypatch.setattr(OutputQueues, "reject", reject)
 
 
 def keep_a_refusal_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that cannot take a request in tells nobody."""
 
-    def refuse(self: Mailboxes, request_id: str, error: HoldfastError, listener: StepListener) -> None:
+    def refuse(self: OutputQueues, request_id: str, error: HoldfastError, listener: StepListener) -> None:
         pass
 
-    monkeypatch.setattr(Mailboxes, "refuse", refuse)
+    monkeypatch.setattr(OutputQueues, "refuse", refuse)
 
 
 def serve_those_who_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The requests that came through a link go on when it has broken."""
 
     def detach(self: EngineCore, listener: StepListener) -> None:
-        self._mailboxes.detach(listener)
+        self._output_queues.detach(listener)
 
     monkeypatch.setattr(EngineCore, "detach", detach)
 

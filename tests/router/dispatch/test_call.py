@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.call import Call, open_call
-from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.events import CaughtUp, Deliver, Usage
 from holdfast.router.resume import Part
@@ -26,13 +26,13 @@ def parts(*request_ids: str, **fields) -> list[Part]:
     ]
 
 
-def opened(switchboard: Switchboard, *siblings: Part, echo: str = "") -> Call:
-    return open_call(switchboard, "r", siblings, model="m", deadline=200.0, on_news=lambda: None, echo=echo)
+def opened(dispatch_host: DispatchHost, *siblings: Part, echo: str = "") -> Call:
+    return open_call(dispatch_host, "r", siblings, model="m", deadline=200.0, on_news=lambda: None, echo=echo)
 
 
 def test_siblings_speak_as_their_request_and_the_last_one_tells_what_all_cost():
     board = Board()
-    call = opened(board.switchboard, *parts("r/0", "r/1"), echo="> ")
+    call = opened(board.dispatch_host, *parts("r/0", "r/1"), echo="> ")
     x, y = board.port.attempts
     board.news(delta(y, 0, 3, finish=FinishReason.STOP))
     board.news(delta(x, 0, 1, 2, finish=FinishReason.LENGTH))
@@ -43,7 +43,7 @@ def test_siblings_speak_as_their_request_and_the_last_one_tells_what_all_cost():
     assert second.usage == call.usage == Usage(num_prompt_tokens=2, num_completion_tokens=3)
     assert call.is_over
     assert call.poll() is None
-    board.switchboard.check_integrity()
+    board.dispatch_host.check_integrity()
 
 
 def test_a_completion_that_says_much_does_not_keep_the_others_waiting():
@@ -59,33 +59,35 @@ def test_a_completion_that_says_much_does_not_keep_the_others_waiting():
 def test_siblings_that_cannot_all_be_opened_leave_nothing_open():
     board = Board(RouterConfig(max_waiting_per_replica=1), LimitsConfig(max_queued=1))
     with pytest.raises(QueueFullError):
-        opened(board.switchboard, *parts("r/0", "r/1", "r/2"))
-    assert board.switchboard.num_open == 0
+        opened(board.dispatch_host, *parts("r/0", "r/1", "r/2"))
+    assert board.dispatch_host.num_open == 0
     assert board.port.aborted == board.port.attempts
-    board.switchboard.check_integrity()
+    board.dispatch_host.check_integrity()
 
 
 def test_closing_cancels_what_has_not_ended():
     board = Board()
-    call = opened(board.switchboard, *parts("r/0", "r/1"))
+    call = opened(board.dispatch_host, *parts("r/0", "r/1"))
     x, y = board.port.attempts
     board.news(delta(x, 0, 3, finish=FinishReason.STOP))
     call.close()
     assert board.port.aborted == [y]
-    assert board.switchboard.num_open == 0
+    assert board.dispatch_host.num_open == 0
 
 
 def test_what_ends_one_completion_with_an_error_is_raised():
     board = Board()
-    call = opened(board.switchboard, *parts("r/0", "r/1"))
-    board.switchboard.close_all(ReplicaError("lost"))
+    call = opened(board.dispatch_host, *parts("r/0", "r/1"))
+    board.dispatch_host.close_all(ReplicaError("lost"))
     with pytest.raises(ReplicaError, match="lost"):
         call.poll()
 
 
 def test_a_completion_that_its_client_has_to_the_end_is_not_drawn_again():
     board = Board()
-    call = opened(board.switchboard, *parts("r/0", caught_up=CaughtUp(finish_reason=FinishReason.STOP)), *parts("r/1"))
+    call = opened(
+        board.dispatch_host, *parts("r/0", caught_up=CaughtUp(finish_reason=FinishReason.STOP)), *parts("r/1")
+    )
     assert len(board.port.attempts) == 1
     end = call.poll()
     assert (end.sequence_index, end.token_ids, end.finish_reason) == (0, (), FinishReason.STOP)

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.events import SendAbort, SendSubmit, StepNews
 from holdfast.router.resume import Part
@@ -73,24 +73,24 @@ class Clock:
 
 
 class Board:
-    """A switchboard with one replica that is up."""
+    """A dispatch host with one replica that is up."""
 
     def __init__(self, config: RouterConfig | None = None, limits: LimitsConfig | None = None) -> None:
         self.clock = Clock()
         self.dispatch = Dispatch(config or RouterConfig(), limits or LimitsConfig(), lambda n: 0)
         self.num_changes = 0
-        self.switchboard = Switchboard(self.dispatch, self.clock, self._note_change)
+        self.dispatch_host = DispatchHost(self.dispatch, self.clock, self._note_change)
         self.port = Port()
-        self.switchboard.replica_up(self.port, facts("r"), NO_LOAD)
+        self.dispatch_host.replica_up(self.port, facts("r"), NO_LOAD)
 
     def open(self, request_id: str, timeout_s: float = 60) -> OutputStream:
         request = EngineRequest(request_id=request_id, prompt_token_ids=(1,), sampling_params=SamplingParams(seed=0))
         part = Part(request=request, text=LetterText())
-        deadline = self.switchboard.now() + timeout_s
-        return self.switchboard.open(part, model="m", deadline=deadline, on_news=lambda: None)
+        deadline = self.dispatch_host.now() + timeout_s
+        return self.dispatch_host.open(part, model="m", deadline=deadline, on_news=lambda: None)
 
     def news(self, *deltas) -> None:
-        self.switchboard.replica_news("r", StepNews(load=NO_LOAD, deltas=deltas))
+        self.dispatch_host.replica_news("r", StepNews(load=NO_LOAD, deltas=deltas))
 
     def _note_change(self) -> None:
         self.num_changes += 1
@@ -101,10 +101,10 @@ def test_news_reach_the_stream_of_their_request():
     x, y = board.open("x"), board.open("y")
     board.news(delta(board.port.attempts[1], 0, 3, finish=FinishReason.STOP))
     assert y.poll().token_ids == (3,)
-    board.switchboard.check_integrity()
-    board.switchboard.close(x)
+    board.dispatch_host.check_integrity()
+    board.dispatch_host.close(x)
     assert board.port.aborted == [board.port.attempts[0]]
-    board.switchboard.check_integrity()
+    board.dispatch_host.check_integrity()
 
 
 def test_closing_a_stream_that_is_over_leaves_a_newer_request_of_the_same_id_alone():
@@ -112,8 +112,8 @@ def test_closing_a_stream_that_is_over_leaves_a_newer_request_of_the_same_id_alo
     old = board.open("x")
     board.news(delta(board.port.attempts[0], 0, 3, finish=FinishReason.STOP))
     board.open("x")
-    board.switchboard.close(old)
-    assert board.switchboard.num_open == 1
+    board.dispatch_host.close(old)
+    assert board.dispatch_host.num_open == 1
     assert board.port.aborted == []
 
 
@@ -122,7 +122,7 @@ def test_of_two_streams_with_one_id_the_newer_goes_on():
     older, newer = board.open("x"), board.open("x")
     with pytest.raises(RequestSupersededError):
         older.poll()
-    board.switchboard.close(older)
+    board.dispatch_host.close(older)
     board.news(delta(board.port.attempts[1], 0, 3, finish=FinishReason.STOP))
     assert newer.poll().token_ids == (3,)
     assert board.port.aborted == board.port.attempts[:1]
@@ -165,32 +165,32 @@ def test_a_timer_that_breaks_ends_every_request(monkeypatch, caplog):
 def test_models_changes_are_announced():
     board = Board()
     assert board.num_changes == 1
-    board.switchboard.replica_down("r", InternalError("x"))
+    board.dispatch_host.replica_down("r", InternalError("x"))
     assert board.num_changes == 2
-    board.switchboard.check_integrity()
+    board.dispatch_host.check_integrity()
 
 
 def test_who_waits_for_idle_hears_once_that_the_last_request_is_over():
     board, heard = Board(), []
     x, y = board.open("x"), board.open("y")
-    board.switchboard.when_idle(lambda: heard.append("idle"))
-    board.switchboard.close(x)
+    board.dispatch_host.when_idle(lambda: heard.append("idle"))
+    board.dispatch_host.close(x)
     assert heard == []
-    board.switchboard.close(y)
-    board.switchboard.close(board.open("z"))
+    board.dispatch_host.close(y)
+    board.dispatch_host.close(board.open("z"))
     assert heard == ["idle"]
-    board.switchboard.when_idle(lambda: heard.append("idle already"))
+    board.dispatch_host.when_idle(lambda: heard.append("idle already"))
     assert heard == ["idle", "idle already"]
 
 
 @on_a_loop
 async def test_an_event_loop_is_a_clock():
     dispatch, news = Dispatch(RouterConfig(), LimitsConfig(), lambda n: 0), asyncio.Event()
-    switchboard = Switchboard(dispatch, asyncio.get_running_loop(), lambda: None)
-    switchboard.replica_up(Port(), facts("r"), NO_LOAD)
+    dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), lambda: None)
+    dispatch_host.replica_up(Port(), facts("r"), NO_LOAD)
     request = EngineRequest(request_id="x", prompt_token_ids=(1,), sampling_params=SamplingParams(seed=0))
-    part, deadline = Part(request=request, text=LetterText()), switchboard.now() + 0.01
-    stream = switchboard.open(part, model="m", deadline=deadline, on_news=news.set)
+    part, deadline = Part(request=request, text=LetterText()), dispatch_host.now() + 0.01
+    stream = dispatch_host.open(part, model="m", deadline=deadline, on_news=news.set)
     await news.wait()
     with pytest.raises(DeadlineExceededError):
         stream.poll()

@@ -1,13 +1,13 @@
 """Pauses between dials: they grow to a limit, are drawn apart, and begin anew once a replica has answered."""
 
-from holdfast.router.replicas.backoff import FIRST_PAUSE_S, Redial
+from holdfast.router.replicas.backoff import FIRST_PAUSE_S, Backoff
 
 
-def failed(num_times: int) -> Redial:
-    redial = Redial(max_pause_s=2.0)
+def failed(num_times: int) -> Backoff:
+    backoff = Backoff(max_pause_s=2.0)
     for _ in range(num_times):
-        redial.note_failure()
-    return redial
+        backoff.note_failure()
+    return backoff
 
 
 def test_pauses_double_up_to_a_limit():
@@ -20,6 +20,6 @@ def test_a_draw_takes_up_to_half_of_a_pause_away():
 
 
 def test_a_replica_that_was_up_is_dialled_again_soon():
-    redial = failed(7)
-    redial.note_up()
-    assert redial.pause_s(1.0) == FIRST_PAUSE_S
+    backoff = failed(7)
+    backoff.note_up()
+    assert backoff.pause_s(1.0) == FIRST_PAUSE_S

@@ -6,10 +6,10 @@ import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.dispatch_host import Switchboard
+from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.request import GenerationRequest, derived_seed
-from holdfast.router.requests.request_processor import Intake
-from holdfast.router.text.tokenizer_registry import TokenizerShelf
+from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError, RequestAbortedError
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
@@ -31,20 +31,20 @@ class Port:
         pass
 
 
-async def desk(**changes) -> tuple[Intake, Port]:
-    """An intake with one replica that is up."""
-    tokenizers = TokenizerShelf(byte_tokenizer, inline_bytes=100)
+async def desk(**changes) -> tuple[RequestProcessor, Port]:
+    """An request processor with one replica that is up."""
+    tokenizers = TokenizerRegistry(byte_tokenizer, inline_bytes=100)
     await tokenizers.load("m", "/nowhere")
     dispatch = Dispatch(RouterConfig(), LimitsConfig(), lambda n: 0)
-    switchboard, port = Switchboard(dispatch, asyncio.get_running_loop(), lambda: None), Port()
-    switchboard.replica_up(port, facts("r", "m", **({"vocab_size": 256, "num_blocks": 1000} | changes)), NO_LOAD)
-    return Intake(switchboard, tokenizers, LimitsConfig()), port
+    dispatch_host, port = DispatchHost(dispatch, asyncio.get_running_loop(), lambda: None), Port()
+    dispatch_host.replica_up(port, facts("r", "m", **({"vocab_size": 256, "num_blocks": 1000} | changes)), NO_LOAD)
+    return RequestProcessor(dispatch_host, tokenizers, LimitsConfig()), port
 
 
 @on_a_loop
 async def test_everything_left_open_is_resolved():
-    intake, port = await desk()
-    async with intake.open(GenerationRequest(prompt="hi")) as stream:
+    request_processor, port = await desk()
+    async with request_processor.open(GenerationRequest(prompt="hi")) as stream:
         (request,) = port.requests
     assert request.prompt_token_ids == (104, 105)
     assert request.request_id == stream.request_id
@@ -54,37 +54,39 @@ async def test_everything_left_open_is_resolved():
 @on_a_loop
 async def test_numbers_that_mean_all_are_brought_down_to_what_there_is():
     """A number that fits no message of the link must not get there."""
-    intake, port = await desk(max_model_len=1000)
+    request_processor, port = await desk(max_model_len=1000)
     params = SamplingParams(max_tokens=2**40, top_k=2**40, seed=1)
-    async with intake.open(GenerationRequest(prompt="hi", sampling_params=params)):
+    async with request_processor.open(GenerationRequest(prompt="hi", sampling_params=params)):
         (request,) = port.requests
     assert (request.sampling_params.max_tokens, request.sampling_params.top_k) == (1000, 256)
 
 
 @on_a_loop
 async def test_the_earlier_of_two_deadlines_holds():
-    intake, _ = await desk()
+    request_processor, _ = await desk()
     for timeout_s, time_remaining_s in ((0.01, 60), (60, 0.01), (None, 0.01), (0.01, None)):
-        async with intake.open(GenerationRequest(prompt="hi", timeout_s=timeout_s), time_remaining_s) as stream:
+        async with request_processor.open(
+            GenerationRequest(prompt="hi", timeout_s=timeout_s), time_remaining_s
+        ) as stream:
             with pytest.raises(DeadlineExceededError):
                 await stream.whole()
 
 
 @on_a_loop
 async def test_the_longest_prompt_leaves_room_for_one_token():
-    intake, port = await desk(max_model_len=10)
-    async with intake.open(GenerationRequest(prompt="x" * 9)):
+    request_processor, port = await desk(max_model_len=10)
+    async with request_processor.open(GenerationRequest(prompt="x" * 9)):
         assert len(port.requests) == 1
     with pytest.raises(InvalidRequestError, match="maximum context length is 10 tokens; the prompt has 10 tokens"):
-        async with intake.open(GenerationRequest(prompt="x" * 10)):
+        async with request_processor.open(GenerationRequest(prompt="x" * 10)):
             pass
 
 
 @on_a_loop
 async def test_a_closed_desk_opens_nothing_new():
-    intake, port = await desk()
-    intake.close()
+    request_processor, port = await desk()
+    request_processor.close()
     with pytest.raises(RequestAbortedError, match="stopping"):
-        async with intake.open(GenerationRequest(prompt="hi")):
+        async with request_processor.open(GenerationRequest(prompt="hi")):
             pass
     assert port.requests == []

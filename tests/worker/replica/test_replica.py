@@ -136,7 +136,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("state", ["running", "stopped"])
 def test_a_killed_leader_leaves_no_rank_behind(config, tmp_path, state):
-    """A rank sees to that itself; for one that cannot, the leader's guardian does."""
+    """A rank sees to that itself; for one that cannot, the leader's hang supervisor does."""
     script = tmp_path / "leader.py"
     script.write_text(LEADER)
     root = Path(__file__).parents[3]

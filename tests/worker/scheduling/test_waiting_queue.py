@@ -5,7 +5,7 @@ import random
 import pytest
 
 from holdfast.worker.request import Priority
-from holdfast.worker.scheduling.sequence import PATIENCE_S, Sequence
+from holdfast.worker.scheduling.sequence import RETRY_FOR_S, Sequence
 from holdfast.worker.scheduling.tenants import TenantCounters
 from holdfast.worker.scheduling.waiting_queue import WaitingSequences
 from tests.worker.schedulers import make_request
@@ -60,8 +60,8 @@ def test_of_one_tenant_the_earliest_deadline_goes_first_then_the_earliest_arriva
 def test_an_endless_stream_of_deadlines_does_not_hold_up_one_without():
     line = Line(aging_s=1e9)
     line.add("patient")
-    line.add("soon", now=PATIENCE_S - 31, time_left_s=30.0)
-    line.add("later", now=PATIENCE_S - 29, time_left_s=30.0)
+    line.add("soon", now=RETRY_FOR_S - 31, time_left_s=30.0)
+    line.add("later", now=RETRY_FOR_S - 29, time_left_s=30.0)
     assert line.serve_all() == ["soon", "patient", "later"]
 
 

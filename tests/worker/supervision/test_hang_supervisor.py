@@ -1,4 +1,4 @@
-"""A guardian ends a leader that hangs, and its ranks: those processes, for that reason, and nothing else."""
+"""A hang supervisor ends a leader that hangs, and its ranks: those processes, for that reason, and nothing else."""
 
 import ctypes
 import fcntl
@@ -23,14 +23,14 @@ PTRACE_SEIZE = 0x4206
 
 LEADER = """
 import asyncio, ctypes, os, sys, time
-from holdfast.worker.supervision.heartbeat_pipe import Lifeline
+from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 from holdfast.worker.supervision.process_id import ProcessId
 
 async def live():
-    lifeline = Lifeline(float(sys.argv[1]), map(ProcessId.parse, sys.argv[2:]))
-    beating = asyncio.create_task(lifeline.keep_beating())
+    heartbeat pipe = HeartbeatPipe(float(sys.argv[1]), map(ProcessId.parse, sys.argv[2:]))
+    beating = asyncio.create_task(heartbeat pipe.keep_beating())
     await asyncio.sleep(0)
-    print(lifeline.guardian, flush=True)
+    print(heartbeat pipe.hang supervisor, flush=True)
     while order := await asyncio.to_thread(sys.stdin.readline):
         if order == "hold the interpreter\\n":
             ctypes.PyDLL(None).sleep(1000)
@@ -40,7 +40,7 @@ async def live():
             print(os.getpid(), flush=True)
             time.sleep(1000)
         if order == "cut\\n":
-            lifeline.cut()
+            heartbeat pipe.cut()
             print("cut", flush=True)
 
 asyncio.run(live())
@@ -48,7 +48,7 @@ asyncio.run(live())
 
 
 class Leader:
-    """A process with a guardian and a rank."""
+    """A process with a hang supervisor and a rank."""
 
     def __init__(self, rank: ProcessId, limit_s: float) -> None:
         self.process = subprocess.Popen(
@@ -57,7 +57,7 @@ class Leader:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
-        self.guardian = psutil.Process(ProcessId.parse(self.process.stdout.readline().decode()).pid)
+        self.hang_supervisor = psutil.Process(ProcessId.parse(self.process.stdout.readline().decode()).pid)
 
     def order(self, what: str) -> None:
         self.process.stdin.write(f"{what}\n".encode())
@@ -108,50 +108,50 @@ def test_a_leader_that_hangs_is_ended_with_its_ranks(lead, rank, how):
         leader.order(how)
     assert leader.process.wait(TIMEOUT_S) == -signal.SIGKILL
     assert rank.wait(TIMEOUT_S) == -signal.SIGKILL
-    until(lambda: has_ended(leader.guardian))
+    until(lambda: has_ended(leader.hang_supervisor))
 
 
-def test_a_leader_that_is_killed_leaves_neither_ranks_nor_its_guardian(lead, rank):
+def test_a_leader_that_is_killed_leaves_neither_ranks_nor_its_hang_supervisor(lead, rank):
     leader = lead(limit_s=1000)
     leader.process.kill()
     assert rank.wait(TIMEOUT_S) == -signal.SIGKILL
-    until(lambda: has_ended(leader.guardian))
+    until(lambda: has_ended(leader.hang_supervisor))
 
 
-def test_a_child_that_a_leader_forked_and_left_keeps_no_guardian_alive(lead, rank):
+def test_a_child_that_a_leader_forked_and_left_keeps_no_hang_supervisor_alive(lead, rank):
     """It holds the pipe open as well."""
     leader = lead(limit_s=1000)
     leader.order("fork")
     child = psutil.Process(int(leader.process.stdout.readline()))
     leader.process.kill()
     assert rank.wait(TIMEOUT_S) == -signal.SIGKILL
-    until(lambda: has_ended(leader.guardian))
+    until(lambda: has_ended(leader.hang_supervisor))
     child.kill()
 
 
-def test_a_leader_that_ends_in_peace_takes_its_guardian_along_and_nothing_else(lead, rank):
+def test_a_leader_that_ends_in_peace_takes_its_hang_supervisor_along_and_nothing_else(lead, rank):
     leader = lead()
     leader.order("cut")
     assert leader.process.stdout.readline() == b"cut\n"
-    assert has_ended(leader.guardian)
+    assert has_ended(leader.hang_supervisor)
     leader.process.stdin.close()
     assert leader.process.wait(TIMEOUT_S) == 0
     assert rank.poll() is None
 
 
 class Watched:
-    """A guardian of a process that cannot beat: the test does."""
+    """A hang supervisor of a process that cannot beat: the test does."""
 
     def __init__(self, limit_s: float) -> None:
         self.leader = subprocess.Popen(["sleep", "1000"])
-        program = "from worker.guardian import main; main()"
+        program = "from worker.hang supervisor import main; main()"
         command = [sys.executable, "-c", program, str(limit_s), str(ProcessId.of(self.leader.pid))]
-        self.guardian = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, cwd=ROOT)
+        self.hang_supervisor = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, cwd=ROOT)
 
     def beat(self) -> None:
-        """Returns when the guardian has heard it."""
-        self.guardian.stdin.write(b".")
-        until(lambda: fcntl.ioctl(self.guardian.stdin, termios.FIONREAD, bytes(4)) == bytes(4))
+        """Returns when the hang supervisor has heard it."""
+        self.hang_supervisor.stdin.write(b".")
+        until(lambda: fcntl.ioctl(self.hang_supervisor.stdin, termios.FIONREAD, bytes(4)) == bytes(4))
 
 
 @pytest.fixture
@@ -165,18 +165,18 @@ def watch() -> Iterator[Callable[[float], Watched]]:
 
     yield start
     for watched in started:
-        for process in (watched.guardian, watched.leader):
+        for process in (watched.hang_supervisor, watched.leader):
             with process:
                 process.kill()
 
 
-def test_time_that_the_guardian_was_held_up_does_not_count(watch):
+def test_time_that_the_hang_supervisor_was_held_up_does_not_count(watch):
     """It wakes to a leader that it has not heard of for longer than its limit, and waits on."""
     watched = watch(1.0)
     watched.beat()
-    watched.guardian.send_signal(signal.SIGSTOP)
+    watched.hang_supervisor.send_signal(signal.SIGSTOP)
     time.sleep(1.2)
-    watched.guardian.send_signal(signal.SIGCONT)
+    watched.hang_supervisor.send_signal(signal.SIGCONT)
     resumed_s = time.monotonic()
     assert watched.leader.wait(TIMEOUT_S) == -signal.SIGKILL
     assert time.monotonic() - resumed_s > 0.4
@@ -198,5 +198,5 @@ def test_a_number_that_belongs_to_another_by_now_is_left_alone(lead, rank):
     leader = lead(rank_id=ProcessId(pid, start_ticks - 1))
     leader.process.send_signal(signal.SIGSTOP)
     leader.process.wait(TIMEOUT_S)
-    until(lambda: has_ended(leader.guardian))
+    until(lambda: has_ended(leader.hang_supervisor))
     assert rank.poll() is None

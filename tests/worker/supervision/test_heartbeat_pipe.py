@@ -1,4 +1,4 @@
-"""A leader keeps a guardian, whatever becomes of it, and is never held up by it."""
+"""A leader keeps a hang supervisor, whatever becomes of it, and is never held up by it."""
 
 import asyncio
 import os
@@ -6,24 +6,24 @@ import signal
 
 import pytest
 
-from holdfast.worker.supervision.heartbeat_pipe import Lifeline
+from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 
 TIMEOUT_S = 30
 
 
-def test_another_takes_the_place_of_a_guardian_that_was_killed(monkeypatch):
+def test_another_takes_the_place_of_a_hang_supervisor_that_was_killed(monkeypatch):
     monkeypatch.setattr("holdfast.worker.supervision.heartbeat_pipe.START_AGAIN_AFTER_S", 0.0)
 
     async def kill_it() -> None:
-        lifeline = Lifeline(1000, [])
-        beating = asyncio.create_task(lifeline.keep_beating())
-        first = lifeline.guardian
+        heartbeat_pipe = HeartbeatPipe(1000, [])
+        beating = asyncio.create_task(heartbeat_pipe.keep_beating())
+        first = heartbeat_pipe.hang_supervisor
         first.kill()
         async with asyncio.timeout(TIMEOUT_S):
-            while (second := lifeline.guardian) == first:
+            while (second := heartbeat_pipe.hang_supervisor) == first:
                 await asyncio.sleep(0.01)
-        lifeline.cut()
-        lifeline.cut()
+        heartbeat_pipe.cut()
+        heartbeat_pipe.cut()
         await beating
         with pytest.raises(ProcessLookupError):
             second.open()
@@ -31,25 +31,25 @@ def test_another_takes_the_place_of_a_guardian_that_was_killed(monkeypatch):
     asyncio.run(kill_it())
 
 
-def test_a_process_whose_guardian_cannot_be_started_again_says_so_and_goes_on(monkeypatch, caplog):
+def test_a_process_whose_hang_supervisor_cannot_be_started_again_says_so_and_goes_on(monkeypatch, caplog):
     monkeypatch.setattr("holdfast.worker.supervision.heartbeat_pipe.START_AGAIN_AFTER_S", 0.0)
 
     async def kill_it() -> None:
-        lifeline = Lifeline(1000, [])
-        lifeline._command = ["/no/such/program"]
-        lifeline.guardian.kill()
+        heartbeat_pipe = HeartbeatPipe(1000, [])
+        heartbeat_pipe._command = ["/no/such/program"]
+        heartbeat_pipe.hang_supervisor.kill()
         async with asyncio.timeout(TIMEOUT_S):
-            await lifeline.keep_beating()
-        lifeline.cut()
+            await heartbeat_pipe.keep_beating()
+        heartbeat_pipe.cut()
 
     asyncio.run(kill_it())
     assert "goes on without" in caplog.text
 
 
-def test_a_guardian_that_is_stopped_holds_nobody_up():
+def test_a_hang_supervisor_that_is_stopped_holds_nobody_up():
     """A pipe takes 64 KiB."""
-    lifeline = Lifeline(1000, [])
-    os.kill(lifeline.guardian.pid, signal.SIGSTOP)
+    heartbeat_pipe = HeartbeatPipe(1000, [])
+    os.kill(heartbeat_pipe.hang_supervisor.pid, signal.SIGSTOP)
     for _ in range(70_000):
-        lifeline._beat()
-    lifeline.cut()
+        heartbeat_pipe._beat()
+    heartbeat_pipe.cut()

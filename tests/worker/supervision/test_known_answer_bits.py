@@ -68,13 +68,13 @@ def strangers() -> Iterator[EngineRequest]:
 
 def ask_under_load(replica: Replica, num_times: int) -> None:
     """Asks so many times while others run, and waits for the answers. They are still running then."""
-    listener, canary = Listener(), replica._canary
+    listener, known_answer_check = Listener(), replica._known_answer_check
     replica.engine.attach(listener)
     for request in strangers():
         replica.engine.submit(request, listener)
     for number in range(num_times):
-        assert canary.ask()
-        while canary.num_right <= number and replica.engine.failure is None:
+        assert known_answer_check.ask()
+        while known_answer_check.num_right <= number and replica.engine.failure is None:
             replica.engine.stats(TIMEOUT_S)
     assert replica.engine.failure is None
     assert replica.engine.load.num_running > 0
@@ -123,12 +123,12 @@ def assert_found(replica: Replica, spoil: Callable[[], None]) -> None:
     ask_under_load(replica, 1)
     replica.engine.attach(listener)
     spoil()
-    replica._canary.ask()
+    replica._known_answer_check.ask()
     assert listener.failed.wait(TIMEOUT_S)
     assert heard.wait(TIMEOUT_S)
     assert "answered its self-check wrongly: " in str(listener.error)
     assert replica.engine.failure is listener.error
-    assert replica._canary._stopped.is_set()
+    assert replica._known_answer_check._stopped.is_set()
     replica.stop()
 
 

@@ -11,7 +11,7 @@ from holdfast.worker.engine_updates import EngineUpdate
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.supervision.known_answer import NUM_OUTPUT_TOKENS, NUM_PROMPT_TOKENS
-from holdfast.worker.supervision.known_answer_check import Canary
+from holdfast.worker.supervision.known_answer_check import KnownAnswerCheck
 from tests.pseudo_model import PseudoRunner
 from tests.worker.schedulers import BLOCK_SIZE, make_request, make_scheduler
 
@@ -63,7 +63,7 @@ class Broken(PseudoRunner):
 
 
 class Asked:
-    """An engine with a canary, and what it was found guilty of."""
+    """An engine with a known-answer check, and what it was found guilty of."""
 
     def __init__(self, runner: PseudoRunner | None = None, every_s: float = 3600, **scheduler: object) -> None:
         self.runner = runner or Rotting()
@@ -71,7 +71,7 @@ class Asked:
         self.engine = Engine(make_scheduler(**settings), self.runner, idle_s=0.05)
         self.wrongs: list[HoldfastError] = []
         info = SimpleNamespace(vocab_size=1000, max_model_len=200, num_blocks=64, block_size=BLOCK_SIZE)
-        self.canary = Canary(self.engine, info, self.wrongs.append, every_s=every_s)
+        self.known_answer_check = KnownAnswerCheck(self.engine, info, self.wrongs.append, every_s=every_s)
         self.engine.start()
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -83,13 +83,13 @@ class Asked:
         raise AssertionError("it never happened")
 
     def until_answered(self) -> None:
-        self.until(lambda: self.canary._open is None)
+        self.until(lambda: self.known_answer_check._open is None)
 
 
 @pytest.fixture
 def asked() -> Iterator[Asked]:
     asked = Asked()
-    assert len(asked.canary.begin()) == 4
+    assert len(asked.known_answer_check.begin()) == 4
     yield asked
     asked.runner.may_step.set()
     asked.engine.stop()
@@ -97,9 +97,9 @@ def asked() -> Iterator[Asked]:
 
 def test_it_is_computed_each_time_and_is_small(asked):
     for _ in range(3):
-        assert asked.canary.ask()
+        assert asked.known_answer_check.ask()
         asked.until_answered()
-    assert asked.canary.num_right == 3
+    assert asked.known_answer_check.num_right == 3
     stats = asked.engine.stats()
     assert stats.num_prefix_hit_tokens == 0, "an answer out of the cache would say nothing"
     assert stats.num_tokens_computed == 4 * (NUM_PROMPT_TOKENS + NUM_OUTPUT_TOKENS - 1)
@@ -108,59 +108,59 @@ def test_it_is_computed_each_time_and_is_small(asked):
 
 def test_a_wrong_answer_says_where(asked):
     asked.runner.is_rotten = True
-    asked.canary.ask()
+    asked.known_answer_check.ask()
     asked.until_answered()
     (wrong,) = asked.wrongs
     assert isinstance(wrong, ReplicaError)
     assert "self-check wrongly: " in str(wrong)
-    assert asked.canary.num_right == 0
+    assert asked.known_answer_check.num_right == 0
 
 
 def test_an_open_question_is_not_asked_twice(asked):
     asked.runner.hold()
-    assert asked.canary.ask()
-    assert not asked.canary.ask()
+    assert asked.known_answer_check.ask()
+    assert not asked.known_answer_check.ask()
     asked.runner.may_step.set()
     asked.until_answered()
-    assert asked.canary.ask()
+    assert asked.known_answer_check.ask()
 
 
 def test_users_go_first_and_the_question_gets_its_turn():
     """One at a time, with a line of others: aging brings it to the front of them."""
     asked = Asked(max_num_seqs=1, aging_s=0.001)
-    asked.canary.begin()
+    asked.known_answer_check.begin()
     listener = Listener()
     asked.engine.attach(listener)
     for number in range(300):
         asked.engine.submit(make_request(f"r{number}", max_tokens=30), listener)
-    asked.canary.ask()
-    asked.until(lambda: asked.canary.num_right == 1)
+    asked.known_answer_check.ask()
+    asked.until(lambda: asked.known_answer_check.num_right == 1)
     assert asked.engine.load.num_waiting > 0
     asked.engine.stop()
 
 
 def test_a_refusal_is_no_wrong_answer():
     asked = Asked(max_num_seqs=1, max_num_waiting=1)
-    asked.canary.begin()
+    asked.known_answer_check.begin()
     listener = Listener()
     asked.engine.attach(listener)
     asked.runner.hold()
     asked.engine.submit(make_request("runs"), listener)
     assert asked.runner.entered.wait(TIMEOUT_S)
     asked.engine.submit(make_request("waits"), listener)
-    asked.canary.ask()
+    asked.known_answer_check.ask()
     asked.runner.may_step.set()
     asked.until_answered()
-    assert (asked.wrongs, asked.canary.num_right) == ([], 0)
-    asked.canary.ask()
+    assert (asked.wrongs, asked.known_answer_check.num_right) == ([], 0)
+    asked.known_answer_check.ask()
     asked.until_answered()
-    assert (asked.wrongs, asked.canary.num_right) == ([], 1)
+    assert (asked.wrongs, asked.known_answer_check.num_right) == ([], 1)
     asked.engine.stop()
 
 
 def test_an_abort_at_the_end_is_no_wrong_answer(asked):
     asked.runner.hold()
-    asked.canary.ask()
+    asked.known_answer_check.ask()
     assert asked.runner.entered.wait(TIMEOUT_S)
     stopping = threading.Thread(target=asked.engine.stop)
     stopping.start()
@@ -168,38 +168,38 @@ def test_an_abort_at_the_end_is_no_wrong_answer(asked):
     stopping.join(TIMEOUT_S)
     assert asked.wrongs == []
     with pytest.raises(ReplicaError):
-        asked.canary.ask()
+        asked.known_answer_check.ask()
 
 
 def test_a_question_that_does_not_fit_is_not_asked():
     asked = Asked(num_blocks=1)
-    assert asked.canary.begin() == b""
+    assert asked.known_answer_check.begin() == b""
     asked.engine.stop()
 
 
 def test_an_engine_that_ends_before_the_first_answer_says_why():
     asked = Asked(Broken())
     with pytest.raises(ReplicaError, match="a rank was lost"):
-        asked.canary.begin()
+        asked.known_answer_check.begin()
     asked.engine.stop()
 
 
 def test_once_started_it_asks_by_itself_until_it_is_stopped():
     asked = Asked(every_s=0.001)
-    asked.canary.begin()
-    asked.canary.start()
-    asked.until(lambda: asked.canary.num_right >= 3)
-    asked.canary.stop()
-    asked.canary._thread.join(TIMEOUT_S)
-    assert asked.canary._thread.daemon
-    assert not asked.canary._thread.is_alive()
+    asked.known_answer_check.begin()
+    asked.known_answer_check.start()
+    asked.until(lambda: asked.known_answer_check.num_right >= 3)
+    asked.known_answer_check.stop()
+    asked.known_answer_check._thread.join(TIMEOUT_S)
+    assert asked.known_answer_check._thread.daemon
+    assert not asked.known_answer_check._thread.is_alive()
     asked.engine.stop()
 
 
 def test_it_stops_asking_an_engine_that_has_ended():
     asked = Asked(every_s=0.001)
-    asked.canary.begin()
-    asked.canary.start()
+    asked.known_answer_check.begin()
+    asked.known_answer_check.start()
     asked.engine.stop()
-    asked.canary._thread.join(TIMEOUT_S)
-    assert not asked.canary._thread.is_alive()
+    asked.known_answer_check._thread.join(TIMEOUT_S)
+    assert not asked.known_answer_check._thread.is_alive()

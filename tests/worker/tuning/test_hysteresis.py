@@ -2,7 +2,7 @@
 
 import random
 
-from holdfast.worker.tuning.hysteresis import COOL_DOWN, PATIENCE, Dial
+from holdfast.worker.tuning.hysteresis import COOL_DOWN, NUM_IN_A_ROW, Dial
 
 
 def wish(dial: Dial, *values: int) -> int:
@@ -28,17 +28,17 @@ def test_wishes_close_to_the_value_turn_nothing():
 
 def test_it_hears_nothing_for_a_while_after_a_turn():
     dial = Dial(64, low=1, high=1000)
-    wish(dial, *[20] * PATIENCE)
-    assert wish(dial, *[200] * (COOL_DOWN + PATIENCE - 1)) == 0
+    wish(dial, *[20] * NUM_IN_A_ROW)
+    assert wish(dial, *[200] * (COOL_DOWN + NUM_IN_A_ROW - 1)) == 0
     assert wish(dial, 200) == 1
 
 
 def test_going_back_takes_more_than_going_on():
     for back, forth in ((27, 15), (27, 13)):
         dial = Dial(64, low=1, high=64)
-        wish(dial, *[20] * PATIENCE)
-        assert wish(dial, *[back] * (COOL_DOWN + PATIENCE)) == 0, "within the square of the band"
-        assert wish(dial, *[forth] * PATIENCE) == 1
+        wish(dial, *[20] * NUM_IN_A_ROW)
+        assert wish(dial, *[back] * (COOL_DOWN + NUM_IN_A_ROW)) == 0, "within the square of the band"
+        assert wish(dial, *[forth] * NUM_IN_A_ROW) == 1
 
 
 def test_it_stays_within_its_bounds():

@@ -1,9 +1,10 @@
 """A process that loads the libraries and the bundled model once, and forks replicas and routers that are up at once.
 
-    python -m tests.chaos.nursery      # reads orders, one JSON object a line; answers each with a line when it is up
+    python -m tests.chaos.fork_server      # reads orders, one JSON object a line; answers each with a line when it is
+    up
 
 What it forks is what serves anywhere: an engine behind its link, a router behind its port. Ray alone is missing. They
-end with the nursery, and it with its stdin. What may not live here: faults, and the side that orders (`forked.py`).
+end with the fork server, and it with its stdin. What may not live here: faults, and the side that orders (`forked.py`).
 """
 
 import asyncio
@@ -77,7 +78,7 @@ class FileDirectory:
             await asyncio.sleep(LOOK_S)
 
 
-class Nursery:
+class ForkServer:
     """The process that forks."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -91,12 +92,12 @@ class Nursery:
         device = torch.device("cpu")
         prepare_process(self._config, device)
         self._runner = ModelRunner.load(self._config, SingleRank(), device=device)
-        self._lifeline, self._held = os.pipe()
+        self._heartbeat_pipe, self._held = os.pipe()
 
     def run(self) -> None:
         """Forks on every order, until there are no more."""
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
-        say(id="nursery", address="", pid=os.getpid())
+        say(id="fork_server", address="", pid=os.getpid())
         for line in sys.stdin:
             if os.fork() == 0:
                 os._exit(self._live(json.loads(line)))
@@ -111,11 +112,11 @@ class Nursery:
 
     def _begin(self) -> None:
         """In every process of a cluster."""
-        threading.Thread(target=self._end_with_the_nursery, daemon=True).start()
+        threading.Thread(target=self._end_with_the_fork_server, daemon=True).start()
         end_when_out_of_memory()
 
-    def _end_with_the_nursery(self) -> None:
-        os.read(self._lifeline, 1)
+    def _end_with_the_fork_server(self) -> None:
+        os.read(self._heartbeat_pipe, 1)
         os._exit(0)
 
     async def _replica(
@@ -164,4 +165,4 @@ def say(**news: Any) -> None:
 
 
 if __name__ == "__main__":
-    Nursery(num_blocks=int(sys.argv[1])).run()
+    ForkServer(num_blocks=int(sys.argv[1])).run()
