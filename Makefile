@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
 	$(shell $(name) -c 'import sys; print("$(name)" if (3, 11) <= sys.version_info[:2] <= (3, 13) else "")' 2>/dev/null)))
 
+# Tests in two processes, a file at a time.
+SHARED := -n 2 --dist loadgroup --no-loadscope-reorder
+
 .PHONY: help install demo test test-all test-fast lint format types proto proto-check check bench nightly model clean
 
 help:            ## Show this list.
@@ -25,13 +28,13 @@ demo: install    ## Start a cluster on this machine, stream four prompts through
 	@$(BIN)/holdfast demo
 
 test: install    ## Run the tests, but for the long searches; what is left out is named at the end.
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest -m "not slow" $(SHARED)
 
 test-all: install  ## Run every test: the soak, the full sweeps and the steady load under faults as well.
 	@$(BIN)/python -m pytest
 
 test-fast: install  ## Run the tests that start neither Ray nor long searches.
-	@$(BIN)/python -m pytest -m "not cluster and not slow"
+	@$(BIN)/python -m pytest -m "not cluster and not slow" $(SHARED)
 
 lint: install    ## Check style and formatting.
 	@$(BIN)/ruff check .

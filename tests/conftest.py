@@ -6,11 +6,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from typing import TYPE_CHECKING
+
 import pytest
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests need a GPU; that they were left out is said at the end, never in silence."""
+    _share_out(items)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -21,13 +27,36 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def _share_out(items: list[pytest.Item]) -> None:
+    """For `pytest -n`: a file is the unit, so that its fixtures are made once; all that starts Ray is one unit, and goes
+    first, because it takes longest and waits most.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
+    for item in items:
+        group = "ray" if item.get_closest_marker("cluster") else item.nodeid.split("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+_LEFT_OUT = pytest.StashKey[list[str]]()
+
+
 def pytest_deselected(items: list[pytest.Item]) -> None:
     if items:
         config = items[0].config
         config.stash.setdefault(_LEFT_OUT, []).extend(item.nodeid for item in items)
 
 
-_LEFT_OUT = pytest.StashKey[list[str]]()
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of `pytest -n` tells the one that reports what it has left out."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["left_out"] = session.config.stash.get(_LEFT_OUT, [])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: "WorkerController", error: object) -> None:
+    """Every process has left out the same."""
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", [])
 
 
 def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config: pytest.Config) -> None:

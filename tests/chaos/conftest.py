@@ -1,8 +1,14 @@
+from typing import TYPE_CHECKING
+
 import pytest
 
 from tests.chaos.tally import Tally
 
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
+
 _TALLY = pytest.StashKey[Tally]()
+_TOLD = pytest.StashKey[list[str]]()
 
 
 @pytest.fixture(scope="session")
@@ -11,6 +17,18 @@ def tally(pytestconfig: pytest.Config) -> Tally:
     return pytestconfig.stash.setdefault(_TALLY, Tally())
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of `pytest -n` hands its table to the one that reports."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None and _TALLY in session.config.stash:
+        output["tally"] = list(session.config.stash[_TALLY].lines())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: "WorkerController", error: object) -> None:
+    node.config.stash.setdefault(_TOLD, []).extend(getattr(node, "workeroutput", {}).get("tally", []))
+
+
 def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config: pytest.Config) -> None:
-    for line in config.stash.get(_TALLY, Tally()).lines():
+    for line in [*config.stash.get(_TALLY, Tally()).lines(), *config.stash.get(_TOLD, [])]:
         terminalreporter.write_line(line)
