@@ -21,7 +21,7 @@ from typing import Literal, get_args
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.cluster.bundled_model.folders import bundled_path
+from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.step_plan import StepRunner

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from holdfast.cluster.bundled_model.folders import bundled_path
+from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.worker.attention.kv_cache import LayerCache
 from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from holdfast.cluster.bundled_model.folders import bundled_path
+from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine

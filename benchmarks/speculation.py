@@ -18,8 +18,7 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from holdfast.cluster.bundled_model.bundled_model import located
-from holdfast.cluster.bundled_model.folders import bundled_path
+from holdfast.cluster.bundled_model.bundled_model import bundled_path, located
 from holdfast.router.text.chat import render_chat
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.tokenizer import Tokenizer

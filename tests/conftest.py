@@ -28,8 +28,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _share_out(items: list[pytest.Item]) -> None:
-    """For `pytest -n`: a file is the unit, so that its fixtures are made once. All that starts Ray is one unit, and goes
-    first: it takes longest, and waits most.
+    """For `pytest -n`: a file is the unit, so that its fixtures are made once. All that starts Ray is one unit, and
+    goes first: it takes longest, and waits most.
     """
     items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
     for item in items:

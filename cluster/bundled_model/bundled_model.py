@@ -1,10 +1,26 @@
-"""Finds the models that come with the package, so that the floors below only ever see folders and hub ids."""
+"""The bundled models: ordinary Hugging Face folders, shipped as package data, and their names in settings.
 
-from holdfast.cluster.bundled_model.folders import bundled_path
+The floors below only ever see folders and hub ids.
+"""
+
+from importlib.resources import files
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
 from holdfast.worker.config import WorkerConfig
+from holdfast.worker.errors import UnknownModelError
 
-BUNDLED = "demo"
-BUNDLED_DRAFT = "demo-draft"
+BUNDLED: Final = "demo"
+BUNDLED_DRAFT: Final = "demo-draft"
+_FOLDERS: Final = MappingProxyType({BUNDLED: "model", BUNDLED_DRAFT: "draft"})
+
+
+def bundled_path(name: str) -> Path:
+    """The folder of `demo` or of its draft model `demo-draft`. Raises `UnknownModelError` for any other name."""
+    if name not in _FOLDERS:
+        raise UnknownModelError(name, tuple(_FOLDERS))
+    return Path(str(files("holdfast.cluster.bundled_model"))) / _FOLDERS[name]
 
 
 def located(config: WorkerConfig) -> WorkerConfig:

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from safetensors import safe_open
 
-from holdfast.cluster.bundled_model.folders import bundled_path
+from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.router.text.chat import render_chat
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import UnknownModelError

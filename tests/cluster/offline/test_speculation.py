@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from holdfast.cluster.bundled_model.bundled_model import located
-from holdfast.cluster.bundled_model.folders import bundled_path
+from holdfast.cluster.bundled_model.bundled_model import bundled_path, located
 from holdfast.cluster.config.config import load_config
 from holdfast.cluster.config.sources import Setting
 from holdfast.cluster.offline.llm import LLM
