@@ -5,6 +5,7 @@ What may not live here: what is to be completed and how it is sampled (`worker/s
 
 from typing import TypedDict
 
+from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
 
 
@@ -19,3 +20,9 @@ class ServiceOptions(TypedDict, total=False):
     """Seconds after which the request ends with a `DeadlineExceededError`."""
     cache_salt: str
     """Only requests with the same one find each other's prefixes in the cache."""
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Raises `InvalidRequestError` for a timeout that is over before it begins. It must be known to be a number."""
+    if timeout_s is not None and not timeout_s > 0:
+        raise InvalidRequestError("timeout_s", timeout_s, "must be above 0")

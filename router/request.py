@@ -5,18 +5,23 @@ What may live here: the plain data and its own checks. What may not: wire format
 """
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 
 from holdfast.router.config import LimitsConfig
 from holdfast.router.resume import Resume
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.request import Priority
+from holdfast.worker.request import Priority, check_service
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.value_types import checked_prompt, checked_seconds, checked_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What a client asks for. Fields are named as in the public proto."""
+    """What a client asks for. Fields are named as in the public proto.
+
+    Raises `InvalidRequestError` for a field of a wrong type: wires and callers in process are equal here.
+    """
 
     prompt: str | tuple[int, ...]
     """Text, or token ids that are taken as they are."""
@@ -37,6 +42,15 @@ class GenerationRequest:
     attempt: int = 0
     """Which submission of the request it is, from 1; 0: its client does not come again."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", checked_prompt(self.prompt))
+        checked_text("model", self.model)
+        checked_text("request_id", self.request_id)
+        if not isinstance(self.sampling_params, SamplingParams):
+            raise InvalidRequestError("sampling_params", self.sampling_params, "must be SamplingParams")
+        check_service(priority=self.priority, tenant=self.tenant, cache_salt=self.cache_salt)
+        object.__setattr__(self, "timeout_s", checked_seconds("timeout_s", self.timeout_s))
+
     def check(self, limits: LimitsConfig) -> None:
         """Raises `InvalidRequestError`, naming field and limit."""
         self._check_prompt(limits)
@@ -56,8 +70,8 @@ class GenerationRequest:
                 limit = f"must have at most {limits.max_request_id_length} characters"
                 raise InvalidRequestError(name, value, limit)
         if self.timeout_s is not None and not 0 < self.timeout_s <= limits.max_timeout_s:
-            timeout_ms, max_timeout_ms = round(self.timeout_s * 1000), round(limits.max_timeout_s * 1000)
-            raise InvalidRequestError("timeout_ms", timeout_ms, f"must be in [1, {max_timeout_ms}]")
+            timeout_ms = round(self.timeout_s * 1000) if math.isfinite(self.timeout_s) else self.timeout_s
+            raise InvalidRequestError("timeout_ms", timeout_ms, f"must be in [1, {round(limits.max_timeout_s * 1000)}]")
 
     def _check_prompt(self, limits: LimitsConfig) -> None:
         if not self.prompt:

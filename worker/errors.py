@@ -130,5 +130,8 @@ class InternalError(HoldfastError):
 
 def _shortened(value: object, limit: int = 80) -> str:
     """`repr` of a value cut to `limit` characters, so that a bad megabyte never ends up in a message."""
-    text = repr(value[:limit] if isinstance(value, str | bytes | list | tuple) else value)
+    try:
+        text = repr(value[:limit] if isinstance(value, str | bytes | list | tuple) else value)
+    except ValueError:  # Python does not write out integers of thousands of digits
+        text = f"a {type(value).__name__} too large to be shown"
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -4,11 +4,11 @@ What may not live here: limits of their values, which `SamplingParams` checks af
 """
 
 from collections.abc import Callable, Collection, Mapping
-from numbers import Integral, Real
 from typing import Final
 
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.structured_outputs import StructuredOutputs
+from holdfast.worker.value_types import PLAIN, is_flag, is_number, is_text, is_whole, plain_number
 
 Check = Callable[[object], bool]
 
@@ -22,28 +22,32 @@ def check_types(params: object) -> None:
                 raise InvalidRequestError(f"sampling_params.{name}", value, wish)
 
 
-def _is_whole(value: object) -> bool:
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+def plain_values(params: object) -> dict[str, object]:
+    """What other libraries' numbers are as Python's own, by field: those have no limits, and every wire takes them.
+
+    The types must have been checked.
+    """
+    values = {name: getattr(params, name) for names, _, _ in _CHECKS[:2] for name in names}
+    plain = {name: plain_number(value) for name, value in values.items() if type(value) not in PLAIN}
+    return {name: value for name, value in plain.items() if value is not None}
 
 
-def _is_number(value: object) -> bool:
-    return type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
+def _is_whole_of_64_bits(value: object) -> bool:
+    return is_whole(value) and -(2**64) < value < 2**64
 
 
 def _are_texts(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, Collection) and all(isinstance(item, str) for item in value))
+    return is_text(value) if isinstance(value, str) else isinstance(value, Collection) and all(map(is_text, value))
 
 
 def _are_token_ids(value: object) -> bool:
-    return isinstance(value, Collection) and not isinstance(value, str | bytes) and all(map(_is_whole, value))
+    if isinstance(value, str | bytes | bytearray | memoryview):
+        return False
+    return isinstance(value, Collection) and all(map(is_whole, value))
 
 
 def _are_biases(value: object) -> bool:
-    return isinstance(value, Mapping) and all(map(_is_whole, value)) and all(map(_is_number, value.values()))
+    return isinstance(value, Mapping) and all(map(is_whole, value)) and all(map(is_number, value.values()))
 
 
 def _is_structure(value: object) -> bool:
@@ -61,7 +65,7 @@ _CHECKS: Final[tuple[tuple[tuple[str, ...], Check, str], ...]] = (
             "frequency_penalty",
             "length_penalty",
         ),
-        _is_number,
+        is_number,
         "must be a number",
     ),
     (
@@ -77,15 +81,15 @@ _CHECKS: Final[tuple[tuple[tuple[str, ...], Check, str], ...]] = (
             "truncate_prompt_tokens",
             "beam_width",
         ),
-        _is_whole,
-        "must be a whole number",
+        _is_whole_of_64_bits,
+        "must be a whole number, of 64 bits at most",
     ),
     (
         ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "echo"),
-        _is_flag,
+        is_flag,
         "must be True or False",
     ),
-    (("stop", "bad_words"), _are_texts, "must be text, or a list of texts"),
+    (("stop", "bad_words"), _are_texts, "must be text, or a list of texts, in valid Unicode"),
     (("stop_token_ids", "allowed_token_ids"), _are_token_ids, "must be a list of token ids"),
     (("logit_bias",), _are_biases, "must give token ids numbers"),
     (("structured_outputs",), _is_structure, "must be StructuredOutputs, or a mapping of its fields"),

@@ -11,6 +11,7 @@ from enum import IntEnum, StrEnum
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.suspicion import Suspicion
+from holdfast.worker.value_types import checked_seconds, checked_text
 
 
 class Priority(IntEnum):
@@ -65,8 +66,22 @@ class EngineRequest:
 
     def __post_init__(self) -> None:
         assert self.sampling_params.seed is not None, "the seed is resolved before a request reaches the engine"
+        check_service(priority=self.priority, tenant=self.tenant, cache_salt=self.cache_salt)
+        checked_text("request_id", self.request_id)
+        checked_seconds("time_left_s", self.time_left_s)
         if not self.prompt_token_ids:
             raise InvalidRequestError("prompt", (), "must have at least one token")
+
+
+def check_service(*, priority: object, tenant: object, cache_salt: object) -> None:
+    """Raises `InvalidRequestError` for what is of another type than it says: queues order by priorities, and caches
+    hash salts, long after whoever filled them in is gone.
+    """
+    if not isinstance(priority, Priority):
+        names = ", ".join(f"Priority.{one.name}" for one in Priority)
+        raise InvalidRequestError("priority", priority, f"must be one of {names}")
+    checked_text("tenant", tenant)
+    checked_text("cache_salt", cache_salt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.parameter_types import check_types
+from holdfast.worker.parameter_types import check_types, plain_values
 from holdfast.worker.structured_outputs import StructuredOutputs
+from holdfast.worker.value_types import plain_number
 
 MAX_SEED: Final = 2**63 - 1
 """Seeds are non-negative and fit a signed 64-bit integer, in every language that speaks the proto."""
@@ -93,13 +94,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_types(self)
+        for name, value in plain_values(self).items():
+            object.__setattr__(self, name, value)
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", _plain_token_ids(self.stop_token_ids))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        biases = {int(token_id): plain_number(bias) for token_id, bias in (self.logit_bias or {}).items()}
+        object.__setattr__(self, "logit_bias", biases)
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            object.__setattr__(self, "allowed_token_ids", _plain_token_ids(self.allowed_token_ids))
         bad_words = (self.bad_words,) if isinstance(self.bad_words, str) else tuple(self.bad_words or ())
         object.__setattr__(self, "bad_words", bad_words)
         if self.structured_outputs is not None:
@@ -198,6 +202,10 @@ _NOT_WITH_BEAMS: Final[Mapping[str, object]] = {
     "frequency_penalty": 0.0,
 }
 """Beams are ranked by what the model itself says: what changes or cuts that has no meaning for them."""
+
+
+def _plain_token_ids(token_ids: Sequence[int] | None) -> tuple[int, ...]:
+    return () if token_ids is None else tuple(map(int, token_ids))
 
 
 def _require(field: str, value: object, ok: bool, limit: str) -> None:

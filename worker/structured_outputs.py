@@ -5,10 +5,11 @@ the text world finds out when it makes a grammar of it (`router/text/grammar.py`
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.value_types import is_flag, is_text
 
 FIELD = "sampling_params.structured_outputs"
 
@@ -32,8 +33,11 @@ class StructuredOutputs:
     """A context-free grammar in the syntax of Lark, as llguidance reads it; it begins at `start`."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.choice, str):
+        is_list = isinstance(self.choice, Collection) and not isinstance(self.choice, str | bytes)
+        if self.choice is not None and not is_list:
             raise InvalidRequestError(f"{FIELD}.choice", self.choice, "must be a list of texts")
+        if not is_flag(self.json_object):
+            raise InvalidRequestError(f"{FIELD}.json_object", self.json_object, "must be True or False")
         if self.choice is not None:
             object.__setattr__(self, "choice", tuple(self.choice))
         if isinstance(self.json, Mapping):
@@ -42,9 +46,10 @@ class StructuredOutputs:
         if len(chosen) != 1:
             raise InvalidRequestError(FIELD, chosen, f"must have exactly one of {', '.join(_KINDS)}")
         texts = self.choice if self.choice is not None else (self.text,)
-        is_whole = bool(texts) and all(isinstance(text, str) and text for text in texts)
-        if not is_whole and not self.json_object:
-            raise InvalidRequestError(f"{FIELD}.{self.kind}", getattr(self, self.kind), "must be text, and not empty")
+        are_texts = bool(texts) and all(is_text(text) and text for text in texts)
+        if not are_texts and not self.json_object:
+            limit = "must be text in valid Unicode, and not empty"
+            raise InvalidRequestError(f"{FIELD}.{self.kind}", getattr(self, self.kind), limit)
 
     @classmethod
     def of(cls, given: "StructuredOutputs | Mapping[str, object]") -> "StructuredOutputs":
@@ -53,7 +58,7 @@ class StructuredOutputs:
             return given
         unknown = set(given) - set(_KINDS)
         if unknown:
-            raise InvalidRequestError(FIELD, sorted(unknown), f"must have exactly one of {', '.join(_KINDS)}")
+            raise InvalidRequestError(FIELD, sorted(map(str, unknown)), f"must have exactly one of {', '.join(_KINDS)}")
         return cls(**given)  # type: ignore[arg-type]  # as much as from any caller
 
     @property
@@ -78,5 +83,5 @@ _KINDS = tuple(field.name for field in fields(StructuredOutputs))
 def _json_text(schema: Mapping[str, object]) -> str:
     try:
         return json.dumps(dict(schema))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{FIELD}.json", schema, f"must be a JSON schema: {error}") from None

@@ -8,9 +8,10 @@ from typing import Final
 
 from holdfast.cluster.client.generation import Chunk, GeneratedSequence, Generation
 from holdfast.cluster.client.received import Received
+from holdfast.cluster.service_options import check_timeout
 from holdfast.router.events import Usage
+from holdfast.router.request import GenerationRequest
 from holdfast.v1 import inference_pb2
-from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import FinishReason, Priority, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
@@ -40,9 +41,18 @@ def generate_request(
     tenant: str = "",
     cache_salt: str = "",
 ) -> inference_pb2.GenerateRequest:
-    """Raises `InvalidRequestError` for a timeout that is over before it begins."""
-    if timeout_s is not None and not timeout_s > 0:
-        raise InvalidRequestError("timeout_s", timeout_s, "must be above 0")
+    """Raises `InvalidRequestError` for arguments of wrong types, and for a timeout that is over before it begins."""
+    wish = GenerationRequest(
+        prompt=prompt,  # type: ignore[arg-type]  # it becomes a tuple there
+        model=model,
+        request_id=request_id,
+        sampling_params=params,
+        priority=priority,
+        timeout_s=timeout_s,
+        tenant=tenant,
+        cache_salt=cache_salt,
+    )
+    check_timeout(wish.timeout_s)
     request = inference_pb2.GenerateRequest(
         model=model,
         request_id=request_id,
@@ -52,11 +62,11 @@ def generate_request(
         cache_salt=cache_salt,
         attempt=1,
     )
-    if isinstance(prompt, str):
-        request.text = prompt
+    if isinstance(wish.prompt, str):
+        request.text = wish.prompt
     else:
-        request.token_ids.ids.extend(prompt)
-    set_timeout(request, timeout_s)
+        request.token_ids.ids.extend(wish.prompt)
+    set_timeout(request, wish.timeout_s)
     return request
 
 

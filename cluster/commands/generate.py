@@ -11,11 +11,10 @@ from cyclopts import Parameter
 
 from holdfast.cluster.commands.printing import Printer, print_logprobs
 from holdfast.cluster.commands.sampling_flags import SamplingFlags
-from holdfast.cluster.config.config import load_config
+from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.sources import Layer
 from holdfast.cluster.service_options import ServiceOptions
-from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.request import Priority, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
@@ -87,7 +86,7 @@ def generate(
         },
     )
     if server is None:
-        _complete_here(load_config(settings, config).config.worker, ask)
+        _complete_here(load_config(settings, config).config, ask)
         return 0
     if chat:
         raise ConfigurationError("--chat (with --server): chat templates are applied where the model is loaded")
@@ -110,7 +109,7 @@ def _check_for_server(settings: Layer, config: Path | None) -> None:
 # --- in this process ---
 
 
-def _complete_here(config: WorkerConfig, ask: Ask) -> None:
+def _complete_here(config: HoldfastConfig, ask: Ask) -> None:
     if ask.params.beam_width is not None and ask.service.get("timeout_s") is not None:
         raise ConfigurationError("--timeout-s (with --beam-width): is kept by servers alone; add --server")
     from holdfast.cluster.offline.beams import search
@@ -119,7 +118,7 @@ def _complete_here(config: WorkerConfig, ask: Ask) -> None:
     from holdfast.cluster.progress_bars import progress
 
     with progress(sys.stderr) as report:
-        engine = InferenceEngine(config=config, progress=report)
+        engine = InferenceEngine(config=config.worker, progress=report, limits=config.limits)
         engine.start()
     try:
         prompt = chat_token_ids(engine.tokenizer, [{"role": "user", "content": ask.text}]) if ask.chat else ask.text

@@ -18,6 +18,7 @@ from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import FinishReason
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.value_types import is_flag, is_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,10 @@ class BeamSearchParams:
 
     def sampling_params(self) -> SamplingParams:
         """The search as a request, for all beams that there are. Raises `InvalidRequestError`."""
-        if self.temperature != 0:
+        if not is_flag(self.include_stop_str_in_output):
+            limit = "must be True or False"
+            raise InvalidRequestError("include_stop_str_in_output", self.include_stop_str_in_output, limit)
+        if not is_number(self.temperature) or self.temperature != 0:
             raise InvalidRequestError("temperature", self.temperature, "must be 0: a beam search draws nothing")
         return SamplingParams(
             n=self.beam_width,

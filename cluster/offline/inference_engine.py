@@ -7,8 +7,7 @@ What may live here: making requests of prompts, and handing them to a replica. W
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Final
+from typing import Final, Unpack
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.config.config import HoldfastConfig, load_config
@@ -16,11 +15,13 @@ from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.offline.completion import Callback, Completion
 from holdfast.cluster.offline.delivery import Delivery
 from holdfast.cluster.offline.outputs import RequestOutput
-from holdfast.router.request import derived_seed
+from holdfast.cluster.service_options import ServiceOptions, check_timeout
+from holdfast.router.config import LimitsConfig
+from holdfast.router.request import GenerationRequest
 from holdfast.router.text.grammar import GrammarCompiler
-from holdfast.router.text.prompt import echoed_text, kept_tokens
+from holdfast.router.text.prompt import check_length, echoed_text, kept_tokens
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.router.text.vocabulary import bad_word_token_ids, check_controls, check_vocabulary
+from holdfast.router.text.vocabulary import bad_word_token_ids, check_vocabulary, resolved
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import InvalidRequestError, RequestAbortedError
 from holdfast.worker.model_info import ModelInfo
@@ -73,8 +74,11 @@ class InferenceEngine:
         seed: int = 0,
         launcher: RankLauncher | None = None,
         progress: Progress | None = None,
+        limits: LimitsConfig | None = None,
     ) -> None:
-        self._config = _patient(located(_worker_config(model, config)))
+        """`limits` are those of a tree of settings unless they are given."""
+        config, self._limits = _checked_config(config, limits)
+        self._config = _patient(located(_named(model, config)))
         self._seed = seed
         self._launcher = launcher
         self._progress = progress
@@ -131,20 +135,13 @@ class InferenceEngine:
         replica has failed.
         """
         _, delivery = self._running()
-        params = params or SamplingParams()
-        self._check(params)
-        _check_timeout(timeout_s)
-        request = replace(
-            self._engine_request(prompt, params),
-            priority=priority,
-            tenant=tenant,
-            time_left_s=timeout_s,
-            cache_salt=cache_salt,
-        )
-        kept = request.prompt_token_ids
-        given = prompt if isinstance(prompt, str) else tuple(prompt)
-        echo = echoed_text(self.tokenizer, given, kept, params) if params.echo else ""
-        text = prompt if isinstance(prompt, str) else None
+        if callback is not None and not callable(callback):
+            raise InvalidRequestError("callback", callback, "must be a function of one argument")
+        wish = self._wish(prompt, params, priority=priority, tenant=tenant, timeout_s=timeout_s, cache_salt=cache_salt)
+        request = self._engine_request(wish)
+        params, kept = request.sampling_params, request.prompt_token_ids
+        echo = echoed_text(self.tokenizer, wish.prompt, kept, params) if params.echo else ""
+        text = wish.prompt if isinstance(wish.prompt, str) else None
         completion = Completion(request, text, self.tokenizer, callback, echo)
         delivery.open(completion)
         return RequestHandle(self, completion)
@@ -203,8 +200,17 @@ class InferenceEngine:
         """Sequences that may wait at once."""
         return self._config.scheduler.max_num_waiting
 
-    def _check(self, params: SamplingParams) -> None:
-        check_controls(params, self.info.vocab_size)
+    def _wish(
+        self, prompt: Prompt, params: SamplingParams | None, **service: Unpack[ServiceOptions]
+    ) -> GenerationRequest:
+        """The request as a router would take it from a client, with a router's limits. Raises `InvalidRequestError`."""
+        params = SamplingParams() if params is None else params
+        wish = GenerationRequest(prompt=prompt, sampling_params=params, **service)  # type: ignore[arg-type]
+        check_timeout(wish.timeout_s)
+        wish.check(self._limits)
+        return wish
+
+    def _check_drawn(self, params: SamplingParams) -> None:
         if params.beam_width is not None:
             raise InvalidRequestError("sampling_params.beam_width", params.beam_width, "is for LLM.beam_search alone")
         if params.num_sequences > self.max_num_waiting:
@@ -212,33 +218,43 @@ class InferenceEngine:
             limit = f"must be at most {self.max_num_waiting} (scheduler.max_num_waiting)"
             raise InvalidRequestError(f"sampling_params.{name}", params.num_sequences, limit)
 
-    def _engine_request(self, prompt: Prompt, params: SamplingParams) -> EngineRequest:
+    def _engine_request(self, wish: GenerationRequest) -> EngineRequest:
         assert self._compiler is not None
+        params, info = wish.sampling_params, self.info
+        self._check_drawn(params)
         number = next(self._numbers)
-        seed = derived_seed(f"{self._seed}:{number}") if params.seed is None else params.seed
+        key = f"{self._seed}:{number}"
         return EngineRequest(
             request_id=f"request-{number}",
-            prompt_token_ids=self.prompt_token_ids(prompt, params),
-            sampling_params=replace(params, seed=seed),
+            prompt_token_ids=self._token_ids(wish),
+            sampling_params=resolved(params, key, vocab_size=info.vocab_size, max_model_len=info.max_model_len),
+            priority=wish.priority,
+            tenant=wish.tenant,
+            time_left_s=wish.timeout_s,
+            cache_salt=wish.cache_salt,
             bad_word_token_ids=bad_word_token_ids(self.tokenizer, params.bad_words),
             grammar=self._compiler.compile(params.structure),
         )
 
     def prompt_token_ids(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
         """The tokens of a prompt that `params` leave of it. Raises `InvalidRequestError`."""
-        token_ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-        check_vocabulary("prompt", token_ids, self.info.vocab_size)
-        return kept_tokens(token_ids, params, self.max_sequence_len)
+        return self._token_ids(self._wish(prompt, params))
+
+    def _token_ids(self, wish: GenerationRequest) -> tuple[int, ...]:
+        if isinstance(wish.prompt, str):
+            token_ids = tuple(self.tokenizer.encode(wish.prompt))
+        else:
+            token_ids = wish.prompt
+            check_vocabulary("token_ids", token_ids, self.info.vocab_size)
+        kept = kept_tokens(token_ids, wish.sampling_params, self.max_sequence_len)
+        lengths = {"max_sequence_len": self.max_sequence_len, "max_model_len": self.info.max_model_len}
+        check_length(wish.prompt, len(kept), **lengths)
+        return kept
 
     def _running(self) -> tuple[Replica, Delivery]:
         if self._replica is None or self._delivery is None:
             raise RequestAbortedError("the engine is not running: call start(), or use it in a `with` block")
         return self._replica, self._delivery
-
-
-def _check_timeout(timeout_s: float | None) -> None:
-    if timeout_s is not None and not timeout_s > 0:
-        raise InvalidRequestError("timeout_s", timeout_s, "must be above 0")
 
 
 def _patient(config: WorkerConfig) -> WorkerConfig:
@@ -250,9 +266,16 @@ def _patient(config: WorkerConfig) -> WorkerConfig:
     return config.model_copy(update={"health": health})
 
 
-def _worker_config(model: str | None, config: WorkerConfig | Mapping[str, object] | None) -> WorkerConfig:
-    if not isinstance(config, WorkerConfig):
-        config = load_config(mapping_layer(HoldfastConfig, config or {}, "InferenceEngine(...)")).config.worker
+def _checked_config(
+    config: WorkerConfig | Mapping[str, object] | None, limits: LimitsConfig | None
+) -> tuple[WorkerConfig, LimitsConfig]:
+    if isinstance(config, WorkerConfig):
+        return config, limits or LimitsConfig()
+    tree = load_config(mapping_layer(HoldfastConfig, config or {}, "InferenceEngine(...)")).config
+    return tree.worker, limits or tree.limits
+
+
+def _named(model: str | None, config: WorkerConfig) -> WorkerConfig:
     if model is None:
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"model": model})})

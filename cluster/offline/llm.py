@@ -22,6 +22,7 @@ from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.stats import EngineStats
+from holdfast.worker.value_types import checked_prompt, checked_text, checked_token_ids, is_list, is_whole
 
 PromptInput = str | Mapping[str, object]
 """Text, or a mapping with `prompt` (text) or `prompt_token_ids` (integers)."""
@@ -53,9 +54,9 @@ class LLM:
         named = {"model": model, "tensor_parallel_size": tensor_parallel_size, "dtype": dtype, "seed": seed}
         if max_model_len is not None:
             settings["max_model_len"] = max_model_len
-        config = load_config(keyword_layer(HoldfastConfig, named | settings, "LLM(...)")).config.worker
+        config = load_config(keyword_layer(HoldfastConfig, named | settings, "LLM(...)")).config
         self._window = config.scheduler.max_num_waiting
-        self._engine = InferenceEngine(config=config, seed=seed)
+        self._engine = InferenceEngine(config=config.worker, seed=seed, limits=config.limits)
         self._engine.start()
         self._close = weakref.finalize(self, self._engine.stop)
 
@@ -84,7 +85,8 @@ class LLM:
         **service: Unpack[ServiceOptions],
     ) -> list[RequestOutput]:
         """The assistant's next turn in one conversation, or in each of several, by the model's own chat template."""
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        is_one = not is_list(messages) or not messages or isinstance(messages[0], Mapping)
+        conversations = [messages] if is_one else messages
         prompts: list[Prompt] = [chat_token_ids(self.get_tokenizer(), talk) for talk in conversations]  # type: ignore[arg-type]
         return self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm, service)
 
@@ -95,6 +97,8 @@ class LLM:
 
         Slow: a request for every beam and token, which the prefix cache makes small ones.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequestError("params", params, "must be BeamSearchParams")
         sampling = params.sampling_params()
         chosen = [self._engine.prompt_token_ids(_prompt(item), sampling) for item in _prompt_list(prompts)]
         return [
@@ -161,20 +165,22 @@ def chat_token_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[in
 def _prompt_list(prompts: PromptInput | Sequence[PromptInput] | Sequence[int]) -> Sequence[PromptInput]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    if not is_list(prompts):
+        raise InvalidRequestError("prompts", prompts, "must be a prompt or a list of prompts")
+    if prompts and is_whole(prompts[0]):
         return [{"prompt_token_ids": prompts}]
     return prompts  # type: ignore[return-value]  # a sequence of integers was taken care of
 
 
 def _prompt(item: PromptInput | Sequence[int]) -> Prompt:
-    if isinstance(item, str):
-        return item
-    chosen = item.get("prompt_token_ids", item.get("prompt")) if isinstance(item, Mapping) else item
-    if isinstance(chosen, str):
-        return chosen
-    if not isinstance(chosen, Sequence) or not all(isinstance(token_id, int) for token_id in chosen):
-        raise InvalidRequestError("prompt", chosen, "must be text or a list of token ids")
-    return chosen
+    """The prompt in whichever way it is given; a mapping may hold nothing else, lest it be ignored."""
+    if not isinstance(item, Mapping):
+        return checked_prompt(item)
+    if unknown := [key for key in item if key not in ("prompt", "prompt_token_ids")]:
+        raise InvalidRequestError("prompt", unknown, "must have prompt or prompt_token_ids, and nothing else")
+    if (token_ids := item.get("prompt_token_ids")) is not None:
+        return checked_token_ids("prompt_token_ids", token_ids)
+    return checked_text("prompt", item.get("prompt"))
 
 
 def _one_each(
@@ -182,9 +188,12 @@ def _one_each(
 ) -> list[SamplingParams]:
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * num_prompts
+    if not is_list(sampling_params) or not all(isinstance(one, SamplingParams) for one in sampling_params):
+        limit = "must be SamplingParams, or a list with one for each prompt"
+        raise InvalidRequestError("sampling_params", sampling_params, limit)
     if len(sampling_params) != num_prompts:
         raise InvalidRequestError("sampling_params", len(sampling_params), f"must be one, or {num_prompts} of them")
-    return list(sampling_params)
+    return list(sampling_params)  # type: ignore[arg-type]  # each of them was looked at
 
 
 def _silent(phase: str, done: int, total: int) -> None:

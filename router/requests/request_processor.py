@@ -8,25 +8,24 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.call import open_call, stopping
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.parallel_sampling import siblings
-from holdfast.router.events import ModelStatus, ReplicaFacts
-from holdfast.router.request import GenerationRequest, check_text, derived_seed
+from holdfast.router.events import ModelStatus
+from holdfast.router.request import GenerationRequest, check_text
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.beam_search import BeamSearch
 from holdfast.router.resume import Part, Resume, part_of
-from holdfast.router.text.prompt import kept_tokens
+from holdfast.router.text.prompt import check_length, kept_tokens
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
-from holdfast.router.text.vocabulary import check_controls, check_vocabulary
+from holdfast.router.text.vocabulary import check_vocabulary, resolved
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, UnknownModelError
 from holdfast.worker.request import EngineRequest
-from holdfast.worker.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,11 +168,14 @@ class RequestProcessor:
             token_ids = wish.prompt
             check_vocabulary("token_ids", token_ids, model.facts.vocab_size)
         token_ids = kept_tokens(token_ids, wish.sampling_params, model.facts.max_sequence_len)
-        _check_length(wish.prompt, len(token_ids), model.facts)
+        max_sequence_len, max_model_len = model.facts.max_sequence_len, model.facts.max_model_len
+        check_length(wish.prompt, len(token_ids), max_sequence_len=max_sequence_len, max_model_len=max_model_len)
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            sampling_params=_resolved(wish.sampling_params, request_id, model.facts),
+            sampling_params=resolved(
+                wish.sampling_params, request_id, vocab_size=model.facts.vocab_size, max_model_len=max_model_len
+            ),
             priority=wish.priority,
             cache_salt=wish.cache_salt,
             tenant=wish.tenant,
@@ -182,32 +184,9 @@ class RequestProcessor:
         )
 
 
-def _resolved(params: SamplingParams, request_id: str, facts: ReplicaFacts) -> SamplingParams:
-    """The parameters with the seed chosen, and numbers that mean "all" brought down to what there is."""
-    check_controls(params, facts.vocab_size)
-    seed = derived_seed(request_id) if params.seed is None else params.seed
-    max_tokens = None if params.max_tokens is None else min(params.max_tokens, facts.max_model_len)
-    return replace(params, seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, facts.vocab_size))
-
-
 def _check_room(field: str, num_received: int, num_prompt_tokens: int, max_model_len: int) -> None:
     """No output is longer than what the context leaves it."""
     most = max_model_len - num_prompt_tokens
     if num_received > most:
         limit = f"must have at most {most} tokens: this model's maximum context length is {max_model_len} tokens"
         raise InvalidRequestError(field, num_received, f"{limit}, and the prompt has {num_prompt_tokens}")
-
-
-def _check_length(prompt: str | tuple[int, ...], num_tokens: int, facts: ReplicaFacts) -> None:
-    """A prompt must leave room for one token, and the tokenizer must have made something of it."""
-    field = "text" if isinstance(prompt, str) else "token_ids"
-    if num_tokens == 0:
-        raise InvalidRequestError(field, prompt, "the prompt has no tokens")
-    if num_tokens < facts.max_sequence_len:
-        return
-    length = f"the prompt has {num_tokens} tokens, and at least one more must fit"
-    if facts.max_sequence_len == facts.max_model_len:
-        limit = f"this model's maximum context length is {facts.max_model_len} tokens; {length}"
-    else:
-        limit = f"a replica's KV cache holds {facts.max_sequence_len} tokens; {length}"
-    raise InvalidRequestError(field, prompt, limit)

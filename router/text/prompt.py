@@ -1,10 +1,12 @@
-"""A prompt before it is a request: which of its tokens are kept, and its text where the output begins with it.
+"""A prompt before it is a request: which of its tokens are kept, whether they fit, and its text where the output begins
+with it.
 
 Pure functions, for the router and for the engine in one process.
 """
 
 from holdfast.router.text.detokenizer import IncrementalDetokenizer
 from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
 
 
@@ -18,6 +20,24 @@ def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence
         return token_ids
     num_kept = wanted if wanted > 0 else max(1, max_sequence_len - (params.max_tokens or 1))
     return token_ids[-num_kept:]
+
+
+def check_length(prompt: str | tuple[int, ...], num_tokens: int, *, max_sequence_len: int, max_model_len: int) -> None:
+    """A prompt must leave room for one token, and the tokenizer must have made something of it.
+
+    Raises `InvalidRequestError`. The longest sequence is as long as the model's context, or as all of the KV cache.
+    """
+    field = "text" if isinstance(prompt, str) else "token_ids"
+    if num_tokens == 0:
+        raise InvalidRequestError(field, prompt, "the prompt has no tokens")
+    if num_tokens < max_sequence_len:
+        return
+    length = f"the prompt has {num_tokens} tokens, and at least one more must fit"
+    if max_sequence_len == max_model_len:
+        limit = f"this model's maximum context length is {max_model_len} tokens; {length}"
+    else:
+        limit = f"a replica's KV cache holds {max_sequence_len} tokens; {length}"
+    raise InvalidRequestError(field, prompt, limit)
 
 
 def echoed_text(

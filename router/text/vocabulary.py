@@ -1,10 +1,12 @@
-"""The sampling parameters that name tokens, where text meets a vocabulary: ids are checked, bad words become ids.
+"""Sampling parameters where they meet a model: token ids are checked, bad words become ids, what is open is resolved.
 
 What may not live here: what the controls do to logits, which is the worker's business.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from holdfast.router.request import derived_seed
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
@@ -23,6 +25,16 @@ def check_controls(params: SamplingParams, vocab_size: int) -> None:
     check_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
     check_vocabulary("sampling_params.logit_bias", tuple(params.logit_bias), vocab_size)
     check_vocabulary("sampling_params.allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+
+
+def resolved(params: SamplingParams, seed_key: str, *, vocab_size: int, max_model_len: int) -> SamplingParams:
+    """The parameters with the seed chosen, and numbers that mean "all" brought down to what there is: larger ones need
+    not fit what they are computed with. Raises what `check_controls` raises.
+    """
+    check_controls(params, vocab_size)
+    seed = derived_seed(seed_key) if params.seed is None else params.seed
+    max_tokens = None if params.max_tokens is None else min(params.max_tokens, max_model_len)
+    return replace(params, seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, vocab_size))
 
 
 def bad_word_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -57,7 +57,7 @@ def test_token_ids_are_taken_as_they_are(llm):
 @pytest.mark.parametrize("token_id", [-1, 2**31])
 def test_token_ids_that_the_model_does_not_have_are_refused_and_harm_nobody(llm, token_id):
     expected = tokens(llm.generate("hello", GREEDY))
-    with pytest.raises(InvalidRequestError, match=f"prompt = {token_id}"):
+    with pytest.raises(InvalidRequestError, match=f"token_ids = {token_id}"):
         llm.generate([{"prompt_token_ids": [5]}, {"prompt_token_ids": [5, token_id]}], GREEDY)
     assert tokens(llm.generate("hello", GREEDY)) == expected
 
