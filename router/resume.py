@@ -4,6 +4,7 @@ Nothing is kept for it: the text state is a function of the tokens, so they are 
 client has not got is sent first. What may not live here: wire formats, how a request is continued (`dispatch.py`).
 """
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.router.events import FRESH, CaughtUp, Deliver, TextState, Usage
@@ -86,6 +87,16 @@ def catch_up(text: TextState, resume: Resume, index: int, echo_length: int = 0) 
     unsent_text = piece.text[progress.text_length - least :]
     finish_reason = FinishReason.STOP if piece.stopped else None
     return CaughtUp(unsent_text=unsent_text, fingerprint=resume.fingerprint, finish_reason=finish_reason)
+
+
+def check_ends(field: str, token_ids: Sequence[int], request: EngineRequest, eos_token_ids: Collection[int]) -> None:
+    """Raises `InvalidRequestError` for an output that goes on after a token that ends it."""
+    params = request.sampling_params
+    goes_on = params.ignore_eos and not request.grammar
+    ends = {*params.stop_token_ids, *(() if goes_on else eos_token_ids)}
+    for index, token_id in enumerate(token_ids[:-1]):
+        if token_id in ends:
+            raise InvalidRequestError(field, token_id, f"must have nothing after token {index}, which ends the output")
 
 
 def last_words(request: EngineRequest, caught_up: CaughtUp) -> Deliver:

@@ -19,7 +19,7 @@ from holdfast.router.request import GenerationRequest, check_text
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.beam_search import BeamSearch
-from holdfast.router.resume import Part, Resume, part_of
+from holdfast.router.resume import Part, Resume, check_ends, part_of
 from holdfast.router.text.prompt import check_length, kept_tokens
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
@@ -146,10 +146,12 @@ class RequestProcessor:
         text = TextStream(self._tokenizers[admitted.model.name], sibling.sampling_params, sibling.prompt_token_ids)
         if resume is None:
             return part_of(sibling, text, None, index)
-        received = resume.progress(index).token_ids
+        received, facts = resume.progress(index).token_ids, admitted.model.facts
         field, num_prompt_tokens = f"resume.sequences[{index}].token_ids", len(sibling.prompt_token_ids)
-        check_vocabulary(field, received, admitted.model.facts.vocab_size)
-        _check_room(field, len(received), num_prompt_tokens, admitted.model.facts.max_model_len)
+        check_vocabulary(field, received, facts.vocab_size)
+        _check_room(field, len(received), num_prompt_tokens, facts.max_model_len)
+        check_ends(field, received, sibling, facts.eos_token_ids)
+        await self._tokenizers.check_output(admitted.model.name, field, sibling.grammar, received, facts.eos_token_ids)
         return await asyncio.to_thread(part_of, sibling, text, resume, index, len(admitted.echo))
 
     def _check_open(self) -> None:

@@ -1,10 +1,13 @@
-"""Makes grammars of structured outputs, and refuses what cannot be enforced, before a replica hears of it.
+"""Makes grammars of structured outputs, and refuses what cannot be enforced, and outputs that break them, before a
+replica hears of it.
 
 What may not live here: masks, which are the worker's business. A grammar travels as text, in llguidance's own format.
 """
 
 import json
+from collections.abc import Collection, Sequence
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 from llguidance import LLMatcher, LLTokenizer
@@ -43,6 +46,25 @@ class GrammarCompiler:
             raise InvalidRequestError(FIELD, wish.kind, "is not possible here: the model has no tokenizer.json")
         self._check(grammar, field, wish.text, self._tokenizer)
         return grammar
+
+    def check_output(self, field: str, grammar: str, token_ids: Sequence[int], eos_token_ids: Collection[int]) -> None:
+        """Raises `InvalidRequestError` for `field` if no output that matches a compiled grammar begins with the tokens.
+
+        The last one may be an end of sequence, where the grammar is fulfilled.
+        """
+        has_ended = bool(token_ids) and token_ids[-1] in eos_token_ids
+        rest = list(token_ids[:-1] if has_ended else token_ids)
+        known = list(takewhile(lambda token_id: token_id < self._tokenizer.vocab_size, rest))
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        num_right = matcher.validate_tokens(known)
+        if matcher.is_error():
+            return  # it is too much to be followed so far: a replica ends such an output early
+        is_right = num_right == len(rest)
+        if is_right and has_ended:
+            is_right = matcher.consume_tokens(rest) and matcher.is_accepting()
+        if not is_right:
+            limit = f"token {num_right} cannot stand there: the output must match {FIELD}"
+            raise InvalidRequestError(field, token_ids[num_right], limit)
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

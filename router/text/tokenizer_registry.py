@@ -1,7 +1,7 @@
 """The tokenizers of the models that are served here, each loaded once, and used off the event loop for large texts."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.prompt import echoed_text
@@ -49,6 +49,14 @@ class TokenizerRegistry:
     async def grammar(self, model: str, wish: StructuredOutputs | None) -> str:
         """As `GrammarCompiler.compile`, which is short or long work, and nobody can tell before."""
         return "" if wish is None else await asyncio.to_thread(self._compilers[model].compile, wish)
+
+    async def check_output(
+        self, model: str, field: str, grammar: str, token_ids: Sequence[int], eos_token_ids: Collection[int]
+    ) -> None:
+        """As `GrammarCompiler.check_output`; nothing without a grammar."""
+        if grammar:
+            check = self._compilers[model].check_output
+            await asyncio.to_thread(check, field, grammar, token_ids, eos_token_ids)
 
     async def echo(self, model: str, prompt: str | tuple[int, ...], request: EngineRequest) -> str:
         """As `echoed_text`, for a request that was made of `prompt`."""

@@ -1,22 +1,28 @@
 """Streams that go on where an earlier one was cut off: no token and no character is lost or repeated."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import CaughtUp
+from holdfast.router.request import GenerationRequest
 from holdfast.router.resume import Progress, Resume, catch_up, last_words
 from holdfast.router.text.text_stream import TextStream
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.router.core import LetterText, facts
+from tests.router.desk import desk
 from tests.router.site import collected, expected, on_a_loop, refusal, request, site
 
 OUTPUT = "Grüße! ENDE"
+DEMO = Path(__file__).parents[2] / "cluster/bundled_model/model"
 
 
 def resumed(token_ids: list[int], text_length: int, **fields: object) -> inference_pb2.GenerateRequest:
@@ -174,3 +180,56 @@ def test_a_text_length_beyond_the_text_names_what_is_certain():
     text = TextStream(byte_tokenizer(), SamplingParams())
     with pytest.raises(InvalidRequestError, match=r"must be in \[0, 2\]"):
         catch_up(text, Resume(sequences=(Progress(token_ids=tuple(b"ab"), text_length=3),)), 0)
+
+
+END = 0
+"""The demo's end of sequence."""
+
+
+async def opened(params: SamplingParams, *outputs: list[int]) -> list[tuple[int, ...]]:
+    """What replicas of the demo are asked for when a client comes with these outputs."""
+    tokenizers = TokenizerRegistry(lambda path: Tokenizer.load(str(DEMO)), inline_bytes=100)
+    request_processor, port = await desk(tokenizers, vocab_size=2000, eos_token_ids=frozenset({END}))
+    resume = Resume(sequences=tuple(Progress(token_ids=tuple(output)) for output in outputs))
+    async with request_processor.open(GenerationRequest(prompt="hi", sampling_params=params, resume=resume)):
+        return [request.output_token_ids for request in port.requests]
+
+
+def letters(text: str) -> list[int]:
+    return Tokenizer.load(str(DEMO)).encode(text, add_special_tokens=False)
+
+
+@on_a_loop
+async def test_an_output_that_its_grammar_forbids_is_refused_by_name():
+    shaped = SamplingParams(seed=1, max_tokens=20, n=2, structured_outputs={"regex": "[a-c]+d"})
+    for output in (letters("ab"), letters("abcd"), [*letters("abcd"), END], []):
+        assert await opened(shaped, [], output) == [(), tuple(output)]
+    for output, index in (
+        (letters("x"), 0),
+        ([*letters("ab"), *letters("x")], len(letters("ab"))),
+        ([*letters("abcd"), *letters("a")], len(letters("abcd"))),
+        ([*letters("ab"), END], len(letters("ab"))),  # it is not fulfilled yet
+        ([*letters("ab"), 1999], len(letters("ab"))),  # the model has such an id, and the tokenizer has no such token
+    ):
+        with pytest.raises(InvalidRequestError, match=f"token {index} cannot stand there") as refused:
+            await opened(shaped, [], output)
+        assert refused.value.field == "resume.sequences[1].token_ids"
+
+
+@on_a_loop
+async def test_an_output_that_goes_on_after_its_end_is_refused_by_name():
+    plain = SamplingParams(seed=1, max_tokens=20, stop_token_ids=[7])
+    for end in (END, 7):
+        assert await opened(plain, [5, end]) == [(5, end)]
+        with pytest.raises(InvalidRequestError, match="nothing after token 1, which ends the output") as refused:
+            await opened(plain, [5, end, 5])
+        assert refused.value.field == "resume.sequences[0].token_ids"
+    assert await opened(replace(plain, ignore_eos=True), [5, END, 5]) == [(5, END, 5)]
+
+
+@on_a_loop
+async def test_an_output_longer_than_it_may_become_is_refused_by_name():
+    short = SamplingParams(seed=1, max_tokens=2)
+    assert await opened(short, [5, 6]) == [(5, 6)]
+    with pytest.raises(InvalidRequestError, match=r"resume.sequences\[0\].token_ids = 3: must have at most max_tokens"):
+        await opened(short, [5, 6, 7])

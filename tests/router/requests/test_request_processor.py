@@ -1,44 +1,12 @@
 """From a client's request to what the core is asked, whichever door the client came through."""
 
-import asyncio
-
 import pytest
 
-from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.request import GenerationRequest, derived_seed
-from holdfast.router.requests.request_processor import RequestProcessor
-from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError, RequestAbortedError
-from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
-from tests.fakes import byte_tokenizer
-from tests.router.core import NO_LOAD, facts
+from tests.router.desk import desk
 from tests.router.site import on_a_loop
-
-
-class Port:
-    """Keeps what a replica would be asked."""
-
-    def __init__(self) -> None:
-        self.requests: list[EngineRequest] = []
-
-    def submit(self, action) -> None:
-        self.requests.append(action.request)
-
-    def abort(self, action) -> None:
-        pass
-
-
-async def desk(**changes) -> tuple[RequestProcessor, Port]:
-    """An request processor with one replica that is up."""
-    tokenizers = TokenizerRegistry(byte_tokenizer, inline_bytes=100)
-    await tokenizers.load("m", "/nowhere")
-    dispatch = Dispatch(RouterConfig(), LimitsConfig(), lambda n: 0)
-    dispatch_host, port = DispatchHost(dispatch, asyncio.get_running_loop(), lambda: None), Port()
-    dispatch_host.replica_up(port, facts("r", "m", **({"vocab_size": 256, "num_blocks": 1000} | changes)), NO_LOAD)
-    return RequestProcessor(dispatch_host, tokenizers, LimitsConfig()), port
 
 
 @on_a_loop
