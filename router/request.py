@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from holdfast.router.config import LimitsConfig
 from holdfast.router.resume import Resume
+from holdfast.router.text.prompt import EMPTY_PROMPT
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority, check_service
 from holdfast.worker.sampling_params import SamplingParams
@@ -24,7 +25,8 @@ class GenerationRequest:
     """
 
     prompt: str | tuple[int, ...]
-    """Text, or token ids that are taken as they are."""
+    """Text, or token ids that are taken as they are. An empty text is a prompt where the tokenizer begins every text
+    with a token of its own, as for Hugging Face and vLLM."""
     model: str = ""
     """Empty: the only model that is served."""
     request_id: str = ""
@@ -74,11 +76,10 @@ class GenerationRequest:
             raise InvalidRequestError("timeout_ms", timeout_ms, f"must be in [1, {round(limits.max_timeout_s * 1000)}]")
 
     def _check_prompt(self, limits: LimitsConfig) -> None:
-        if not self.prompt:
-            name = "text" if isinstance(self.prompt, str) else "token_ids"
-            raise InvalidRequestError(name, self.prompt, "the prompt must not be empty")
         if isinstance(self.prompt, str):
             check_text(self.prompt, limits)
+        elif not self.prompt:
+            raise InvalidRequestError("token_ids", self.prompt, EMPTY_PROMPT)
 
     def _check_stop(self, limits: LimitsConfig) -> None:
         stop = self.sampling_params.stop_strings

@@ -4,10 +4,14 @@ with it.
 Pure functions, for the router and for the engine in one process.
 """
 
+from typing import Final
+
 from holdfast.router.text.detokenizer import IncrementalDetokenizer
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
+
+EMPTY_PROMPT: Final = "the prompt must not be empty"
 
 
 def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence_len: int) -> tuple[int, ...]:
@@ -29,7 +33,7 @@ def check_length(prompt: str | tuple[int, ...], num_tokens: int, *, max_sequence
     """
     field = "text" if isinstance(prompt, str) else "token_ids"
     if num_tokens == 0:
-        raise InvalidRequestError(field, prompt, "the prompt has no tokens")
+        raise InvalidRequestError(field, prompt, "the prompt has no tokens" if prompt else EMPTY_PROMPT)
     if num_tokens < max_sequence_len:
         return
     length = f"the prompt has {num_tokens} tokens, and at least one more must fit"

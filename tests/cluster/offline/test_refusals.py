@@ -4,6 +4,7 @@ Whatever is thrown at it is answered, or refused by an error of ours, and later 
 """
 
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from fractions import Fraction
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import numpy
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from holdfast.cluster.client.codec import generate_request
 from holdfast.cluster.offline.beams import BeamSearchParams
@@ -37,6 +40,7 @@ BAD_PROMPTS = {
     "a set": ({1, 2}, "prompt", "text or a list of token ids"),
     "an array": (numpy.array([1, 2]), "prompt", "text or a list of token ids"),
     "half a character": (HALF, "text", "valid Unicode"),
+    "an empty text": ("", "text", "must not be empty"),
     "no token ids": ([], "token_ids", "must not be empty"),
     "flags": ([True, False], "token_ids", "whole numbers"),
     "floats": ([1.0], "token_ids", "whole numbers"),
@@ -186,6 +190,21 @@ def test_bad_messages_are_refused_by_name(llm, engine, messages):
 def test_a_bad_search_is_refused(llm, engine, params):
     with pytest.raises(InvalidRequestError):
         llm.beam_search("hello", params)
+
+
+def test_an_empty_text_is_a_prompt_where_the_tokenizer_begins_every_text(tiny_model, tmp_path):
+    """As for Hugging Face's tokenizers and vLLM. No token ids are no prompt for anyone."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin = tokenizer.token_to_id("<pad>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", begin)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with LLM(str(folder), dtype="float32", num_threads=1, num_blocks=64) as llm:
+        (output,) = llm.generate("", SHORT)
+        assert (output.prompt, output.prompt_token_ids) == ("", [begin])
+        with pytest.raises(InvalidRequestError, match=r"token_ids = .*must not be empty"):
+            llm.generate([[]], SHORT)
 
 
 def test_numbers_of_numpy_are_token_ids(llm):

@@ -3,8 +3,10 @@
 import pytest
 
 from holdfast.router.request import GenerationRequest, derived_seed
+from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError, RequestAbortedError
 from holdfast.worker.sampling_params import SamplingParams
+from tests.router import sample_tokenizers as sample
 from tests.router.desk import desk
 from tests.router.site import on_a_loop
 
@@ -58,3 +60,20 @@ async def test_a_closed_desk_opens_nothing_new():
         async with request_processor.open(GenerationRequest(prompt="hi")):
             pass
     assert port.requests == []
+
+
+@pytest.mark.parametrize(("kind", "token_ids"), [("byte_level", (0,)), ("byte_fallback", ())])
+@on_a_loop
+async def test_an_empty_text_is_a_prompt_where_the_tokenizer_begins_every_text(tmp_path, kind, token_ids):
+    tokenizers = TokenizerRegistry(lambda path: sample.loaded(kind, tmp_path), inline_bytes=100)
+    request_processor, port = await desk(tokenizers)
+    if not token_ids:
+        with pytest.raises(InvalidRequestError, match="text = '': the prompt must not be empty"):
+            async with request_processor.open(GenerationRequest(prompt="")):
+                pass
+        return
+    async with request_processor.open(GenerationRequest(prompt="")):
+        assert [request.prompt_token_ids for request in port.requests] == [token_ids]
+    with pytest.raises(InvalidRequestError, match=r"token_ids = .*the prompt must not be empty"):
+        async with request_processor.open(GenerationRequest(prompt=())):
+            pass
