@@ -5,6 +5,7 @@ no word on why else a sequence may end.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from holdfast.router.text.detokenizer import IncrementalDetokenizer
@@ -39,6 +40,7 @@ class TextStream:
         self._matcher = StopStringMatcher(params.stop_strings, include_match=params.include_stop_str_in_output)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
+        self._guess: _Guess | None = None
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         """Takes the next tokens. After a stop string none of them count any more."""
@@ -49,15 +51,52 @@ class TextStream:
                 break
             num_tokens += 1
             self._num_tokens += 1
-            texts.append(self._match(self._detokenizer.push((token_id,))))
+            texts.append(self._push_one(token_id))
         return TextPiece(text="".join(texts), num_tokens=num_tokens, stopped=self._matcher.matched is not None)
 
     def finish(self) -> str:
         """The text that was held back when the sequence ended otherwise; nothing after a stop string."""
-        return self._match(self._detokenizer.finish()) + self._matcher.finish()
+        return self._settle(self._detokenizer.finish()) + self._matcher.finish()
+
+    def _push_one(self, token_id: int) -> str:
+        """Of text that may still turn out otherwise nothing is told, unless it has a stop string, which is the end."""
+        text = self._detokenizer.push((token_id,))
+        if not self._detokenizer.is_guessing:
+            return self._settle(text)
+        if self._detokenizer.guess:
+            self._guess = self._guess or _Guess(copy(self._matcher))
+            self._guess.push(self._detokenizer.guess, may_match=self._may_match)
+            if self._guess.matcher.matched is not None:
+                return self._settle("".join(self._guess.seen))
+        return ""
+
+    def _settle(self, text: str) -> str:
+        """What passes of text that is certain now. If it begins as was guessed, so does what passes."""
+        guess, self._guess = self._guess, None
+        if guess is None or not text.startswith(seen := "".join(guess.seen)):
+            return self._match(text)
+        self._matcher = guess.matcher
+        return "".join(guess.released) + self._match(text[len(seen) :])
 
     def _match(self, text: str) -> str:
         """What the matcher lets pass of the last token's text. Like an end-of-sequence token, the token that completes
         a stop string must come after the `min_tokens` first ones.
         """
-        return self._matcher.push(text, may_match=self._num_tokens > self._min_tokens)
+        return self._matcher.push(text, may_match=self._may_match)
+
+    @property
+    def _may_match(self) -> bool:
+        return self._num_tokens > self._min_tokens
+
+
+class _Guess:
+    """Text that is likely to come, and what a matcher makes of it as it grows."""
+
+    def __init__(self, matcher: StopStringMatcher) -> None:
+        self.matcher = matcher
+        self.seen: list[str] = []
+        self.released: list[str] = []
+
+    def push(self, text: str, *, may_match: bool) -> None:
+        self.seen.append(text)
+        self.released.append(self.matcher.push(text, may_match=may_match))

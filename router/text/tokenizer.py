@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
+from holdfast.router.text.byte_runs import fallback_bytes
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class Tokenizer:
         self.vocab_size = codec.vocab_size
         self.special_token_ids = codec.special_token_ids
         """The ids that decoding skips."""
+        self.fallback_bytes = fallback_bytes(codec)
+        """By token id, the byte that it stands for: those that are decoded in runs."""
 
     @classmethod
     def load(cls, path: str) -> "Tokenizer":

@@ -1,9 +1,12 @@
 """Real tokenizers of the common kinds, trained on the spot on a few words: small, but with all the traps."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
+from hypothesis import strategies as st
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -11,6 +14,7 @@ from holdfast.router.text.tokenizer import Tokenizer
 
 WORDS = "the quick brown fox jumps over the lazy dog and the hen says good morning to the other hens\n"
 SPECIAL_TOKENS = ["<s>", "</s>", "<pad>"]
+KINDS = ["byte_level", "byte_fallback", "gemma", "metaspace", "byte_names"]
 
 
 def byte_level() -> Fast:
@@ -41,6 +45,26 @@ def byte_fallback() -> Fast:
     return tokenizer
 
 
+def gemma() -> Fast:
+    """As in Gemma: byte fallback, and no space is dropped. There are ids without a token, and a token of U+FFFD."""
+    tokenizer = byte_fallback()
+    described = json.loads(tokenizer.to_str())
+    vocab = described["model"]["vocab"]
+    described["model"]["vocab"] = {token: index + (10 if index > 100 else 0) for token, index in vocab.items()}
+    described["model"]["vocab"]["\ufffd"] = len(vocab) + 10
+    described["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    described["decoder"]["decoders"].pop()
+    return Fast.from_str(json.dumps(described))
+
+
+def byte_names() -> Fast:
+    """Tokens that look like bytes and are text."""
+    names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    tokenizer = Fast(models.WordLevel(vocab=names | {"fox": 256, "<unk>": 257}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
 def metaspace() -> Fast:
     """As in T5: the decoder drops the space of the first token."""
     tokenizer = Fast(models.BPE(unk_token="<unk>"))
@@ -55,7 +79,8 @@ def metaspace() -> Fast:
 def loaded(kind: str, root: Path) -> Tokenizer:
     """The tokenizer of that kind, through a folder under `root`, as Holdfast reads it."""
     folder = root / kind
-    write(folder, {"byte_level": byte_level, "byte_fallback": byte_fallback, "metaspace": metaspace}[kind]())
+    makers = {maker.__name__: maker for maker in (byte_level, byte_fallback, gemma, metaspace, byte_names)}
+    write(folder, makers[kind]())
     return Tokenizer.load(str(folder))
 
 
@@ -65,6 +90,27 @@ def write(folder: Path, tokenizer: Fast, **settings: object) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **settings}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def any_tokens(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    """Any ids, also some beyond the vocabulary, and where there are bytes many of them, mostly of characters."""
+    ids = {byte: token_id for token_id, byte in tokenizer.fallback_bytes.items()}
+    pieces = st.integers(0, tokenizer.vocab_size + 3).map(lambda token_id: [token_id])
+    if ids:
+        texts = st.sampled_from(["A", " ", "\n", "é", "日", "👍", "▁", "\ufffd", "a\u0301"])
+        spelled = texts.map(lambda text: [ids[byte] for byte in text.encode()])
+        pieces |= (
+            spelled | spelled | st.sampled_from([0x41, 0x20, 0xC3, 0xF0, 0x9F, 0xFF]).map(lambda byte: [ids[byte]])
+        )
+    return st.lists(pieces, max_size=20).map(lambda found: [token_id for piece in found for token_id in piece])
+
+
+def groupings(token_ids: list[int]) -> st.SearchStrategy[list[Sequence[int]]]:
+    """The tokens in pushes of any sizes."""
+    cuts = st.lists(st.integers(0, len(token_ids)), max_size=len(token_ids))
+    return cuts.map(
+        lambda cuts: [token_ids[first:last] for first, last in pairwise([0, *sorted(cuts), len(token_ids)])]
+    )
 
 
 def _pieces() -> dict[str, list]:

@@ -2,7 +2,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models
@@ -11,7 +11,6 @@ from holdfast.router.text.detokenizer import IncrementalDetokenizer
 from holdfast.router.text.tokenizer import Tokenizer
 from tests.router import sample_tokenizers as sample
 
-KINDS = ["byte_level", "byte_fallback", "metaspace"]
 FAMILY = "👩‍👩‍👧"
 MIXED = f"the fox  says: näive 日本 {FAMILY}! the hen"
 ANY_TEXT = st.text(st.sampled_from("the fox  é日👍\u200d\ufffd\n"), max_size=30)
@@ -29,6 +28,7 @@ class CountingTokenizer:
         self._tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self.special_token_ids = tokenizer.special_token_ids
+        self.fallback_bytes = tokenizer.fallback_bytes
         self.num_decoded = 0
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -42,7 +42,7 @@ def stream(tokenizer: Tokenizer, token_ids: Sequence[int], **kwargs: object) -> 
     return [*(detokenizer.push([token_id]) for token_id in token_ids), detokenizer.finish()]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sample.KINDS)
 @settings(max_examples=60, deadline=None)
 @given(text=ANY_TEXT)
 @example(text=MIXED)
@@ -52,34 +52,48 @@ def test_deltas_add_up_to_the_full_text(root: Path, kind: str, text: str) -> Non
     assert "".join(stream(tokenizer, token_ids)) == tokenizer.decode(token_ids)
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@pytest.mark.parametrize("kind", sample.KINDS)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_deltas_add_up_for_any_tokens(root: Path, kind: str, data: st.DataObject) -> None:
     """Half characters, bytes that are none, special tokens and ids beyond the vocabulary included."""
     tokenizer = sample.loaded(kind, root)
-    token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=40))
+    token_ids = data.draw(sample.any_tokens(tokenizer))
     assert "".join(stream(tokenizer, token_ids)) == tokenizer.decode(token_ids)
     with_special = stream(tokenizer, token_ids, skip_special_tokens=False)
     assert "".join(with_special) == tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("kind", sample.KINDS)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_grouping_tokens_changes_nothing(root: Path, data: st.DataObject) -> None:
-    tokenizer = sample.loaded("byte_level", root)
-    token_ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
-    cut = data.draw(st.integers(0, len(token_ids)))
+def test_grouping_tokens_changes_nothing(root: Path, kind: str, data: st.DataObject) -> None:
+    tokenizer = sample.loaded(kind, root)
+    token_ids = data.draw(sample.any_tokens(tokenizer))
     detokenizer = IncrementalDetokenizer(tokenizer)
-    text = detokenizer.push(token_ids[:cut]) + detokenizer.push(token_ids[cut:]) + detokenizer.finish()
-    assert text == "".join(stream(tokenizer, token_ids))
+    groups = data.draw(sample.groupings(token_ids))
+    assert "".join(map(detokenizer.push, groups)) + detokenizer.finish() == tokenizer.decode(token_ids)
 
 
-@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
-def test_never_half_a_character(root: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", sample.KINDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_after_a_prompt_only_the_output_is_shown(root: Path, kind: str, data: st.DataObject) -> None:
+    """Where the prompt's own text is what the text of all tokens begins with."""
+    tokenizer = sample.loaded(kind, root)
+    prompt = tokenizer.encode(data.draw(st.text(st.sampled_from("the fox  é日👍\n"), min_size=1, max_size=12)))
+    output = data.draw(sample.any_tokens(tokenizer))
+    before, text = tokenizer.decode(prompt), tokenizer.decode([*prompt, *output])
+    assume(before.strip() and text.startswith(before))
+    assert "".join(stream(tokenizer, output, context=prompt)) == text[len(before) :]
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("byte_level", ["a", "👍", "é"]), ("byte_fallback", ["a", "👍é"])])
+def test_never_half_a_character(root: Path, kind: str, shown: list[str]) -> None:
+    """Nor any that may still become U+FFFD with others of its run."""
     tokenizer = sample.loaded(kind, root)
     deltas = stream(tokenizer, tokenizer.encode("a👍é", add_special_tokens=False))
-    assert [delta for delta in deltas if delta] == ["a", "👍", "é"]
+    assert [delta for delta in deltas if delta] == shown
     assert len(deltas) > 6, "the emoji was spread over several tokens"
 
 
@@ -100,7 +114,7 @@ def test_text_before_half_a_character_is_not_held_back(fox_and_a_half: tuple[Tok
     assert "".join(deltas) == "fox👍"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sample.KINDS)
 def test_no_token_waits_in_plain_text(root: Path, kind: str) -> None:
     tokenizer = sample.loaded(kind, root)
     token_ids = tokenizer.encode("the quick brown fox jumps", add_special_tokens=False)
@@ -110,10 +124,42 @@ def test_no_token_waits_in_plain_text(root: Path, kind: str) -> None:
     ]
 
 
-def test_a_line_break_that_is_a_byte_token_is_out_at_once(root: Path) -> None:
+def test_a_line_break_that_is_a_byte_token_is_out_with_the_next_token_that_is_none(root: Path) -> None:
     tokenizer = sample.loaded("byte_fallback", root)
-    deltas = stream(tokenizer, tokenizer.encode("fox\n", add_special_tokens=False))
-    assert deltas[-2:] == ["\n", ""]
+    token_ids = tokenizer.encode("fox\nfox", add_special_tokens=False)
+    line_break = len(tokenizer.encode("fox\n", add_special_tokens=False)) - 1
+    text = tokenizer.decode([token_ids[line_break + 1]])
+    assert stream(tokenizer, token_ids)[line_break : line_break + 2] == ["", "\n" + text]
+    assert stream(tokenizer, token_ids[: line_break + 1])[-2:] == ["", "\n"]
+
+
+def test_a_run_that_breaks_is_out_at_once(root: Path) -> None:
+    """Every byte of it is U+FFFD, also those that were characters by themselves, whatever follows."""
+    tokenizer = sample.loaded("byte_fallback", root)
+    a, half, never = (tokenizer_byte(tokenizer, byte) for byte in (0x41, 0xC3, 0xFF))
+    fox = tokenizer.encode("fox", add_special_tokens=False)[-1]
+    deltas = stream(tokenizer, [fox, a, half, never, a, fox, a])
+    assert deltas[1:5] == ["", "", "\ufffd" * 3, "\ufffd"]
+    assert deltas[6:] == ["", "A"]
+
+
+def tokenizer_byte(tokenizer: Tokenizer, byte: int) -> int:
+    return next(token_id for token_id, other in tokenizer.fallback_bytes.items() if other == byte)
+
+
+def test_byte_tokens_are_known_by_how_they_are_decoded(root: Path) -> None:
+    assert sorted(sample.loaded("byte_fallback", root).fallback_bytes.values()) == list(range(256))
+    assert not sample.loaded("byte_level", root).fallback_bytes
+    assert not sample.loaded("metaspace", root).fallback_bytes
+    assert not sample.loaded("byte_names", root).fallback_bytes
+
+
+def test_a_long_run_costs_its_length(root: Path) -> None:
+    tokenizer = sample.loaded("byte_fallback", root)
+    token_ids = tokenizer.encode("the" + "日本👍" * 2000 + "fox", add_special_tokens=False)
+    counting = CountingTokenizer(tokenizer)
+    assert "".join(stream(counting, token_ids)) == tokenizer.decode(token_ids)  # type: ignore[arg-type]
+    assert counting.num_decoded < 10 * len(token_ids)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])

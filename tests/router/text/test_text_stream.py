@@ -124,3 +124,35 @@ def test_equals_brute_force_however_tokens_are_grouped(root: Path, data: st.Data
     expected = by_brute_force(tokenizer, stop, token_ids)
     assert run(tokenizer, stop, groups) == expected
     assert run(tokenizer, stop, [[token_id] for token_id in token_ids]) == expected
+
+
+@pytest.mark.parametrize("kind", sample.KINDS)
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_equals_brute_force_for_any_tokens(root: Path, kind: str, data: st.DataObject) -> None:
+    """Stop strings that are spelled by bytes end the output at once, although their run might still break."""
+    tokenizer = sample.loaded(kind, root)
+    token_ids = data.draw(sample.any_tokens(tokenizer))
+    words = st.sampled_from(["A", "\n", "é", "👍", "A\n", "é日", "fox", "AA", " A", "日 ", "the", "<0x41>"])
+    stop = data.draw(st.lists(words, max_size=3))
+    expected = by_brute_force(tokenizer, stop, token_ids)
+    assert run(tokenizer, stop, data.draw(sample.groupings(token_ids))) == expected
+    assert run(tokenizer, stop, [[token_id] for token_id in token_ids]) == expected
+
+
+def test_a_stop_string_in_a_run_counts_after_the_least_tokens_only(root: Path) -> None:
+    tokenizer = sample.loaded("byte_fallback", root)
+    ids = {byte: token_id for token_id, byte in tokenizer.fallback_bytes.items()}
+    fox = tokenizer.encode("fox", add_special_tokens=False)[-1]
+    stream = TextStream(tokenizer, SamplingParams(stop="A", min_tokens=2))
+    pieces = [stream.push([token_id]) for token_id in (fox, ids[0x41], ids[0x42], fox, ids[0x41])]
+    text = tokenizer.decode([fox])
+    assert [piece.text for piece in pieces] == [text, "", "", "AB" + tokenizer.decode([fox]), ""]
+    assert [piece.stopped for piece in pieces] == [False, False, False, False, True]
+
+
+def test_a_stop_string_that_was_guessed_and_did_not_come_ends_nothing(root: Path) -> None:
+    tokenizer = sample.loaded("byte_fallback", root)
+    ids = {byte: token_id for token_id, byte in tokenizer.fallback_bytes.items()}
+    token_ids = [ids[0x41], ids[0xFF], ids[0x42]]
+    assert run(tokenizer, ["AB"], [token_ids]) == ("\ufffd" * 3, 3, False)
