@@ -42,7 +42,7 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", tuple(self.choice))
         if isinstance(self.json, Mapping):
             object.__setattr__(self, "json", _json_text(self.json))
-        chosen = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        chosen = [name for name in _KINDS if self._has(name)]
         if len(chosen) != 1:
             raise InvalidRequestError(FIELD, chosen, f"must have exactly one of {', '.join(_KINDS)}")
         texts = self.choice if self.choice is not None else (self.text,)
@@ -64,7 +64,12 @@ class StructuredOutputs:
     @property
     def kind(self) -> str:
         """The name of the field that is set."""
-        return next(name for name in _KINDS if getattr(self, name) not in (None, False))
+        return next(name for name in _KINDS if self._has(name))
+
+    def _has(self, name: str) -> bool:
+        """By identity: what else is equal to nothing, or cannot say whether it is, is a wrong value."""
+        value = getattr(self, name)
+        return value is not None and value is not False
 
     @property
     def text(self) -> str:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy
 import pytest
 
 from holdfast.cluster.client.codec import sampling_params
@@ -66,7 +67,13 @@ async def test_what_cannot_be_enforced_is_refused_by_name_and_the_server_goes_on
         ({}, FIELD),
         ({"choice": "yes"}, f"{FIELD}.choice"),
         ({"choice": [3]}, f"{FIELD}.choice"),
+        ({"choice": 3}, f"{FIELD}.choice"),
         ({"regex": 5}, f"{FIELD}.regex"),
+        ({"regex": 0}, f"{FIELD}.regex"),
+        ({"regex": "a\ud800"}, f"{FIELD}.regex"),
+        ({"grammar": numpy.array([1, 2])}, f"{FIELD}.grammar"),
+        ({"json_object": 1}, f"{FIELD}.json_object"),
+        ({5: "a", "b": "c"}, FIELD),
         ({"json": {"enum": [object()]}}, f"{FIELD}.json"),
     ],
 )
