@@ -4,6 +4,7 @@ What may live here: which message each method takes and gives, and the server's 
 (`wire.py`), checks and decisions (`request_processor.py`, `dispatch.py`), error codes (`status.py`).
 """
 
+import math
 from collections.abc import AsyncGenerator
 from typing import Final
 
@@ -28,6 +29,9 @@ from holdfast.worker.errors import InvalidRequestError
 
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 REQUEST_ID_HEADER: Final = "x-request-id"
+
+MAX_ARRIVING: Final = 2**15
+"""Calls that may have come in and not been looked at yet, about three seconds' worth; and calls of one connection."""
 
 
 class InferenceServicer:
@@ -100,6 +104,13 @@ def _options(config: RouterConfig, limits: LimitsConfig) -> list[tuple[str, int]
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", limits.max_message_bytes),
         ("grpc.so_reuseport", int(config.reuse_port)),
+        # Left to itself, gRPC cancels calls at random once 1,000 wait to be looked at, and those that have waited 30 s.
+        # All are looked at, and told why where there is no room. Those beyond the streams of a connection wait in its
+        # client.
+        ("grpc.max_concurrent_streams", MAX_ARRIVING),
+        ("grpc.server.max_pending_requests", MAX_ARRIVING),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_ARRIVING),
+        ("grpc.server_max_unrequested_time_in_server", math.ceil(limits.max_timeout_s)),
         # A client that has gone without a word keeps its request for so long at most.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),

@@ -1,11 +1,14 @@
 """What a router refuses over gRPC: code, field and message for each kind of bad input, and the server goes on."""
 
 import asyncio
+from collections import Counter
+
+import grpc
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.v1 import engine_pb2, inference_pb2
 from tests.fakes import FakeReplica
-from tests.router.site import collected, eventually, num_open_is, on_a_loop, refusal, request, site
+from tests.router.site import collected, eventually, num_open_is, on_a_loop, refusal, request, site, taken_apart
 
 
 def params(**fields) -> dict:
@@ -155,6 +158,36 @@ async def test_a_full_queue_says_when_to_come_back():
         assert refused.retry_after_s > 0
         replica.resume()
         await asyncio.gather(*calls)
+
+
+@on_a_loop
+async def test_a_burst_of_3000_calls_is_answered_call_by_call():
+    """More than gRPC lets wait of itself: what it cancels was told neither by us nor by the client."""
+    replica = await FakeReplica.start()
+    replica.pause()
+    config, limits = RouterConfig(max_waiting_per_replica=10), LimitsConfig(max_queued=20)
+    async with site(replica, config=config, limits=limits) as place:
+        calls = [place.stub.Generate(request(max_tokens=1), timeout=60) for _ in range(3000)]
+        outcomes = [asyncio.ensure_future(outcome(call)) for call in calls]
+        await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
+        await eventually(lambda: num_are_done(outcomes, 2970), timeout_s=50)
+        replica.resume()
+        said = Counter(await asyncio.gather(*outcomes))
+        assert said == {"answered": 30, ("RESOURCE_EXHAUSTED", "QUEUE_FULL", True): 2970}
+
+
+async def outcome(call) -> object:
+    """That it was answered, or the code, the reason, and whether it is said when to come again."""
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        refused = taken_apart(error)
+        return refused.code, refused.reason, refused.retry_after_s is not None
+    return "answered"
+
+
+async def num_are_done(tasks, number: int) -> bool:
+    return sum(task.done() for task in tasks) >= number
 
 
 @on_a_loop
