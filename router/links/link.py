@@ -7,7 +7,7 @@ What may live here: the stream's life cycle and its gRPC options. What may not: 
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Final, NoReturn, Protocol, TypeAlias
 
@@ -141,7 +141,7 @@ class ReplicaLink:
             messages = aiter(call)
             try:
                 hello = await self._greet(messages)
-                watch = LinkWatch(self._is_busy, hello.frozen_after_ms / 1000, asyncio.get_running_loop().time)
+                watch = _watch(self._is_busy, hello)
                 if hello.heartbeat_ms:
                     tasks.append(asyncio.create_task(self._end_when_frozen(watch, call)))
                 async for message in messages:
@@ -195,6 +195,11 @@ class ReplicaLink:
 
     def _lost(self, reason: str) -> ReplicaError:
         return ReplicaError(f"replica {self.endpoint.replica_id} was lost ({reason})")
+
+
+def _watch(is_busy: Callable[[], bool], hello: engine_pb2.Hello) -> LinkWatch:
+    clock = asyncio.get_running_loop().time
+    return LinkWatch(is_busy, hello.frozen_after_ms / 1000, hello.heartbeat_ms / 1000, clock)
 
 
 async def _write(outbox: asyncio.Queue[engine_pb2.LinkRequest], call: LinkCall) -> None:

@@ -1,0 +1,79 @@
+"""How soon a router finds a leader that was stopped, in virtual time: whatever steps take, whenever it is stopped."""
+
+import pytest
+
+from holdfast.router.links.link_watch import LOOK_EVERY_S, LinkWatch
+from holdfast.worker.progress import ProgressCounter
+
+HEARTBEAT_S, FROZEN_AFTER_S = 0.2, 1.0
+TICK_S = 0.005
+
+
+class Leader:
+    """A leader that runs one step after the other, without layers that count, and beats as `worker/replica/link.py` does."""
+
+    def __init__(self, watch: LinkWatch, step_s: float) -> None:
+        self._watch = watch
+        self._step_s = step_s
+        self._progress = ProgressCounter()
+        self._progress.end_step(64, step_s)  # a replica has run steps before it serves
+        self._progress.begin_step(64)
+        self._next_step_s, self._next_beat_s = step_s, HEARTBEAT_S
+
+    def live_until(self, now: float) -> None:
+        while self._next_step_s <= now:
+            self._progress.end_step(64, self._step_s)
+            self._progress.begin_step(64)
+            self._watch.note_step()
+            self._next_step_s += self._step_s
+        while self._next_beat_s <= now:
+            self._watch.note_heartbeat(self._progress.count, self._progress.expected_step_s)
+            self._next_beat_s += HEARTBEAT_S
+
+
+def found_after_s(step_s: float, stopped_s: float, *, limit_s: float = 60.0) -> float | None:
+    """Seconds from the stop of a leader to the verdict; None for no verdict before `limit_s`."""
+    now = 0.0
+    watch = LinkWatch(lambda: True, FROZEN_AFTER_S, HEARTBEAT_S, lambda: now)
+    leader = Leader(watch, step_s)
+    for number in range(1, round(limit_s / TICK_S)):
+        now = number * TICK_S
+        leader.live_until(min(now, stopped_s))
+        if number % round(LOOK_EVERY_S / TICK_S) == 0 and watch.look():
+            return now - stopped_s
+    return None
+
+
+@pytest.mark.parametrize("step_s", [0.005, 0.05, 0.155, 0.7, 3.0])
+def test_a_stopped_leader_is_found_within_two_seconds_however_long_its_steps_are(step_s):
+    """Heartbeats do not wait for steps, so their silence needs no allowance for long ones."""
+    stops_s = [10 * step_s + phase * 0.045 for phase in range(40)]
+    found_s = [found_after_s(step_s, stopped_s) for stopped_s in stops_s]
+    assert all(0.0 < found < 2.0 for found in found_s), max(found_s)
+
+
+@pytest.mark.parametrize("step_s", [0.005, 0.155, 0.7, 3.0])
+def test_a_leader_whose_steps_are_long_is_not_taken_for_a_stopped_one(step_s):
+    """It has heartbeats, which say how long a step should take."""
+    assert found_after_s(step_s, stopped_s=60.0, limit_s=60.0) is None
+
+
+def test_a_leader_that_beats_and_does_not_get_on_has_twenty_steps():
+    now = 0.0
+    watch = LinkWatch(lambda: True, FROZEN_AFTER_S, HEARTBEAT_S, lambda: now)
+    watch.look()
+    for number in range(1, 400):
+        now = number * LOOK_EVERY_S
+        if number % 2 == 0:
+            watch.note_heartbeat(7, 0.5)
+        if watch.look():
+            break
+    assert now == pytest.approx(10.2, abs=0.2)
+
+
+def test_silence_of_a_replica_without_work_of_ours_means_nothing():
+    now = 0.0
+    watch = LinkWatch(lambda: False, FROZEN_AFTER_S, HEARTBEAT_S, lambda: now)
+    for number in range(600):
+        now = number * LOOK_EVERY_S
+        assert not watch.look()
