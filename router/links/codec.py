@@ -21,6 +21,7 @@ from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import (
     DeadlineExceededError,
     HoldfastError,
+    InternalError,
     InvalidRequestError,
     QueueFullError,
     ReplicaError,
@@ -184,6 +185,8 @@ def _rejection_error(rejection: engine_pb2.Rejection) -> HoldfastError:
         return ReplicaRefusal(rejection.field, rejection.message)
     if rejection.deadline_exceeded:
         return DeadlineExceededError(rejection.message)
+    if rejection.is_final:
+        return InternalError(rejection.message)
     if rejection.retry_after_ms:
         return QueueFullError(rejection.message, rejection.retry_after_ms / 1000)
     return ReplicaError(rejection.message)

@@ -26,9 +26,10 @@ from holdfast.worker.model.loading import Parts, load_parts
 from holdfast.worker.model.model import choose_device
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.draws import draws_of
-from holdfast.worker.plan.step_plan import StepPlan, StepResult
+from holdfast.worker.plan.step_plan import NO_TOKEN, StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import TokenLogprob
+from holdfast.worker.sampling.finite_rows import broken_rows, with_zeros
 from holdfast.worker.sampling.grammar_masks import GrammarMasks
 from holdfast.worker.sampling.logprobs import rate, token_logprobs
 from holdfast.worker.sampling.sampler import draw
@@ -186,11 +187,18 @@ def _lead_check(check: SelfCheck, leader: LeaderRunner, group: TensorParallelGro
 
 
 def step_result(plan: StepPlan, logits: Tensor, masks: Mapping[int, bytes] | None = None) -> StepResult:
-    """What a step's `logits` [rows wanted, vocab], float32, come to. `masks` are those of rows that have a grammar."""
+    """What a step's `logits` [rows wanted, vocab], float32, come to. `masks` are those of rows that have a grammar.
+
+    Rows that are no numbers come to `NO_TOKEN`, and leave the others as they are.
+    """
     draws = draws_of(plan)
     drawn_from, rating = logits[: len(draws)], logits[len(draws) :]
+    if broken := broken_rows(drawn_from):
+        drawn_from = with_zeros(drawn_from, broken)
     token_ids = draw(drawn_from, draws, masks)
     logprobs = token_logprobs(drawn_from, draws, token_ids)
+    for row in broken:
+        token_ids[row] = NO_TOKEN
     return StepResult(
         step_id=plan.step_id,
         token_ids=_of_sequences(plan, token_ids),

@@ -9,6 +9,7 @@ running a plan, and calling a listener (`engine.py` does that, and the simulator
 from collections.abc import Iterable
 from typing import Final
 
+from holdfast.worker.engine_core.lost_numbers import LostNumbers, no_numbers
 from holdfast.worker.engine_core.output_queues import OutputQueue, OutputQueues
 from holdfast.worker.engine_core.suspects import Suspects
 from holdfast.worker.engine_updates import EngineUpdate, StepListener
@@ -30,6 +31,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._output_queues = OutputQueues()
         self._suspects: Suspects[StepListener] = Suspects()
+        self._lost_numbers = LostNumbers()
         self._num_requests = 0
         self._num_tokens_generated = 0
         self._step_time_s = 0.0
@@ -101,11 +103,20 @@ class EngineCore:
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, step_s: float) -> int:
-        """Takes in what the outstanding plan drew, and the seconds that took. Returns how many tokens were gained."""
+        """Takes in what the outstanding plan drew, and the seconds that took. Returns how many tokens were gained.
+
+        Raises `ReplicaError` if the model does not compute numbers any more, whatever the request.
+        """
         self._step_id = plan.step_id
         self._step_time_s += step_s
         self._note_speed(plan.num_tokens, step_s)
-        return self._keep(self._scheduler.commit(plan, result))
+        deltas = self._scheduler.commit(plan, result)
+        broken = self._scheduler.take_broken()
+        self._lost_numbers.note_step(broken, has_others=bool(deltas))
+        for request in broken:
+            self._suspects.drop(request.request_id)
+            self._output_queues.reject(request.request_id, no_numbers())
+        return self._keep(deltas)
 
     @property
     def has_urgent_news(self) -> bool:

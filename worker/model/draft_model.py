@@ -28,6 +28,7 @@ from holdfast.worker.model.parallelize import Target
 from holdfast.worker.model.weights import read_config, resolve_model
 from holdfast.worker.plan.draws import draw_after, draws_of
 from holdfast.worker.plan.step_plan import BlockCopy, Drafting, DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.sampling.finite_rows import broken_rows, with_zeros
 from holdfast.worker.sampling.sampler import draw
 
 
@@ -108,7 +109,9 @@ class DraftModel:
         with torch.inference_mode():
             self._context.begin(batch)
             logits: Tensor = self._model(batch)[:, : self._vocab_size].float()
-            return draw(logits, draws_of(plan))
+            # A guess must be some token, of a model that has lost its numbers as well.
+            broken = broken_rows(logits)
+            return draw(with_zeros(logits, broken) if broken else logits, draws_of(plan))
 
 
 class _Work:

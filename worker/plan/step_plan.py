@@ -6,7 +6,7 @@ Nothing is filled in by several owners in turn. No torch here: plans cross proce
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 from holdfast.worker.plan.logits_settings import LogitControls
 from holdfast.worker.request import TokenLogprob
@@ -107,6 +107,10 @@ class StepPlan:
             return self
         pairs = zip(self.sequences, drafts, strict=True)
         return replace(self, sequences=tuple(sequence.with_drafts(guessed) for sequence, guessed in pairs))
+
+
+NO_TOKEN: Final = -1
+"""Drawn where the logits are no numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from holdfast.worker.config import HealthConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine_core.link_session import LinkSession
 from holdfast.worker.engine_updates import CacheChanges, EngineUpdate, Rejection
-from holdfast.worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError
+from holdfast.worker.errors import DeadlineExceededError, HoldfastError, InternalError, InvalidRequestError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta, TokenLogprob
@@ -215,6 +215,7 @@ class RouterLink:
             message=error.limit if isinstance(error, InvalidRequestError) else str(error),
             retry_after_ms=round(1000 * error.retry_after_s) if error.retry_after_s else 0,
             deadline_exceeded=isinstance(error, DeadlineExceededError),
+            is_final=isinstance(error, InternalError),
         )
 
 

@@ -130,6 +130,12 @@ class SequenceQueues:
         self._free_blocks(sequence)
         sequence.status = SequenceStatus.FINISHED
 
+    def forget_prefix(self, sequence: Sequence) -> None:
+        """Let nobody find what a running sequence has computed, nor what it has found."""
+        for block_id in sequence.block_ids:
+            if block_id in self.allocator.prefix_cache:
+                self.allocator.prefix_cache.evict(block_id)
+
     def release_finished(self) -> None:
         """Free the blocks of those that finished since they were admitted, and drop them from `running`."""
         for sequence in self.running:

@@ -59,6 +59,7 @@ class Scheduler:
         self._queues = SequenceQueues(self._allocator, aging_s=config.aging_s, tenant_shares=config.tenant_shares)
         self._deadlines = DeadlineWatch(self._queues)
         self._expired: list[str] = []
+        self._broken: list[EngineRequest] = []
         self._policy = _POLICIES[config.policy](StepLimits.of(config, self._drafter.num_speculative_tokens))
         self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
         self._in_flight: list[Sequence] | None = None  # those of the outstanding plan, in its order
@@ -165,6 +166,9 @@ class Scheduler:
             if rated and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += rated
             delta = advance(sequence, scheduled, drawn, likely)
+            if sequence.is_broken:
+                self._drop_broken(sequence)
+                continue
             if delta is not None:
                 deltas.append(delta)
             self._settle(sequence, scheduled, delta.token_ids if delta else ())
@@ -181,6 +185,13 @@ class Scheduler:
         """
         expired, self._expired = self._expired, []
         return expired
+
+    def take_broken(self) -> list[EngineRequest]:
+        """Requests that have been dropped since the last call, for their logits were no numbers. There is no delta for
+        them.
+        """
+        broken, self._broken = self._broken, []
+        return broken
 
     def take_cache_events(self) -> list[CacheEvent]:
         """Which prefixes came to be cached here and which went, since the last call; at the first call, all there are.
@@ -295,6 +306,12 @@ class Scheduler:
             self._drop(sequence)
             self._expired.append(sequence.request.request_id)
             self._num_expired += 1
+
+    def _drop_broken(self, sequence: Sequence) -> None:
+        """What it has computed is no numbers either, as far as anybody knows: nobody else is to begin with it."""
+        self._queues.forget_prefix(sequence)
+        self._drop(sequence)
+        self._broken.append(sequence.request)
 
     def _drop(self, sequence: Sequence) -> None:
         """Take out one that has not come to its own end."""

@@ -10,7 +10,7 @@ from typing import Final
 
 from holdfast.worker.block_hash import HashChain
 from holdfast.worker.plan.logits_settings import LogitControls
-from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence
+from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, ScheduledSequence
 from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
 from holdfast.worker.scheduling.tenants import Tenant
 
@@ -51,6 +51,7 @@ class Sequence:
         "deadline_s",
         "due_s",
         "hash_chain",
+        "is_broken",
         "max_len",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -83,6 +84,8 @@ class Sequence:
         """Also the order of arrival."""
         self.request = request
         self.status = SequenceStatus.WAITING
+        self.is_broken = False
+        """Its logits came out as no numbers: no token can follow."""
         time_left_s = math.inf if request.time_left_s is None else max(0.0, request.time_left_s)
         self.deadline_s = arrived_s + time_left_s
         """Nobody waits for it any more after this time."""
@@ -190,10 +193,13 @@ class Sequence:
         """Take in what a step computed and drew for this sequence; returns the tokens that it gained.
 
         Tokens after one that ends the sequence, or after a draft that turned out wrong, are dropped, and the positions
-        computed for them count as not computed.
+        computed for them count as not computed. A draw that came to no token breaks the sequence.
         """
         old_len = len(self.token_ids)
         for token_id in _confirmed(scheduled.token_ids, drawn):
+            if token_id == NO_TOKEN:
+                self.is_broken = True
+                break
             self.token_ids.append(token_id)
             if self.finish_reason is not None:
                 break

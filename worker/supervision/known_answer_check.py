@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine_updates import EngineUpdate
-from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.request import FinishReason
 from holdfast.worker.supervision.known_answer import NAME, Answer, make_question
@@ -88,14 +88,21 @@ class KnownAnswerCheck:
             answer.take(delta)
             if delta.finish_reason is not None:
                 self._take(answer if delta.finish_reason is FinishReason.LENGTH else None)
-        for rejection in update.rejections:  # as when too many wait: that is no answer, and no wrong one
-            logger.warning("the replica refused its self-check: %s", rejection.error)
-            self._take(None)
+        for rejection in update.rejections:
+            self._note_rejection(rejection.error)
 
     def on_failure(self, error: HoldfastError) -> None:
         self._stopped.set()
         if not self._first.done():
             self._first.set_exception(error)
+
+    def _note_rejection(self, error: HoldfastError) -> None:
+        """As when too many wait: that is no answer, and no wrong one. A question that the model fails at is."""
+        logger.warning("the replica refused its self-check: %s", error)
+        has_answer = self._first.done() and self._first.result() is not None
+        self._take(None)
+        if has_answer and isinstance(error, InternalError):
+            self._on_wrong(ReplicaError(f"the replica failed its self-check: {error}"))
 
     def _take(self, answer: Answer | None) -> None:
         """The question is answered; by nothing if it was refused or aborted."""

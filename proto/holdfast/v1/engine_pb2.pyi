@@ -218,18 +218,20 @@ class DrawnLogprob(_message.Message):
     def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Rejection(_message.Message):
-    __slots__ = ("attempt", "field", "message", "retry_after_ms", "deadline_exceeded")
+    __slots__ = ("attempt", "field", "message", "retry_after_ms", "deadline_exceeded", "is_final")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_EXCEEDED_FIELD_NUMBER: _ClassVar[int]
+    IS_FINAL_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     field: str
     message: str
     retry_after_ms: int
     deadline_exceeded: bool
-    def __init__(self, attempt: _Optional[int] = ..., field: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., deadline_exceeded: bool = ...) -> None: ...
+    is_final: bool
+    def __init__(self, attempt: _Optional[int] = ..., field: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., deadline_exceeded: bool = ..., is_final: bool = ...) -> None: ...
 
 class Load(_message.Message):
     __slots__ = ("num_running", "num_waiting", "num_waiting_tokens", "num_free_blocks", "num_total_blocks", "num_foreign_suspects")

@@ -7,6 +7,7 @@ from holdfast.router.links.codec import replica_facts, step_news, submit_message
 from holdfast.v1 import engine_pb2
 from holdfast.worker.errors import (
     DeadlineExceededError,
+    InternalError,
     InvalidRequestError,
     QueueFullError,
     ReplicaError,
@@ -88,8 +89,9 @@ def test_rejections_say_whose_fault_it_is():
         engine_pb2.Rejection(attempt=2, message="the queue is full", retry_after_ms=1500),
         engine_pb2.Rejection(attempt=3, message="the engine has ended"),
         engine_pb2.Rejection(attempt=4, message="time was up", deadline_exceeded=True),
+        engine_pb2.Rejection(attempt=5, message="no numbers", is_final=True),
     ]
-    invalid, full, lost, late = (
+    invalid, full, lost, late, hopeless = (
         item.error for item in step_news(engine_pb2.StepUpdate(rejections=rejections)).rejections
     )
     assert isinstance(invalid, InvalidRequestError)
@@ -98,6 +100,7 @@ def test_rejections_say_whose_fault_it_is():
     assert full.retry_after_s == 1.5
     assert isinstance(lost, ReplicaError)
     assert isinstance(late, DeadlineExceededError)
+    assert isinstance(hopeless, InternalError)
 
 
 def test_what_is_said_of_the_prompt_comes_up_the_link():

@@ -9,12 +9,14 @@ from holdfast.v1 import inference_pb2
 from holdfast.worker.config import HealthConfig, SchedulerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.plan.step_plan import NO_TOKEN, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.scheduling.scheduler import Scheduler
 from tests.pseudo_model import PseudoRunner, pseudo_completion
-from tests.router.site import collected, eventually, on_a_loop, request, site
+from tests.router.site import collected, eventually, on_a_loop, refusal, request, site
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE = 600, 4, 400, 256
+BAD = 13
 
 INFO = ModelInfo(
     name="pseudo",
@@ -112,6 +114,51 @@ async def test_the_streams_of_an_engine_that_ends_go_on_elsewhere():
         for seed, call in enumerate(calls):
             token_ids = [token_id for chunk in await collected(call) for token_id in chunk.token_ids]
             assert token_ids == pseudo_completion([1], seed, 390, VOCAB_SIZE)
+
+
+class LosesNumbers(PseudoRunner):
+    """Has no token for prompts that begin with `BAD`, and for nobody once `has_numbers` is not so."""
+
+    has_numbers = True
+
+    def run(self, plan: StepPlan) -> StepResult:
+        drawn = [
+            tuple(token_id if self._knows(sequence) else NO_TOKEN for token_id in token_ids)
+            for sequence, token_ids in zip(plan.sequences, super().run(plan).token_ids, strict=True)
+        ]
+        return StepResult(step_id=plan.step_id, token_ids=tuple(drawn))
+
+    def _knows(self, sequence: ScheduledSequence) -> bool:
+        return self.has_numbers and self.read_back(sequence)[0] != BAD
+
+
+@on_a_loop
+async def test_a_request_whose_logits_are_no_numbers_fails_once_and_takes_nobody_along():
+    replicas = [await RealReplica.start(name, runner_class=LosesNumbers) for name in ("r0", "r1")]
+    async with site(*replicas) as place:
+        calls = [place.stub.GenerateStream(request([1], max_tokens=200, seed=seed)) for seed in range(8)]
+        await asyncio.gather(*(call.initial_metadata() for call in calls))
+        refused = await refusal(place.stub.Generate(request([BAD, 5])))
+        assert (refused.code, refused.reason) == ("INTERNAL", "INTERNAL")
+        assert "no numbers" in refused.message
+        for seed, call in enumerate(calls):
+            token_ids = [token_id for chunk in await collected(call) for token_id in chunk.token_ids]
+            assert token_ids == pseudo_completion([1], seed, 200, VOCAB_SIZE)
+        assert all(replica.engine.failure is None for replica in replicas)
+        assert sum(replica.engine.stats().num_requests for replica in replicas) == 9, "it was tried once"
+
+
+@on_a_loop
+async def test_streams_of_a_replica_that_has_no_numbers_for_anybody_go_on_elsewhere():
+    bad = await RealReplica.start("bad", runner_class=LosesNumbers)
+    async with site(bad, await RealReplica.start("good")) as place:
+        calls = [place.stub.GenerateStream(request([1], max_tokens=390, seed=seed)) for seed in range(8)]
+        await asyncio.gather(*(call.initial_metadata() for call in calls))
+        bad.engine._runner.has_numbers = False
+        for seed, call in enumerate(calls):
+            token_ids = [token_id for chunk in await collected(call) for token_id in chunk.token_ids]
+            assert token_ids == pseudo_completion([1], seed, 390, VOCAB_SIZE)
+        assert "no numbers" in str(bad.engine.failure)
 
 
 @on_a_loop

@@ -9,7 +9,7 @@ import pytest
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine_updates import EngineUpdate
 from holdfast.worker.errors import HoldfastError, ReplicaError
-from holdfast.worker.plan.step_plan import StepPlan, StepResult
+from holdfast.worker.plan.step_plan import NO_TOKEN, StepPlan, StepResult
 from holdfast.worker.supervision.known_answer import NUM_OUTPUT_TOKENS, NUM_PROMPT_TOKENS
 from holdfast.worker.supervision.known_answer_check import KnownAnswerCheck
 from tests.pseudo_model import PseudoRunner
@@ -32,11 +32,12 @@ class Listener:
 
 
 class Rotting(PseudoRunner):
-    """Draws another token once it is rotten; stands still while it is held."""
+    """Draws another token once it is rotten, none without numbers; stands still while it is held."""
 
     def __init__(self) -> None:
         super().__init__(64, BLOCK_SIZE)
         self.is_rotten = False
+        self.has_numbers = True
         self.entered, self.may_step = threading.Event(), threading.Event()
         self.may_step.set()
 
@@ -51,6 +52,9 @@ class Rotting(PseudoRunner):
         if self.is_rotten:
             worse = tuple(tuple(token_id + 1 for token_id in drawn) for drawn in result.token_ids)
             result = StepResult(step_id=plan.step_id, token_ids=worse)
+        if not self.has_numbers:
+            none = tuple((NO_TOKEN,) * len(drawn) for drawn in result.token_ids)
+            result = StepResult(step_id=plan.step_id, token_ids=none)
         return result
 
 
@@ -114,6 +118,15 @@ def test_a_wrong_answer_says_where(asked):
     assert isinstance(wrong, ReplicaError)
     assert "self-check wrongly: " in str(wrong)
     assert asked.known_answer_check.num_right == 0
+
+
+def test_a_question_for_which_the_model_has_no_numbers_is_answered_wrongly(asked):
+    asked.runner.has_numbers = False
+    asked.known_answer_check.ask()
+    asked.until_answered()
+    (wrong,) = asked.wrongs
+    assert isinstance(wrong, ReplicaError)
+    assert "self-check: the model's logits" in str(wrong)
 
 
 def test_an_open_question_is_not_asked_twice(asked):

@@ -1,0 +1,40 @@
+"""Requests whose logits are no numbers: what they are told, and when the fault is the replica's and not theirs.
+
+A request that makes the model overflow does so on every replica, so it fails, and its neighbours go on. Weights or
+memory that have gone bad are the replica's, and fail everyone: then it ends, and its requests go on elsewhere. What may
+not live here: finding such logits (`finite_rows.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from holdfast.worker.errors import InternalError, ReplicaError
+from holdfast.worker.request import EngineRequest
+
+NUM_ALONE_TO_END: Final = 3
+"""So many requests that failed in a row, each alone in its step, with no token drawn for anyone in between."""
+
+
+class LostNumbers:
+    """Looks at each step of a replica."""
+
+    def __init__(self) -> None:
+        self._in_a_row: list[str] = []
+
+    def note_step(self, broken: Sequence[EngineRequest], *, has_others: bool) -> None:
+        """`broken` came to no token in this step, and others did or did not. Raises `ReplicaError` if it is the
+        replica: several had their turn and nobody's logits were numbers.
+        """
+        if has_others:
+            self._in_a_row.clear()
+            return
+        names = dict.fromkeys(request.group_id or request.request_id for request in broken)
+        self._in_a_row += [name for name in names if name not in self._in_a_row]
+        if len(names) > 1 or len(self._in_a_row) >= NUM_ALONE_TO_END:
+            count = max(len(names), len(self._in_a_row))
+            raise ReplicaError(f"the model's logits are no numbers (NaN or infinite) for any of {count} requests")
+
+
+def no_numbers() -> InternalError:
+    """What a request is told."""
+    return InternalError("the model's logits for this request are no numbers (NaN or infinite), so no token can follow")
