@@ -10,7 +10,7 @@ TICK_S = 0.005
 
 
 class Leader:
-    """A leader that runs one step after the other, without layers that count, and beats as `worker/replica/link.py` does."""
+    """A leader that runs one step after the other, without layers that count, and beats as a replica does."""
 
     def __init__(self, watch: LinkWatch, step_s: float) -> None:
         self._watch = watch
