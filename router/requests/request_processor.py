@@ -14,7 +14,7 @@ from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.call import open_call, stopping
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.parallel_sampling import siblings
-from holdfast.router.events import ModelStatus, ReplicaFacts
+from holdfast.router.events import ModelStatus
 from holdfast.router.request import GenerationRequest, check_text, derived_seed
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
@@ -25,6 +25,7 @@ from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.router.text.vocabulary import check_controls, check_vocabulary
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, UnknownModelError
+from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 
@@ -182,7 +183,7 @@ class RequestProcessor:
         )
 
 
-def _resolved(params: SamplingParams, request_id: str, facts: ReplicaFacts) -> SamplingParams:
+def _resolved(params: SamplingParams, request_id: str, facts: ModelInfo) -> SamplingParams:
     """The parameters with the seed chosen, and numbers that mean "all" brought down to what there is."""
     check_controls(params, facts.vocab_size)
     seed = derived_seed(request_id) if params.seed is None else params.seed
@@ -198,7 +199,7 @@ def _check_room(field: str, num_received: int, num_prompt_tokens: int, max_model
         raise InvalidRequestError(field, num_received, f"{limit}, and the prompt has {num_prompt_tokens}")
 
 
-def _check_length(prompt: str | tuple[int, ...], num_tokens: int, facts: ReplicaFacts) -> None:
+def _check_length(prompt: str | tuple[int, ...], num_tokens: int, facts: ModelInfo) -> None:
     """A prompt must leave room for one token, and the tokenizer must have made something of it."""
     field = "text" if isinstance(prompt, str) else "token_ids"
     if num_tokens == 0:

@@ -17,7 +17,7 @@ from tests.router.site import collected, eventually, on_a_loop, request, site
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE = 600, 4, 400, 256
 
 INFO = ModelInfo(
-    name="pseudo",
+    model="pseudo",
     path="/nowhere",
     model_type="pseudo",
     max_model_len=MAX_MODEL_LEN,
