@@ -15,6 +15,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -41,7 +42,7 @@ class Outcome:
     """One policy's run over the whole load."""
 
     duration_s: float
-    tokens: dict[str, list[int]]
+    tokens: dict[Hashable, list[int]]
     num_steps: int
     num_preemptions: int
     wasted_share: float
@@ -79,14 +80,14 @@ def run(policy: Policy, runner: StepRunner, info: ModelInfo, load: list[EngineRe
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,
     )
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in load}
+    tokens: dict[Hashable, list[int]] = {request.request_id: [] for request in load}
     shares, per_sequence = [], []
     started_s = time.perf_counter()
     for request in load:
         scheduler.add(request)
     while (plan := scheduler.plan()) is not None:
         for delta in scheduler.commit(plan, runner.run(plan)):
-            tokens[delta.request_id].extend(delta.token_ids)
+            tokens[delta.attempt].extend(delta.token_ids)
         stats = scheduler.stats()
         if stats.num_used_blocks:
             shares.append(stats.num_wasted_slots / (stats.num_used_blocks * info.block_size))
@@ -164,7 +165,7 @@ def main() -> None:
 
     lengths = sorted(map(len, tokens.values()))
     console.print(
-        f"{info.name} ({info.dtype}) on {platform.processor() or platform.machine()}: {len(load)} requests, "
+        f"{info.model} ({info.dtype}) on {platform.processor() or platform.machine()}: {len(load)} requests, "
         f"outputs {lengths[0]} to {lengths[-1]} tokens, median {statistics.median(lengths):.0f}, "
         f"at most {arguments.max_num_seqs} sequences",
         highlight=False,

@@ -12,6 +12,7 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -57,7 +58,7 @@ class Outcome:
     """One method's run over a load."""
 
     duration_s: float
-    tokens: dict[str, list[int]]
+    tokens: dict[Hashable, list[int]]
     stats: SchedulerStats
 
 
@@ -109,13 +110,13 @@ def run(method: Method, runner: StepRunner, info: ModelInfo, load: list[EngineRe
         eos_token_ids=info.eos_token_ids,
         drafter=Speculation(SpeculationConfig(speculative=method), config),
     )
-    tokens: dict[str, list[int]] = {request.request_id: [] for request in load}
+    tokens: dict[Hashable, list[int]] = {request.request_id: [] for request in load}
     started_s = time.perf_counter()
     for request in load:
         scheduler.add(request)
     while (plan := scheduler.plan()) is not None:
         for delta in scheduler.commit(plan, runner.run(plan)):
-            tokens[delta.request_id].extend(delta.token_ids)
+            tokens[delta.attempt].extend(delta.token_ids)
     return Outcome(duration_s=time.perf_counter() - started_s, tokens=tokens, stats=scheduler.stats())
 
 

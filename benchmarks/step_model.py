@@ -98,7 +98,7 @@ def main() -> None:
     costs = fit(steps, seconds)
     write_step_costs(options.out, costs)
     errors = [abs(costs.predict(step) / took - 1) for step, took in zip(steps, seconds, strict=True)]
-    print(f"{info.name} on {platform.processor() or platform.machine()}: {len(plans)} shapes of step")
+    print(f"{info.model} on {platform.processor() or platform.machine()}: {len(plans)} shapes of step")
     print(f"{costs}")
     print(f"relative error: median {statistics.median(errors):.0%}, worst {max(errors):.0%}; written to {options.out}")
 

@@ -12,7 +12,7 @@ import grpc
 
 from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.v1 import engine_pb2, engine_pb2_grpc
+from holdfast.v1 import engine_pb2
 
 STOP, LENGTH, ABORT = 1, 2, 3
 
@@ -67,7 +67,7 @@ class FakeReplica:
         self.refusal: engine_pb2.Rejection | None = None
         """What every submission is answered with, if set."""
         self._num_done: dict[int, int] = {}
-        self._outboxes: set[asyncio.Queue[engine_pb2.LinkResponse]] = set()
+        self._outboxes: set[asyncio.Queue[engine_pb2.LinkResponse | bytes]] = set()
         self._changed = asyncio.Event()
         self._may_step = asyncio.Event()
         self._may_step.set()
@@ -79,7 +79,9 @@ class FakeReplica:
         replica = cls(replica_id, model, step_s)
         options = [("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", 50)]
         replica._server = grpc.aio.server(options=options)
-        engine_pb2_grpc.add_EngineServicer_to_server(replica, replica._server)
+        link = grpc.stream_stream_rpc_method_handler(replica.Link, engine_pb2.LinkRequest.FromString, _serialized)
+        handler = grpc.method_handlers_generic_handler("holdfast.v1.Engine", {"Link": link})
+        replica._server.add_generic_rpc_handlers((handler,))
         replica.port = replica._server.add_insecure_port(f"127.0.0.1:{port}")
         await replica._server.start()
         replica._stepping = asyncio.create_task(replica._steps())
@@ -120,8 +122,8 @@ class FakeReplica:
 
     async def Link(
         self, requests: AsyncIterator[engine_pb2.LinkRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[engine_pb2.LinkResponse]:
-        outbox: asyncio.Queue[engine_pb2.LinkResponse] = asyncio.Queue()
+    ) -> AsyncIterator[engine_pb2.LinkResponse | bytes]:
+        outbox: asyncio.Queue[engine_pb2.LinkResponse | bytes] = asyncio.Queue()
         self._outboxes.add(outbox)
         self.num_links += 1
         reader = asyncio.create_task(self._read(requests, outbox))
@@ -137,14 +139,17 @@ class FakeReplica:
 
     def say(self, update: engine_pb2.StepUpdate) -> None:
         """Up every link, whatever is in it."""
+        self.put(engine_pb2.LinkResponse(step=update))
+
+    def put(self, message: engine_pb2.LinkResponse | bytes) -> None:
+        """Up every link; bytes as they are."""
         for outbox in self._outboxes:
-            outbox.put_nowait(engine_pb2.LinkResponse(step=update))
+            outbox.put_nowait(message)
 
     def beat(self, progress: int, expected_step_s: float = 0.0) -> None:
         """A heartbeat up every link."""
         heartbeat = engine_pb2.Heartbeat(progress=progress, expected_step_s=expected_step_s)
-        for outbox in self._outboxes:
-            outbox.put_nowait(engine_pb2.LinkResponse(heartbeat=heartbeat))
+        self.put(engine_pb2.LinkResponse(heartbeat=heartbeat))
 
     async def _read(self, requests: AsyncIterator[engine_pb2.LinkRequest], outbox: asyncio.Queue) -> None:
         async for request in requests:
@@ -206,6 +211,10 @@ class FakeReplica:
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _serialized(message: engine_pb2.LinkResponse | bytes) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()
 
 
 class Wire:

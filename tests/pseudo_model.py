@@ -29,11 +29,11 @@ def pseudo_completion(
     return tokens[len(prompt) :]
 
 
-def pseudo_prompt_logprobs(prompt: Sequence[int], vocab_size: int) -> list[TokenLogprob | None]:
+def pseudo_prompt_logprobs(prompt: Sequence[int], vocab_size: int) -> list[TokenLogprob]:
     """What a request that asks for them is told of its prompt: each number a function of the tokens before it."""
     numbers = [pseudo_token(prompt[:length], 0, vocab_size) for length in range(1, len(prompt))]
     rated = zip(prompt[1:], numbers, strict=True)
-    return [None, *(TokenLogprob(token_id=token_id, logprob=-number, rank=1) for token_id, number in rated)]
+    return [TokenLogprob(token_id=token_id, logprob=-number, rank=1) for token_id, number in rated]
 
 
 class PseudoRunner:

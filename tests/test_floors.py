@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 POLICY = ("plan", "kv", "scheduling", "speculation", "tuning", "engine_core")
 DEVICE = ("distributed", "layers", "attention", "sampling", "model", "engine")
-PROCESS = ("supervision", "replica")
+PROCESS = ("wire", "supervision", "replica")  # wire: both ends of a link read and write its messages by one codec
 ROOMS = {  # from the ground up: a room imports from those before it
     "worker": (*POLICY, *DEVICE, *PROCESS),
     "router": ("text", "replicas", "dispatch", "requests", "links", "doors", "router"),
@@ -19,7 +19,7 @@ ROOMS = {  # from the ground up: a room imports from those before it
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
 }
 DOORS = {  # what a package may import of those below it
-    "router": {"worker": ("words",)},
+    "router": {"worker": ("words", "wire")},
     "cluster": {"worker": ("words", *ROOMS["worker"]), "router": ("words", *ROOMS["router"])},
     "cluster.simulate": {"worker": ("words", *POLICY), "router": ("words", "text", "replicas", "dispatch", "requests")},
 }
@@ -30,13 +30,14 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     "worker.words": TENSORS | IO,
     **{f"worker.{room}": TENSORS | IO for room in POLICY},
     **{f"worker.{room}": {"asyncio", "grpc"} for room in DEVICE},
+    "worker.wire": TENSORS | IO,
     "router": {"torch", "ray"},
     "router.words": IO,
     "router.replicas": TENSORS | IO,
     "router.dispatch": TENSORS | IO,
     "cluster.simulate": TENSORS | (IO - {"random"}),
 }
-STUBS = ("worker.replica", "router.links", "router.doors", "cluster.client")
+STUBS = ("worker.wire", "worker.replica", "router.links", "router.doors", "cluster.client")
 
 
 def room(dotted: str) -> tuple[str, str]:

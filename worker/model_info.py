@@ -1,6 +1,7 @@
-"""What is known of a model once it is loaded: the facts that the other floors need. Plain data, no torch."""
+"""Model info: what is known of a model once it is loaded, and what a replica says of itself. Plain data, no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -9,7 +10,7 @@ class ModelInfo:
     `row_invariant` and `answers_digest`.
     """
 
-    name: str
+    model: str
     """The name that clients use."""
     path: str
     """The local folder it was read from: the router reads the tokenizer there."""
@@ -18,6 +19,7 @@ class ModelInfo:
     """Longest prompt plus output, in tokens."""
     vocab_size: int
     eos_token_ids: frozenset[int]
+    """The tokens that end a sequence by the model's own word."""
     dtype: str
     tensor_parallel_size: int
     block_size: int
@@ -37,3 +39,28 @@ class ModelInfo:
     def numerics(self) -> str:
         """What the bits of the output depend on besides the model's name and the number of ranks."""
         return "/".join(filter(None, (self.dtype, self.device, self.checkpoint_digest)))
+
+    @property
+    def fingerprint(self) -> str:
+        """Names all that a completion is a function of, the request aside. Equal fingerprints, equal tokens, if
+        arithmetic is row-invariant.
+        """
+        arithmetic = "row-invariant" if self.row_invariant else "row-variant"
+        measured = (self.answers_digest.hex(), arithmetic)
+        return "/".join(filter(None, (self.model, f"tp{self.tensor_parallel_size}", self.numerics, *measured)))
+
+    @property
+    def max_sequence_len(self) -> int:
+        """Longest sequence that one request can have here: the model's context, or all of the KV cache."""
+        return min(self.max_model_len, self.block_size * self.num_blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFacts(ModelInfo):
+    """What a replica says of itself when a link comes up: which one it is, and what it has loaded."""
+
+    replica_id: str
+
+    @classmethod
+    def of(cls, replica_id: str, info: ModelInfo) -> Self:
+        return cls(replica_id=replica_id, **{item.name: getattr(info, item.name) for item in fields(ModelInfo)})

@@ -5,8 +5,10 @@ how to draw (`sampling_params.py`), state that changes during a request (`sequen
 torch, Ray.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
+from typing import NamedTuple
 
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
@@ -43,7 +45,7 @@ class EngineRequest:
     """
 
     request_id: str
-    """Unique among the requests that are alive in one engine."""
+    """What its caller calls it. Engines know it by this if they are given no other key (`AttemptKey`)."""
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     priority: Priority = Priority.NORMAL
@@ -55,8 +57,9 @@ class EngineRequest:
     """The bad words of `sampling_params` as token ids, each in every way that it may be written."""
     grammar: str = ""
     """The structured outputs of `sampling_params` as a grammar of llguidance; empty: the output may be anything."""
-    group_id: str = ""
-    """Those that have the same one, which is not empty, have the same prompt and salt, and share what is computed."""
+    group_id: Hashable = ""
+    """Those that have the same one, which is not empty, have the same prompt and salt, and share what is computed. Of
+    several links, a `GroupKey`."""
     tenant: str = ""
     """On whose account it runs: tenants get service by their shares. All without a name are one tenant."""
     time_left_s: float | None = None
@@ -84,6 +87,22 @@ def check_service(*, priority: object, tenant: object, cache_salt: object) -> No
     checked_text("cache_salt", cache_salt)
 
 
+class AttemptKey(NamedTuple):
+    """What one attempt at a request is known by where several links submit: each counts for itself. Made by whoever
+    submits; to an engine, as any other key, it is something to be found again and given back.
+    """
+
+    link: str
+    number: int
+
+
+class GroupKey(NamedTuple):
+    """What the requests of one group are known by, likewise."""
+
+    link: str
+    name: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
     """How likely the model found a token: the log-softmax of the logits, before any control or temperature.
@@ -103,7 +122,8 @@ class TokenLogprob:
 class TokenDelta:
     """What one step did for one request."""
 
-    request_id: str
+    attempt: Hashable
+    """The key that the request was submitted by."""
     first_token_index: int
     """Output position of `token_ids[0]`, counted from the request's very first output token."""
     token_ids: tuple[int, ...]
@@ -114,8 +134,8 @@ class TokenDelta:
     computed the prompt for it. Told with output token 0 and only there: once for a request, whatever happens later."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    """One for each token of the prompt, None for the first, where the request asks for them. Told with output token 0
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each token of the prompt from the second on, where the request asks for them. Told with output token 0
     and only there."""
 
 

@@ -4,7 +4,7 @@ What may live here: the state of a single request. What may not: threads, and ot
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 
 from holdfast.cluster.offline.outputs import CompletionOutput, Logprob, RequestOutput
@@ -41,21 +41,23 @@ class Completion:
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._callback = callback
-        self._sequences = {item.request_id: SequenceOutput(item, tokenizer, echo) for item in self.engine_requests}
+        self._sequences: dict[Hashable, SequenceOutput] = {
+            item.request_id: SequenceOutput(item, tokenizer, echo) for item in self.engine_requests
+        }
 
     @property
     def is_finished(self) -> bool:
         return all(sequence.is_finished for sequence in self._sequences.values())
 
     @property
-    def ended_ids(self) -> list[str]:
+    def ended_ids(self) -> list[Hashable]:
         """The engine requests from which nothing more is wanted."""
         is_over = self.future.done()
         return [key for key, sequence in self._sequences.items() if is_over or sequence.is_finished]
 
     def take(self, delta: TokenDelta) -> None:
         """Adds what a step did for one of the sequences, and tells whoever waits."""
-        self._sequences[delta.request_id].take(delta)
+        self._sequences[delta.attempt].take(delta)
         self._tell()
 
     def fail(self, error: HoldfastError) -> None:
@@ -112,4 +114,4 @@ class Completion:
         if self.request.sampling_params.prompt_logprobs is None:
             return None
         said = next(iter(self._sequences.values())).prompt_logprobs
-        return [None if item is None else by_token_id(item, self._tokenizer) for item in said]
+        return [None, *(by_token_id(item, self._tokenizer) for item in said)]

@@ -7,12 +7,13 @@ requests are made (`inference_engine.py`), and what a single one has come to (`c
 import logging
 import queue
 import threading
+from collections.abc import Hashable
 
 from holdfast.cluster.offline.completion import Completion
-from holdfast.worker.engine_updates import EngineUpdate
 from holdfast.worker.errors import HoldfastError, InternalError
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import TokenDelta
+from holdfast.worker.step_update import StepUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +23,8 @@ class Delivery:
 
     def __init__(self, replica: Replica) -> None:
         self._engine = replica.engine
-        self._open: dict[str, Completion] = {}
-        self._inbox: queue.SimpleQueue[EngineUpdate | HoldfastError] = queue.SimpleQueue()
+        self._open: dict[Hashable, Completion] = {}
+        self._inbox: queue.SimpleQueue[StepUpdate | HoldfastError] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="delivery", daemon=True)
         self._thread.start()
         self._engine.attach(self)
@@ -52,28 +53,28 @@ class Delivery:
         """Waits until everyone has been answered. The engine must have ended."""
         self._thread.join()
 
-    def on_update(self, update: EngineUpdate) -> None:
+    def on_update(self, update: StepUpdate) -> None:
         self._inbox.put(update)
 
     def on_failure(self, error: HoldfastError) -> None:
         self._inbox.put(error)
 
     def _run(self) -> None:
-        while isinstance(item := self._inbox.get(), EngineUpdate):
+        while isinstance(item := self._inbox.get(), StepUpdate):
             self._deliver(item)
         while self._open:
             _, completion = self._open.popitem()
             if not completion.future.done():
                 completion.fail(item)
 
-    def _deliver(self, update: EngineUpdate) -> None:
+    def _deliver(self, update: StepUpdate) -> None:
         for rejection in update.rejections:
-            refused = self._open.get(rejection.request_id)
+            refused = self._open.get(rejection.attempt)
             if refused is not None:
                 refused.fail(rejection.error)
-                self._close(refused, rejection.request_id)
+                self._close(refused, rejection.attempt)
         for delta in update.deltas:
-            completion = self._open.get(delta.request_id)
+            completion = self._open.get(delta.attempt)
             if completion is None:
                 continue  # it ended at a stop string; the engine heard of that a step later
             self._take(completion, delta)
@@ -83,11 +84,11 @@ class Delivery:
         try:
             completion.take(delta)
         except Exception as bug:
-            logger.exception("request %s failed", delta.request_id)
+            logger.exception("request %s failed", delta.attempt)
             completion.fail(InternalError(f"turning tokens into text failed: {type(bug).__name__}: {bug}"))
-        self._close(completion, delta.request_id if delta.finish_reason is not None else None)
+        self._close(completion, delta.attempt if delta.finish_reason is not None else None)
 
-    def _close(self, completion: Completion, ended_id: str | None) -> None:
+    def _close(self, completion: Completion, ended_id: Hashable) -> None:
         """Forgets the sequences that have ended, and stops those of them that the engine goes on with: by now it has
         ended `ended_id` at most.
         """

@@ -21,7 +21,7 @@ class SequenceOutput:
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
         self.num_cached_tokens = 0
-        self.prompt_logprobs: Sequence[TokenLogprob | None] = ()
+        self.prompt_logprobs: Sequence[TokenLogprob] = ()
         self.finish_reason: FinishReason | None = None
 
     @property

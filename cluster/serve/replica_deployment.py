@@ -56,7 +56,7 @@ class ReplicaDeployment:
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
         self._beating = None if heartbeat_pipe is None else self._loop.create_task(heartbeat_pipe.keep_beating())
         info = self._replica.info
-        self._say(phase="serving", address=self._server.address, model=info.name, model_path=info.path)
+        self._say(phase="serving", address=self._server.address, model=info.model, model_path=info.path)
 
     async def check_health(self) -> None:
         """Raises once the engine has failed. Serve then replaces this replica."""

@@ -28,14 +28,11 @@ from holdfast.router.dispatch.request_state import RequestState, RequestTable
 from holdfast.router.events import (
     FRESH,
     Action,
-    AttemptDelta,
     CaughtUp,
     Fail,
     ModelStatus,
-    ReplicaFacts,
     ReplicaLoad,
     SendAbort,
-    StepNews,
     TextState,
 )
 from holdfast.router.replicas.policy import ChooseReplica, DrawIndex, power_of_two_choices
@@ -48,7 +45,9 @@ from holdfast.worker.errors import (
     RequestQuarantinedError,
     RequestSupersededError,
 )
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason
+from holdfast.worker.model_info import ReplicaFacts
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
+from holdfast.worker.step_update import StepUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -141,19 +140,19 @@ class Dispatch:
             actions += self._fail(record, _quarantined(record, error), replica_has_it=False)
         return actions + self._placement.drain(replica.facts.model, now)
 
-    def step(self, replica_id: str, news: StepNews, now: float) -> list[Action]:
-        """What one engine step did. News of a replica that is not up, or of an old attempt, is dropped."""
+    def step(self, replica_id: str, update: StepUpdate, now: float) -> list[Action]:
+        """What one engine step did. What is said by a replica that is not up, or of an old attempt, is dropped."""
         replica = self._registry.get(replica_id)
         if replica is None:
             return []
-        replica.note_report(news.load)
-        replica.note_memory(news)
+        replica.note_report(update.load)
+        replica.note_memory(update)
         actions: list[Action] = []
-        for delta in news.deltas:
+        for delta in update.deltas:
             record = self._requests.running(replica, delta.attempt)
             if record is not None:
                 actions += self._advance(record, delta, now)
-        for rejection in news.rejections:
+        for rejection in update.rejections:
             record = self._requests.running(replica, rejection.attempt)
             if record is not None:
                 actions += self._refuse(record, rejection.error, now)
@@ -231,7 +230,7 @@ class Dispatch:
         if now >= deadline:
             raise DeadlineExceededError("the request's time was up before it could be queued")
 
-    def _advance(self, record: RequestState, delta: AttemptDelta, now: float) -> list[Action]:
+    def _advance(self, record: RequestState, delta: TokenDelta, now: float) -> list[Action]:
         """Takes one delta in. A fault of ours ends this request alone, not the others of the link."""
         replica_has_it = delta.finish_reason is None
         num_seen = len(record.output_token_ids) - delta.first_token_index
@@ -243,7 +242,7 @@ class Dispatch:
         if not record.output_token_ids:
             record.num_cached_tokens = delta.num_cached_tokens
         try:
-            token_ids, logprobs = tuple(delta.token_ids[num_seen:]), tuple(delta.logprobs[num_seen:])
+            token_ids, logprobs = delta.token_ids[num_seen:], delta.logprobs[num_seen:]
             delivery = record.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
         except Exception as bug:
             logger.exception("request %s: its tokens could not be turned into text", record.request_id)

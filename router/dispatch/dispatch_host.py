@@ -15,15 +15,15 @@ from holdfast.router.events import (
     Deliver,
     Fail,
     ModelStatus,
-    ReplicaFacts,
     ReplicaLoad,
     SendAbort,
     SendSubmit,
-    StepNews,
 )
 from holdfast.router.resume import Part
 from holdfast.worker.errors import HoldfastError, InternalError
+from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import EngineLoad
+from holdfast.worker.step_update import StepUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +107,8 @@ class DispatchHost:
         self.perform(self._dispatch.replica_up(facts, load, self.now()))
         self._on_models_changed()
 
-    def replica_news(self, replica_id: str, news: StepNews) -> None:
-        self.perform(self._dispatch.step(replica_id, news, self.now()))
+    def replica_update(self, replica_id: str, update: StepUpdate) -> None:
+        self.perform(self._dispatch.step(replica_id, update, self.now()))
 
     def replica_retiring(self, replica_id: str, is_retiring: bool) -> None:
         self.perform(self._dispatch.replica_retiring(replica_id, is_retiring, self.now()))

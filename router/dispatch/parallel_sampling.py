@@ -4,7 +4,7 @@ A pure core, for the router and for the engine in one process. What may not live
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from holdfast.router.events import Usage
@@ -32,7 +32,7 @@ def siblings(request: EngineRequest) -> tuple[EngineRequest, ...]:
     )
 
 
-def first_sibling_id(group_id: str) -> str:
+def first_sibling_id(group_id: Hashable) -> str:
     """The id of the sibling that is opened first."""
     return f"{group_id}/0"
 

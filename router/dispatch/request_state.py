@@ -4,13 +4,14 @@ What may live here: what was asked, the tokens so far, which attempt runs where,
 What may not: decisions (`dispatch.py`), clocks, IO.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 
 from holdfast.router.dispatch.deadlines import Deadlines
-from holdfast.router.events import CaughtUp, Deliver, Likelihood, ReplicaFacts, TextState, Usage
+from holdfast.router.events import CaughtUp, Deliver, TextState, Usage
 from holdfast.router.replicas.prefix_index import PromptPrefix
 from holdfast.router.replicas.replica_registry import ReplicaState
+from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
 from holdfast.worker.suspicion import Suspicion
 
@@ -93,7 +94,7 @@ class RequestState:
         token_ids: tuple[int, ...],
         finish_reason: FinishReason | None,
         logprobs: tuple[TokenLogprob, ...] = (),
-        prompt_logprobs: Sequence[Likelihood] = (),
+        prompt_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> Deliver | None:
         """Appends new output. Returns what the client gets of it: None if nothing is new.
 
@@ -123,17 +124,19 @@ class RequestState:
             identity_guaranteed=self.identity_guaranteed,
         )
 
-    def note_replica(self, facts: ReplicaFacts) -> None:
+    def note_replica(self, facts: ModelInfo) -> None:
         """The request goes on at a replica. With output, that must be one that works the same to the bit."""
         if self.output_token_ids and not (facts.row_invariant and facts.fingerprint == self.fingerprint):
             self.identity_guaranteed = False
         self.fingerprint = facts.fingerprint
 
-    def _of_prompt(self, said: Sequence[Likelihood]) -> tuple[TokenLogprob, ...]:
+    def _of_prompt(self, said: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
+        """Raises ValueError unless there is one for each token that was asked about."""
         if self.request.sampling_params.prompt_logprobs is None:
             return ()
-        later_tokens = self.request.prompt_token_ids[1:]
-        return tuple(item.of(token_id) for token_id, item in zip(later_tokens, said, strict=True))
+        if len(said) != len(self.request.prompt_token_ids) - 1:
+            raise ValueError(f"{len(said)} logprobs for a prompt of {len(self.request.prompt_token_ids)} tokens")
+        return said
 
     def _usage(self) -> Usage:
         num_prompt_tokens, num_completion_tokens = len(self.request.prompt_token_ids), len(self.output_token_ids)
@@ -150,7 +153,7 @@ class RequestTable:
     def __init__(self) -> None:
         self.deadlines = Deadlines()
         self._records: dict[str, RequestState] = {}
-        self._by_attempt: dict[int, RequestState] = {}
+        self._by_attempt: dict[Hashable, RequestState] = {}
         self._last_attempt = 0
 
     def __len__(self) -> int:
@@ -198,7 +201,7 @@ class RequestTable:
         attempt.replica.attempts.remove(attempt.number)
         return attempt
 
-    def running(self, replica: ReplicaState, attempt: int) -> RequestState | None:
+    def running(self, replica: ReplicaState, attempt: Hashable) -> RequestState | None:
         """The request that an attempt is for, unless the attempt has ended, or is another replica's."""
         return self._by_attempt.get(attempt) if attempt in replica.attempts else None
 

@@ -1,34 +1,36 @@
 """The router's end of the link to one replica: dials, listens, and dials again when the link is lost.
 
 What may live here: the stream's life cycle and its gRPC options. What may not: which request goes where
-(`dispatch.py`), what messages mean (`wire.py`). However a session ends, the listener hears of it once.
+(`dispatch.py`), what messages mean (`worker/wire/link_codec.py`). However a session ends, the dispatch host hears of it
+once.
 """
 
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from typing import Final, NoReturn, Protocol, TypeAlias
+from typing import Final, NoReturn, TypeAlias
 
 import grpc
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.events import ReplicaFacts, SendAbort, SendSubmit, StepNews
-from holdfast.router.links.codec import (
-    abort_message,
-    engine_load,
-    follow_cache_message,
-    replica_facts,
-    step_news,
-    submit_message,
-)
+from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.events import SendAbort, SendSubmit
 from holdfast.router.links.link_watch import LinkWatch
 from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.replicas.backoff import Backoff
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
-from holdfast.worker.request import EngineLoad
+from holdfast.worker.model_info import ReplicaFacts
+from holdfast.worker.step_update import Heartbeat, Hello, StepUpdate
+from holdfast.worker.wire.link_codec import (
+    LinkMessageError,
+    abort_message,
+    follow_cache_message,
+    read_response,
+    submit_message,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,29 +38,26 @@ LinkCall: TypeAlias = "grpc.aio.StreamStreamCall[engine_pb2.LinkRequest, engine_
 
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
 
+_HUNG_UP: Final = engine_pb2.LinkResponse()
+"""Stands for the end of what a replica says."""
 
-class LinkListener(Protocol):
-    """Who wants to hear of a replica. After each `replica_up` comes one `replica_down`, and news only in between."""
 
-    async def prepare(self, endpoint: ReplicaEndpoint) -> None:
-        """The replica has said hello. Gets ready for it; if this raises, it is not up, and will be dialled again."""
-
-    def replica_up(self, link: "ReplicaLink", facts: ReplicaFacts, load: EngineLoad) -> None: ...
-
-    def replica_news(self, replica_id: str, news: StepNews) -> None: ...
-
-    def replica_down(self, replica_id: str, error: HoldfastError) -> None: ...
-
-    def is_busy(self, replica_id: str) -> bool:
-        """Whether a replica that is up has something of ours to do."""
+Prepare: TypeAlias = Callable[[ReplicaEndpoint], Awaitable[None]]
+"""Gets ready for a replica that has said hello; if this raises, it is not up, and will be dialled again."""
 
 
 class ReplicaLink:
-    """One replica, dialled until it is let go. A `ReplicaPort` while it is up."""
+    """One replica, dialled until it is let go. A `ReplicaPort` while it is up.
 
-    def __init__(self, endpoint: ReplicaEndpoint, listener: LinkListener, config: RouterConfig) -> None:
+    After each `replica_up` it tells the dispatch host one `replica_down`, and updates only in between.
+    """
+
+    def __init__(
+        self, endpoint: ReplicaEndpoint, dispatch_host: DispatchHost, prepare: Prepare, config: RouterConfig
+    ) -> None:
         self.endpoint = endpoint
-        self._listener = listener
+        self._dispatch_host = dispatch_host
+        self._prepare = prepare
         self._config = config
         self._outbox: asyncio.Queue[engine_pb2.LinkRequest] = asyncio.Queue()
         self.is_up = False
@@ -74,8 +73,9 @@ class ReplicaLink:
         self._task = asyncio.create_task(self._run(), name=f"link to {self.endpoint.replica_id}")
 
     def retire(self, is_retired: bool) -> None:
-        """A retired link is not dialled again once it is lost."""
+        """A retired link is not dialled again once it is lost. Its replica gets nothing new."""
         self._is_retired = is_retired
+        self._dispatch_host.replica_retiring(self.endpoint.replica_id, is_retired)
 
     @property
     def has_ended(self) -> bool:
@@ -91,10 +91,10 @@ class ReplicaLink:
     # --- messages down ---
 
     def submit(self, action: SendSubmit) -> None:
-        self._outbox.put_nowait(submit_message(action))
+        self._outbox.put_nowait(submit_message(action.attempt, action.request))
 
     def abort(self, action: SendAbort) -> None:
-        self._outbox.put_nowait(abort_message(action))
+        self._outbox.put_nowait(abort_message(action.attempt))
 
     # --- sessions ---
 
@@ -124,7 +124,7 @@ class ReplicaLink:
         finally:
             was_up, self.is_up = self.is_up, False
             if was_up:
-                self._listener.replica_down(self.endpoint.replica_id, error)
+                self._dispatch_host.replica_down(self.endpoint.replica_id, error)
         logger.log(logging.DEBUG if self._backoff.num_failed else logging.WARNING, "%s", error)
         if not was_up:
             self._backoff.note_failure()
@@ -141,22 +141,33 @@ class ReplicaLink:
             messages = aiter(call)
             try:
                 hello = await self._greet(messages)
-                watch = _watch(self._is_busy, hello)
-                if hello.heartbeat_ms:
+                clock = asyncio.get_running_loop().time
+                watch = LinkWatch(self._is_busy, hello.frozen_after_s, hello.heartbeat_s, clock)
+                if hello.heartbeat_s:
                     tasks.append(asyncio.create_task(self._end_when_frozen(watch, call)))
                 async for message in messages:
-                    self._take(message, watch)
+                    self._take(self._read(message), watch)
                 raise self._lost("it hung up")
             finally:
                 for task in tasks:
                     task.cancel()
 
-    def _take(self, message: engine_pb2.LinkResponse, watch: LinkWatch) -> None:
-        if message.HasField("heartbeat"):
-            watch.note_heartbeat(message.heartbeat.progress, message.heartbeat.expected_step_s)
-            return
-        watch.note_step()
-        self._listener.replica_news(self.endpoint.replica_id, step_news(message.step))
+    def _take(self, said: Hello | StepUpdate | Heartbeat, watch: LinkWatch) -> None:
+        match said:
+            case StepUpdate():
+                watch.note_step()
+                self._dispatch_host.replica_update(self.endpoint.replica_id, said)
+            case Heartbeat():
+                watch.note_heartbeat(said.progress, said.expected_step_s)
+            case Hello():
+                raise self._lost("it has said hello twice")
+
+    def _read(self, message: engine_pb2.LinkResponse | None) -> Hello | StepUpdate | Heartbeat:
+        """gRPC gives None for bytes that are no message."""
+        try:
+            return read_response(message)
+        except LinkMessageError as error:
+            raise self._lost(f"what it says cannot be read: {error}") from None
 
     async def _end_when_frozen(self, watch: LinkWatch, call: LinkCall) -> None:
         """Cuts the call off, so that what runs there is carried on elsewhere, and nothing late comes from there."""
@@ -164,30 +175,33 @@ class ReplicaLink:
         call.cancel()
 
     def _is_busy(self) -> bool:
-        return self._listener.is_busy(self.endpoint.replica_id)
+        return self._dispatch_host.is_busy(self.endpoint.replica_id)
 
     def _frozen(self) -> str:
         return f"it is frozen: no progress for {self._frozen_s:.1f} s while it has work"
 
-    async def _greet(self, messages: AsyncIterator[engine_pb2.LinkResponse]) -> engine_pb2.Hello:
+    async def _greet(self, messages: AsyncIterator[engine_pb2.LinkResponse]) -> Hello:
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
-                first = await anext(messages, None)
+                first = await anext(messages, _HUNG_UP)
         except TimeoutError:
             raise self._lost(f"no hello within {self._config.connect_timeout_s:g} s") from None
-        if first is None:
+        if first is _HUNG_UP:
             raise self._lost("it hung up before its hello")
-        facts = self._checked(first)
-        await self._listener.prepare(self.endpoint)
+        hello = self._read(first)
+        if not isinstance(hello, Hello):
+            raise self._lost("it has not said hello first")
+        facts = self._checked(hello)
+        await self._prepare(self.endpoint)
         self.is_up = True
         self._backoff.note_up()
-        self._listener.replica_up(self, facts, engine_load(first.hello.load))
+        self._dispatch_host.replica_up(self, facts, hello.load)
         logger.info("replica %s of model %s is up at %s", facts.replica_id, facts.model, self.endpoint.address)
-        return first.hello
+        return hello
 
-    def _checked(self, message: engine_pb2.LinkResponse) -> ReplicaFacts:
+    def _checked(self, hello: Hello) -> ReplicaFacts:
         """Who answers may be another replica that has got the port; it must not be taken for the one we dialled."""
-        facts = replica_facts(message.hello)
+        facts = hello.facts
         found, wanted = (facts.replica_id, facts.model), (self.endpoint.replica_id, self.endpoint.model)
         if found != wanted:
             raise ReplicaError(f"{self.endpoint.address} is replica {found[0]!r} of {found[1]!r}, not {wanted[0]!r}")
@@ -195,11 +209,6 @@ class ReplicaLink:
 
     def _lost(self, reason: str) -> ReplicaError:
         return ReplicaError(f"replica {self.endpoint.replica_id} was lost ({reason})")
-
-
-def _watch(is_busy: Callable[[], bool], hello: engine_pb2.Hello) -> LinkWatch:
-    clock = asyncio.get_running_loop().time
-    return LinkWatch(is_busy, hello.frozen_after_ms / 1000, hello.heartbeat_ms / 1000, clock)
 
 
 async def _write(outbox: asyncio.Queue[engine_pb2.LinkRequest], call: LinkCall) -> None:

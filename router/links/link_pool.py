@@ -1,4 +1,4 @@
-"""Keeps one link per replica that the directory names, and tells the dispatch host what the links say."""
+"""The link pool: one link for each replica that the directory names. What links say they tell the dispatch host."""
 
 import asyncio
 import logging
@@ -6,12 +6,9 @@ from typing import Final
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.events import ReplicaFacts, StepNews
 from holdfast.router.links.link import ReplicaLink
 from holdfast.router.links.replica_directory import ReplicaDirectory, ReplicaEndpoint
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
-from holdfast.worker.errors import HoldfastError
-from holdfast.worker.request import EngineLoad
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +16,7 @@ WATCH_AGAIN_S: Final = 1.0
 
 
 class Links:
-    """All links of one router. A `LinkListener` for each of them."""
+    """All links of one router."""
 
     def __init__(self, dispatch_host: DispatchHost, tokenizers: TokenizerRegistry, config: RouterConfig) -> None:
         self._dispatch_host = dispatch_host
@@ -44,11 +41,11 @@ class Links:
         for replica_id, link in list(self._links.items()):
             endpoint = wanted.get(replica_id)
             if endpoint == link.endpoint or (endpoint is None and link.is_up):
-                self._retire(link, endpoint is None)
+                link.retire(endpoint is None)
             else:
                 await self._hang_up(link)
         for replica_id in wanted.keys() - self._links.keys():
-            self._links[replica_id] = ReplicaLink(wanted[replica_id], self, self._config)
+            self._links[replica_id] = ReplicaLink(wanted[replica_id], self._dispatch_host, self._prepare, self._config)
             self._links[replica_id].start()
 
     async def stop(self) -> None:
@@ -56,30 +53,11 @@ class Links:
         await asyncio.gather(*(link.stop() for link in self._links.values()))
         self._links.clear()
 
-    # --- what links say ---
-
-    async def prepare(self, endpoint: ReplicaEndpoint) -> None:
-        """A replica counts as up once its model's tokenizer is at hand, so that a model that is known can be used."""
-        await self._tokenizers.load(endpoint.model, endpoint.model_path)
-
-    def replica_up(self, link: ReplicaLink, facts: ReplicaFacts, load: EngineLoad) -> None:
-        self._dispatch_host.replica_up(link, facts, load)
-
-    def replica_news(self, replica_id: str, news: StepNews) -> None:
-        self._dispatch_host.replica_news(replica_id, news)
-
-    def replica_down(self, replica_id: str, error: HoldfastError) -> None:
-        self._dispatch_host.replica_down(replica_id, error)
-
-    def is_busy(self, replica_id: str) -> bool:
-        return self._dispatch_host.is_busy(replica_id)
-
     # --- inside ---
 
-    def _retire(self, link: ReplicaLink, is_retired: bool) -> None:
-        """What runs there goes on, and ends with the link."""
-        link.retire(is_retired)
-        self._dispatch_host.replica_retiring(link.endpoint.replica_id, is_retired)
+    async def _prepare(self, endpoint: ReplicaEndpoint) -> None:
+        """A replica counts as up once its model's tokenizer is at hand, so that a model that is known can be used."""
+        await self._tokenizers.load(endpoint.model, endpoint.model_path)
 
     async def _hang_up(self, link: ReplicaLink) -> None:
         """For a link with nothing on it, or to a replica that has moved: who answers at the old address is not it."""

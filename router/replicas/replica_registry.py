@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.events import ModelStatus, ReplicaFacts, ReplicaLoad, ReplicaStats, StepNews
+from holdfast.router.events import ModelStatus, ReplicaLoad
 from holdfast.router.replicas.circuit_breaker import CircuitBreaker
 from holdfast.router.replicas.policy import ChooseReplica, DrawIndex, load_score, longest_prefix, power_of_two_choices
 from holdfast.router.replicas.prefix_index import PrefixIndex, PromptPrefix
 from holdfast.worker.errors import UnknownModelError
+from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.request import EngineLoad
+from holdfast.worker.stats import EngineStats
+from holdfast.worker.step_update import StepUpdate
 
 
 class ReplicaState:
@@ -23,7 +26,7 @@ class ReplicaState:
         self.facts = facts
         self.load = load
         self.breaker = breaker
-        self.stats: ReplicaStats | None = None
+        self.stats: EngineStats | None = None
         """As it last told; None until then."""
         self.cached = PrefixIndex(facts.block_size)
         """What it has cached; empty where nobody asked."""
@@ -49,10 +52,10 @@ class ReplicaState:
         self._num_sent = 0
         self._num_sent_tokens = 0
 
-    def note_memory(self, news: StepNews) -> None:
+    def note_memory(self, update: StepUpdate) -> None:
         """What it says of its cache and of itself, where it says so."""
-        self.cached.apply(news.stored, news.evicted)
-        self.stats = news.stats or self.stats
+        self.cached.apply(update.cache.stored, update.cache.evicted)
+        self.stats = update.stats or self.stats
 
     def is_open(self, *, is_trial: bool = False) -> bool:
         """Whether it may get new attempts at all; a trial tells nothing beside suspects of other routers."""
@@ -70,7 +73,7 @@ class ReplicaState:
 class ModelState:
     """One model that has been served here at least once."""
 
-    def __init__(self, facts: ReplicaFacts) -> None:
+    def __init__(self, facts: ModelInfo) -> None:
         self.facts = facts
         self.replicas: list[ReplicaState] = []
         self.down_since: float | None = None

@@ -146,7 +146,7 @@ class ForkServer:
         end = ProcessEnd(lambda: asyncio.run_coroutine_threadsafe(server.stop(), loop).result(FLUSH_S))
         replica.on_failure(end.because)
         info = replica.info
-        endpoint = ReplicaEndpoint(replica_id=id, address=server.address, model=info.name, model_path=info.path)
+        endpoint = ReplicaEndpoint(replica_id=id, address=server.address, model=info.model, model_path=info.path)
         await _for_ever(id=id, pid=os.getpid(), rank_pid=rank_pid, **asdict(endpoint))
 
     async def _router(self, id: str, directory: str, port: int) -> None:

@@ -38,7 +38,7 @@ def served(
     while scheduler.has_work:
         plan = scheduler.plan()
         for delta in scheduler.commit(plan, leader.run(plan)):
-            said[delta.request_id] += delta.logprobs
+            said[delta.attempt] += delta.logprobs
         scheduler.check_integrity()
     return said, scheduler
 

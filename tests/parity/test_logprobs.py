@@ -45,7 +45,7 @@ def served(leader: LeaderRunner, requests: list[EngineRequest]) -> dict[str, lis
     while scheduler.has_work:
         plan = scheduler.plan()
         for delta in scheduler.commit(plan, leader.run(plan)):
-            said[delta.request_id] += delta.logprobs
+            said[delta.attempt] += delta.logprobs
     return said
 
 
@@ -107,7 +107,7 @@ def rated_by(
     while scheduler.has_work:
         plan = scheduler.plan()
         for delta in scheduler.commit(plan, leader.run(plan)):
-            told[delta.request_id] += delta.prompt_logprobs
+            told[delta.attempt] += delta.prompt_logprobs
     return told
 
 

@@ -16,11 +16,11 @@ from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.vocabulary import bad_word_token_ids
 from holdfast.worker.config import CacheConfig, ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
-from holdfast.worker.engine_updates import EngineUpdate
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_update import StepUpdate
 
 NUM_REQUESTS = 40
 TIMEOUT_S = 240
@@ -64,11 +64,11 @@ class Listener:
         self._error: HoldfastError | None = None
         self._done = threading.Event()
 
-    def on_update(self, update: EngineUpdate) -> None:
+    def on_update(self, update: StepUpdate) -> None:
         for rejection in update.rejections:
             self.on_failure(rejection.error)
         for delta in update.deltas:
-            outcome = self.outcomes.setdefault(delta.request_id, Outcome())
+            outcome = self.outcomes.setdefault(delta.attempt, Outcome())
             assert delta.first_token_index == len(outcome.token_ids)
             outcome.token_ids += delta.token_ids
             outcome.logprobs += delta.logprobs
@@ -258,9 +258,9 @@ class ContinuedListener(Listener):
         super().__init__(len(cuts))
         self._cuts = cuts
 
-    def on_update(self, update: EngineUpdate) -> None:
+    def on_update(self, update: StepUpdate) -> None:
         shifted = [
-            replace(delta, first_token_index=delta.first_token_index - self._cuts[delta.request_id])
+            replace(delta, first_token_index=delta.first_token_index - self._cuts[delta.attempt])
             for delta in update.deltas
         ]
         super().on_update(replace(update, deltas=tuple(shifted)))

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
-from holdfast.worker.engine_updates import EngineUpdate
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_update import StepUpdate
 from tests.parity.harness import hugging_face
 
 NUM_NEW = 32
@@ -28,10 +28,10 @@ class Collector:
         self._error: HoldfastError | None = None
         self._done = threading.Event()
 
-    def on_update(self, update: EngineUpdate) -> None:
+    def on_update(self, update: StepUpdate) -> None:
         assert not update.rejections
         for delta in update.deltas:
-            self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            self.tokens.setdefault(delta.attempt, []).extend(delta.token_ids)
             self._left -= delta.finish_reason is not None
         if not self._left:
             self._done.set()

@@ -99,7 +99,7 @@ def serve(leader, requests, speculation=None, scheduler_config=CROWDED):
         scheduler.add(request)
     while (plan := scheduler.plan()) is not None:
         for delta in scheduler.commit(plan, leader.run(plan)):
-            tokens, logprobs = said[delta.request_id]
+            tokens, logprobs = said[delta.attempt]
             tokens += delta.token_ids
             logprobs += delta.logprobs
     scheduler.check_integrity()

@@ -5,20 +5,12 @@ from dataclasses import dataclass, field
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.events import (
-    Action,
-    AttemptDelta,
-    AttemptRejection,
-    Deliver,
-    Fail,
-    ReplicaFacts,
-    SendAbort,
-    SendSubmit,
-    StepNews,
-)
+from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
 from holdfast.worker.errors import HoldfastError, ReplicaError
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Priority
+from holdfast.worker.model_info import ReplicaFacts
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_update import Rejection, StepUpdate
 
 NO_LOAD = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=9, num_total_blocks=9)
 
@@ -115,12 +107,12 @@ class Core:
 
     def step(
         self,
-        *deltas: AttemptDelta,
+        *deltas: TokenDelta,
         replica_id: str = "r",
-        rejections: Sequence[AttemptRejection] = (),
+        rejections: Sequence[Rejection] = (),
         load: EngineLoad = NO_LOAD,
     ) -> list[Action]:
-        news = StepNews(load=load, deltas=deltas, rejections=rejections)
+        news = StepUpdate(load=load, deltas=deltas, rejections=rejections)
         return self._checked(self.dispatch.step(replica_id, news, self.now))
 
     def tick(self, after_s: float = 0.0) -> list[Action]:
@@ -140,12 +132,17 @@ def facts(replica_id: str = "r", model: str = "m", **changes: object) -> Replica
         "block_size": 16,
         "num_blocks": 9,
         "row_invariant": True,
+        "path": "/nowhere",
+        "model_type": "",
+        "dtype": "",
+        "kv_bytes_per_token": 8,
+        "eos_token_ids": frozenset(),
     }
     return ReplicaFacts(replica_id=replica_id, model=model, **(known | changes))
 
 
-def delta(attempt: int, first: int, *token_ids: int, finish: FinishReason | None = None) -> AttemptDelta:
-    return AttemptDelta(attempt=attempt, first_token_index=first, token_ids=token_ids, finish_reason=finish)
+def delta(attempt: int, first: int, *token_ids: int, finish: FinishReason | None = None) -> TokenDelta:
+    return TokenDelta(attempt=attempt, first_token_index=first, token_ids=token_ids, finish_reason=finish)
 
 
 def sent(actions: Sequence[Action]) -> SendSubmit:

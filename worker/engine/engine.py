@@ -13,19 +13,19 @@ Whichever way the loop ends, every request that was submitted has been answered.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from functools import partial
 
 from holdfast.worker.engine.inbox import Inbox
 from holdfast.worker.engine_core.engine_core import EngineCore
-from holdfast.worker.engine_updates import EngineUpdate, StepListener
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.plan.step_plan import StepPlan, StepResult, StepRunner
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import EngineLoad, EngineRequest
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.stats import EngineStats
+from holdfast.worker.step_update import StepListener, StepUpdate
 from holdfast.worker.tuning.batching_optimizer import Recommendation
 from holdfast.worker.tuning.step_tuner import StepTuner
 
@@ -85,13 +85,15 @@ class Engine:
         """`listener` hears nothing more, and its requests are aborted."""
         self._inbox.put_unless_closed(lambda: self._core.detach(listener))
 
-    def submit(self, request: EngineRequest, listener: StepListener) -> None:
-        """Queues a request of an attached listener. Raises `ReplicaError` if the engine has ended."""
-        self._inbox.put(lambda: self._core.submit(request, listener, self._clock()))
+    def submit(self, request: EngineRequest, listener: StepListener, attempt: Hashable = None) -> None:
+        """Queues a request of an attached listener, to be known by the key `attempt`, or else by its own id. Raises
+        `ReplicaError` if the engine has ended.
+        """
+        self._inbox.put(lambda: self._core.submit(request, listener, self._clock(), attempt))
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request within one step; its last delta then says `ABORT`. Unknown ids are ignored."""
-        self._inbox.put_unless_closed(lambda: self._core.abort(request_id))
+    def abort(self, attempt: Hashable) -> None:
+        """Ends a request within one step; its last delta then says `ABORT`. Unknown keys are ignored."""
+        self._inbox.put_unless_closed(lambda: self._core.abort(attempt))
 
     def fail(self, error: HoldfastError) -> None:
         """Ends the engine from outside, as when a rank has died while nothing was running."""
@@ -193,7 +195,7 @@ class Engine:
         for listener, update in self._core.take_updates():
             self._tell(listener, update)
 
-    def _tell(self, listener: StepListener, update: EngineUpdate) -> None:
+    def _tell(self, listener: StepListener, update: StepUpdate) -> None:
         """A listener that breaks loses its own requests, not everybody's."""
         try:
             listener.on_update(update)

@@ -6,19 +6,19 @@ running a plan, and calling a listener (`engine.py` does that, and the simulator
     submit, abort ─► plan ─► (whoever has a runner runs it) ─► commit ─► take_updates
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Final
 
 from holdfast.worker.engine_core.lost_numbers import LostNumbers, no_numbers
 from holdfast.worker.engine_core.output_queues import OutputQueue, OutputQueues
 from holdfast.worker.engine_core.suspects import Suspects
-from holdfast.worker.engine_updates import EngineUpdate, StepListener
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
 from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.request import EngineLoad, EngineRequest, TokenDelta
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.scheduling.step_limits import StepLimits
 from holdfast.worker.stats import EngineStats, SchedulerStats
+from holdfast.worker.step_update import StepListener, StepUpdate
 
 STATS_EVERY_STEPS: Final = 32
 """A busy engine works its statistics out once in so many steps, and whenever it falls idle."""
@@ -53,8 +53,8 @@ class EngineCore:
 
     def detach(self, listener: StepListener) -> None:
         """`listener` hears nothing more, and its requests are aborted."""
-        for request_id in self._output_queues.detach(listener):
-            self.abort(request_id)
+        for attempt in self._output_queues.detach(listener):
+            self.abort(attempt)
 
     def follow_cache(self, listener: StepListener) -> None:
         """The updates of an attached listener say what the prefix cache holds: all of it, then changes."""
@@ -63,25 +63,29 @@ class EngineCore:
 
     # --- requests ---
 
-    def submit(self, request: EngineRequest, listener: StepListener, now: float) -> None:
-        """Takes in a request of `listener`, who hears of it whatever becomes of it. `now` as for `plan`."""
+    def submit(self, request: EngineRequest, listener: StepListener, now: float, attempt: Hashable = None) -> None:
+        """Takes in a request of `listener`, who hears of it whatever becomes of it. `now` as for `plan`.
+
+        `attempt` is the key that the request is known by from here on, None its own id.
+        """
+        attempt = request.request_id if attempt is None else attempt
         self._num_requests += 1
         if not self._output_queues.is_attached(listener):
             return  # detached meanwhile: nobody waits for an answer
         try:
-            self._suspects.check(request, listener)
-            finished = self._scheduler.add(request, now)
+            self._suspects.check(request.suspicion, listener)
+            finished = self._scheduler.add(request, now, attempt)
         except HoldfastError as error:
-            self._output_queues.refuse(request.request_id, error, listener)
+            self._output_queues.refuse(attempt, error, listener)
             return
-        self._output_queues.own(request.request_id, listener)
-        self._suspects.add(request, listener)
+        self._output_queues.own(attempt, listener)
+        self._suspects.add(attempt, request.suspicion, listener)
         if finished is not None:
             self._keep([finished])
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request; its last delta says `ABORT`. Unknown ids are ignored."""
-        delta = self._scheduler.abort(request_id)
+    def abort(self, attempt: Hashable) -> None:
+        """Ends a request; its last delta says `ABORT`. Unknown keys are ignored."""
+        delta = self._scheduler.abort(attempt)
         if delta is not None:
             self._keep([delta])
 
@@ -97,9 +101,9 @@ class EngineCore:
         `now` is in seconds of a clock that does not go back.
         """
         plan = self._scheduler.plan(now)
-        for request_id in self._scheduler.take_expired():
-            self._suspects.drop(request_id)
-            self._output_queues.reject(request_id, DeadlineExceededError("the request's time was up in the replica"))
+        for attempt in self._scheduler.take_expired():
+            self._suspects.drop(attempt)
+            self._output_queues.reject(attempt, DeadlineExceededError("the request's time was up in the replica"))
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, step_s: float) -> int:
@@ -112,10 +116,10 @@ class EngineCore:
         self._note_speed(plan.num_tokens, step_s)
         deltas = self._scheduler.commit(plan, result)
         broken = self._scheduler.take_broken()
-        self._lost_numbers.note_step(broken, has_others=bool(deltas))
-        for request in broken:
-            self._suspects.drop(request.request_id)
-            self._output_queues.reject(request.request_id, no_numbers())
+        self._lost_numbers.note_step([request for _, request in broken], has_others=bool(deltas))
+        for attempt, _ in broken:
+            self._suspects.drop(attempt)
+            self._output_queues.reject(attempt, no_numbers())
         return self._keep(deltas)
 
     @property
@@ -123,7 +127,7 @@ class EngineCore:
         """Whether listeners must be told something before a plan is run: it may be the last that they hear."""
         return self._suspects.has_news
 
-    def take_updates(self) -> list[tuple[StepListener, EngineUpdate]]:
+    def take_updates(self) -> list[tuple[StepListener, StepUpdate]]:
         """What has to be told now, and to whom: to all after a step or a change of load, else where there is news."""
         before, self._load = self._load, self._suspects.load_for(None, self._scheduler.load())
         concerns_all = self._step_id != self._told_step_id or self._load != before or self._suspects.has_news
@@ -176,7 +180,7 @@ class EngineCore:
 
     # --- inside ---
 
-    def _update(self, listener: StepListener, output_queue: OutputQueue, stats: EngineStats | None) -> EngineUpdate:
+    def _update(self, listener: StepListener, output_queue: OutputQueue, stats: EngineStats | None) -> StepUpdate:
         load = self._suspects.load_for(listener, self._load)
         return output_queue.take(self._step_id, load, stats or (self.stats() if output_queue.is_new else None))
 

@@ -5,7 +5,7 @@ memory that have gone bad are the replica's, and fail everyone: then it ends, an
 not live here: finding such logits (`finite_rows.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 from holdfast.worker.errors import InternalError, ReplicaError
@@ -19,7 +19,7 @@ class LostNumbers:
     """Looks at each step of a replica."""
 
     def __init__(self) -> None:
-        self._in_a_row: list[str] = []
+        self._in_a_row: list[Hashable] = []
 
     def note_step(self, broken: Sequence[EngineRequest], *, has_others: bool) -> None:
         """`broken` came to no token in this step, and others did or did not. Raises `ReplicaError` if it is the

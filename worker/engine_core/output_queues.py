@@ -4,14 +4,14 @@ What may live here: sorting news into the output queues of listeners. What may n
 when (`engine_core.py`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
-from holdfast.worker.engine_updates import NO_CHANGES, EngineUpdate, Rejection, StepListener
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.kv.cache_events import CacheFeed
 from holdfast.worker.kv.prefix_cache import CacheEvent
 from holdfast.worker.request import EngineLoad, TokenDelta
 from holdfast.worker.stats import EngineStats
+from holdfast.worker.step_update import NO_CHANGES, Rejection, StepListener, StepUpdate
 
 
 class OutputQueues:
@@ -19,7 +19,7 @@ class OutputQueues:
 
     def __init__(self) -> None:
         self._of: dict[StepListener, OutputQueue] = {}
-        self._owner: dict[str, StepListener] = {}  # by the ids of requests that have had no last word
+        self._owner: dict[Hashable, StepListener] = {}  # by the keys of requests that have had no last word
 
     @property
     def listeners(self) -> list[StepListener]:
@@ -34,10 +34,10 @@ class OutputQueues:
         """Does nothing if it is attached already."""
         self._of.setdefault(listener, OutputQueue())
 
-    def detach(self, listener: StepListener) -> list[str]:
+    def detach(self, listener: StepListener) -> list[Hashable]:
         """Takes its queue away; returns the requests that it leaves behind, whose last words will reach nobody."""
         self._of.pop(listener, None)
-        return [request_id for request_id, owner in self._owner.items() if owner is listener]
+        return [attempt for attempt, owner in self._owner.items() if owner is listener]
 
     def is_attached(self, listener: StepListener) -> bool:
         return listener in self._of
@@ -47,28 +47,28 @@ class OutputQueues:
         """Requests that still wait for their last word."""
         return len(self._owner)
 
-    def own(self, request_id: str, listener: StepListener) -> None:
+    def own(self, attempt: Hashable, listener: StepListener) -> None:
         """From now on, what is said of the request is for `listener`."""
-        self._owner[request_id] = listener
+        self._owner[attempt] = listener
 
     def put(self, delta: TokenDelta) -> None:
         """Keeps a delta for the owner of its request."""
-        listener = self._owner[delta.request_id]
+        listener = self._owner[delta.attempt]
         if delta.finish_reason is not None:
-            del self._owner[delta.request_id]
+            del self._owner[delta.attempt]
         output_queue = self._of.get(listener)
         if output_queue is not None:
             output_queue.deltas.append(delta)
 
-    def reject(self, request_id: str, error: HoldfastError) -> None:
+    def reject(self, attempt: Hashable, error: HoldfastError) -> None:
         """Keeps the last word on an owned request that will not be finished."""
-        self.refuse(request_id, error, self._owner.pop(request_id))
+        self.refuse(attempt, error, self._owner.pop(attempt))
 
-    def refuse(self, request_id: str, error: HoldfastError, listener: StepListener) -> None:
+    def refuse(self, attempt: Hashable, error: HoldfastError, listener: StepListener) -> None:
         """Keeps the answer to a request that was never owned."""
         output_queue = self._of.get(listener)
         if output_queue is not None:
-            output_queue.rejections.append(Rejection(request_id=request_id, error=error))
+            output_queue.rejections.append(Rejection(attempt=attempt, error=error))
 
     def follow_cache(self, listener: StepListener, block_hashes: Iterable[bytes]) -> None:
         """From now on an attached listener hears of the cache, which holds `block_hashes` now."""
@@ -88,8 +88,8 @@ class OutputQueues:
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a request is kept for one who has left."""
-        left_behind = [request_id for request_id, owner in self._owner.items() if owner not in self._of]
-        assert not left_behind, f"nobody waits for {', '.join(left_behind)}"
+        left_behind = [attempt for attempt, owner in self._owner.items() if owner not in self._of]
+        assert not left_behind, f"nobody waits for {left_behind}"
 
 
 class OutputQueue:
@@ -105,8 +105,8 @@ class OutputQueue:
     def has_news(self) -> bool:
         return bool(self.is_new or self.deltas or self.rejections or (self.cache and self.cache.has_news))
 
-    def take(self, step_id: int, load: EngineLoad, stats: EngineStats | None) -> EngineUpdate:
-        update = EngineUpdate(
+    def take(self, step_id: int, load: EngineLoad, stats: EngineStats | None) -> StepUpdate:
+        update = StepUpdate(
             step_id=step_id,
             deltas=tuple(self.deltas),
             rejections=tuple(self.rejections),

@@ -6,8 +6,8 @@ What may live here: untold changes and how they merge. What may not: the cache i
 from collections.abc import Iterable
 
 from holdfast.worker.block_hash import short_hash
-from holdfast.worker.engine_updates import CacheChanges
 from holdfast.worker.kv.prefix_cache import BlockStored, CacheEvent
+from holdfast.worker.step_update import CacheChanges
 
 
 class CacheFeed:

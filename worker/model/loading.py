@@ -76,7 +76,7 @@ def load_parts(
     if num_tokens < max_model_len:
         logger.warning("the KV cache holds %d tokens, and the model could use %d", num_tokens, max_model_len)
     info = ModelInfo(
-        name=config.model.served_model_name or PurePath(config.model.model).name,
+        model=config.model.served_model_name or PurePath(config.model.model).name,
         path=str(folder),
         model_type=hf_config.model_type,
         max_model_len=max_model_len,

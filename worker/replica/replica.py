@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.worker.config import HealthConfig, WorkerConfig
 from holdfast.worker.engine.engine import Engine
-from holdfast.worker.engine_updates import EngineUpdate
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.replica.rank import LocalLauncher, RankLauncher, Ranks, default_device, join, prepare_process
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.speculation.speculation import Speculation
+from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 from holdfast.worker.supervision.known_answer_check import KnownAnswerCheck
 from holdfast.worker.supervision.watchdog import Watchdog
@@ -219,7 +219,7 @@ class _EndOfEngine:
     def __init__(self, on_failure: Callable[[HoldfastError], None]) -> None:
         self.on_failure = on_failure
 
-    def on_update(self, update: EngineUpdate) -> None:
+    def on_update(self, update: StepUpdate) -> None:
         pass
 
 

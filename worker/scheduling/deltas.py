@@ -20,7 +20,7 @@ def advance(
     if not token_ids:
         return None
     return TokenDelta(
-        request_id=sequence.request.request_id,
+        attempt=sequence.attempt,
         first_token_index=first_token_index,
         token_ids=token_ids,
         finish_reason=sequence.finish_reason,
@@ -33,7 +33,7 @@ def advance(
 def last_delta(sequence: Sequence, reason: FinishReason) -> TokenDelta:
     """The end of a request that gains no more tokens."""
     return TokenDelta(
-        request_id=sequence.request.request_id,
+        attempt=sequence.attempt,
         first_token_index=sequence.num_output_tokens,
         token_ids=(),
         finish_reason=reason,

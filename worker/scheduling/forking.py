@@ -5,6 +5,7 @@ for. What may not: how blocks change hands (`queues.py`), and places, tokens and
 """
 
 from collections import defaultdict
+from collections.abc import Hashable
 
 from holdfast.worker.scheduling.queues import SequenceQueues, SharedPrefix
 from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
@@ -15,7 +16,7 @@ class Siblings:
 
     def __init__(self, queues: SequenceQueues) -> None:
         self._queues = queues
-        self._groups: dict[str, list[Sequence]] | None = None
+        self._groups: dict[Hashable, list[Sequence]] | None = None
 
     def prefix_of(self, sequence: Sequence) -> SharedPrefix | None:
         """The most that a waiting sequence can begin with; None: a sibling is still computing what it could have.

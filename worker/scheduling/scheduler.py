@@ -5,7 +5,7 @@ a step is filled (`batching.py`). The loop around it is `plan = plan()`, `result
 result)`; adding and aborting are safe at any point of it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
@@ -58,10 +58,10 @@ class Scheduler:
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
         self._queues = SequenceQueues(self._allocator, aging_s=config.aging_s, tenant_shares=config.tenant_shares)
         self._deadlines = DeadlineWatch(self._queues)
-        self._expired: list[str] = []
-        self._broken: list[EngineRequest] = []
+        self._expired: list[Hashable] = []
+        self._broken: list[tuple[Hashable, EngineRequest]] = []
         self._policy = _POLICIES[config.policy](StepLimits.of(config, self._drafter.num_speculative_tokens))
-        self._sequences: dict[str, Sequence] = {}  # those that have not ended, by request id
+        self._sequences: dict[Hashable, Sequence] = {}  # those that have not ended, by key
         self._in_flight: list[Sequence] | None = None  # those of the outstanding plan, in its order
         self._num_added = 0
         self._num_steps = 0
@@ -73,15 +73,17 @@ class Scheduler:
 
     # --- Requests ---
 
-    def add(self, request: EngineRequest, now: float = 0.0) -> TokenDelta | None:
-        """Take in a request; its tokens come out of `commit`. `now` is in seconds of a clock that does not go back.
+    def add(self, request: EngineRequest, now: float = 0.0, attempt: Hashable = None) -> TokenDelta | None:
+        """Take in a request; its tokens come out of `commit`. `now` is in seconds of a clock that does not go back;
+        `attempt` is the key to know it by, None the request's own id.
 
         Returns None, or the request's one and only delta where nothing is left to do: a continued request whose earlier
-        outputs were already complete. Raises `InvalidRequestError` if the request can never run here or its id is in
+        outputs were already complete. Raises `InvalidRequestError` if the request can never run here or its key is in
         use, `QueueFullError` if too many wait; then nothing has changed.
         """
-        if request.request_id in self._sequences:
-            raise InvalidRequestError("request_id", request.request_id, "is in use by a request that has not ended")
+        attempt = request.request_id if attempt is None else attempt
+        if attempt in self._sequences:
+            raise InvalidRequestError("request_id", attempt, "is in use by a request that has not ended")
         if request.grammar and not self._eos_token_ids:
             limit = "is not possible: the model has no end-of-sequence token to end the output with"
             raise InvalidRequestError("sampling_params.structured_outputs", request.sampling_params.structure, limit)
@@ -91,6 +93,7 @@ class Scheduler:
             max_model_len=self._max_model_len,
             eos_token_ids=self._eos_token_ids,
             arrived_s=now,
+            attempt=attempt,
         )
         if (reason := sequence.finish_reason) is not None and request.output_token_ids:
             self._num_finished += 1
@@ -100,19 +103,19 @@ class Scheduler:
         if len(self._queues.waiting) >= self._max_num_waiting:
             raise QueueFullError(f"{len(self._queues.waiting)} requests are waiting, and no more may")
         self._num_added += 1
-        self._sequences[request.request_id] = sequence
+        self._sequences[attempt] = sequence
         self._queues.waiting.advance(now)
         self._queues.add(sequence)
         self._deadlines.watch(sequence)
         return None
 
-    def abort(self, request_id: str) -> TokenDelta | None:
+    def abort(self, attempt: Hashable) -> TokenDelta | None:
         """End a request now and free its blocks; None if no such request is alive.
 
         Between `plan` and `commit` the step goes on with these blocks, and `commit` then ignores what it did for the
         request. That is safe because only the next plan can hand the blocks out again.
         """
-        sequence = self._sequences.get(request_id)
+        sequence = self._sequences.get(attempt)
         if sequence is None:
             return None
         self._drop(sequence)
@@ -121,7 +124,7 @@ class Scheduler:
 
     def abort_all(self) -> list[TokenDelta]:
         """`abort` for every request."""
-        deltas = (self.abort(request_id) for request_id in list(self._sequences))
+        deltas = (self.abort(attempt) for attempt in list(self._sequences))
         return [delta for delta in deltas if delta is not None]
 
     # --- Steps ---
@@ -172,12 +175,12 @@ class Scheduler:
             if delta is not None:
                 deltas.append(delta)
             self._settle(sequence, scheduled, delta.token_ids if delta else ())
-        ended = [delta.request_id for delta in deltas if delta.finish_reason is not None]
+        ended = [delta.attempt for delta in deltas if delta.finish_reason is not None]
         if ended:
             self._finish(ended)
         return deltas
 
-    def take_expired(self) -> list[str]:
+    def take_expired(self) -> list[Hashable]:
         """Requests that have been dropped since the last call, for their time was up. There is no delta for them.
 
         Besides those past their deadline, waiting ones that could not have come to their first token in time; this
@@ -186,7 +189,7 @@ class Scheduler:
         expired, self._expired = self._expired, []
         return expired
 
-    def take_broken(self) -> list[EngineRequest]:
+    def take_broken(self) -> list[tuple[Hashable, EngineRequest]]:
         """Requests that have been dropped since the last call, for their logits were no numbers. There is no delta for
         them.
         """
@@ -270,7 +273,7 @@ class Scheduler:
         """Raise AssertionError unless requests, queues and blocks agree. O(blocks + requests): for idle times."""
         self._queues.check_integrity()
         queued = [*self._queues.waiting, *self._queues.running]
-        alive = {sequence.request.request_id for sequence in queued if sequence.status is not SequenceStatus.FINISHED}
+        alive = {sequence.attempt for sequence in queued if sequence.status is not SequenceStatus.FINISHED}
         assert alive == self._sequences.keys(), f"queues and requests differ: {alive ^ self._sequences.keys()}"
         if not alive:
             assert self._allocator.num_used == 0, f"{self._allocator.num_used} blocks are used by no request"
@@ -304,28 +307,28 @@ class Scheduler:
     def _drop_expired(self, now: float) -> None:
         while (sequence := self._deadlines.next_expired(now)) is not None:
             self._drop(sequence)
-            self._expired.append(sequence.request.request_id)
+            self._expired.append(sequence.attempt)
             self._num_expired += 1
 
     def _drop_broken(self, sequence: Sequence) -> None:
         """What it has computed is no numbers either, as far as anybody knows: nobody else is to begin with it."""
         self._queues.forget_prefix(sequence)
         self._drop(sequence)
-        self._broken.append(sequence.request)
+        self._broken.append((sequence.attempt, sequence.request))
 
     def _drop(self, sequence: Sequence) -> None:
         """Take out one that has not come to its own end."""
-        del self._sequences[sequence.request.request_id]
+        del self._sequences[sequence.attempt]
         self._deadlines.forget(sequence)
         self._queues.remove(sequence)
         self._drafter.forget(sequence)
         self._policy.release(self._queues)
 
-    def _finish(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            sequence = self._sequences.pop(request_id)
+    def _finish(self, attempts: list[Hashable]) -> None:
+        for attempt in attempts:
+            sequence = self._sequences.pop(attempt)
             sequence.status = SequenceStatus.FINISHED
             self._deadlines.forget(sequence)
             self._drafter.forget(sequence)
-        self._num_finished += len(request_ids)
+        self._num_finished += len(attempts)
         self._policy.release(self._queues)

@@ -5,6 +5,7 @@ block allocator, and decisions about who runs (`batching.py`).
 """
 
 import math
+from collections.abc import Hashable
 from enum import Enum
 from typing import Final
 
@@ -46,6 +47,7 @@ class Sequence:
     """Whom its tokens are charged to; set when it first stands in line."""
 
     __slots__ = (
+        "attempt",
         "block_ids",
         "controls",
         "deadline_s",
@@ -77,12 +79,15 @@ class Sequence:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         arrived_s: float = 0.0,
+        attempt: Hashable = None,
     ) -> None:
+        """`attempt` is the key that it is known by; None: the request's own id."""
         params = request.sampling_params
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
         self.sequence_id = sequence_id
         """Also the order of arrival."""
         self.request = request
+        self.attempt = request.request_id if attempt is None else attempt
         self.status = SequenceStatus.WAITING
         self.is_broken = False
         """Its logits came out as no numbers: no token can follow."""
@@ -117,8 +122,8 @@ class Sequence:
         self.controls = LogitControls.of(request, eos_token_ids)
         """What the request does to its logits; None: nothing."""
         rates = params.prompt_logprobs is not None and not request.output_token_ids
-        self.prompt_logprobs: list[TokenLogprob | None] | None = [None] if rates else None
-        """Of the prompt's first tokens, to be told with the first output token; None: not asked for, or told."""
+        self.prompt_logprobs: list[TokenLogprob] | None = [] if rates else None
+        """Of the prompt's second token and on, told with the first output token; None: not asked for, or told."""
 
     @property
     def urgency(self) -> tuple[float, int]:
@@ -147,7 +152,7 @@ class Sequence:
     @property
     def num_unrated_tokens(self) -> int:
         """Prompt tokens whose logprobs are asked for and not known."""
-        return 0 if self.prompt_logprobs is None else self.num_prompt_tokens - len(self.prompt_logprobs)
+        return 0 if self.prompt_logprobs is None else self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
 
     @property
     def num_skippable_tokens(self) -> int:
@@ -184,10 +189,10 @@ class Sequence:
             num_logprobs=params.logprobs,
         )
 
-    def take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+    def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
         """What is to be told with the first output token; once."""
-        told, self.prompt_logprobs = self.prompt_logprobs or (), None
-        return tuple(told)
+        rated, self.prompt_logprobs = self.prompt_logprobs or (), None
+        return tuple(rated)
 
     def advance(self, scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> tuple[int, ...]:
         """Take in what a step computed and drew for this sequence; returns the tokens that it gained.

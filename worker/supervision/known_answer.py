@@ -54,7 +54,7 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def take(self, delta: TokenDelta) -> None:
-        self.prompt_logprobs += [item for item in delta.prompt_logprobs if item is not None]
+        self.prompt_logprobs += delta.prompt_logprobs
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
 

@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from holdfast.worker.engine.engine import Engine
-from holdfast.worker.engine_updates import EngineUpdate
 from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.request import FinishReason
+from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.supervision.known_answer import NAME, Answer, make_question
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class KnownAnswerCheck:
         self._engine = engine
         self._on_wrong = on_wrong
         self._every_s = every_s
-        self._question = make_question(info.vocab_size, min(info.max_model_len, info.num_blocks * info.block_size))
+        self._question = make_question(info.vocab_size, info.max_sequence_len)
         self._salt = secrets.token_hex(8)
         self.num_asked = 0
         self.num_right = 0
@@ -80,7 +80,7 @@ class KnownAnswerCheck:
 
     # --- on the engine's thread ---
 
-    def on_update(self, update: EngineUpdate) -> None:
+    def on_update(self, update: StepUpdate) -> None:
         answer = self._open
         if answer is None:
             return

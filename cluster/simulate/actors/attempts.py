@@ -4,10 +4,11 @@ Kept beside the dispatch core to catch it at losing sight of one: an attempt tha
 has run to its end. What may not live here: what the core believes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from holdfast.cluster.simulate.kernel.promises import require
-from holdfast.router.events import SendAbort, SendSubmit, StepNews
+from holdfast.router.events import SendAbort, SendSubmit
+from holdfast.worker.step_update import StepUpdate
 
 
 class AttemptBooks:
@@ -16,7 +17,7 @@ class AttemptBooks:
     def __init__(self, owner: object) -> None:
         self._owner = owner
         self._running: dict[str, SendSubmit] = {}
-        self._request_ids: dict[int, str] = {}
+        self._request_ids: dict[Hashable, str] = {}
 
     def note_submit(self, submit: SendSubmit) -> None:
         """A request runs in one place at a time."""
@@ -31,12 +32,12 @@ class AttemptBooks:
     def note_abort(self, abort: SendAbort) -> None:
         self._end(abort.attempt)
 
-    def note_news(self, news: StepNews) -> None:
+    def note_update(self, update: StepUpdate) -> None:
         """What the replica says of its own accord."""
-        for delta in news.deltas:
+        for delta in update.deltas:
             if delta.finish_reason is not None:
                 self._end(delta.attempt)
-        for rejection in news.rejections:
+        for rejection in update.rejections:
             self._end(rejection.attempt)
 
     def note_lost(self, replica_id: str) -> None:
@@ -50,7 +51,7 @@ class AttemptBooks:
             if submit is not None:
                 require(False, f"{self._owner}: {request_id} is over, and goes on at {submit.replica_id}")
 
-    def _end(self, attempt: int) -> None:
+    def _end(self, attempt: Hashable) -> None:
         request_id = self._request_ids.pop(attempt, None)
         if request_id is not None:
             del self._running[request_id]

@@ -10,8 +10,9 @@ from holdfast.cluster.simulate.kernel.promises import Violation, require
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import Clock, DispatchHost
-from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit, StepNews
+from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
 from holdfast.worker.errors import HoldfastError, ReplicaError, RequestQuarantinedError
+from holdfast.worker.step_update import StepUpdate
 
 
 class AuditedDispatchHost(DispatchHost):
@@ -24,9 +25,9 @@ class AuditedDispatchHost(DispatchHost):
         self._books = AttemptBooks(owner)
         self._num_replicas_lost = 0
 
-    def replica_news(self, replica_id: str, news: StepNews) -> None:
-        self._books.note_news(news)
-        super().replica_news(replica_id, news)
+    def replica_update(self, replica_id: str, update: StepUpdate) -> None:
+        self._books.note_update(update)
+        super().replica_update(replica_id, update)
 
     def replica_down(self, replica_id: str, error: HoldfastError) -> None:
         self._num_replicas_lost += 1

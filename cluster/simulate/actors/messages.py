@@ -1,27 +1,19 @@
-"""What simulated processes say to each other, besides the words of the router's core (`router/events.py`).
+"""What simulated processes say to each other, besides the words of the router's core
+(`router/events.py`) and those of the link (`worker/step_update.py`).
 
-Replica to router: `Hello`, then `StepNews` and `Retiring`. Router to replica: `Dial`, then `SendSubmit` and
+Replica to router: `Hello`, then `StepUpdate` and `Retiring`. Router to replica: `Dial`, then `SendSubmit` and
 `SendAbort`. Client to router: `Generate`. Router to client: `Deliver` and `Fail`.
 """
 
 from dataclasses import dataclass
 
-from holdfast.router.events import ReplicaFacts
 from holdfast.router.resume import Resume
-from holdfast.worker.request import EngineLoad, EngineRequest
+from holdfast.worker.request import EngineRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dial:
     """A router asks a replica to take it on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
-    """The replica's answer."""
-
-    facts: ReplicaFacts
-    load: EngineLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

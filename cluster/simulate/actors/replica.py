@@ -1,26 +1,26 @@
 """A replica that is simulated: the real engine core in virtual time, and its end of the links.
 
 What its own is: time, the inbox, and messages instead of bytes. What may not live here: decisions, and whose request is
-whose, which are the engine core's (`worker/engine_core/engine_core.py`) and the sessions'
-(`worker/engine_core/link_session.py`).
+whose, which is the engine core's (`worker/engine_core/engine_core.py`).
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from holdfast.cluster.simulate.actors.messages import Dial, Hello, Retiring
+from holdfast.cluster.simulate.actors.messages import Dial, Retiring
 from holdfast.cluster.simulate.actors.replica_link import ReplicaLink
 from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.oracle.pseudo_model import PoisonedError
-from holdfast.router.events import ReplicaFacts, SendAbort, SendSubmit
+from holdfast.router.events import SendAbort, SendSubmit
 from holdfast.worker.engine_core.engine_core import EngineCore
-from holdfast.worker.engine_core.link_session import LinkSession
 from holdfast.worker.errors import ReplicaError
+from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.plan.step_plan import StepPlan
 from holdfast.worker.progress import FrozenVerdict
+from holdfast.worker.step_update import Hello
 from holdfast.worker.tuning.step_time import shape_of
 
 MODEL: Final = "pseudo"
@@ -113,17 +113,17 @@ class SimulatedReplica(Process):
                 self._greet(connection)
             case SendSubmit():
                 link = self._links[connection]
-                request = link.take_in(message)
-                self._post(lambda: self.core.submit(request, link, self.clock))
+                attempt, request = link.take_in(message)
+                self._post(lambda: self.core.submit(request, link, self.clock, attempt))
             case SendAbort():
-                self._post(partial(self.core.abort, self._links[connection].session.request_id(message.attempt)))
+                self._post(partial(self.core.abort, self._links[connection].key(message.attempt)))
 
     def on_closed(self, connection: Connection) -> None:
         self._post(partial(self.core.detach, self._links.pop(connection)))
 
     def _greet(self, connection: Connection) -> None:
         self._num_links += 1
-        link = self._links[connection] = ReplicaLink(LinkSession(f"link-{self._num_links}"), self, connection)
+        link = self._links[connection] = ReplicaLink(f"link-{self._num_links}", self, connection)
         connection.send(self, Hello(facts=self._facts(), load=self.core.load))
         if self.is_retiring:
             connection.send(self, Retiring(is_retiring=True))
@@ -189,6 +189,11 @@ class SimulatedReplica(Process):
         return ReplicaFacts(
             replica_id=f"{self.site}.{self.num_lives}",
             model=MODEL,
+            path="",
+            model_type=MODEL,
+            dtype="",
+            kv_bytes_per_token=0,
+            eos_token_ids=frozenset(),
             max_model_len=self.shape.max_model_len,
             vocab_size=self.shape.vocab_size,
             tensor_parallel_size=1,

@@ -1,91 +1,77 @@
 """A replica's end of one simulated link: what `worker/replica/link.py` is, with plain data for a wire.
 
-What may live here: the engine's words as the router's core takes them, and whether they are what `StepListener`
-promises. What may not: names of attempts (`worker/engine_core/link_session.py`), whose request is whose
-(`worker/engine_core/engine_core.py`).
+What may live here: the keys of attempts, and whether updates are what `StepListener` promises. What may not: whose
+request is whose (`worker/engine_core/engine_core.py`).
 """
 
-from dataclasses import fields
-from typing import Final
+from collections.abc import Hashable
+from dataclasses import replace
 
 from holdfast.cluster.simulate.kernel.network import Connection
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.kernel.promises import Violation
-from holdfast.router.events import AttemptDelta, AttemptRejection, Likelihood, ReplicaStats, SendSubmit, StepNews
-from holdfast.worker.engine_core.link_session import LinkSession
-from holdfast.worker.engine_updates import EngineUpdate
+from holdfast.router.events import SendSubmit
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.request import EngineRequest, TokenDelta
-from holdfast.worker.stats import EngineStats
-
-_STATS_NAMES: Final = tuple(item.name for item in fields(ReplicaStats))
+from holdfast.worker.request import AttemptKey, EngineRequest, GroupKey
+from holdfast.worker.step_update import StepUpdate
 
 
 class ReplicaLink:
     """One router's connection: a `StepListener` that sends on what it hears."""
 
-    def __init__(self, session: LinkSession, replica: Process, connection: Connection) -> None:
-        self.session = session
+    def __init__(self, name: str, replica: Process, connection: Connection) -> None:
+        self._name = name
         self._replica = replica
         self._connection = connection
-        self._due: dict[str, int] = {}  # the next output position, by requests that have had no last word
+        self._due: dict[Hashable, int] = {}  # the next output position, by attempts that have had no last word
 
     @property
     def num_unanswered(self) -> int:
         """Requests that have had no last word."""
         return len(self._due)
 
-    def take_in(self, submit: SendSubmit) -> EngineRequest:
-        """The request as the engine is to know it."""
-        request = self.session.named(submit.request, submit.attempt)
-        self._due[request.request_id] = len(request.output_token_ids)
-        return request
+    def key(self, attempt: int) -> AttemptKey:
+        """What the engine knows an attempt of this link by."""
+        return AttemptKey(self._name, attempt)
 
-    def on_update(self, update: EngineUpdate) -> None:
+    def take_in(self, submit: SendSubmit) -> tuple[AttemptKey, EngineRequest]:
+        """What the engine is to know of what comes in."""
+        attempt, request = self.key(submit.attempt), submit.request
+        self._due[attempt] = len(request.output_token_ids)
+        if request.group_id:
+            request = replace(request, group_id=GroupKey(self._name, str(request.group_id)))
+        return attempt, request
+
+    def on_update(self, update: StepUpdate) -> None:
         self._check(update)
-        news = StepNews(
-            load=update.load,
-            deltas=[self._delta(delta) for delta in update.deltas],
-            rejections=[
-                AttemptRejection(attempt=self.session.attempt(rejection.request_id), error=rejection.error)
-                for rejection in update.rejections
-            ],
-            stored=update.cache.stored,
-            evicted=update.cache.evicted,
-            stats=None if update.stats is None else _replica_stats(update.stats),
-        )
-        self._connection.send(self._replica, news)
+        self._connection.send(self._replica, _for_router(update))
 
     def on_failure(self, error: HoldfastError) -> None:
         """The stream ends."""
         self._replica.hang_up(self._connection)
 
-    def _check(self, update: EngineUpdate) -> None:
+    def _check(self, update: StepUpdate) -> None:
         """Tokens follow each other without gap or overlap, and nothing follows a last word."""
         for delta in update.deltas:
-            due = self._due.pop(delta.request_id, None)
+            due = self._due.pop(delta.attempt, None)
             if due != delta.first_token_index:
                 raise Violation(f"{self._replica}: {delta}, and what was due is {due}")
             if delta.finish_reason is None:
-                self._due[delta.request_id] = due + len(delta.token_ids)
+                self._due[delta.attempt] = due + len(delta.token_ids)
         for rejection in update.rejections:
-            if self._due.pop(rejection.request_id, None) is None:
+            if self._due.pop(rejection.attempt, None) is None:
                 raise Violation(f"{self._replica}: {rejection} after the last word")
 
-    def _delta(self, delta: TokenDelta) -> AttemptDelta:
-        return AttemptDelta(
-            attempt=self.session.attempt(delta.request_id),
-            first_token_index=delta.first_token_index,
-            token_ids=delta.token_ids,
-            finish_reason=delta.finish_reason,
-            num_cached_tokens=delta.num_cached_tokens,
-            logprobs=delta.logprobs,
-            prompt_logprobs=[
-                Likelihood(item.logprob, item.rank, item.top) for item in delta.prompt_logprobs if item is not None
-            ],
-        )
+
+def _for_router(update: StepUpdate) -> StepUpdate:
+    """Of a key, the number alone crosses the wire."""
+    return replace(
+        update,
+        deltas=[replace(delta, attempt=_number(delta.attempt)) for delta in update.deltas],
+        rejections=[replace(item, attempt=_number(item.attempt)) for item in update.rejections],
+    )
 
 
-def _replica_stats(stats: EngineStats) -> ReplicaStats:
-    """The fields have the same names."""
-    return ReplicaStats(**{name: getattr(stats, name) for name in _STATS_NAMES})
+def _number(attempt: Hashable) -> int:
+    assert isinstance(attempt, AttemptKey), f"{attempt!r} was not submitted over a link"
+    return attempt.number

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from holdfast.cluster.simulate.actors.audit import AuditedDispatchHost
-from holdfast.cluster.simulate.actors.messages import Dial, Generate, Hello, Retiring
+from holdfast.cluster.simulate.actors.messages import Dial, Generate, Retiring
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.kernel.clock import SettableClock
 from holdfast.cluster.simulate.kernel.network import Connection, Network
@@ -22,12 +22,13 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.call import Call, open_call, stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.parallel_sampling import siblings
-from holdfast.router.events import Fail, SendAbort, SendSubmit, StepNews, TextState
+from holdfast.router.events import Fail, SendAbort, SendSubmit, TextState
 from holdfast.router.replicas.backoff import Backoff
 from holdfast.router.replicas.policy import ChooseReplica, power_of_two_choices
 from holdfast.router.resume import part_of
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.request import EngineRequest
+from holdfast.worker.step_update import Hello, StepUpdate
 
 RESTART_S: Final = 0.5
 
@@ -137,8 +138,8 @@ class SimulatedRouter(Process):
 
     def _hear(self, link: Link, message: Any) -> None:
         match message:
-            case StepNews() if link.replica_id is not None:
-                self.dispatch_host.replica_news(link.replica_id, message)
+            case StepUpdate() if link.replica_id is not None:
+                self.dispatch_host.replica_update(link.replica_id, message)
             case Hello():
                 link.backoff.note_up()
                 link.replica_id = message.facts.replica_id

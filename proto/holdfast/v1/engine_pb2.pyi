@@ -27,7 +27,7 @@ class LinkRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "draw", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion")
+    __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "draw", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion", "request_id")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class Submit(_message.Message):
     TIME_LEFT_MS_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     SUSPICION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -48,7 +49,8 @@ class Submit(_message.Message):
     time_left_ms: int
     group_id: str
     suspicion: Suspicion
-    def __init__(self, attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., draw: _Optional[_Union[DrawSettings, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., group_id: _Optional[str] = ..., suspicion: _Optional[_Union[Suspicion, str]] = ...) -> None: ...
+    request_id: str
+    def __init__(self, attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., draw: _Optional[_Union[DrawSettings, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., group_id: _Optional[str] = ..., suspicion: _Optional[_Union[Suspicion, str]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class DrawSettings(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "grammar")
@@ -132,7 +134,7 @@ class Heartbeat(_message.Message):
     def __init__(self, progress: _Optional[int] = ..., expected_step_s: _Optional[float] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "numerics", "answers_digest", "heartbeat_ms", "frozen_after_ms", "eos_token_ids")
+    __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "answers_digest", "path", "model_type", "dtype", "device", "checkpoint_digest", "kv_bytes_per_token", "heartbeat_ms", "frozen_after_ms", "eos_token_ids")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -142,8 +144,13 @@ class Hello(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ROW_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
-    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     FROZEN_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -156,12 +163,17 @@ class Hello(_message.Message):
     num_blocks: int
     row_invariant: bool
     load: Load
-    numerics: str
     answers_digest: bytes
+    path: str
+    model_type: str
+    dtype: str
+    device: str
+    checkpoint_digest: str
+    kv_bytes_per_token: int
     heartbeat_ms: int
     frozen_after_ms: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., numerics: _Optional[str] = ..., answers_digest: _Optional[bytes] = ..., heartbeat_ms: _Optional[int] = ..., frozen_after_ms: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., answers_digest: _Optional[bytes] = ..., path: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., checkpoint_digest: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., frozen_after_ms: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepUpdate(_message.Message):
     __slots__ = ("step_id", "deltas", "rejections", "load", "cache_events", "stats")
@@ -206,16 +218,18 @@ class Delta(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[DrawnLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[DrawnLogprob, _Mapping]]] = ...) -> None: ...
 
 class DrawnLogprob(_message.Message):
-    __slots__ = ("logprob", "rank", "top_token_ids", "top_logprobs")
+    __slots__ = ("logprob", "rank", "top_token_ids", "top_logprobs", "token_id")
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     logprob: float
     rank: int
     top_token_ids: _containers.RepeatedScalarFieldContainer[int]
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+    token_id: int
+    def __init__(self, logprob: _Optional[float] = ..., rank: _Optional[int] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., token_id: _Optional[int] = ...) -> None: ...
 
 class Rejection(_message.Message):
     __slots__ = ("attempt", "field", "message", "retry_after_ms", "deadline_exceeded", "is_final")
@@ -250,7 +264,7 @@ class Load(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_foreign_suspects: _Optional[int] = ...) -> None: ...
 
 class EngineStats(_message.Message):
-    __slots__ = ("num_steps", "num_requests", "num_finished", "num_aborted", "num_tokens_generated", "num_tokens_computed", "num_tokens_recomputed", "num_prefix_query_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_evictions", "num_used_blocks", "num_free_blocks", "num_cached_blocks", "num_wasted_slots", "step_time_s", "num_forked_tokens", "num_draft_tokens", "num_accepted_tokens", "num_expired")
+    __slots__ = ("num_steps", "num_requests", "num_finished", "num_aborted", "num_tokens_generated", "num_tokens_computed", "num_tokens_recomputed", "num_prefix_query_tokens", "num_prefix_hit_tokens", "num_preemptions", "num_evictions", "num_used_blocks", "num_free_blocks", "num_cached_blocks", "num_wasted_slots", "step_time_s", "num_forked_tokens", "num_draft_tokens", "num_accepted_tokens", "num_expired", "num_total_blocks", "num_running", "num_waiting", "num_waiting_tokens")
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
@@ -271,6 +285,10 @@ class EngineStats(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     num_steps: int
     num_requests: int
     num_finished: int
@@ -291,4 +309,8 @@ class EngineStats(_message.Message):
     num_draft_tokens: int
     num_accepted_tokens: int
     num_expired: int
-    def __init__(self, num_steps: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_aborted: _Optional[int] = ..., num_tokens_generated: _Optional[int] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_recomputed: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_wasted_slots: _Optional[int] = ..., step_time_s: _Optional[float] = ..., num_forked_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_expired: _Optional[int] = ...) -> None: ...
+    num_total_blocks: int
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    def __init__(self, num_steps: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_aborted: _Optional[int] = ..., num_tokens_generated: _Optional[int] = ..., num_tokens_computed: _Optional[int] = ..., num_tokens_recomputed: _Optional[int] = ..., num_prefix_query_tokens: _Optional[int] = ..., num_prefix_hit_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_evictions: _Optional[int] = ..., num_used_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_wasted_slots: _Optional[int] = ..., step_time_s: _Optional[float] = ..., num_forked_tokens: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., num_expired: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_waiting_tokens: _Optional[int] = ...) -> None: ...

@@ -6,7 +6,6 @@ checks that need a model (`request_processor.py`), the link to replicas (`codec.
 
 import struct
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Final
 
 from holdfast.router.events import (
@@ -24,6 +23,7 @@ from holdfast.worker.errors import (
 )
 from holdfast.worker.request import FinishReason, Priority, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.stats import EngineStats
 
 _PRIORITIES: Final = {
     inference_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
@@ -246,8 +246,14 @@ def load_response(num_queued: int, num_open: int, replicas: Iterable[ReplicaLoad
                 num_waiting=replica.load.num_waiting,
                 num_free_blocks=replica.load.num_free_blocks,
                 num_total_blocks=replica.load.num_total_blocks,
-                stats=None if replica.stats is None else inference_pb2.ReplicaStats(**asdict(replica.stats)),
+                stats=None if replica.stats is None else _replica_stats(replica.stats),
             )
             for replica in replicas
         ],
     )
+
+
+def _replica_stats(stats: EngineStats) -> inference_pb2.ReplicaStats:
+    """Every field that the message has, by its name."""
+    names = inference_pb2.ReplicaStats.DESCRIPTOR.fields_by_name
+    return inference_pb2.ReplicaStats(**{name: getattr(stats, name) for name in names})

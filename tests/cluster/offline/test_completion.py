@@ -25,7 +25,7 @@ def delta(first: int, text: str, finish: FinishReason | None = None) -> TokenDel
         TokenLogprob(token_id=token_id, logprob=-0.5, rank=2, top=((ord("z"), -0.25), (token_id, -0.5)))
         for token_id in token_ids
     )
-    return TokenDelta(request_id="r", first_token_index=first, token_ids=token_ids, finish_reason=finish, logprobs=said)
+    return TokenDelta(attempt="r", first_token_index=first, token_ids=token_ids, finish_reason=finish, logprobs=said)
 
 
 def test_a_stop_string_cuts_tokens_and_logprobs_alike():
@@ -57,5 +57,5 @@ def test_the_text_goes_on_from_the_prompt():
     """The prompt ends within a character that the output ends."""
     request = EngineRequest(request_id="r", prompt_token_ids=(ord("h"), 0xC3), sampling_params=SamplingParams(seed=1))
     completion = Completion(request, None, byte_tokenizer(), None)
-    completion.take(TokenDelta(request_id="r", first_token_index=0, token_ids=(0xA9,), finish_reason=FinishReason.STOP))
+    completion.take(TokenDelta(attempt="r", first_token_index=0, token_ids=(0xA9,), finish_reason=FinishReason.STOP))
     assert completion.future.result(timeout=0).outputs[0].text == "\u00e9"

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 from holdfast.cluster.offline.completion import Completion
 from holdfast.cluster.offline.delivery import Delivery
-from holdfast.worker.engine_updates import EngineUpdate, Rejection
 from holdfast.worker.errors import DeadlineExceededError, ReplicaError
 from holdfast.worker.request import EngineLoad, EngineRequest, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_update import Rejection, StepUpdate
 from tests.fakes import byte_tokenizer
 
 LOAD = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=1, num_total_blocks=1)
@@ -38,17 +38,17 @@ def opened(delivery: Delivery, request_id: str, **params) -> Completion:
     return completion
 
 
-def update(*deltas: TokenDelta, rejections: tuple[Rejection, ...] = ()) -> EngineUpdate:
-    return EngineUpdate(step_id=1, deltas=deltas, rejections=rejections, load=LOAD)
+def update(*deltas: TokenDelta, rejections: tuple[Rejection, ...] = ()) -> StepUpdate:
+    return StepUpdate(step_id=1, deltas=deltas, rejections=rejections, load=LOAD)
 
 
 def test_a_rejection_after_a_stop_string_harms_nobody():
     engine = FakeEngine()
     delivery = Delivery(SimpleNamespace(engine=engine))
     stopped, other = opened(delivery, "a", stop="."), opened(delivery, "b")
-    delivery.on_update(update(TokenDelta(request_id="a", first_token_index=0, token_ids=tuple(b"x."))))
-    late = Rejection(request_id="a", error=DeadlineExceededError("too late"))
-    unknown = Rejection(request_id="nobody", error=DeadlineExceededError("too late"))
+    delivery.on_update(update(TokenDelta(attempt="a", first_token_index=0, token_ids=tuple(b"x."))))
+    late = Rejection(attempt="a", error=DeadlineExceededError("too late"))
+    unknown = Rejection(attempt="nobody", error=DeadlineExceededError("too late"))
     delivery.on_update(update(rejections=(late, unknown)))
     delivery.on_failure(ReplicaError("the end"))
     delivery.join()

@@ -1,6 +1,6 @@
 """Bugs that tests plant in the real deciders, to see whether the simulator finds them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,6 @@ from holdfast.router.replicas.replica_registry import ReplicaState
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.engine_core.engine_core import EngineCore
 from holdfast.worker.engine_core.output_queues import OutputQueue, OutputQueues
-from holdfast.worker.engine_updates import EngineUpdate, StepListener
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.kv.block_allocator import BlockAllocator
 from holdfast.worker.plan.grammar_matchers import GrammarReaders, Matcher
@@ -28,18 +27,19 @@ from holdfast.worker.scheduling import scheduler as scheduler_module
 from holdfast.worker.scheduling import sequence as sequence_module
 from holdfast.worker.scheduling.queues import SequenceQueues
 from holdfast.worker.scheduling.sequence import Sequence
+from holdfast.worker.step_update import StepListener, StepUpdate
 
 
 def drop_the_fence(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a replica says of an attempt that has ended is taken for news of the request's next attempt."""
-    begin, ended = RequestTable.begin_attempt, dict[tuple[int, int], RequestState]()
+    begin, ended = RequestTable.begin_attempt, dict[tuple[int, Hashable], RequestState]()
 
     def begin_attempt(self: RequestTable, record: RequestState, replica: ReplicaState, now: float) -> object:
         attempt = begin(self, record, replica, now)
         ended[id(self), attempt.number] = record
         return attempt
 
-    def running(self: RequestTable, replica: ReplicaState, attempt: int) -> RequestState | None:
+    def running(self: RequestTable, replica: ReplicaState, attempt: Hashable) -> RequestState | None:
         record = ended.get((id(self), attempt))
         is_open = record is not None and self.get(record.request_id) is record and record.attempt is not None
         return record if is_open else None
@@ -218,7 +218,7 @@ def forget_tokens_beside_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A listener that is told of a rejection is not told the tokens of the same step."""
     take = OutputQueue.take
 
-    def forgetful(self: OutputQueue, *args: object) -> EngineUpdate:
+    def forgetful(self: OutputQueue, *args: object) -> StepUpdate:
         update = take(self, *args)
         return replace(update, deltas=()) if update.rejections else update
 
@@ -229,7 +229,7 @@ def tell_tokens_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a busy step has said last is said again after the next one; a router would not mind."""
     take = OutputQueue.take
 
-    def repeat(self: OutputQueue, *args: object) -> EngineUpdate:
+    def repeat(self: OutputQueue, *args: object) -> StepUpdate:
         update = take(self, *args)
         self.deltas = list(update.deltas[3:4])
         return update
@@ -240,8 +240,8 @@ def tell_tokens_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def keep_it_from_the_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request whose time is up is dropped without a word; a router would find out by itself."""
 
-    def reject(self: OutputQueues, request_id: str, error: HoldfastError) -> None:
-        del self._owner[request_id]
+    def reject(self: OutputQueues, attempt: Hashable, error: HoldfastError) -> None:
+        del self._owner[attempt]
 
     monkeypatch.setattr(OutputQueues, "reject", reject)
 
@@ -249,7 +249,7 @@ def keep_it_from_the_late(monkeypatch: pytest.MonkeyPatch) -> None:
 def keep_a_refusal_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that cannot take a request in tells nobody."""
 
-    def refuse(self: OutputQueues, request_id: str, error: HoldfastError, listener: StepListener) -> None:
+    def refuse(self: OutputQueues, attempt: Hashable, error: HoldfastError, listener: StepListener) -> None:
         pass
 
     monkeypatch.setattr(OutputQueues, "refuse", refuse)

@@ -3,7 +3,7 @@
 import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.events import AttemptRejection, SendSubmit, Usage
+from holdfast.router.events import SendSubmit, Usage
 from holdfast.worker.errors import (
     DeadlineExceededError,
     InternalError,
@@ -15,6 +15,7 @@ from holdfast.worker.errors import (
     UnknownModelError,
 )
 from holdfast.worker.request import FinishReason, Priority
+from holdfast.worker.step_update import Rejection
 from tests.router.core import Core, aborts, delivered, delta, facts, failure, load, sent
 
 
@@ -187,7 +188,7 @@ def test_a_replica_is_told_what_is_left_of_the_time_when_the_request_is_sent():
 
 def test_a_replica_that_finds_the_time_too_short_ends_the_request(core):
     attempt = sent(core.submit("x")).attempt
-    refusal = AttemptRejection(attempt=attempt, error=DeadlineExceededError("too late"))
+    refusal = Rejection(attempt=attempt, error=DeadlineExceededError("too late"))
     assert failure(core.step(rejections=[refusal])).error is refusal.error
 
 
@@ -330,7 +331,7 @@ def test_a_retiring_replica_without_another_gets_nothing_new_and_finishes_what_i
 
 def test_a_rejection_is_the_last_word(core):
     attempt = sent(core.submit("x")).attempt
-    refusal = AttemptRejection(attempt=attempt, error=InvalidRequestError("prompt", (), "too long"))
+    refusal = Rejection(attempt=attempt, error=InvalidRequestError("prompt", (), "too long"))
     actions = core.step(rejections=[refusal])
     assert failure(actions).error is refusal.error
     assert aborts(actions) == []

@@ -9,11 +9,12 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.output_stream import OutputStream
-from holdfast.router.events import SendAbort, SendSubmit, StepNews
+from holdfast.router.events import SendAbort, SendSubmit
 from holdfast.router.resume import Part
 from holdfast.worker.errors import DeadlineExceededError, InternalError, RequestSupersededError
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_update import StepUpdate
 from tests.router.core import NO_LOAD, LetterText, delta, facts
 from tests.router.site import on_a_loop
 
@@ -90,7 +91,7 @@ class Board:
         return self.dispatch_host.open(part, model="m", deadline=deadline, on_news=lambda: None)
 
     def news(self, *deltas) -> None:
-        self.dispatch_host.replica_news("r", StepNews(load=NO_LOAD, deltas=deltas))
+        self.dispatch_host.replica_update("r", StepUpdate(load=NO_LOAD, deltas=deltas))
 
     def _note_change(self) -> None:
         self.num_changes += 1

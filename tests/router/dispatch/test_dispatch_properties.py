@@ -13,19 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.events import (
-    Action,
-    AttemptDelta,
-    AttemptRejection,
-    Deliver,
-    Fail,
-    SendAbort,
-    SendSubmit,
-    StepNews,
-)
+from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
 from holdfast.worker.errors import HoldfastError, QueueFullError, ReplicaError, RequestAbortedError
-from holdfast.worker.request import EngineRequest, FinishReason, Priority
+from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_update import Rejection, StepUpdate
 from tests.router.core import LetterText, facts, load
 
 REPLICAS = {"r0": "m", "r1": "m", "r2": "other"}
@@ -41,7 +33,7 @@ class Replica:
 
     def __init__(self) -> None:
         self.running: dict[int, tuple[str, int]] = {}
-        self.on_the_way: deque[StepNews] = deque()
+        self.on_the_way: deque[StepUpdate] = deque()
 
     def submit(self, action: SendSubmit) -> None:
         self.running[action.attempt] = (action.request.request_id, len(action.request.output_token_ids))
@@ -49,13 +41,13 @@ class Replica:
     def abort(self, attempt: int) -> None:
         """Answers an abort as an engine does, long after the router has forgotten the attempt."""
         if self.running.pop(attempt, None) is not None:
-            self.say(AttemptDelta(attempt=attempt, first_token_index=0, token_ids=(), finish_reason=FinishReason.ABORT))
+            self.say(TokenDelta(attempt=attempt, first_token_index=0, token_ids=(), finish_reason=FinishReason.ABORT))
 
     def step(self, num_tokens: int, num_repeated: int) -> None:
         """One step of the engine: every attempt gets tokens, and says some of the last ones again."""
         self.say(*[self.advance(attempt, num_tokens, num_repeated) for attempt in list(self.running)])
 
-    def advance(self, attempt: int, num_tokens: int, num_repeated: int) -> AttemptDelta:
+    def advance(self, attempt: int, num_tokens: int, num_repeated: int) -> TokenDelta:
         request_id, done = self.running[attempt]
         first, end = max(done - num_repeated, 0), min(done + num_tokens, NUM_TOKENS)
         self.running[attempt] = (request_id, end)
@@ -63,12 +55,12 @@ class Replica:
         if finish:
             del self.running[attempt]
         token_ids = tuple(right_token(request_id, index) for index in range(first, end))
-        return AttemptDelta(attempt=attempt, first_token_index=first, token_ids=token_ids, finish_reason=finish)
+        return TokenDelta(attempt=attempt, first_token_index=first, token_ids=token_ids, finish_reason=finish)
 
-    def say(self, *deltas: AttemptDelta, rejections: tuple[AttemptRejection, ...] = ()) -> None:
+    def say(self, *deltas: TokenDelta, rejections: tuple[Rejection, ...] = ()) -> None:
         num_waiting = max(len(self.running) - 2, 0)
         self.on_the_way.append(
-            StepNews(load=load(len(self.running) - num_waiting, num_waiting), deltas=deltas, rejections=rejections)
+            StepUpdate(load=load(len(self.running) - num_waiting, num_waiting), deltas=deltas, rejections=rejections)
         )
 
 
@@ -239,7 +231,7 @@ class DispatchMachine(RuleBasedStateMachine):
             replica.abort(attempt)
         else:
             del replica.running[attempt]
-            replica.say(rejections=(AttemptRejection(attempt=attempt, error=QueueFullError("full")),))
+            replica.say(rejections=(Rejection(attempt=attempt, error=QueueFullError("full")),))
 
     def link_breaks(self, replica_id: str) -> None:
         """A link is lost with all that is on it; what turns up out of thin air all the same does nothing."""

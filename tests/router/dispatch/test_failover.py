@@ -5,7 +5,7 @@ import pytest
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.placement import MAX_REFUSALS
 from holdfast.router.dispatch.quarantine import PROOF_S
-from holdfast.router.events import AttemptRejection, Deliver, Usage
+from holdfast.router.events import Deliver, Usage
 from holdfast.router.replicas.circuit_breaker import NUM_FAILURES_TO_REST
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.errors import (
@@ -18,6 +18,7 @@ from holdfast.worker.errors import (
 )
 from holdfast.worker.request import EngineRequest, FinishReason, Priority
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_update import Rejection
 from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR, Suspicion
 from tests.fakes import byte_tokenizer
 from tests.router.core import Core, aborts, delivered, delta, facts, failure, load, sent
@@ -32,8 +33,8 @@ def core() -> Core:
     return core
 
 
-def rejected(attempt: int, error: Exception) -> AttemptRejection:
-    return AttemptRejection(attempt=attempt, error=error)
+def rejected(attempt: int, error: Exception) -> Rejection:
+    return Rejection(attempt=attempt, error=error)
 
 
 # --- the same request goes on elsewhere ---
@@ -360,7 +361,8 @@ def test_what_finds_no_room_moves_when_there_is_some():
         ({}, True),
         ({"tensor_parallel_size": 4}, False),
         ({"row_invariant": False}, False),
-        ({"numerics": "f16"}, False),
+        ({"dtype": "f16"}, False),
+        ({"checkpoint_digest": "other"}, False),
         ({"answers_digest": b"other"}, False),
     ],
 )

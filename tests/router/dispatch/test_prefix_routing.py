@@ -6,13 +6,14 @@ import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.events import AttemptDelta, SendSubmit, StepNews
+from holdfast.router.events import SendSubmit
 from holdfast.router.replicas.prefix_index import PromptPrefix
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.kv.cache_events import CacheFeed
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduling.scheduler import Scheduler
+from holdfast.worker.step_update import CacheChanges, StepUpdate
 from tests.pseudo_model import PseudoRunner
 from tests.router.core import Core, LetterText, delta, facts, load, sent
 
@@ -34,22 +35,13 @@ class Replica:
         self.scheduler.take_cache_events()
         self.feed = CacheFeed(())
 
-    def run(self, action: SendSubmit) -> list[StepNews]:
-        self.scheduler.add(action.request)
+    def run(self, action: SendSubmit) -> list[StepUpdate]:
+        self.scheduler.add(action.request, attempt=action.attempt)
         said = []
         while (plan := self.scheduler.plan()) is not None:
-            deltas = [
-                AttemptDelta(
-                    attempt=action.attempt,
-                    first_token_index=item.first_token_index,
-                    token_ids=item.token_ids,
-                    finish_reason=item.finish_reason,
-                )
-                for item in self.scheduler.commit(plan, self.runner.run(plan))
-            ]
+            deltas = self.scheduler.commit(plan, self.runner.run(plan))
             self.feed.note(self.scheduler.take_cache_events())
-            cache = self.feed.take()
-            said.append(StepNews(load=self.scheduler.load(), deltas=deltas, stored=cache.stored, evicted=cache.evicted))
+            said.append(StepUpdate(load=self.scheduler.load(), deltas=deltas, cache=self.feed.take()))
         return said
 
 
@@ -93,7 +85,7 @@ def cached_on(core: Core, replica_id: str) -> None:
     request = EngineRequest(request_id="", prompt_token_ids=(7,) * 65, sampling_params=SamplingParams(seed=1))
     prefix = PromptPrefix(request)
     stored = [prefix.block(index, 16) for index in range(4)]
-    core.dispatch.step(replica_id, StepNews(load=load(), stored=stored), core.now)
+    core.dispatch.step(replica_id, StepUpdate(load=load(), cache=CacheChanges(stored=stored)), core.now)
 
 
 @pytest.mark.parametrize("replica_id", ["a", "b"])

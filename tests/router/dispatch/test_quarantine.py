@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.events import Action, AttemptRejection, Deliver, Fail, SendAbort, SendSubmit
+from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
 from holdfast.worker.engine_core.suspects import Suspects
 from holdfast.worker.errors import HoldfastError, RequestQuarantinedError
 from holdfast.worker.request import FinishReason, TokenDelta
+from holdfast.worker.step_update import Rejection
 from holdfast.worker.suspicion import Suspicion
 from tests.router.core import Core, delta, failure, load, sent
 
@@ -64,7 +65,7 @@ class Cluster:
     def abort(self, replica: Replica, router: int, attempt: int) -> None:
         replica.inbox = [item for item in replica.inbox if (item[0], item[1].attempt) != (router, attempt)]
         replica.running.pop((router, attempt), None)
-        replica.suspects.drop(f"{router}/{attempt}")
+        replica.suspects.drop((router, attempt))
 
     def step(self, replica_id: str) -> None:
         replica = self.replicas[replica_id]
@@ -81,10 +82,8 @@ class Cluster:
             finish = FinishReason.LENGTH if done + 1 == NUM_TOKENS else None
             deltas[router].append(delta(attempt, done, 1, finish=finish))
             replica.running[router, attempt] = (request_id, done + 1)
-            key = f"{router}/{attempt}"
-            replica.suspects.note(
-                TokenDelta(request_id=key, first_token_index=done, token_ids=(1,), finish_reason=finish)
-            )
+            key = (router, attempt)
+            replica.suspects.note(TokenDelta(attempt=key, first_token_index=done, token_ids=(1,), finish_reason=finish))
             if finish is not None:
                 del replica.running[router, attempt]
         self.tell(replica_id, replica, deltas)
@@ -93,14 +92,14 @@ class Cluster:
         """Who else is under suspicion is told before the step; what that brings in is not part of it."""
         inbox, replica.inbox = replica.inbox, []
         for router, submit in inbox:
-            request = replace(submit.request, request_id=f"{router}/{submit.attempt}")
+            request = submit.request
             try:
-                replica.suspects.check(request, router)
+                replica.suspects.check(request.suspicion, router)
             except HoldfastError as error:
-                refusal = AttemptRejection(attempt=submit.attempt, error=error)
+                refusal = Rejection(attempt=submit.attempt, error=error)
                 self.perform(router, self.cores[router].step(replica_id=replica_id, rejections=[refusal]))
                 continue
-            replica.suspects.add(request, router)
+            replica.suspects.add((router, submit.attempt), request.suspicion, router)
             done = len(request.output_token_ids)
             replica.running[router, submit.attempt] = (submit.request.request_id, done)
         if replica.suspects.has_news:

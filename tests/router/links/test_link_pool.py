@@ -1,10 +1,13 @@
 """Replicas that come, go, die, move and go dark, and faults of our own, as callers see them."""
 
 import asyncio
+import math
 
 import grpc
+import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.links.link import ReplicaLink
 from holdfast.router.links.replica_directory import StaticDirectory
 from holdfast.router.router import Router
@@ -146,17 +149,52 @@ async def test_a_network_that_goes_dark_is_noticed():
 
 
 @on_a_loop
-async def test_a_link_that_breaks_by_our_fault_comes_back_and_its_requests_go_on(caplog):
+async def test_a_link_that_breaks_by_our_fault_comes_back_and_its_requests_go_on(caplog, monkeypatch):
     replica = await FakeReplica.start()
     replica.pause()
     async with site(replica) as place:
         call = place.stub.Generate(request())
         await replica.until(lambda: replica.running)
-        replica.say(engine_pb2.StepUpdate(deltas=[engine_pb2.Delta(attempt=1, finish_reason=77)]))
+        with monkeypatch.context() as patch:
+            patch.setattr(DispatchHost, "replica_update", no_update)
+            replica.say(engine_pb2.StepUpdate())
+            await eventually(lambda: is_logged(caplog, "failed by a fault of ours"))
         replica.resume()
         assert list((await call).completions[0].token_ids) == expected("hello", 1, 8)[0]
-        assert "failed by a fault of ours" in caplog.text
         assert (await place.stub.Generate(request())).usage.completion_tokens == 8
+
+
+def no_update(*args: object) -> None:
+    raise RuntimeError("a fault of ours")
+
+
+async def is_logged(caplog, text: str) -> bool:
+    return text in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("saying", "told"),
+    [
+        (engine_pb2.LinkResponse(step={"deltas": [{"attempt": 1, "finish_reason": 77}]}), "finish_reason = 77: must"),
+        (engine_pb2.LinkResponse(heartbeat={"expected_step_s": math.nan}), "expected_step_s = nan: must be"),
+        (engine_pb2.LinkResponse(), "of a kind that is not known here"),
+        (b"\xff\xff\xff", "bytes that are no message"),
+    ],
+)
+@on_a_loop
+async def test_a_replica_that_cannot_be_understood_is_dialled_again_and_its_requests_go_on(caplog, saying, told):
+    replica = await FakeReplica.start()
+    replica.pause()
+    async with site(replica) as place:
+        call = place.stub.Generate(request())
+        await replica.until(lambda: replica.running)
+        replica.put(saying)
+        await replica.until(lambda: replica.num_links == 2)
+        replica.resume()
+        assert list((await call).completions[0].token_ids) == expected("hello", 1, 8)[0]
+        assert "replica r0 was lost (what it says cannot be read: " in caplog.text
+        assert told in caplog.text
+        assert "fault of ours" not in caplog.text
 
 
 @on_a_loop

@@ -19,7 +19,7 @@ NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE = 600, 4, 400, 256
 BAD = 13
 
 INFO = ModelInfo(
-    name="pseudo",
+    model="pseudo",
     path="/nowhere",
     model_type="pseudo",
     max_model_len=MAX_MODEL_LEN,

@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import replace
 
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.router.events import Likelihood
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InternalError
 from holdfast.worker.request import FinishReason, TokenLogprob
@@ -41,16 +40,16 @@ def test_those_of_tokens_that_were_seen_before_are_dropped():
     assert (again.first_token_index, again.token_ids, again.logprobs) == (3, (3,), said_of(3))
 
 
-def test_those_of_the_prompt_are_told_once_with_the_tokens_that_the_router_knows():
+def test_those_of_the_prompt_are_told_once_with_the_first_token():
     core = Core()
     core.up()
     core.submit("a", prompt_logprobs=1)
-    likely = [Likelihood(logprob=-1.0, rank=2, top=((4, -0.5),)), Likelihood(logprob=-2.0, rank=1, top=())]
-    first = delivered(core.step(replace(delta(1, 0, 0, 1), prompt_logprobs=likely)))
-    assert first.prompt_logprobs == (
+    likely = (
         TokenLogprob(token_id=7, logprob=-1.0, rank=2, top=((4, -0.5),)),
         TokenLogprob(token_id=7, logprob=-2.0, rank=1),
     )
+    first = delivered(core.step(replace(delta(1, 0, 0, 1), prompt_logprobs=likely)))
+    assert first.prompt_logprobs == likely
     again = delivered(core.step(replace(delta(1, 0, 0, 1, 2), prompt_logprobs=likely)))
     assert (again.token_ids, again.prompt_logprobs) == ((2,), ())
 

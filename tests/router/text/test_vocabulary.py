@@ -7,15 +7,13 @@ import pytest
 
 from holdfast.cluster.client.codec import sampling_params
 from holdfast.router.doors.grpc.codec import generation_request
-from holdfast.router.events import SendSubmit
-from holdfast.router.links.codec import submit_message
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.vocabulary import bad_word_token_ids
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import InvalidRequestError
-from holdfast.worker.replica.link import _engine_request
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.wire.link_codec import engine_request, submit_message
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.router import sample_tokenizers as sample
 from tests.router.site import collected, on_a_loop, refusal, request, site
@@ -179,8 +177,8 @@ def test_every_parameter_of_the_token_world_survives_the_link():
         bad_word_token_ids=words,
         grammar="start: /a/",
     )
-    submit = submit_message(SendSubmit(replica_id="r0", attempt=1, request=sent)).submit
-    received = _engine_request("r", engine_pb2.Submit.FromString(submit.SerializeToString()))
+    submit = submit_message(1, sent).submit
+    received = engine_request(engine_pb2.Submit.FromString(submit.SerializeToString()), link="link-1", vocab_size=2**31)
     assert received.bad_word_token_ids == words
     assert received.grammar == sent.grammar
     text_only = {"stop", "bad_words", "include_stop_str_in_output", "skip_special_tokens", "structured_outputs"}
@@ -191,7 +189,7 @@ def test_every_parameter_of_the_token_world_survives_the_link():
 
 def test_neutral_controls_take_no_room_on_the_link():
     sent = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams(seed=1))
-    draw = submit_message(SendSubmit(replica_id="r0", attempt=1, request=sent)).submit.draw
+    draw = submit_message(1, sent).submit.draw
     assert {field.name for field, _ in draw.ListFields()} == {"temperature", "top_p", "seed", "max_tokens"}
 
 

@@ -9,7 +9,6 @@ from holdfast.worker.block_hash import HashChain, short_hash
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine_core.engine_core import STATS_EVERY_STEPS
-from holdfast.worker.engine_updates import EngineUpdate
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError, ReplicaError
 from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason
@@ -17,6 +16,7 @@ from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.scheduling.step_limits import StepLimits
 from holdfast.worker.stats import EngineStats
+from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR, Suspicion
 from holdfast.worker.tuning.step_time import StepCosts, shape_of
 from holdfast.worker.tuning.step_tuner import StepTuner
@@ -37,17 +37,17 @@ class Recorder:
         self.load: EngineLoad | None = None
         self._news = threading.Condition()
 
-    def on_update(self, update: EngineUpdate) -> None:
+    def on_update(self, update: StepUpdate) -> None:
         with self._news:
             self.num_updates += 1
             self.load = update.load
             for delta in update.deltas:
-                assert delta.first_token_index == len(self.tokens[delta.request_id])
-                assert delta.request_id not in self.finished
-                self.tokens[delta.request_id].extend(delta.token_ids)
+                assert delta.first_token_index == len(self.tokens[delta.attempt])
+                assert delta.attempt not in self.finished
+                self.tokens[delta.attempt].extend(delta.token_ids)
                 if delta.finish_reason:
-                    self.finished[delta.request_id] = delta.finish_reason
-            self.rejected.update({rejection.request_id: rejection.error for rejection in update.rejections})
+                    self.finished[delta.attempt] = delta.finish_reason
+            self.rejected.update({rejection.attempt: rejection.error for rejection in update.rejections})
             self._news.notify_all()
 
     def on_failure(self, error: HoldfastError) -> None:
@@ -266,7 +266,7 @@ def test_a_listener_that_breaks_loses_only_its_own_requests(engine_and_friends):
     engine, _, recorder = engine_and_friends
 
     class Breaking(Recorder):
-        def on_update(self, update: EngineUpdate) -> None:
+        def on_update(self, update: StepUpdate) -> None:
             raise RuntimeError("event loop is closed")
 
     breaking = Breaking()
@@ -358,7 +358,7 @@ class Follower(Recorder):
         self.num_told = 0
         self.stats: list[EngineStats] = []
 
-    def on_update(self, update: EngineUpdate) -> None:
+    def on_update(self, update: StepUpdate) -> None:
         assert not set(update.cache.stored) & set(update.cache.evicted)
         self.num_told += len(update.cache.stored)
         self.cached = (self.cached | set(update.cache.stored)) - set(update.cache.evicted)

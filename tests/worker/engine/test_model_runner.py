@@ -38,7 +38,7 @@ def whole_prompts(num_draws=(1, 1)) -> StepPlan:
 
 def test_the_facts_of_a_model_are_known_once_it_is_loaded(folder):
     info = ModelRunner.load(worker_config(folder), SingleRank(), device=CPU).info
-    assert (info.name, info.path, info.model_type) == ("tiny-llama", str(folder), "llama")
+    assert (info.model, info.path, info.model_type) == ("tiny-llama", str(folder), "llama")
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (128, 126, {2})
     assert (info.block_size, info.num_blocks, info.kv_bytes_per_token) == (BLOCK_SIZE, NUM_BLOCKS, 256)
     assert (info.dtype, info.tensor_parallel_size) == ("float32", 1)
@@ -48,7 +48,7 @@ def test_the_facts_of_a_model_are_known_once_it_is_loaded(folder):
 def test_a_model_can_be_served_under_another_name(folder):
     config = worker_config(folder, served_model_name="mine", max_model_len=32)
     info = ModelRunner.load(config, SingleRank(), device=CPU).info
-    assert (info.name, info.max_model_len) == ("mine", 32)
+    assert (info.model, info.max_model_len) == ("mine", 32)
 
 
 def test_loading_reports_its_progress(folder):

@@ -10,7 +10,7 @@ from holdfast.worker.plan.step_plan import StepPlan
 
 VOCAB = 11
 INFO = ModelInfo(
-    name="tiny",
+    model="tiny",
     path=".",
     model_type="tiny",
     max_model_len=100,

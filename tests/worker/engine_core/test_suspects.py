@@ -4,21 +4,15 @@ import pytest
 
 from holdfast.worker.engine_core.suspects import Suspects
 from holdfast.worker.errors import QueueFullError
-from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta
-from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.request import FinishReason, TokenDelta
 from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR, Suspicion
 from tests.router.core import NO_LOAD
 
 NONE, SUSPECT, ON_TRIAL = Suspicion
 
 
-def request(request_id: str, suspicion: Suspicion = SUSPECT) -> EngineRequest:
-    params = SamplingParams(seed=1)
-    return EngineRequest(request_id=request_id, prompt_token_ids=(1,), sampling_params=params, suspicion=suspicion)
-
-
-def step(request_id: str, index: int = 0, finish: FinishReason | None = None) -> TokenDelta:
-    return TokenDelta(request_id=request_id, first_token_index=index, token_ids=(1,), finish_reason=finish)
+def step(attempt: str, index: int = 0, finish: FinishReason | None = None) -> TokenDelta:
+    return TokenDelta(attempt=attempt, first_token_index=index, token_ids=(1,), finish_reason=finish)
 
 
 def num_told(suspects: Suspects[str], owner: str | None) -> int:
@@ -27,24 +21,24 @@ def num_told(suspects: Suspects[str], owner: str | None) -> int:
 
 def test_each_router_hears_of_the_suspects_of_others():
     suspects: Suspects[str] = Suspects()
-    suspects.add(request("a/1"), "a")
-    suspects.add(request("a/2"), "a")
-    suspects.add(request("b/1"), "b")
-    suspects.add(request("c/1", NONE), "c")
+    suspects.add("a/1", SUSPECT, "a")
+    suspects.add("a/2", SUSPECT, "a")
+    suspects.add("b/1", SUSPECT, "b")
+    suspects.add("c/1", NONE, "c")
     assert [num_told(suspects, owner) for owner in ("a", "b", "c", None)] == [1, 2, 3, 3]
 
 
 def test_only_new_suspects_are_news():
     suspects: Suspects[str] = Suspects()
-    suspects.add(request("a/1", NONE), "a")
+    suspects.add("a/1", NONE, "a")
     assert not suspects.has_news
-    suspects.add(request("a/2"), "a")
+    suspects.add("a/2", SUSPECT, "a")
     assert suspects.has_news
 
 
 def test_a_suspect_that_gets_on_is_one_no_longer():
     suspects: Suspects[str] = Suspects()
-    suspects.add(request("a/1"), "a")
+    suspects.add("a/1", SUSPECT, "a")
     for index in range(NUM_STEPS_TO_CLEAR):
         assert num_told(suspects, "b") == 1
         suspects.note(step("a/1", index))
@@ -54,8 +48,8 @@ def test_a_suspect_that_gets_on_is_one_no_longer():
 
 def test_a_suspect_that_ends_is_gone():
     suspects: Suspects[str] = Suspects()
-    suspects.add(request("a/1"), "a")
-    suspects.add(request("a/2"), "a")
+    suspects.add("a/1", SUSPECT, "a")
+    suspects.add("a/2", SUSPECT, "a")
     suspects.note(step("a/1", finish=FinishReason.ABORT))
     suspects.drop("a/2")
     assert num_told(suspects, "b") == 0
@@ -74,10 +68,10 @@ def test_a_suspect_that_ends_is_gone():
 )
 def test_a_trial_and_suspects_of_other_routers_are_kept_apart(there, comes, is_refused):
     suspects: Suspects[str] = Suspects()
-    suspects.add(request("a/1", there), "a")
-    suspects.check(request("a/2", comes), "a")
+    suspects.add("a/1", there, "a")
+    suspects.check(comes, "a")
     if is_refused:
         with pytest.raises(QueueFullError):
-            suspects.check(request("b/1", comes), "b")
+            suspects.check(comes, "b")
     else:
-        suspects.check(request("b/1", comes), "b")
+        suspects.check(comes, "b")

@@ -1,9 +1,9 @@
 """What a follower of the prefix cache has not been told: merged, complete, in pieces."""
 
 from holdfast.worker.block_hash import short_hash
-from holdfast.worker.engine_updates import CacheChanges
 from holdfast.worker.kv.cache_events import CacheFeed
 from holdfast.worker.kv.prefix_cache import BlockEvicted, BlockStored
+from holdfast.worker.step_update import CacheChanges
 
 
 def block(number: int) -> bytes:

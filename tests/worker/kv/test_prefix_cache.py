@@ -314,7 +314,7 @@ def run_steps(scheduler, runner, outputs, num_steps):
             break
         scheduler.check_integrity()
         for delta in scheduler.commit(plan, runner.run(plan)):
-            outputs[delta.request_id] += delta.token_ids
+            outputs[delta.attempt] += delta.token_ids
         scheduler.check_integrity()
 
 

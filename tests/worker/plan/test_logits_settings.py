@@ -64,9 +64,9 @@ def completed(*requests: EngineRequest, num_blocks=64) -> tuple[dict[str, list[i
     while scheduler.has_work:
         plan = scheduler.plan()
         for delta in scheduler.commit(plan, runner.run(plan)):
-            outputs[delta.request_id] += delta.token_ids
+            outputs[delta.attempt] += delta.token_ids
             if delta.finish_reason:
-                reasons[delta.request_id] = delta.finish_reason
+                reasons[delta.attempt] = delta.finish_reason
     return outputs, reasons, scheduler.stats().num_preemptions
 
 

@@ -20,7 +20,7 @@ from tests.pseudo_model import PseudoRunner, pseudo_completion, pseudo_prompt_lo
 NUM_BLOCKS, BLOCK_SIZE, TIMEOUT_S = 6000, 4, 20
 
 INFO = ModelInfo(
-    name="pseudo",
+    model="pseudo",
     path="/nowhere",
     model_type="pseudo",
     max_model_len=20_000,  # so that a request without a limit is still running when the test gets to it
@@ -221,7 +221,7 @@ def test_logprobs_of_a_prompt_come_once_without_the_first_token(engine):
         await router.submit(3, prompt=prompt, prompt_logprobs=21)
         await router.read_until(lambda: len(router.finished) == 2 and router.rejected)
         expected = pseudo_prompt_logprobs(prompt, 1000)
-        assert router.prompt_logprobs[1] == [item.logprob for item in expected[1:]]
+        assert router.prompt_logprobs[1] == [item.logprob for item in expected]
         assert router.prompt_logprobs[2] == []
         assert router.rejected[3].field == "sampling_params.prompt_logprobs"
 
@@ -249,6 +249,40 @@ def test_bad_attempts_are_rejected_by_field_and_the_link_goes_on(engine):
         await router.read_until(lambda: len(router.rejected) == 3 and 4 in router.finished)
         fields = {attempt: rejection.field for attempt, rejection in router.rejected.items()}
         assert fields == {1: "prompt", 2: "sampling_params.temperature", 3: "prompt"}
+
+    over_a_link(engine, scenario)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"\xff\xff\xff", "the router has sent bytes that are no message"),
+        (b"", "the router has sent a message of a kind that is not known here"),
+    ],
+)
+def test_a_router_that_cannot_be_understood_is_told_so_and_the_others_go_on(engine, data, told):
+    async def scenario(router, server):
+        await router.submit(1, max_tokens=0)
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            call = channel.stream_stream("/holdfast.v1.Engine/Link")()
+            await asyncio.wait_for(call.read(), TIMEOUT_S)
+            await call.write(data)
+            assert await asyncio.wait_for(call.code(), TIMEOUT_S) is grpc.StatusCode.UNAVAILABLE
+            assert await call.details() == told
+        num_before = len(router.tokens[1])
+        await router.read_until(lambda: len(router.tokens[1]) > num_before)
+
+    over_a_link(engine, scenario)
+
+
+def test_numbers_that_no_engine_must_get_are_refused_by_field(engine):
+    async def scenario(router, server):
+        await router.submit(1, prompt=[INFO.vocab_size])
+        await router.submit(2, suspicion=9)
+        await router.submit(3)
+        await router.read_until(lambda: len(router.rejected) == 2 and 3 in router.finished)
+        assert {key: item.field for key, item in router.rejected.items()} == {1: "prompt", 2: "suspicion"}
+        assert "below the vocabulary's size, 1000" in router.rejected[1].message
 
     over_a_link(engine, scenario)
 

@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from holdfast.worker.engine_updates import EngineUpdate
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.replica.rank import LocalLauncher, LocalRanks
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_update import StepUpdate
 from tests.parity.families import save_tiny_model
 
 TIMEOUT_S = 60
@@ -35,7 +35,7 @@ class Listener:
         self.started, self.failed = threading.Event(), threading.Event()
         self.error: HoldfastError | None = None
 
-    def on_update(self, update: EngineUpdate) -> None:
+    def on_update(self, update: StepUpdate) -> None:
         if update.deltas:
             self.started.set()
 

@@ -88,9 +88,9 @@ def completed(requests: list[EngineRequest], num_blocks: int = 4096, max_num_seq
         scheduler.add(item)
     while (plan := scheduler.plan()) is not None:
         for delta in scheduler.commit(plan, runner.run(plan)):
-            tokens[delta.request_id] += delta.token_ids
+            tokens[delta.attempt] += delta.token_ids
             if delta.finish_reason is not None:
-                reasons[delta.request_id] = delta.finish_reason
+                reasons[delta.attempt] = delta.finish_reason
     runner.masks.close()
     return tokens, reasons, scheduler.stats().num_preemptions
 

@@ -102,9 +102,9 @@ def completed(*requests: EngineRequest, num_blocks=64) -> tuple[dict[str, list[T
     while scheduler.has_work:
         plan = scheduler.plan()
         for delta in scheduler.commit(plan, runner.run(plan)):
-            asks = "logprobs" in WISHES[delta.request_id]
+            asks = "logprobs" in WISHES[delta.attempt]
             assert tuple(item.token_id for item in delta.logprobs) == (delta.token_ids if asks else ())
-            said[delta.request_id] += delta.logprobs
+            said[delta.attempt] += delta.logprobs
     return said, scheduler.stats().num_preemptions
 
 

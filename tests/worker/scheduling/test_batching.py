@@ -43,7 +43,7 @@ def test_newcomers_are_admitted_by_priority_then_arrival():
         ("d", Priority.LOW),
     ):
         scheduler.add(make_request(request_id, priority=priority, max_tokens=1))
-    assert [delta.request_id for delta in run_to_end(scheduler)] == ["c", "b", "a", "d"]
+    assert [delta.attempt for delta in run_to_end(scheduler)] == ["c", "b", "a", "d"]
 
 
 def test_blocks_are_allocated_for_the_tokens_there_are_not_for_those_to_come():
@@ -196,7 +196,7 @@ def test_low_is_served_under_an_endless_stream_of_critical_ones():
     scheduler.add(make_request("low", priority=Priority.LOW, max_tokens=4))
     for second in range(100):
         scheduler.add(make_request(f"critical-{second}", priority=Priority.CRITICAL, max_tokens=1), second)
-        if any(delta.request_id == "low" for delta in step(scheduler, now=second)[1]):
+        if any(delta.attempt == "low" for delta in step(scheduler, now=second)[1]):
             break
     assert second == 30, "three classes, ten seconds each"
 
@@ -247,7 +247,7 @@ def test_nobody_starves_under_a_flood_of_newcomers():
     scheduler.add(make_request("early", prompt_len=12, max_tokens=18))
     for number in range(30):
         scheduler.add(make_request(f"flood-{number}", max_tokens=20))
-        ended = {delta.request_id for delta in step(scheduler)[1] if delta.finish_reason}
+        ended = {delta.attempt for delta in step(scheduler)[1] if delta.finish_reason}
         if "early" in ended:
             break
     assert number == 17, "one token at every step from the first on"
@@ -257,7 +257,7 @@ def test_all_prefills_and_decodes_go_on_with_fewer_tokens_in_a_step_than_sequenc
     scheduler = make_scheduler(max_num_batched_tokens=2, max_num_seqs=8)
     for request_id in "abc":
         scheduler.add(make_request(request_id, prompt_len=6, max_tokens=6))
-    assert {delta.request_id for delta in run_to_end(scheduler) if delta.finish_reason} == set("abc")
+    assert {delta.attempt for delta in run_to_end(scheduler) if delta.finish_reason} == set("abc")
 
 
 def test_prompts_leave_decodes_the_time_that_the_limits_say():
@@ -289,4 +289,4 @@ def test_limits_lowered_below_what_runs_stop_newcomers_and_nobody_else():
     scheduler.limits = replace(scheduler.limits, max_num_seqs=2, max_num_batched_tokens=3)
     scheduler.add(make_request("e", prompt_len=8))
     assert members(step(scheduler)[0]) == [0, 1, 2, 3]
-    assert len({delta.request_id for delta in run_to_end(scheduler) if delta.finish_reason}) == 5
+    assert len({delta.attempt for delta in run_to_end(scheduler) if delta.finish_reason}) == 5

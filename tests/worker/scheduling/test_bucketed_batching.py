@@ -22,7 +22,7 @@ def test_a_better_class_is_in_the_next_batch():
     step(scheduler)
     scheduler.add(make_request("b", max_tokens=4))
     scheduler.add(make_request("c", max_tokens=20, priority=Priority.HIGH))
-    order = [delta.request_id for delta in run_to_end(scheduler) if delta.finish_reason]
+    order = [delta.attempt for delta in run_to_end(scheduler) if delta.finish_reason]
     assert order == ["a", "c", "b"]
 
 

@@ -33,7 +33,7 @@ def completed(scheduler, requests, num_blocks=64) -> dict[str, list[int]]:
     while (plan := scheduler.plan()) is not None:
         scheduler.check_integrity()
         for delta in scheduler.commit(plan, runner.run(plan)):
-            outputs[delta.request_id] += delta.token_ids
+            outputs[delta.attempt] += delta.token_ids
     scheduler.check_integrity()
     return outputs
 
@@ -148,8 +148,8 @@ def test_an_aborted_sibling_takes_nothing_along(when):
         if when == "in flight" and plan.block_copies:
             scheduler.abort("g0")
         for delta in scheduler.commit(plan, result):
-            if delta.request_id != "g0":
-                outputs[delta.request_id] += delta.token_ids
+            if delta.attempt != "g0":
+                outputs[delta.attempt] += delta.token_ids
         scheduler.check_integrity()
     assert outputs == expected(requests[1:])
     assert (scheduler.stats().num_forked_tokens > 0, scheduler.stats().num_aborted) == (True, 1)

@@ -50,7 +50,7 @@ def test_when_estimates_were_too_low_preemption_goes_on_and_all_end():
     finish_one(scheduler, 1)
     for request_id in "abcd":
         scheduler.add(make_request(request_id, max_tokens=25))
-    ended = {delta.request_id for delta in run_to_end(scheduler) if delta.finish_reason}
+    ended = {delta.attempt for delta in run_to_end(scheduler) if delta.finish_reason}
     assert ended == set("abcd")
     assert scheduler.stats().num_preemptions > 0
 

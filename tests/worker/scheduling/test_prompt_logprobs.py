@@ -34,11 +34,11 @@ def logits_after(prefix: list[int]) -> torch.Tensor:
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def by_definition(request: EngineRequest) -> list[TokenLogprob | None]:
+def by_definition(request: EngineRequest) -> list[TokenLogprob]:
     prompt, count = list(request.prompt_token_ids), request.sampling_params.prompt_logprobs
     draw = DrawParams(seed=0, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0, num_logprobs=count)
     rows = (logits_after(prompt[:end])[None] for end in range(1, len(prompt)))
-    return [None, *(token_logprobs(row, [draw], [token])[0] for row, token in zip(rows, prompt[1:], strict=True))]
+    return [token_logprobs(row, [draw], [token])[0] for row, token in zip(rows, prompt[1:], strict=True)]
 
 
 def asking(request_id: str, prompt_len: int, count: int | None = 2, shift=0, **wish) -> EngineRequest:
@@ -55,11 +55,11 @@ def completed(scheduler, *requests: EngineRequest, num_blocks=64) -> dict[str, l
     while (plan := scheduler.plan()) is not None:
         scheduler.check_integrity()
         for delta in scheduler.commit(plan, runner.run(plan)):
-            deltas[delta.request_id].append(delta)
+            deltas[delta.attempt].append(delta)
     return deltas
 
 
-def told(deltas: list[TokenDelta]) -> list[TokenLogprob | None]:
+def told(deltas: list[TokenDelta]) -> list[TokenLogprob]:
     """What the deltas of a request say of its prompt: all of it with output token 0."""
     assert not any(delta.prompt_logprobs for delta in deltas if delta.first_token_index > 0)
     return [item for delta in deltas for item in delta.prompt_logprobs]
@@ -166,7 +166,7 @@ def test_a_step_rates_a_bounded_number_of_tokens_and_leaves_the_rest_to_others(m
     while (plan := scheduler.plan()) is not None:
         plans.append(plan)
         for delta in scheduler.commit(plan, runner.run(plan)):
-            deltas[delta.request_id].append(delta)
+            deltas[delta.attempt].append(delta)
     assert [shares(plan) for plan in plans[:3]] == [
         [(0, 0, 8), (2, 0, 10)],
         [(2, 10, 1), (0, 8, 8)],

@@ -12,7 +12,7 @@ from tests.worker.schedulers import EOS, make_request, make_result, make_schedul
 
 def abort_delta(request_id, first_token_index):
     return TokenDelta(
-        request_id=request_id,
+        attempt=request_id,
         first_token_index=first_token_index,
         token_ids=(),
         finish_reason=FinishReason.ABORT,
@@ -166,7 +166,7 @@ def test_a_continued_request_that_was_complete_gets_one_last_delta_at_once(outpu
     scheduler = make_scheduler(max_num_waiting=1)
     scheduler.add(make_request("fills the queue"))
     delta = scheduler.add(make_request("a", outputs=outputs, max_tokens=2))
-    assert delta == TokenDelta(request_id="a", first_token_index=len(outputs), token_ids=(), finish_reason=reason)
+    assert delta == TokenDelta(attempt="a", first_token_index=len(outputs), token_ids=(), finish_reason=reason)
     assert scheduler.abort("a") is None
     assert scheduler.stats().num_finished == 1
 
@@ -188,7 +188,7 @@ def test_a_waiting_request_can_be_aborted():
     for request_id in "abc":
         scheduler.add(make_request(request_id, max_tokens=1))
     assert scheduler.abort("b") == abort_delta("b", 0)
-    assert [delta.request_id for delta in run_to_end(scheduler)] == ["a", "c"]
+    assert [delta.attempt for delta in run_to_end(scheduler)] == ["a", "c"]
 
 
 def test_an_unknown_or_finished_request_cannot_be_aborted():
@@ -207,7 +207,7 @@ def test_an_abort_while_a_step_runs_drops_what_the_step_drew():
     plan = scheduler.plan()
     scheduler.abort("a")
     scheduler.add(make_request("a"))
-    assert [delta.request_id for delta in scheduler.commit(plan, make_result(plan))] == ["b"]
+    assert [delta.attempt for delta in scheduler.commit(plan, make_result(plan))] == ["b"]
     scheduler.check_integrity()
     assert shares(scheduler.plan()) == [(1, 4, 1), (2, 0, 4)], "the new a starts from its own beginning"
 

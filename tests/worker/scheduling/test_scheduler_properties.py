@@ -312,10 +312,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def take(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
-            self.expected[delta.request_id].take(delta)
+            self.expected[delta.attempt].take(delta)
 
     def take_aborts(self, deltas: list[TokenDelta], request_ids: set[str]) -> None:
-        assert {delta.request_id for delta in deltas} == request_ids
+        assert {delta.attempt for delta in deltas} == request_ids
         assert all(delta.finish_reason is FinishReason.ABORT and not delta.token_ids for delta in deltas)
         self.take(deltas)
 

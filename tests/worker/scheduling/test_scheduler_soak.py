@@ -98,7 +98,7 @@ class Soak:
         if strangers:
             delta = self.scheduler.abort(self.rng.choice(strangers))
             assert delta.finish_reason is FinishReason.ABORT
-            self.end(delta.request_id, "aborted")
+            self.end(delta.attempt, "aborted")
 
     def drain(self) -> None:
         while self.scheduler.has_work:
@@ -109,19 +109,19 @@ class Soak:
     # --- what comes of it ---
 
     def take(self, delta: TokenDelta) -> None:
-        request = self.requests[delta.request_id]
-        outputs = self.expected[delta.request_id]
+        request = self.requests[delta.attempt]
+        outputs = self.expected[delta.attempt]
         end = delta.first_token_index + len(delta.token_ids)
         assert list(delta.token_ids) == outputs[delta.first_token_index : end]
         if delta.first_token_index == 0:
             self.waiting_of[request.tenant] -= 1
             self.served[request.tenant] += len(request.prompt_token_ids) - delta.num_cached_tokens
-            waited = self.num_steps - self.added_at[delta.request_id]
+            waited = self.num_steps - self.added_at[delta.attempt]
             self.longest_wait[request.priority] = max(waited, self.longest_wait[request.priority])
         self.served[request.tenant] += OUTPUT_WEIGHT * len(delta.token_ids)
         if delta.finish_reason is not None:
             assert (delta.finish_reason, end) == (FinishReason.LENGTH, len(outputs))
-            self.end(delta.request_id, "finished")
+            self.end(delta.attempt, "finished")
 
     def end(self, request_id: str, how: str) -> None:
         """A request ends once: another end of it finds nothing here."""

@@ -39,7 +39,7 @@ def serve(oracle, requests, num_blocks=64, **config):
     while scheduler.has_work:
         plans.append(scheduler.plan())
         for delta in scheduler.commit(plans[-1], runner.run(plans[-1])):
-            tokens[delta.request_id] += delta.token_ids
+            tokens[delta.attempt] += delta.token_ids
         scheduler.check_integrity()
     return tokens, plans, scheduler
 
@@ -238,7 +238,7 @@ def serve_guessing(requests, lies=(), num_blocks=64, **config):
         plan = scheduler.plan()
         assert plan.num_tokens + sum(s.drafting.num_drafts for s in plan.sequences if s.drafting) <= 32
         for delta in scheduler.commit(plan, runner.run(plan)):
-            tokens[delta.request_id] += delta.token_ids
+            tokens[delta.attempt] += delta.token_ids
         scheduler.check_integrity()
     assert tokens == {r.request_id: completion(r, r.sampling_params.max_tokens) for r in requests}
     return scheduler.stats(), runner

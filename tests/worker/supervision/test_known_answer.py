@@ -15,9 +15,9 @@ def rated(token_id: int, logprob: float) -> TokenLogprob:
 
 def an_answer() -> Answer:
     answer = Answer()
-    first = {"prompt_logprobs": (None, rated(4, -2.5)), "token_ids": (7,), "logprobs": (rated(7, -1.5),)}
-    answer.take(TokenDelta(request_id="q", first_token_index=0, **first))
-    answer.take(TokenDelta(request_id="q", first_token_index=1, token_ids=(8,), logprobs=(rated(8, -1.0),)))
+    first = {"prompt_logprobs": (rated(4, -2.5),), "token_ids": (7,), "logprobs": (rated(7, -1.5),)}
+    answer.take(TokenDelta(attempt="q", first_token_index=0, **first))
+    answer.take(TokenDelta(attempt="q", first_token_index=1, token_ids=(8,), logprobs=(rated(8, -1.0),)))
     return answer
 
 

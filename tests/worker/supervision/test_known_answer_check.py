@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.worker.engine.engine import Engine
-from holdfast.worker.engine_updates import EngineUpdate
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.plan.step_plan import NO_TOKEN, StepPlan, StepResult
+from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.supervision.known_answer import NUM_OUTPUT_TOKENS, NUM_PROMPT_TOKENS
 from holdfast.worker.supervision.known_answer_check import KnownAnswerCheck
 from tests.pseudo_model import PseudoRunner
@@ -23,7 +23,7 @@ class Listener:
         self.failed = threading.Event()
         self.error: HoldfastError | None = None
 
-    def on_update(self, update: EngineUpdate) -> None:
+    def on_update(self, update: StepUpdate) -> None:
         pass
 
     def on_failure(self, error: HoldfastError) -> None:

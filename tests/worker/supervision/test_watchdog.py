@@ -3,10 +3,10 @@
 import threading
 
 from holdfast.worker.engine.engine import Engine
-from holdfast.worker.engine_updates import EngineUpdate
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
+from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.supervision.watchdog import Watchdog
 from tests.pseudo_model import PseudoRunner
 from tests.worker.schedulers import BLOCK_SIZE, make_request, make_scheduler
@@ -33,7 +33,7 @@ class Recorder:
         self.errors: list[HoldfastError] = []
         self.ended = threading.Event()
 
-    def on_update(self, update: EngineUpdate) -> None:
+    def on_update(self, update: StepUpdate) -> None:
         self.num_tokens += sum(len(delta.token_ids) for delta in update.deltas)
 
     def on_failure(self, error: HoldfastError) -> None:

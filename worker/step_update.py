@@ -1,13 +1,15 @@
-"""What an engine tells those who listen to it, and how they are told.
+"""The step update: what an engine tells those who listen to it, in the words that links carry and routers take in.
 
-What may live here: the messages and the listener's side. What may not: who hears of what (`output_queues.py`).
+What may live here: the messages and the listener's side. What may not: who hears of what (`output_queues.py`), wires
+(`worker/wire/`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from holdfast.worker.errors import HoldfastError
+from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import EngineLoad, TokenDelta
 from holdfast.worker.stats import EngineStats
 
@@ -37,28 +39,50 @@ NO_CHANGES: Final = CacheChanges()
 class Rejection:
     """A request that will not be run, and why."""
 
-    request_id: str
+    attempt: Hashable
     error: HoldfastError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineUpdate:
+class StepUpdate:
     """What a turn of the engine did for one listener's requests, and how busy the engine is after it."""
 
-    step_id: int
-    deltas: tuple[TokenDelta, ...]
-    rejections: tuple[Rejection, ...]
     load: EngineLoad
+    step_id: int = 0
+    deltas: Sequence[TokenDelta] = ()
+    rejections: Sequence[Rejection] = ()
     cache: CacheChanges = NO_CHANGES
     """For a listener that follows the cache: what came and went since its last update."""
     stats: EngineStats | None = None
     """In a listener's first update, whenever the engine has fallen idle, and each `STATS_EVERY_STEPS` steps."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """What a replica says first, on each link."""
+
+    facts: ReplicaFacts
+    load: EngineLoad
+    heartbeat_s: float = 0.0
+    """Time between two heartbeats while there is work; 0: there are none."""
+    frozen_after_s: float = 0.0
+    """With work, and without progress for so long, or 20 expected steps, it is frozen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """How far a busy replica has come, from where its engine cannot hold it up."""
+
+    progress: int
+    """Moves with every layer of a model and with every step."""
+    expected_step_s: float
+    """How long the step now running should take, by what was seen before."""
+
+
 class StepListener(Protocol):
     """Who wants to hear of its requests. Called on the engine's thread: an implementation hands over and returns."""
 
-    def on_update(self, update: EngineUpdate) -> None:
+    def on_update(self, update: StepUpdate) -> None:
         """Once per step, and whenever the load has changed without one.
 
         Each request's last word is a delta with a finish reason, or a rejection.

@@ -1,0 +1,400 @@
+"""The codec of the link between routers and replicas: plain data to messages and back, for both ends.
+
+What may live here: field by field conversion, kept lean, for it runs once a step or more, and what makes a message
+unreadable. What may not: decisions, IO (`worker/replica/link.py`, `router/links/link.py`), the public API.
+
+An attempt crosses the wire as its number alone, which is the router's key of it; the replica puts the link's name
+before it (`AttemptKey`), since each router counts for itself. Groups likewise.
+"""
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from enum import IntEnum
+from typing import Final, TypeVar
+
+from holdfast.v1 import engine_pb2
+from holdfast.worker.errors import (
+    CapacityError,
+    DeadlineExceededError,
+    HoldfastError,
+    InternalError,
+    InvalidRequestError,
+    QueueFullError,
+    ReplicaError,
+)
+from holdfast.worker.model_info import ModelInfo, ReplicaFacts
+from holdfast.worker.request import (
+    AttemptKey,
+    EngineLoad,
+    EngineRequest,
+    FinishReason,
+    GroupKey,
+    Priority,
+    TokenDelta,
+    TokenLogprob,
+)
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.stats import EngineStats
+from holdfast.worker.step_update import NO_CHANGES, CacheChanges, Heartbeat, Hello, Rejection, StepUpdate
+from holdfast.worker.suspicion import Suspicion
+
+MAX_CACHE_EVENTS: Final = 4096
+"""Of one message: 32 KiB, so that a large cache's snapshot comes in pieces."""
+
+_FINISH_CODES: Final[Mapping[FinishReason | None, int]] = {
+    None: 0,
+    FinishReason.STOP: 1,
+    FinishReason.LENGTH: 2,
+    FinishReason.ABORT: 3,
+}
+_FINISH_REASONS: Final = {code: reason for reason, code in _FINISH_CODES.items()}
+_INFO_NAMES: Final = tuple(item.name for item in fields(ModelInfo))
+_LOAD_NAMES: Final = tuple(item.name for item in fields(EngineLoad))
+_STATS_NAMES: Final = tuple(item.name for item in fields(EngineStats))
+_COUNTS: Final = ("max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks")
+
+Kind = TypeVar("Kind", bound=IntEnum)
+
+
+class LinkMessageError(ReplicaError):
+    """The other end of a link has said what cannot be read. The message names the field, the value and the limit."""
+
+
+class ReplicaRefusal(InvalidRequestError):
+    """A field that a replica refused. The value is not on the wire."""
+
+    def __init__(self, field: str, limit: str) -> None:
+        HoldfastError.__init__(self, f"{field}: {limit}")
+        self.field = field
+        self.value = None
+        self.limit = limit
+
+
+# --- down, at the router's end ---
+
+
+def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkRequest:
+    submit = engine_pb2.Submit(
+        attempt=attempt,
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
+        draw=_draw_settings(request),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        tenant=request.tenant,
+        time_left_ms=None if request.time_left_s is None else round(1000 * request.time_left_s),
+        group_id=str(request.group_id),
+        suspicion=int(request.suspicion),  # type: ignore[arg-type]  # the numbers are those of the message's enum
+    )
+    return engine_pb2.LinkRequest(submit=submit)
+
+
+def abort_message(attempt: int) -> engine_pb2.LinkRequest:
+    return engine_pb2.LinkRequest(abort=engine_pb2.Abort(attempt=attempt))
+
+
+def follow_cache_message() -> engine_pb2.LinkRequest:
+    return engine_pb2.LinkRequest(follow_cache=engine_pb2.FollowCache())
+
+
+def _draw_settings(request: EngineRequest) -> engine_pb2.DrawSettings:
+    params = request.sampling_params
+    return engine_pb2.DrawSettings(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
+        max_tokens=params.max_tokens or 0,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        min_p=params.min_p,
+        min_tokens=params.min_tokens,
+        repetition_penalty=None if params.repetition_penalty == 1 else params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=params.logit_bias,
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=[engine_pb2.TokenSequence(ids=word) for word in request.bad_word_token_ids],
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        grammar=request.grammar,
+    )
+
+
+# --- down, at the replica's end ---
+
+
+def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> EngineRequest:
+    """As it comes by a link of that name. Raises `InvalidRequestError`, by field, for what an engine must not get."""
+    draw = submit.draw
+    request = EngineRequest(
+        request_id=submit.request_id,
+        prompt_token_ids=tuple(submit.prompt_token_ids),
+        sampling_params=_sampling_params(draw),
+        priority=_member(Priority, "priority", submit.priority),
+        output_token_ids=tuple(submit.output_token_ids),
+        cache_salt=submit.cache_salt,
+        tenant=submit.tenant,
+        time_left_s=submit.time_left_ms / 1000 if submit.HasField("time_left_ms") else None,
+        bad_word_token_ids=tuple(tuple(word.ids) for word in draw.bad_words),
+        grammar=draw.grammar,
+        group_id=GroupKey(link, submit.group_id) if submit.group_id else "",
+        suspicion=_member(Suspicion, "suspicion", submit.suspicion),
+    )
+    _check_vocabulary(request, vocab_size)
+    return request
+
+
+def _sampling_params(draw: engine_pb2.DrawSettings) -> SamplingParams:
+    return SamplingParams(
+        temperature=draw.temperature,
+        top_k=draw.top_k,
+        top_p=draw.top_p,
+        min_p=draw.min_p,
+        seed=draw.seed,
+        max_tokens=draw.max_tokens or None,
+        stop_token_ids=tuple(draw.stop_token_ids),
+        ignore_eos=draw.ignore_eos,
+        min_tokens=draw.min_tokens,
+        repetition_penalty=draw.repetition_penalty if draw.HasField("repetition_penalty") else 1.0,
+        presence_penalty=draw.presence_penalty,
+        frequency_penalty=draw.frequency_penalty,
+        logit_bias=draw.logit_bias,
+        allowed_token_ids=draw.allowed_token_ids or None,
+        logprobs=draw.logprobs if draw.HasField("logprobs") else None,
+        prompt_logprobs=draw.prompt_logprobs if draw.HasField("prompt_logprobs") else None,
+    )
+
+
+def _member(kind: type[Kind], field: str, number: int) -> Kind:
+    try:
+        return kind(number)
+    except ValueError:
+        raise InvalidRequestError(field, number, f"must be one of {', '.join(map(str, map(int, kind)))}") from None
+
+
+def _check_vocabulary(request: EngineRequest, vocab_size: int) -> None:
+    """A token id beyond the model's vocabulary would bring the engine down, and not only its own request."""
+    params = request.sampling_params
+    checked: tuple[tuple[str, Iterable[int]], ...] = (
+        ("prompt", request.prompt_token_ids),
+        ("output_token_ids", request.output_token_ids),
+        ("sampling_params.stop_token_ids", params.stop_token_ids),
+        ("sampling_params.logit_bias", params.logit_bias),
+        ("sampling_params.allowed_token_ids", params.allowed_token_ids or ()),
+        ("sampling_params.bad_words", (token_id for word in request.bad_word_token_ids for token_id in word)),
+    )
+    for field, token_ids in checked:
+        largest = max(token_ids, default=0)
+        if largest >= vocab_size:
+            raise InvalidRequestError(field, largest, f"token ids must be below the vocabulary's size, {vocab_size}")
+
+
+# --- up, at the replica's end ---
+
+
+def hello_message(hello: Hello) -> engine_pb2.LinkResponse:
+    facts = hello.facts
+    message = engine_pb2.Hello(
+        replica_id=facts.replica_id,
+        load=_load_message(hello.load),
+        heartbeat_ms=round(1000 * hello.heartbeat_s),
+        frozen_after_ms=round(1000 * hello.frozen_after_s),
+        **{name: getattr(facts, name) for name in _INFO_NAMES if name != "eos_token_ids"},
+        eos_token_ids=sorted(facts.eos_token_ids),
+    )
+    return engine_pb2.LinkResponse(hello=message)
+
+
+def heartbeat_message(heartbeat: Heartbeat) -> engine_pb2.LinkResponse:
+    message = engine_pb2.Heartbeat(progress=heartbeat.progress, expected_step_s=heartbeat.expected_step_s)
+    return engine_pb2.LinkResponse(heartbeat=message)
+
+
+def step_messages(update: StepUpdate) -> Iterator[engine_pb2.LinkResponse]:
+    """One message; more where the cache has more to tell than one takes."""
+    first, *others = update.cache.parts(MAX_CACHE_EVENTS)
+    load = _load_message(update.load)
+    message = engine_pb2.StepUpdate(
+        step_id=update.step_id,
+        deltas=[_delta_message(delta) for delta in update.deltas],
+        rejections=[_rejection_message(rejection) for rejection in update.rejections],
+        load=load,
+        cache_events=_cache_message(first),
+        stats=None if update.stats is None else _stats_message(update.stats),
+    )
+    yield engine_pb2.LinkResponse(step=message)
+    for part in others:
+        message = engine_pb2.StepUpdate(step_id=update.step_id, load=load, cache_events=_cache_message(part))
+        yield engine_pb2.LinkResponse(step=message)
+
+
+def _number(attempt: Hashable) -> int:
+    assert isinstance(attempt, AttemptKey), f"{attempt!r} was not submitted over a link"
+    return attempt.number
+
+
+def _delta_message(delta: TokenDelta) -> engine_pb2.Delta:
+    return engine_pb2.Delta(
+        attempt=_number(delta.attempt),
+        first_token_index=delta.first_token_index,
+        num_cached_tokens=delta.num_cached_tokens,
+        token_ids=delta.token_ids,
+        finish_reason=_FINISH_CODES[delta.finish_reason],
+        logprobs=[_logprob_message(item) for item in delta.logprobs],
+        prompt_logprobs=[_logprob_message(item, item.token_id) for item in delta.prompt_logprobs],
+    )
+
+
+def _logprob_message(item: TokenLogprob, token_id: int = 0) -> engine_pb2.DrawnLogprob:
+    return engine_pb2.DrawnLogprob(
+        token_id=token_id,
+        logprob=item.logprob,
+        rank=item.rank,
+        top_token_ids=[best for best, _ in item.top],
+        top_logprobs=[logprob for _, logprob in item.top],
+    )
+
+
+def _rejection_message(rejection: Rejection) -> engine_pb2.Rejection:
+    error, attempt = rejection.error, _number(rejection.attempt)
+    if isinstance(error, InvalidRequestError):
+        return engine_pb2.Rejection(attempt=attempt, field=error.field, message=error.limit)
+    return engine_pb2.Rejection(
+        attempt=attempt,
+        message=str(error),
+        retry_after_ms=max(1, round(1000 * (error.retry_after_s or 0))) if isinstance(error, CapacityError) else 0,
+        deadline_exceeded=isinstance(error, DeadlineExceededError),
+        is_final=isinstance(error, InternalError),
+    )
+
+
+def _load_message(load: EngineLoad) -> engine_pb2.Load:
+    return engine_pb2.Load(**{name: getattr(load, name) for name in _LOAD_NAMES})
+
+
+def _cache_message(changes: CacheChanges) -> engine_pb2.CacheEvents | None:
+    """None, which leaves the field unset, where there is nothing to tell."""
+    return engine_pb2.CacheEvents(stored=changes.stored, evicted=changes.evicted) if changes else None
+
+
+def _stats_message(stats: EngineStats) -> engine_pb2.EngineStats:
+    return engine_pb2.EngineStats(**{name: getattr(stats, name) for name in _STATS_NAMES})
+
+
+# --- up, at the router's end ---
+
+
+def read_response(message: engine_pb2.LinkResponse | None) -> Hello | StepUpdate | Heartbeat:
+    """What a replica has said; None stands for bytes that are no message. Raises `LinkMessageError`."""
+    kind = None if message is None else message.WhichOneof("message")
+    if message is None or kind is None:
+        raise LinkMessageError("bytes that are no message, or one of a kind that is not known here")
+    if kind == "step":
+        return _step_update(message.step)
+    return _heartbeat(message.heartbeat) if kind == "heartbeat" else _hello(message.hello)
+
+
+def _hello(hello: engine_pb2.Hello) -> Hello:
+    _check_hello(hello)
+    known = {name: getattr(hello, name) for name in _INFO_NAMES if name != "eos_token_ids"}
+    return Hello(
+        facts=ReplicaFacts(replica_id=hello.replica_id, eos_token_ids=frozenset(hello.eos_token_ids), **known),
+        load=_engine_load(hello.load),
+        heartbeat_s=hello.heartbeat_ms / 1000,
+        frozen_after_s=hello.frozen_after_ms / 1000,
+    )
+
+
+def _check_hello(hello: engine_pb2.Hello) -> None:
+    for name in _COUNTS:
+        if getattr(hello, name) < 1:
+            raise LinkMessageError(f"hello.{name} = {getattr(hello, name)}: must be at least 1")
+    if hello.heartbeat_ms and not hello.frozen_after_ms:
+        raise LinkMessageError("hello.frozen_after_ms = 0: must be at least 1 where there are heartbeats")
+
+
+def _heartbeat(heartbeat: engine_pb2.Heartbeat) -> Heartbeat:
+    expected_step_s = heartbeat.expected_step_s
+    if not (math.isfinite(expected_step_s) and expected_step_s >= 0):
+        raise LinkMessageError(f"heartbeat.expected_step_s = {expected_step_s}: must be a number of at least 0")
+    return Heartbeat(progress=heartbeat.progress, expected_step_s=expected_step_s)
+
+
+def _step_update(step: engine_pb2.StepUpdate) -> StepUpdate:
+    return StepUpdate(
+        load=_engine_load(step.load),
+        step_id=step.step_id,
+        deltas=tuple([_token_delta(delta) for delta in step.deltas]),
+        rejections=tuple([Rejection(attempt=item.attempt, error=_rejection_error(item)) for item in step.rejections]),
+        cache=_cache_changes(step.cache_events) if step.HasField("cache_events") else NO_CHANGES,
+        stats=_engine_stats(step.stats) if step.HasField("stats") else None,
+    )
+
+
+def _token_delta(delta: engine_pb2.Delta) -> TokenDelta:
+    token_ids = tuple(delta.token_ids)
+    code = delta.finish_reason
+    if code not in _FINISH_REASONS:
+        limit = f"must be one of {', '.join(map(str, _FINISH_REASONS))}"
+        raise LinkMessageError(f"finish_reason = {code}: {limit} (attempt {delta.attempt})")
+    return TokenDelta(
+        attempt=delta.attempt,
+        first_token_index=delta.first_token_index,
+        token_ids=token_ids,
+        finish_reason=_FINISH_REASONS[code],
+        num_cached_tokens=delta.num_cached_tokens,
+        logprobs=_logprobs(delta, token_ids) if delta.logprobs else (),
+        prompt_logprobs=_prompt_logprobs(delta) if delta.prompt_logprobs else (),
+    )
+
+
+def _logprobs(delta: engine_pb2.Delta, token_ids: tuple[int, ...]) -> tuple[TokenLogprob, ...]:
+    if len(delta.logprobs) != len(token_ids):
+        count = f"{len(delta.logprobs)} logprobs for {len(token_ids)} tokens"
+        raise LinkMessageError(f"{count}: there must be one for each (attempt {delta.attempt})")
+    return tuple(map(_token_logprob, token_ids, delta.logprobs))
+
+
+def _prompt_logprobs(delta: engine_pb2.Delta) -> tuple[TokenLogprob, ...]:
+    return tuple([_token_logprob(item.token_id, item) for item in delta.prompt_logprobs])
+
+
+def _token_logprob(token_id: int, item: engine_pb2.DrawnLogprob) -> TokenLogprob:
+    if len(item.top_token_ids) != len(item.top_logprobs):
+        raise LinkMessageError(f"{len(item.top_logprobs)} top_logprobs for {len(item.top_token_ids)} top_token_ids")
+    top = tuple(zip(item.top_token_ids, item.top_logprobs, strict=True))
+    return TokenLogprob(token_id=token_id, logprob=item.logprob, rank=item.rank, top=top)
+
+
+def _rejection_error(rejection: engine_pb2.Rejection) -> HoldfastError:
+    if rejection.field:
+        return ReplicaRefusal(rejection.field, rejection.message)
+    if rejection.deadline_exceeded:
+        return DeadlineExceededError(rejection.message)
+    if rejection.is_final:
+        return InternalError(rejection.message)
+    if rejection.retry_after_ms:
+        return QueueFullError(rejection.message, rejection.retry_after_ms / 1000)
+    return ReplicaError(rejection.message)
+
+
+def _engine_load(load: engine_pb2.Load) -> EngineLoad:
+    return EngineLoad(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_waiting_tokens=load.num_waiting_tokens,
+        num_free_blocks=load.num_free_blocks,
+        num_total_blocks=load.num_total_blocks,
+        num_foreign_suspects=load.num_foreign_suspects,
+    )
+
+
+def _cache_changes(events: engine_pb2.CacheEvents) -> CacheChanges:
+    return CacheChanges(stored=tuple(events.stored), evicted=tuple(events.evicted))
+
+
+def _engine_stats(stats: engine_pb2.EngineStats) -> EngineStats:
+    return EngineStats(**{name: getattr(stats, name) for name in _STATS_NAMES})
