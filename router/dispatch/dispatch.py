@@ -163,8 +163,9 @@ class Dispatch:
 
     def tick(self, now: float) -> list[Action]:
         """Does what is due by the time alone. To be called at `next_tick`, or at any other time."""
-        late = [self._requests[request_id] for request_id in self._requests.deadlines.passed(now)]
-        actions = [action for record in late for action in self._expire(record)]
+        actions: list[Action] = []
+        while (late := self._requests.deadlines.pop(now)) is not None:
+            actions += self._expire(self._requests[late])
         for model, down_since in self._registry.outages():
             if now >= down_since + self._replica_wait_s:
                 actions += self._fail_all(self._queue.waiting(model), _no_replica(model))

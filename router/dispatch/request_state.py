@@ -7,11 +7,11 @@ What may not: decisions (`dispatch.py`), clocks, IO.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from holdfast.router.dispatch.deadlines import Deadlines
 from holdfast.router.events import CaughtUp, Deliver, Likelihood, ReplicaFacts, TextState, Usage
 from holdfast.router.replicas.prefix_index import PromptPrefix
 from holdfast.router.replicas.replica_registry import ReplicaState
 from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
+from holdfast.worker.service_order.timers import Timers
 from holdfast.worker.suspicion import Suspicion
 
 
@@ -148,7 +148,7 @@ class RequestTable:
     """The records, by request id and by attempt, and their deadlines."""
 
     def __init__(self) -> None:
-        self.deadlines = Deadlines()
+        self.deadlines = Timers[str]()
         self._records: dict[str, RequestState] = {}
         self._by_attempt: dict[int, RequestState] = {}
         self._last_attempt = 0

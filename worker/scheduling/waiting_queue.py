@@ -12,7 +12,7 @@ from itertools import pairwise
 from holdfast.worker.request import Priority
 from holdfast.worker.scheduling.sequence import Sequence
 from holdfast.worker.scheduling.tenants import TenantCounters
-from holdfast.worker.scheduling.timers import SequenceTimers
+from holdfast.worker.service_order.timers import Timers
 
 _Entry = tuple[float, float, int, str]
 """Counter of a tenant, urgency of its first sequence, and its name."""
@@ -34,7 +34,7 @@ class WaitingSequences:
         self._aging_s = aging_s
         self._now = 0.0
         self._classes = tuple(_WaitingClass() for _ in Priority)
-        self._promotions = SequenceTimers()
+        self._promotions = Timers[Sequence]()
         self._num_waiting = 0
         self._aside: list[Sequence] = []
 
