@@ -4,10 +4,9 @@ No clock here: times are passed in, in seconds of whatever clock the caller goes
 """
 
 import heapq
-from collections.abc import Hashable
 from typing import Final, Generic, TypeVar
 
-Key = TypeVar("Key", bound=Hashable)
+Key = TypeVar("Key")
 
 _SLACK: Final = 64
 """Dropped entries that may lie in the heap whatever its size."""

@@ -14,7 +14,7 @@ from holdfast.worker.errors import QueueFullError
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduling.scheduler import Scheduler
-from holdfast.worker.scheduling.tenants import OUTPUT_WEIGHT
+from holdfast.worker.service_order.tenants import OUTPUT_WEIGHT
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 
 SHARES = {"gold": 2.0, "silver": 1.0, "bronze": 0.5}
