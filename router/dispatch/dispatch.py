@@ -3,17 +3,11 @@
 Events come in as method calls, with the time; what must be done comes out as a list of actions (`events.py`), in the
 order in which to do it. No sockets, tasks, clocks, randomness or wire formats here.
 
-                   a replica
-                   has room
-    submit ──► QUEUED ──────────► RUNNING ──────────► over: one Deliver with a finish reason, or one Fail
-                 │ ▲                 │    last delta, stop string, the request's own fault,
-                 │ └─────────────────┤    cancel, deadline, too many replicas lost
-                 │   replica lost    │
-                 └───────────────────┴──► cancel, deadline, no replica for too long
-
-A request that runs has an *attempt*: a number that this router never uses twice. Whatever a replica says of an attempt
-that is not running any more is dropped, so a late answer does no harm. Output is counted by index: tokens that were
-seen before are dropped, a gap is a bug. Of a cancelled request nothing more is said.
+A request waits or runs until it is over, which one Deliver with a finish reason tells, or one Fail; all that can happen
+to it is a table in `request_state.py`. A request that runs has an *attempt*: a number that this router never uses
+twice. Whatever a replica says of an attempt that is not running any more is dropped, so a late answer does no harm.
+Output is counted by index: tokens that were seen before are dropped, a gap is a bug. Of a cancelled request nothing
+more is said.
 
 A lost attempt is made up for by a new one, which is asked with the output so far and goes on after it; the text state
 stays as it is. A replica that retires is emptied in the same way. Nothing of this can be seen by the client.
@@ -24,7 +18,8 @@ from collections.abc import Iterable
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.placement import Placement
-from holdfast.router.dispatch.request_state import RequestState, RequestTable
+from holdfast.router.dispatch.request_state import RequestEvent, RequestState
+from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import (
     FRESH,
     Action,
@@ -114,7 +109,9 @@ class Dispatch:
     def cancel(self, request_id: str, now: float) -> list[Action]:
         """The client has gone. An id that is not open is ignored."""
         record = self._requests.get(request_id)
-        return [] if record is None else [*self._close(record), *self._placement.drain(record.model, now)]
+        if record is None:
+            return []
+        return [*self._close(record, RequestEvent.CANCEL), *self._placement.drain(record.model, now)]
 
     # --- events from replicas ---
 
@@ -187,7 +184,7 @@ class Dispatch:
     def hand_over(self, error: HoldfastError) -> list[Action]:
         """Ends with `error` every open request whose client will go on with it at another router."""
         handed_over = [key for key in self._requests if self._requests[key].client_attempt > 0]
-        return self._fail_all(handed_over, error)
+        return self._fail_all(handed_over, error, RequestEvent.HAND_OVER)
 
     def close_all(self, error: HoldfastError) -> list[Action]:
         """Ends every open request with `error`."""
@@ -255,7 +252,7 @@ class Dispatch:
         self._placement.note_step(record)
         if delivery.finish_reason is None:
             return [delivery]
-        return [delivery, *self._close(record, replica_has_it=replica_has_it)]
+        return [delivery, *self._close(record, RequestEvent.FINISH, replica_has_it=replica_has_it)]
 
     def _refuse(self, record: RequestState, error: HoldfastError, now: float) -> list[Action]:
         """A replica that is up will not run an attempt, or gave it up. Another may do better."""
@@ -263,27 +260,38 @@ class Dispatch:
         return [] if is_taken_back else self._fail(record, error, replica_has_it=False)
 
     def _expire(self, record: RequestState) -> list[Action]:
-        state = "waited for a replica" if record.attempt is None else "ran"
+        state = "waited for a replica" if record.status.is_waiting else "ran"
         num_tokens = len(record.output_token_ids)
         error = DeadlineExceededError(f"time was up while the request {state}, after {num_tokens} output tokens")
         return self._fail(record, error)
 
-    def _fail_all(self, request_ids: Iterable[str], error: HoldfastError) -> list[Action]:
-        return [action for key in list(request_ids) for action in self._fail(self._requests[key], error)]
+    def _fail_all(
+        self, request_ids: Iterable[str], error: HoldfastError, event: RequestEvent = RequestEvent.FAIL
+    ) -> list[Action]:
+        return [action for key in list(request_ids) for action in self._fail(self._requests[key], error, event)]
 
-    def _fail(self, record: RequestState, error: HoldfastError, *, replica_has_it: bool = True) -> list[Action]:
-        return [Fail(request_id=record.request_id, error=error), *self._close(record, replica_has_it=replica_has_it)]
+    def _fail(
+        self,
+        record: RequestState,
+        error: HoldfastError,
+        event: RequestEvent = RequestEvent.FAIL,
+        *,
+        replica_has_it: bool = True,
+    ) -> list[Action]:
+        closing = self._close(record, event, replica_has_it=replica_has_it)
+        return [Fail(request_id=record.request_id, error=error), *closing]
 
-    def _close(self, record: RequestState, *, replica_has_it: bool = True) -> list[Action]:
+    def _close(self, record: RequestState, event: RequestEvent, *, replica_has_it: bool = True) -> list[Action]:
         """Forgets a request. Its replica is told if it may still be at it."""
         actions: list[Action] = []
-        if record.attempt is None:
+        if record.status.is_waiting:
             self._queue.remove(record.request_id)
         else:
             attempt = self._requests.end_attempt(record)
             if replica_has_it:
                 actions.append(SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number))
         self._placement.quarantine.end_trial(record)
+        record.note(event)
         self._requests.remove(record)
         return actions
 
