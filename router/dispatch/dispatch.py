@@ -14,7 +14,6 @@ stays as it is. A replica that retires is emptied in the same way. Nothing of th
 """
 
 import logging
-from collections.abc import Iterable
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.placement import Placement
@@ -35,6 +34,7 @@ from holdfast.router.events import (
 )
 from holdfast.router.replicas.policy import ChooseReplica, DrawIndex, power_of_two_choices
 from holdfast.router.replicas.replica_registry import ReplicaRegistry
+from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import (
     DeadlineExceededError,
     HoldfastError,
@@ -44,6 +44,7 @@ from holdfast.worker.errors import (
     RequestSupersededError,
 )
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason
+from holdfast.worker.service_order.waiting_queue import RETRY_FOR_S
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +58,16 @@ class Dispatch:
         limits: LimitsConfig,
         draw: DrawIndex,
         choose: ChooseReplica = power_of_two_choices,
+        *,
+        order: ServiceOrderConfig | None = None,
     ) -> None:
+        """`order` is that of the replicas' own queues; None: the default."""
         self._replica_wait_s = config.replica_wait_s
         self._registry = ReplicaRegistry(config, draw, choose)
         self._requests = RequestTable()
-        self._placement = Placement(config, limits, self._registry, self._requests)
+        self._placement = Placement(config, limits, order or ServiceOrderConfig(), self._registry, self._requests)
         self._queue = self._placement.queue
+        self._num_submitted = 0
 
     # --- events from clients ---
 
@@ -85,8 +90,10 @@ class Dispatch:
         `DeadlineExceededError`.
         """
         self._check_admissible(model, deadline, now)
-        record = RequestState.opened(request, model, text, caught_up, client_attempt)
-        replica = self._placement.admit(record)
+        self._num_submitted += 1
+        urgency = (min(deadline, now + RETRY_FOR_S), self._num_submitted)
+        record = RequestState.opened(request, model, text, caught_up, client_attempt, urgency)
+        replica = self._placement.admit(record, now)
         self._requests.add(record, deadline)
         actions = [] if replica is None else [self._placement.send(record, replica, now)]
         return actions + self._placement.drain_all(now)  # a submission fills the budget for retries of whatever model
@@ -165,7 +172,7 @@ class Dispatch:
             actions += self._expire(self._requests[late])
         for model, down_since in self._registry.outages():
             if now >= down_since + self._replica_wait_s:
-                actions += self._fail_all(self._queue.waiting(model), _no_replica(model))
+                actions += self._fail_all(list(self._queue.waiting(model)), _no_replica(model))
         self._placement.refresh(now)
         return actions + self._placement.drain_all(now)
 
@@ -183,12 +190,12 @@ class Dispatch:
 
     def hand_over(self, error: HoldfastError) -> list[Action]:
         """Ends with `error` every open request whose client will go on with it at another router."""
-        handed_over = [key for key in self._requests if self._requests[key].client_attempt > 0]
+        handed_over = [record for record in self._requests if record.client_attempt > 0]
         return self._fail_all(handed_over, error, RequestEvent.HAND_OVER)
 
     def close_all(self, error: HoldfastError) -> list[Action]:
         """Ends every open request with `error`."""
-        return self._fail_all(self._requests, error)
+        return self._fail_all(list(self._requests), error)
 
     # --- what can be asked ---
 
@@ -249,7 +256,7 @@ class Dispatch:
             return self._fail(record, error, replica_has_it=replica_has_it)
         if delivery is None:
             return []
-        self._placement.note_step(record)
+        self._placement.note_step(record, len(delivery.token_ids))
         if delivery.finish_reason is None:
             return [delivery]
         return [delivery, *self._close(record, RequestEvent.FINISH, replica_has_it=replica_has_it)]
@@ -266,9 +273,9 @@ class Dispatch:
         return self._fail(record, error)
 
     def _fail_all(
-        self, request_ids: Iterable[str], error: HoldfastError, event: RequestEvent = RequestEvent.FAIL
+        self, records: list[RequestState], error: HoldfastError, event: RequestEvent = RequestEvent.FAIL
     ) -> list[Action]:
-        return [action for key in list(request_ids) for action in self._fail(self._requests[key], error, event)]
+        return [action for record in records for action in self._fail(record, error, event)]
 
     def _fail(
         self,
@@ -285,7 +292,7 @@ class Dispatch:
         """Forgets a request. Its replica is told if it may still be at it."""
         actions: list[Action] = []
         if record.status.is_waiting:
-            self._queue.remove(record.request_id)
+            self._queue.remove(record)
         else:
             attempt = self._requests.end_attempt(record)
             if replica_has_it:

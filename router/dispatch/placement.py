@@ -16,6 +16,7 @@ from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.dispatch.retry_budget import RetryBudget
 from holdfast.router.events import Action, SendAbort, SendSubmit
 from holdfast.router.replicas.replica_registry import ReplicaRegistry, ReplicaState
+from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import CapacityError, Fault, HoldfastError
 
 MAX_FULL_S: Final = 1.0
@@ -29,9 +30,14 @@ class Placement:
     """Brings requests and replicas together. Of one request, at most one attempt runs at a time."""
 
     def __init__(
-        self, config: RouterConfig, limits: LimitsConfig, registry: ReplicaRegistry, requests: RequestTable
+        self,
+        config: RouterConfig,
+        limits: LimitsConfig,
+        order: ServiceOrderConfig,
+        registry: ReplicaRegistry,
+        requests: RequestTable,
     ) -> None:
-        self.queue = AdmissionQueue(limits.max_queued)
+        self.queue = AdmissionQueue(limits.max_queued, order)
         self.quarantine = Quarantine(config.max_replicas_lost)
         self._budget = RetryBudget(burst=config.retry_burst, per_s=config.retries_per_s, share=config.retry_share)
         self._registry = registry
@@ -39,13 +45,13 @@ class Placement:
 
     # --- attempts begin ---
 
-    def admit(self, record: RequestState) -> ReplicaState | None:
+    def admit(self, record: RequestState, now: float) -> ReplicaState | None:
         """Where a new request can go at once; None if it must wait, and then it is queued. Raises `QueueFullError`."""
         replica = None if self.queue.first(record.model) is not None else self._choose(record)
         if replica is None:
-            self.queue.push(
-                record.request_id, record.model, record.request.priority, is_resumed=bool(record.output_token_ids)
-            )
+            self.queue.push(record, now)
+        else:
+            self.queue.pass_by(record, now)
         self._budget.note_submission()
         return replica
 
@@ -60,9 +66,10 @@ class Placement:
     def drain(self, model: str, now: float) -> list[Action]:
         """Sends what waits, while there is room; first what runs where it should not stay."""
         actions = self._vacate(model, now)
+        self.queue.advance(model, now)
         while (found := self._next(model, now)) is not None:
             record, replica = found
-            self.queue.pop(record.request_id, now)
+            self.queue.pop(record, now)
             if record.status is RequestStatus.HELD:
                 self.quarantine.begin_trial(record)
             if record.status.is_retry:
@@ -78,11 +85,12 @@ class Placement:
 
     # --- attempts come to something, or to nothing ---
 
-    def note_step(self, record: RequestState) -> None:
-        """An attempt has brought something: to the credit of the request, and of its replica."""
+    def note_step(self, record: RequestState, num_new_tokens: int) -> None:
+        """An attempt has brought something: to the credit of request and replica, and on the tenant's account."""
         assert record.attempt is not None
         record.note(RequestEvent.OUTPUT)
         record.num_refusals = 0
+        record.tenant.charge(0, num_new_tokens)
         self.quarantine.note_step(record)
         if record.num_steps == 1:
             record.attempt.replica.breaker.note_success()
@@ -96,7 +104,7 @@ class Placement:
         breaker = record.attempt.replica.breaker
         if isinstance(error, CapacityError):
             breaker.rest_until(now + min(error.retry_after_s or 1.0, MAX_FULL_S))
-            self.put_back(record, RequestEvent.GIVE_BACK)
+            self.put_back(record, RequestEvent.GIVE_BACK, now)
             return True
         if error.fault is not Fault.REPLICA:
             return False
@@ -104,18 +112,15 @@ class Placement:
         record.num_refusals += 1
         if record.num_refusals > MAX_REFUSALS:
             return False
-        self.put_back(record, RequestEvent.LOSE)
+        self.put_back(record, RequestEvent.LOSE, now)
         return True
 
-    def put_back(self, record: RequestState, event: RequestEvent) -> None:
+    def put_back(self, record: RequestState, event: RequestEvent, now: float) -> None:
         """Ends an attempt that came to nothing. The request waits before new ones of its class, or for its trial."""
         self._requests.end_attempt(record)
         self.quarantine.end_trial(record)
         record.note(event)
-        if record.status is RequestStatus.HELD:
-            self.queue.hold(record.request_id, record.model)
-        else:
-            self.queue.put_back(record.request_id, record.model, record.request.priority)
+        self.queue.put_back(record, now)
 
     def lose_all(self, replica: ReplicaState, now: float) -> list[RequestState]:
         """A replica was lost. Puts back what ran there, but for what must not be tried again: that is returned.
@@ -129,7 +134,7 @@ class Placement:
             replica.breaker.note_failure(now)
         for record in lost:
             if record not in culprits:
-                self.put_back(record, self._loss(record) if is_sudden else RequestEvent.GIVE_BACK)
+                self.put_back(record, self._loss(record) if is_sudden else RequestEvent.GIVE_BACK, now)
         return culprits
 
     # --- time ---
@@ -153,8 +158,8 @@ class Placement:
         self.quarantine.check_integrity()
         num_running = sum(len(replica.attempts) for replica in self._registry)
         assert len(self._requests) == len(self.queue) + num_running
-        for request_id in self._requests:
-            assert self._requests[request_id].status.is_waiting == (request_id in self.queue)
+        num_waiting = sum(record.status.is_waiting for record in self._requests)
+        assert num_waiting == len(self.queue), f"{num_waiting} requests wait, {len(self.queue)} of them in the queue"
 
     # --- inside ---
 
@@ -181,10 +186,9 @@ class Placement:
         for which no replica is right holds nobody up.
         """
         suspect = self.queue.first_held(model) if self.quarantine.is_free(model) else None
-        for request_id in (suspect, self.queue.first(model)):
-            if request_id is None:
+        for record in (suspect, self.queue.first(model)):
+            if record is None:
                 continue
-            record = self._requests[request_id]
             if record.status.is_retry and not self._budget.has_token(now):
                 return None
             replica = self._choose(record)

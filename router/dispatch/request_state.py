@@ -18,14 +18,15 @@ cannot happen: it is a fault of ours, and an `InternalError`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import Enum, IntEnum
 from typing import Final
 
 from holdfast.router.events import CaughtUp, Deliver, Likelihood, ReplicaFacts, TextState, Usage
 from holdfast.router.replicas.prefix_index import PromptPrefix
 from holdfast.router.replicas.replica_registry import ReplicaState
 from holdfast.worker.errors import InternalError
-from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
+from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenLogprob
+from holdfast.worker.service_order.tenants import Tenant
 from holdfast.worker.suspicion import Suspicion
 
 
@@ -70,6 +71,14 @@ class RequestStatus(Enum):
 _WAITING: Final = {RequestStatus.QUEUED, RequestStatus.RETURNED, RequestStatus.RETRYING, RequestStatus.HELD}
 _RETRIES: Final = {RequestStatus.RETRYING, RequestStatus.HELD}
 _WITH_ATTEMPT: Final = {RequestStatus.SENT, RequestStatus.RUNNING, RequestStatus.ON_TRIAL}
+
+
+class Standing(IntEnum):
+    """What brought a request into the queue. Within a class, the smaller goes first."""
+
+    RETURNED = 0
+    RESUMED = 1
+    ARRIVED = 2
 
 
 class RequestEvent(Enum):
@@ -157,6 +166,13 @@ class RequestState:
     status: RequestStatus = RequestStatus.QUEUED
     attempt: Attempt | None = None
     """Set where the status says that there is one."""
+    urgency: tuple[float, int] = (0.0, 0)
+    """When it is due, and its number in the order of arrival."""
+    tenant: Tenant = field(init=False, repr=False)
+    """Whom its tokens are charged to; set by the queue."""
+    service_class: Priority = field(init=False)
+    waits_since_s: float = 0.0
+    waited_s: float = 0.0
     prefix: PromptPrefix = field(init=False)
     """By which the replicas that have its prompt cached are found."""
     fingerprint: str = ""
@@ -172,10 +188,17 @@ class RequestState:
 
     def __post_init__(self) -> None:
         self.prefix = PromptPrefix(self.request)
+        self.service_class = self.request.priority
 
     @classmethod
     def opened(
-        cls, request: EngineRequest, model: str, text: TextState, caught_up: CaughtUp, client_attempt: int = 0
+        cls,
+        request: EngineRequest,
+        model: str,
+        text: TextState,
+        caught_up: CaughtUp,
+        client_attempt: int = 0,
+        urgency: tuple[float, int] = (0.0, 0),
     ) -> "RequestState":
         """A request that has just come in, with the output that its client has already."""
         return cls(
@@ -183,6 +206,7 @@ class RequestState:
             model=model,
             text=text,
             client_attempt=client_attempt,
+            urgency=urgency,
             output_token_ids=list(request.output_token_ids),
             unsent_text=caught_up.unsent_text,
             fingerprint=caught_up.fingerprint,
@@ -191,6 +215,13 @@ class RequestState:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def standing(self) -> Standing:
+        """Among those of its class, while it waits."""
+        if self.status is not RequestStatus.QUEUED:
+            return Standing.RETURNED
+        return Standing.RESUMED if self.output_token_ids else Standing.ARRIVED
 
     def note(self, event: RequestEvent) -> None:
         """Raises `InternalError` for what cannot happen to it now."""

@@ -5,7 +5,7 @@ What may live here: the books. What may not: what a request is (`request_state.p
 
 from collections.abc import Iterator
 
-from holdfast.router.dispatch.request_state import Attempt, RequestEvent, RequestState
+from holdfast.router.dispatch.request_state import Attempt, RequestEvent, RequestState, RequestStatus
 from holdfast.router.replicas.replica_registry import ReplicaState
 from holdfast.worker.service_order.timers import Timers
 
@@ -25,8 +25,8 @@ class RequestTable:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._records
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._records)
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._records.values())
 
     def __getitem__(self, request_id: str) -> RequestState:
         return self._records[request_id]
@@ -47,6 +47,7 @@ class RequestTable:
     def begin_attempt(self, record: RequestState, replica: ReplicaState, now: float) -> Attempt:
         """It is in the queue no more, or leaves another replica for this one."""
         assert record.attempt is None, "a request runs in one place at a time"
+        is_first = record.status is RequestStatus.QUEUED
         record.note(RequestEvent.SEND if record.status.is_waiting else RequestEvent.MOVE)
         self._last_attempt += 1
         record.attempt = Attempt(number=self._last_attempt, replica=replica, sent_at=now)
@@ -54,7 +55,10 @@ class RequestTable:
         record.note_replica(replica.facts)
         self._by_attempt[self._last_attempt] = record
         num_tokens = len(record.request.prompt_token_ids) + len(record.output_token_ids)
-        replica.note_sent(self._last_attempt, num_tokens - replica.cached.num_cached_tokens(record.prefix))
+        num_uncached_tokens = num_tokens - replica.cached.num_cached_tokens(record.prefix)
+        replica.note_sent(self._last_attempt, num_uncached_tokens)
+        if is_first:  # what has to be computed again is not the tenant's fault
+            record.tenant.charge(num_uncached_tokens, 0)
         return record.attempt
 
     def end_attempt(self, record: RequestState) -> Attempt:
