@@ -88,9 +88,8 @@ class ServiceOrderConfig(Settings):
 class SchedulerConfig(ServiceOrderConfig):
     """The batcher: how a step is filled, besides who is served first."""
 
-    policy: Literal["continuous", "memory_aware", "static", "bucketed"] = Field(
-        "continuous",
-        description="memory_aware: by estimated peak memory; static, bucketed: whole batches, as baselines",
+    policy: Literal["continuous", "memory_aware"] = Field(
+        "continuous", description="memory_aware: admit by estimated peak memory, so that hardly any are preempted"
     )
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens of one step, prompt chunks and decodes together")
     max_num_seqs: int = Field(64, ge=1, description="sequences of one step")

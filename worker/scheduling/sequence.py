@@ -29,7 +29,7 @@ class SequenceStatus(Enum):
     RUNNING = "running"
     """Owns blocks, alone or with others; every step may compute some of its tokens."""
     FINISHED = "finished"
-    """Ended or aborted, and told so. Never runs again; its blocks are free, or held idle by a static batch."""
+    """Ended or aborted, and told so. Never runs again; its blocks are free, unless its policy holds them still."""
 
 
 class Sequence:
