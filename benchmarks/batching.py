@@ -17,24 +17,29 @@ import sys
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.bucketed_batching import BucketedBatching
+from benchmarks.static_batching import StaticBatching
 from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.step_plan import StepRunner
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.scheduling.batching import MakePolicy
+from holdfast.worker.scheduling.policies import POLICIES as CHOOSABLE
 from holdfast.worker.scheduling.scheduler import Scheduler
 
 _PIPE_WIDTH = 120
 """Columns of the output that nobody looks at: no row is broken."""
 
-Policy = Literal["static", "bucketed", "memory_aware", "continuous"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
+BASELINES: Final[dict[str, MakePolicy]] = {"static": StaticBatching, "bucketed": BucketedBatching}
+"""As they were in their day: without prefix caching."""
+POLICIES: Final = (*BASELINES, "memory_aware", "continuous")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +75,18 @@ def make_load(num_requests: int, vocab_size: int, seed: int) -> list[EngineReque
     ]
 
 
-def run(policy: Policy, runner: StepRunner, info: ModelInfo, load: list[EngineRequest], max_num_seqs: int) -> Outcome:
+def run(policy: str, runner: StepRunner, info: ModelInfo, load: list[EngineRequest], max_num_seqs: int) -> Outcome:
     """Runs `load` to its end under one policy."""
-    config = SchedulerConfig(policy=policy, max_num_seqs=max_num_seqs, max_num_waiting=len(load))
+    make_policy = BASELINES.get(policy) or CHOOSABLE[policy]
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_waiting=len(load))
     scheduler = Scheduler(
         config,
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,
+        prefix_caching=policy not in BASELINES,
+        make_policy=make_policy,
     )
     tokens: dict[Hashable, list[int]] = {request.request_id: [] for request in load}
     shares, per_sequence = [], []
@@ -121,7 +129,7 @@ def load_model(model: str, num_blocks: int | None, num_threads: int | None = Non
     return LeaderRunner(runner, group), runner.info
 
 
-def report(outcomes: dict[Policy, list[Outcome]], info: ModelInfo) -> Table:
+def report(outcomes: dict[str, list[Outcome]], info: ModelInfo) -> Table:
     first = next(iter(outcomes))
     table = Table("policy", "tokens/s", f"x {first}", "steps", "preempted", "KV slots wasted", "most per sequence")
     for policy, runs in outcomes.items():
@@ -155,7 +163,7 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
     runner, info = load_model(arguments.model, arguments.num_blocks, arguments.threads)
     load = make_load(arguments.requests, info.vocab_size, arguments.seed)
-    outcomes: dict[Policy, list[Outcome]] = {policy: [] for policy in arguments.policies}
+    outcomes: dict[str, list[Outcome]] = {policy: [] for policy in arguments.policies}
     for number in range(arguments.rounds):
         for policy in outcomes:
             console.print(f"round {number + 1}/{arguments.rounds}: {policy}", highlight=False)

@@ -7,14 +7,16 @@ What may live here: the plain data and its own checks. What may not: wire format
 import hashlib
 import math
 from dataclasses import dataclass, field
+from typing import Final
 
 from holdfast.router.config import LimitsConfig
 from holdfast.router.resume import Resume
-from holdfast.router.text.prompt import EMPTY_PROMPT
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority, check_service
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.value_types import checked_prompt, checked_seconds, checked_text
+
+EMPTY_PROMPT: Final = "the prompt must not be empty"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from holdfast.router.links.replica_directory import ReplicaDirectory
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
+from holdfast.worker.config import ServiceOrderConfig
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,15 @@ LAST_WORDS_S = 1.0
 class Router:
     """One router on the running event loop. Made by `start`."""
 
-    def __init__(self, config: RouterConfig, limits: LimitsConfig, load_tokenizer: Callable[[str], Tokenizer]) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        limits: LimitsConfig,
+        load_tokenizer: Callable[[str], Tokenizer],
+        order: ServiceOrderConfig | None = None,
+    ) -> None:
         self._health = HealthServicer()
-        dispatch = Dispatch(config, limits, random.Random().randrange)
+        dispatch = Dispatch(config, limits, random.Random().randrange, order=order)
         self._dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), self._publish_health)
         tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
         self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits)
@@ -50,13 +57,14 @@ class Router:
         host: str = "127.0.0.1",
         port: int = 0,
         load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
+        order: ServiceOrderConfig | None = None,
     ) -> "Router":
         """A router that listens on `host:port` (port 0 picks a free one) and dials the replicas of `directory`.
 
         Does not wait for replicas: until one is up, requests are UNAVAILABLE and health is NOT_SERVING. Raises
         `RuntimeError` if the port is taken.
         """
-        router = cls(config, limits, load_tokenizer)
+        router = cls(config, limits, load_tokenizer, order)
         await router._listen(host, port)
         router._following = asyncio.create_task(router._links.follow(directory), name="replica directory")
         return router

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-POLICY = ("plan", "kv", "scheduling", "speculation", "tuning", "engine_core")
+POLICY = ("service_order", "plan", "kv", "scheduling", "speculation", "tuning", "engine_core")
 DEVICE = ("distributed", "layers", "attention", "sampling", "model", "engine")
 PROCESS = ("wire", "supervision", "replica")  # wire: both ends of a link read and write its messages by one codec
 ROOMS = {  # from the ground up: a room imports from those before it
@@ -19,7 +19,7 @@ ROOMS = {  # from the ground up: a room imports from those before it
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
 }
 DOORS = {  # what a package may import of those below it
-    "router": {"worker": ("words", "wire")},
+    "router": {"worker": ("words", "service_order", "wire")},  # one order of service, one codec of the link
     "cluster": {"worker": ("words", *ROOMS["worker"]), "router": ("words", *ROOMS["router"])},
     "cluster.simulate": {"worker": ("words", *POLICY), "router": ("words", "text", "replicas", "dispatch", "requests")},
 }

@@ -78,18 +78,22 @@ class CacheConfig(Settings):
     enable_prefix_caching: bool = Field(True, description="keep computed prefixes for requests that share them")
 
 
-class SchedulerConfig(Settings):
-    """The batcher: how a step is filled, and who is served first."""
+class ServiceOrderConfig(Settings):
+    """Who is served first, wherever requests wait: in a router for a replica, and in a replica for a place."""
 
-    policy: Literal["continuous", "memory_aware", "static", "bucketed"] = Field(
-        "continuous",
-        description="memory_aware: by estimated peak memory; static, bucketed: whole batches, as baselines",
+    aging_s: float = Field(30.0, gt=0, description="seconds of waiting after which a request counts as a class better")
+    tenant_shares: TenantShares = Field({}, description="weights of tenants, e.g. gold=4,free=0.5; others have 1")
+
+
+class SchedulerConfig(ServiceOrderConfig):
+    """The batcher: how a step is filled, besides who is served first."""
+
+    policy: Literal["continuous", "memory_aware"] = Field(
+        "continuous", description="memory_aware: admit by estimated peak memory, so that hardly any are preempted"
     )
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens of one step, prompt chunks and decodes together")
     max_num_seqs: int = Field(64, ge=1, description="sequences of one step")
     max_num_waiting: int = Field(1024, ge=1, description="requests that may wait in one replica")
-    aging_s: float = Field(30.0, gt=0, description="seconds of waiting after which a request counts as a class better")
-    tenant_shares: TenantShares = Field({}, description="weights of tenants, e.g. gold=4,free=0.5; others have 1")
     target_tpot_ms: float | None = Field(
         None, gt=0, description="milliseconds from token to token that prompts of others may not exceed; unset: off"
     )

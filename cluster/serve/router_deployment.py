@@ -72,7 +72,7 @@ async def _start(config: HoldfastConfig, host: str, directory: WatchedDirectory)
     port, error = config.cluster.port, None
     for candidate in range(port, port + config.cluster.routers) if port else (0,):
         try:
-            return await Router.start(config.router, config.limits, directory, host, candidate)
+            return await Router.start(config.router, config.limits, directory, host, candidate, order=config.scheduler)
         except RuntimeError as taken:
             error = taken
     raise ConfigurationError(f"cluster.port = {port}: {host}:{port} cannot be listened on, it may be in use ({error})")

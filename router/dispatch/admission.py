@@ -1,16 +1,19 @@
-"""The bounded queue of requests that wait in this router for a replica: by priority, then by arrival.
+"""The bounded queue of requests that wait in this router for a replica, each model's in the order of service.
 
-Requests that have lost their replica come first in their class, then those that come with output because they have lost
-their router: they were admitted before, so they have a bound of their own, and newcomers cannot shut them out. Held
-ones keep out of the order until they are called by name. What may live here: the order, the bounds, and how long until
-there is room. What may not: when a request may leave (`dispatch.py`), what it contains, clocks.
+That order is the worker's (`worker/service_order/`): by class, which betters with waiting, by tenant's share, by due
+time. Between class and tenant stands what brought a request here: one that has lost its replica goes first, then one
+that comes with output because it has lost its router. Both were admitted before, so they have a bound of their own or
+none, and newcomers cannot shut them out. What is held, as it waits for a trial, keeps out of the order. What may live
+here: the bounds, and how long until there is room. What may not: when a request may leave (`placement.py`), clocks.
 """
 
 from collections.abc import Iterator
-from enum import IntEnum
 
+from holdfast.router.dispatch.request_state import RequestState, RequestStatus, Standing
+from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import QueueFullError
-from holdfast.worker.request import Priority
+from holdfast.worker.service_order.tenants import TenantCounters
+from holdfast.worker.service_order.waiting_queue import WaitingQueue
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0
@@ -18,71 +21,68 @@ SMOOTHING = 0.1
 """Weight of the newest pause between two departures in the running mean."""
 
 
-class Standing(IntEnum):
-    """What brought a request into the queue. Within a priority, the smaller goes first."""
-
-    RETURNED = 0
-    RESUMED = 1
-    ARRIVED = 2
-
-
-Lane = tuple[Priority, Standing]
-
-
 class AdmissionQueue:
-    """Requests by id, in one lane per model, priority and standing. Every operation takes constant time."""
+    """Waiting requests, with one order and one set of tenants' accounts for each model: models share no replicas."""
 
-    def __init__(self, max_queued: int) -> None:
+    def __init__(self, max_queued: int, order: ServiceOrderConfig) -> None:
         self._max_queued = max_queued
-        self._lanes: dict[str, dict[Lane, dict[str, None]]] = {}
-        self._held: dict[str, dict[str, None]] = {}
-        self._place: dict[str, tuple[str, Lane | None]] = {}
-        """Model and lane; no lane for what is held."""
+        self._order = order
+        self._queues: dict[str, WaitingQueue[RequestState]] = {}
+        self._held: dict[str, dict[RequestState, None]] = {}
+        self._num_waiting = 0
         self._num_resumed = 0
         self._last_pop: float | None = None
         self._mean_pause_s: float | None = None
 
     def __len__(self) -> int:
-        return len(self._place)
+        return self._num_waiting
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._place
-
-    def push(self, request_id: str, model: str, priority: Priority, *, is_resumed: bool = False) -> None:
+    def push(self, record: RequestState, now: float) -> None:
         """Queues a request that has just come. Raises `QueueFullError` with an estimate of when to come back."""
-        num_before = self._num_resumed if is_resumed else len(self._place)
+        num_before = self._num_resumed if record.standing is Standing.RESUMED else self._num_waiting
         if num_before >= self._max_queued:
             message = f"{num_before} requests wait for a replica already (limits.max_queued)"
             raise QueueFullError(message, self.retry_after_s())
-        self._enter(request_id, model, (priority, Standing.RESUMED if is_resumed else Standing.ARRIVED))
+        self._enter(record, now)
 
-    def put_back(self, request_id: str, model: str, priority: Priority) -> None:
-        """Queues a request that was admitted before: ahead of all that arrive in its class, and whatever the bound."""
-        self._enter(request_id, model, (priority, Standing.RETURNED))
+    def put_back(self, record: RequestState, now: float) -> None:
+        """Queues a request that was admitted before, whatever the bound. A suspect is held until it is popped."""
+        if record.status is RequestStatus.HELD:
+            self._held.setdefault(record.model, {})[record] = None
+            self._num_waiting += 1
+        else:
+            self._enter(record, now)
 
-    def hold(self, request_id: str, model: str) -> None:
-        """Keeps a request that was admitted before, until somebody pops it by name."""
-        self._held.setdefault(model, {})[request_id] = None
-        self._place[request_id] = (model, None)
+    def pass_by(self, record: RequestState, now: float) -> None:
+        """Opens the account of a request that need not wait, as if it had waited for no time."""
+        self._enter(record, now)
+        self.remove(record)
 
-    def pop(self, request_id: str, now: float) -> None:
+    def pop(self, record: RequestState, now: float) -> None:
         """Takes out a request that goes to a replica. `now` keeps the estimate of the pace."""
-        self.remove(request_id)
+        self.remove(record)
         self._note_departure(now)
 
-    def remove(self, request_id: str) -> None:
-        """Takes out a request that waits here and will not wait any longer."""
-        model, lane = self._place.pop(request_id)
-        self._num_resumed -= _is_resumed(lane)
-        del (self._held[model] if lane is None else self._lanes[model][lane])[request_id]
+    def remove(self, record: RequestState) -> None:
+        """Takes out a request that waits here and will not wait any longer. Its status still says that it waits."""
+        if record.status is RequestStatus.HELD:
+            del self._held[record.model][record]
+        else:
+            self._queues[record.model].remove(record)
+            self._num_resumed -= record.standing is Standing.RESUMED
+        self._num_waiting -= 1
 
-    def first(self, model: str) -> str | None:
+    def advance(self, model: str, now: float) -> None:
+        """Time has passed: whoever has waited long enough for a model stands in a better class."""
+        if model in self._queues:
+            self._queues[model].advance(now)
+
+    def first(self, model: str) -> RequestState | None:
         """The request of a model that is next to leave, those held aside; None if none waits."""
-        if not self._place:
-            return None
-        return next((next(iter(lane)) for lane in self._lanes.get(model, {}).values() if lane), None)
+        queue = self._queues.get(model)
+        return queue.first() if queue else None
 
-    def first_held(self, model: str) -> str | None:
+    def first_held(self, model: str) -> RequestState | None:
         """The request of a model that has been held the longest."""
         return next(iter(self._held.get(model, {})), None)
 
@@ -90,38 +90,41 @@ class AdmissionQueue:
         """Whether a request of a model is here, held or not."""
         return self.first(model) is not None or self.first_held(model) is not None
 
-    def waiting(self, model: str) -> Iterator[str]:
+    def waiting(self, model: str) -> Iterator[RequestState]:
         """The requests of a model, first to leave first, then those held."""
-        for lane in self._lanes.get(model, {}).values():
-            yield from lane
-        yield from self._held.get(model, {})
+        yield from self._queues.get(model, ())
+        yield from self._held.get(model, ())
 
     def retry_after_s(self) -> float:
         """Seconds until half of what waits now will have left, at the pace of late."""
         if self._mean_pause_s is None:
             return 1.0
-        return min(max(self._mean_pause_s * len(self._place) / 2, MIN_RETRY_S), MAX_RETRY_S)
+        return min(max(self._mean_pause_s * self._num_waiting / 2, MIN_RETRY_S), MAX_RETRY_S)
 
     def check_integrity(self) -> None:
-        """Asserts that every request is in exactly one lane, the right one."""
-        found: list[tuple[str, tuple[str, Lane | None]]] = [
-            (request_id, (model, key))
-            for model, lanes in self._lanes.items()
-            for key, lane in lanes.items()
-            for request_id in lane
-        ]
-        found += [(request_id, (model, None)) for model, held in self._held.items() for request_id in held]
-        assert len(found) == len(self._place), f"{len(found)} in lanes, {len(self._place)} known"
-        assert dict(found) == self._place
-        num_arrived = sum(lane is not None and lane[1] is Standing.ARRIVED for _, lane in self._place.values())
-        assert num_arrived <= self._max_queued
-        assert self._num_resumed == sum(_is_resumed(lane) for _, lane in self._place.values()) <= self._max_queued
+        """Asserts that everyone here waits, for the right model, and is counted."""
+        found: list[RequestState] = []
+        for model in {*self._queues, *self._held}:
+            waiting = list(self.waiting(model))
+            assert all(record.model == model and record.status.is_waiting for record in waiting)
+            assert all(record.status is RequestStatus.HELD for record in self._held.get(model, ()))
+            found += waiting
+        for queue in self._queues.values():
+            queue.check_integrity()
+        assert len(found) == self._num_waiting, f"{len(found)} are here, {self._num_waiting} were counted"
+        in_order = [record.standing for record in found if record.status is not RequestStatus.HELD]
+        assert in_order.count(Standing.ARRIVED) <= self._max_queued
+        assert in_order.count(Standing.RESUMED) == self._num_resumed <= self._max_queued
 
-    def _enter(self, request_id: str, model: str, lane: Lane) -> None:
-        lanes = self._lanes.setdefault(model, {(level, standing): {} for level in Priority for standing in Standing})
-        lanes[lane][request_id] = None
-        self._place[request_id] = (model, lane)
-        self._num_resumed += _is_resumed(lane)
+    def _enter(self, record: RequestState, now: float) -> None:
+        queue = self._queues.get(record.model)
+        if queue is None:
+            tenants = TenantCounters(self._order.tenant_shares)
+            queue = self._queues[record.model] = WaitingQueue(tenants, self._order.aging_s, len(Standing))
+        queue.advance(now)
+        queue.add(record)
+        self._num_waiting += 1
+        self._num_resumed += record.standing is Standing.RESUMED
 
     def _note_departure(self, now: float) -> None:
         """Pauses count only while somebody waits: an idle night says nothing of the pace."""
@@ -129,8 +132,4 @@ class AdmissionQueue:
             pause_s = max(now - self._last_pop, 0.0)
             mean = pause_s if self._mean_pause_s is None else self._mean_pause_s
             self._mean_pause_s = mean + SMOOTHING * (pause_s - mean)
-        self._last_pop = now if self._place else None
-
-
-def _is_resumed(lane: Lane | None) -> bool:
-    return lane is not None and lane[1] is Standing.RESUMED
+        self._last_pop = now if self._num_waiting else None

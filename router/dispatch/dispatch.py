@@ -3,28 +3,22 @@
 Events come in as method calls, with the time; what must be done comes out as a list of actions (`events.py`), in the
 order in which to do it. No sockets, tasks, clocks, randomness or wire formats here.
 
-                   a replica
-                   has room
-    submit ──► QUEUED ──────────► RUNNING ──────────► over: one Deliver with a finish reason, or one Fail
-                 │ ▲                 │    last delta, stop string, the request's own fault,
-                 │ └─────────────────┤    cancel, deadline, too many replicas lost
-                 │   replica lost    │
-                 └───────────────────┴──► cancel, deadline, no replica for too long
-
-A request that runs has an *attempt*: a number that this router never uses twice. Whatever a replica says of an attempt
-that is not running any more is dropped, so a late answer does no harm. Output is counted by index: tokens that were
-seen before are dropped, a gap is a bug. Of a cancelled request nothing more is said.
+A request waits or runs until it is over, which one Deliver with a finish reason tells, or one Fail; all that can happen
+to it is a table in `request_state.py`. A request that runs has an *attempt*: a number that this router never uses
+twice. Whatever a replica says of an attempt that is not running any more is dropped, so a late answer does no harm.
+Output is counted by index: tokens that were seen before are dropped, a gap is a bug. Of a cancelled request nothing
+more is said.
 
 A lost attempt is made up for by a new one, which is asked with the output so far and goes on after it; the text state
 stays as it is. A replica that retires is emptied in the same way. Nothing of this can be seen by the client.
 """
 
 import logging
-from collections.abc import Iterable
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.placement import Placement
-from holdfast.router.dispatch.request_state import RequestState, RequestTable
+from holdfast.router.dispatch.request_state import RequestEvent, RequestState
+from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import (
     FRESH,
     Action,
@@ -37,6 +31,7 @@ from holdfast.router.events import (
 )
 from holdfast.router.replicas.policy import ChooseReplica, DrawIndex, power_of_two_choices
 from holdfast.router.replicas.replica_registry import ReplicaRegistry
+from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import (
     DeadlineExceededError,
     HoldfastError,
@@ -47,6 +42,7 @@ from holdfast.worker.errors import (
 )
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
+from holdfast.worker.service_order.waiting_queue import RETRY_FOR_S
 from holdfast.worker.step_update import StepUpdate
 
 logger = logging.getLogger(__name__)
@@ -61,12 +57,16 @@ class Dispatch:
         limits: LimitsConfig,
         draw: DrawIndex,
         choose: ChooseReplica = power_of_two_choices,
+        *,
+        order: ServiceOrderConfig | None = None,
     ) -> None:
+        """`order` is that of the replicas' own queues; None: the default."""
         self._replica_wait_s = config.replica_wait_s
         self._registry = ReplicaRegistry(config, draw, choose)
         self._requests = RequestTable()
-        self._placement = Placement(config, limits, self._registry, self._requests)
+        self._placement = Placement(config, limits, order or ServiceOrderConfig(), self._registry, self._requests)
         self._queue = self._placement.queue
+        self._num_submitted = 0
 
     # --- events from clients ---
 
@@ -89,8 +89,10 @@ class Dispatch:
         `DeadlineExceededError`.
         """
         self._check_admissible(model, deadline, now)
-        record = RequestState.opened(request, model, text, caught_up, client_attempt)
-        replica = self._placement.admit(record)
+        self._num_submitted += 1
+        urgency = (min(deadline, now + RETRY_FOR_S), self._num_submitted)
+        record = RequestState.opened(request, model, text, caught_up, client_attempt, urgency)
+        replica = self._placement.admit(record, now)
         self._requests.add(record, deadline)
         actions = [] if replica is None else [self._placement.send(record, replica, now)]
         return actions + self._placement.drain_all(now)  # a submission fills the budget for retries of whatever model
@@ -113,7 +115,9 @@ class Dispatch:
     def cancel(self, request_id: str, now: float) -> list[Action]:
         """The client has gone. An id that is not open is ignored."""
         record = self._requests.get(request_id)
-        return [] if record is None else [*self._close(record), *self._placement.drain(record.model, now)]
+        if record is None:
+            return []
+        return [*self._close(record, RequestEvent.CANCEL), *self._placement.drain(record.model, now)]
 
     # --- events from replicas ---
 
@@ -162,11 +166,12 @@ class Dispatch:
 
     def tick(self, now: float) -> list[Action]:
         """Does what is due by the time alone. To be called at `next_tick`, or at any other time."""
-        late = [self._requests[request_id] for request_id in self._requests.deadlines.passed(now)]
-        actions = [action for record in late for action in self._expire(record)]
+        actions: list[Action] = []
+        while (late := self._requests.deadlines.pop(now)) is not None:
+            actions += self._expire(self._requests[late])
         for model, down_since in self._registry.outages():
             if now >= down_since + self._replica_wait_s:
-                actions += self._fail_all(self._queue.waiting(model), _no_replica(model))
+                actions += self._fail_all(list(self._queue.waiting(model)), _no_replica(model))
         self._placement.refresh(now)
         return actions + self._placement.drain_all(now)
 
@@ -184,12 +189,12 @@ class Dispatch:
 
     def hand_over(self, error: HoldfastError) -> list[Action]:
         """Ends with `error` every open request whose client will go on with it at another router."""
-        handed_over = [key for key in self._requests if self._requests[key].client_attempt > 0]
-        return self._fail_all(handed_over, error)
+        handed_over = [record for record in self._requests if record.client_attempt > 0]
+        return self._fail_all(handed_over, error, RequestEvent.HAND_OVER)
 
     def close_all(self, error: HoldfastError) -> list[Action]:
         """Ends every open request with `error`."""
-        return self._fail_all(self._requests, error)
+        return self._fail_all(list(self._requests), error)
 
     # --- what can be asked ---
 
@@ -250,10 +255,10 @@ class Dispatch:
             return self._fail(record, error, replica_has_it=replica_has_it)
         if delivery is None:
             return []
-        self._placement.note_step(record)
+        self._placement.note_step(record, len(delivery.token_ids))
         if delivery.finish_reason is None:
             return [delivery]
-        return [delivery, *self._close(record, replica_has_it=replica_has_it)]
+        return [delivery, *self._close(record, RequestEvent.FINISH, replica_has_it=replica_has_it)]
 
     def _refuse(self, record: RequestState, error: HoldfastError, now: float) -> list[Action]:
         """A replica that is up will not run an attempt, or gave it up. Another may do better."""
@@ -261,27 +266,38 @@ class Dispatch:
         return [] if is_taken_back else self._fail(record, error, replica_has_it=False)
 
     def _expire(self, record: RequestState) -> list[Action]:
-        state = "waited for a replica" if record.attempt is None else "ran"
+        state = "waited for a replica" if record.status.is_waiting else "ran"
         num_tokens = len(record.output_token_ids)
         error = DeadlineExceededError(f"time was up while the request {state}, after {num_tokens} output tokens")
         return self._fail(record, error)
 
-    def _fail_all(self, request_ids: Iterable[str], error: HoldfastError) -> list[Action]:
-        return [action for key in list(request_ids) for action in self._fail(self._requests[key], error)]
+    def _fail_all(
+        self, records: list[RequestState], error: HoldfastError, event: RequestEvent = RequestEvent.FAIL
+    ) -> list[Action]:
+        return [action for record in records for action in self._fail(record, error, event)]
 
-    def _fail(self, record: RequestState, error: HoldfastError, *, replica_has_it: bool = True) -> list[Action]:
-        return [Fail(request_id=record.request_id, error=error), *self._close(record, replica_has_it=replica_has_it)]
+    def _fail(
+        self,
+        record: RequestState,
+        error: HoldfastError,
+        event: RequestEvent = RequestEvent.FAIL,
+        *,
+        replica_has_it: bool = True,
+    ) -> list[Action]:
+        closing = self._close(record, event, replica_has_it=replica_has_it)
+        return [Fail(request_id=record.request_id, error=error), *closing]
 
-    def _close(self, record: RequestState, *, replica_has_it: bool = True) -> list[Action]:
+    def _close(self, record: RequestState, event: RequestEvent, *, replica_has_it: bool = True) -> list[Action]:
         """Forgets a request. Its replica is told if it may still be at it."""
         actions: list[Action] = []
-        if record.attempt is None:
-            self._queue.remove(record.request_id)
+        if record.status.is_waiting:
+            self._queue.remove(record)
         else:
             attempt = self._requests.end_attempt(record)
             if replica_has_it:
                 actions.append(SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number))
         self._placement.quarantine.end_trial(record)
+        record.note(event)
         self._requests.remove(record)
         return actions
 

@@ -11,10 +11,12 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import AdmissionQueue
 from holdfast.router.dispatch.parallel_sampling import first_sibling_id
 from holdfast.router.dispatch.quarantine import Quarantine
-from holdfast.router.dispatch.request_state import RequestState, RequestTable
+from holdfast.router.dispatch.request_state import RequestEvent, RequestState, RequestStatus
+from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.dispatch.retry_budget import RetryBudget
 from holdfast.router.events import Action, SendAbort, SendSubmit
 from holdfast.router.replicas.replica_registry import ReplicaRegistry, ReplicaState
+from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import CapacityError, Fault, HoldfastError
 
 MAX_FULL_S: Final = 1.0
@@ -28,9 +30,14 @@ class Placement:
     """Brings requests and replicas together. Of one request, at most one attempt runs at a time."""
 
     def __init__(
-        self, config: RouterConfig, limits: LimitsConfig, registry: ReplicaRegistry, requests: RequestTable
+        self,
+        config: RouterConfig,
+        limits: LimitsConfig,
+        order: ServiceOrderConfig,
+        registry: ReplicaRegistry,
+        requests: RequestTable,
     ) -> None:
-        self.queue = AdmissionQueue(limits.max_queued)
+        self.queue = AdmissionQueue(limits.max_queued, order)
         self.quarantine = Quarantine(config.max_replicas_lost)
         self._budget = RetryBudget(burst=config.retry_burst, per_s=config.retries_per_s, share=config.retry_share)
         self._registry = registry
@@ -38,13 +45,13 @@ class Placement:
 
     # --- attempts begin ---
 
-    def admit(self, record: RequestState) -> ReplicaState | None:
+    def admit(self, record: RequestState, now: float) -> ReplicaState | None:
         """Where a new request can go at once; None if it must wait, and then it is queued. Raises `QueueFullError`."""
         replica = None if self.queue.first(record.model) is not None else self._choose(record)
         if replica is None:
-            self.queue.push(
-                record.request_id, record.model, record.request.priority, is_resumed=bool(record.output_token_ids)
-            )
+            self.queue.push(record, now)
+        else:
+            self.queue.pass_by(record, now)
         self._budget.note_submission()
         return replica
 
@@ -59,12 +66,13 @@ class Placement:
     def drain(self, model: str, now: float) -> list[Action]:
         """Sends what waits, while there is room; first what runs where it should not stay."""
         actions = self._vacate(model, now)
+        self.queue.advance(model, now)
         while (found := self._next(model, now)) is not None:
             record, replica = found
-            self.queue.pop(record.request_id, now)
-            if record.is_suspect:
+            self.queue.pop(record, now)
+            if record.status is RequestStatus.HELD:
                 self.quarantine.begin_trial(record)
-            if record.is_retry:
+            if record.status.is_retry:
                 self._budget.spend()
             actions.append(self.send(record, replica, now))
         return actions
@@ -77,10 +85,12 @@ class Placement:
 
     # --- attempts come to something, or to nothing ---
 
-    def note_step(self, record: RequestState) -> None:
-        """An attempt has brought something: to the credit of the request, and of its replica."""
+    def note_step(self, record: RequestState, num_new_tokens: int) -> None:
+        """An attempt has brought something: to the credit of request and replica, and on the tenant's account."""
         assert record.attempt is not None
+        record.note(RequestEvent.OUTPUT)
         record.num_refusals = 0
+        record.tenant.charge(0, num_new_tokens)
         self.quarantine.note_step(record)
         if record.num_steps == 1:
             record.attempt.replica.breaker.note_success()
@@ -94,7 +104,7 @@ class Placement:
         breaker = record.attempt.replica.breaker
         if isinstance(error, CapacityError):
             breaker.rest_until(now + min(error.retry_after_s or 1.0, MAX_FULL_S))
-            self.put_back(record, is_retry=False)
+            self.put_back(record, RequestEvent.GIVE_BACK, now)
             return True
         if error.fault is not Fault.REPLICA:
             return False
@@ -102,21 +112,15 @@ class Placement:
         record.num_refusals += 1
         if record.num_refusals > MAX_REFUSALS:
             return False
-        self.put_back(record, is_retry=True)
+        self.put_back(record, RequestEvent.LOSE, now)
         return True
 
-    def put_back(self, record: RequestState, *, is_retry: bool) -> None:
-        """Ends an attempt that came to nothing. The request waits at the front of its class, a suspect for its trial.
-
-        A retry, which a fault of the replica has made necessary, is counted against the budget.
-        """
+    def put_back(self, record: RequestState, event: RequestEvent, now: float) -> None:
+        """Ends an attempt that came to nothing. The request waits before new ones of its class, or for its trial."""
         self._requests.end_attempt(record)
         self.quarantine.end_trial(record)
-        record.is_retry = is_retry
-        if record.is_suspect:
-            self.queue.hold(record.request_id, record.model)
-        else:
-            self.queue.put_back(record.request_id, record.model, record.request.priority)
+        record.note(event)
+        self.queue.put_back(record, now)
 
     def lose_all(self, replica: ReplicaState, now: float) -> list[RequestState]:
         """A replica was lost. Puts back what ran there, but for what must not be tried again: that is returned.
@@ -130,7 +134,7 @@ class Placement:
             replica.breaker.note_failure(now)
         for record in lost:
             if record not in culprits:
-                self.put_back(record, is_retry=is_sudden)
+                self.put_back(record, self._loss(record) if is_sudden else RequestEvent.GIVE_BACK, now)
         return culprits
 
     # --- time ---
@@ -154,20 +158,26 @@ class Placement:
         self.quarantine.check_integrity()
         num_running = sum(len(replica.attempts) for replica in self._registry)
         assert len(self._requests) == len(self.queue) + num_running
-        for request_id in self._requests:
-            assert (self._requests[request_id].attempt is None) == (request_id in self.queue)
+        num_waiting = sum(record.status.is_waiting for record in self._requests)
+        assert num_waiting == len(self.queue), f"{num_waiting} requests wait, {len(self.queue)} of them in the queue"
 
     # --- inside ---
 
-    def _choose(self, record: RequestState) -> ReplicaState | None:
-        return self._beside(record) or self._registry.choose(record.model, record.prefix, is_trial=record.is_suspect)
+    def _loss(self, record: RequestState) -> RequestEvent:
+        """What the sudden death of its replica is for a request that is to go on. A trial that told nothing is lost."""
+        is_new = record.status is not RequestStatus.ON_TRIAL and self.quarantine.is_suspect(record)
+        return RequestEvent.SUSPECT if is_new else RequestEvent.LOSE
 
-    def _beside(self, record: RequestState) -> ReplicaState | None:
+    def _choose(self, record: RequestState) -> ReplicaState | None:
+        is_trial = self.quarantine.is_suspect(record)
+        return self._beside(record, is_trial) or self._registry.choose(record.model, record.prefix, is_trial=is_trial)
+
+    def _beside(self, record: RequestState, is_trial: bool) -> ReplicaState | None:
         """Where the request's first sibling runs, while there is room: siblings share their prompt there."""
         group_id = record.request.group_id
         first = self._requests.get(first_sibling_id(group_id)) if group_id else None
         home = None if first is None or first.attempt is None else first.attempt.replica
-        return home if home is not None and self._registry.takes_more(home, is_trial=record.is_suspect) else None
+        return home if home is not None and self._registry.takes_more(home, is_trial=is_trial) else None
 
     def _next(self, model: str, now: float) -> tuple[RequestState, ReplicaState] | None:
         """What leaves the queue now, and for where.
@@ -176,11 +186,10 @@ class Placement:
         for which no replica is right holds nobody up.
         """
         suspect = self.queue.first_held(model) if self.quarantine.is_free(model) else None
-        for request_id in (suspect, self.queue.first(model)):
-            if request_id is None:
+        for record in (suspect, self.queue.first(model)):
+            if record is None:
                 continue
-            record = self._requests[request_id]
-            if record.is_retry and not self._budget.has_token(now):
+            if record.status.is_retry and not self._budget.has_token(now):
                 return None
             replica = self._choose(record)
             if replica is not None:
@@ -196,7 +205,7 @@ class Placement:
         for replica in self._registry.retiring(model):
             for record in self._requests.on(replica):
                 target = self._choose(record)
-                if target is None and record.is_suspect:
+                if target is None and record.status is RequestStatus.ON_TRIAL:
                     continue
                 if target is None:
                     return actions

@@ -19,7 +19,7 @@ What may not live here: queues and actions (`dispatch.py`), what counts as sudde
 from collections.abc import Sequence
 from typing import Final
 
-from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_state import RequestEvent, RequestState, RequestStatus
 from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR, Suspicion
 
 LIFETIME_FACTOR: Final = 4
@@ -38,26 +38,28 @@ class Quarantine:
         self._on_trial: dict[str, RequestState] = {}
 
     def culprits(self, lost: Sequence[RequestState], now: float, num_foreign_suspects: int = 0) -> list[RequestState]:
-        """Judges those that ran on a replica when it died, and notes who is a suspect. Culprits must not run again.
+        """Judges those that ran on a replica when it died, and counts against all. Culprits must not run again.
 
         With suspects of other routers there, it may have been one of those: the death makes suspects, and no culprit.
         """
         for record in lost:
             record.num_replicas_lost += 1
             record.num_replicas_lost_in_a_row += 1
-        suspects = [record for record in lost if record.num_replicas_lost_in_a_row >= self._max_lost]
-        for suspect in suspects:
-            suspect.is_suspect = True
-        on_trial = [record for record in lost if self.is_on_trial(record)]
+        suspects = [record for record in lost if self.is_suspect(record)]
+        on_trial = [record for record in lost if record.status is RequestStatus.ON_TRIAL]
         if on_trial and not num_foreign_suspects:
             return on_trial
         is_certain = len(suspects) == 1 and not on_trial and not num_foreign_suspects and _has_run(suspects[0], now)
         limit = LIFETIME_FACTOR * self._max_lost
         return [record for record in lost if record.num_replicas_lost >= limit or (is_certain and record in suspects)]
 
+    def is_suspect(self, record: RequestState) -> bool:
+        """Whether it may run on trial only."""
+        return record.num_replicas_lost_in_a_row >= self._max_lost
+
     def suspicion(self, record: RequestState) -> Suspicion:
-        """What the replica should know that gets the next attempt."""
-        if self.is_on_trial(record):
+        """What the replica should know that has just got it."""
+        if record.status is RequestStatus.ON_TRIAL:
             return Suspicion.ON_TRIAL
         num_lost = record.num_replicas_lost_in_a_row
         is_next_too_many = num_lost > 0 and num_lost + 1 >= self._max_lost
@@ -68,21 +70,19 @@ class Quarantine:
         record.num_steps += 1
         if record.num_steps == NUM_STEPS_TO_CLEAR and record.num_replicas_lost_in_a_row:
             record.num_replicas_lost_in_a_row = 0
-            record.is_suspect = False
+            if record.status is RequestStatus.ON_TRIAL:
+                record.note(RequestEvent.CLEAR)
             self.end_trial(record)
 
     def begin_trial(self, record: RequestState) -> None:
-        assert record.is_suspect
+        assert record.status is RequestStatus.HELD
         assert self.is_free(record.model)
         self._on_trial[record.model] = record
 
     def end_trial(self, record: RequestState) -> None:
         """If the request was on trial: it is over, or waits again, or was cleared."""
-        if self.is_on_trial(record):
+        if self._on_trial.get(record.model) is record:
             del self._on_trial[record.model]
-
-    def is_on_trial(self, record: RequestState) -> bool:
-        return self._on_trial.get(record.model) is record
 
     def is_free(self, model: str) -> bool:
         """Whether the model has no trial under way."""
@@ -92,8 +92,8 @@ class Quarantine:
         """Asserts that whoever is on trial is a suspect that runs."""
         for model, record in self._on_trial.items():
             assert record.model == model
-            assert record.is_suspect
-            assert record.attempt is not None
+            assert record.status is RequestStatus.ON_TRIAL
+            assert self.is_suspect(record)
 
 
 def _has_run(record: RequestState, now: float) -> bool:

@@ -1,19 +1,143 @@
-"""The open requests of a router: one record each, with all that it would take to carry a request on elsewhere.
+"""The state of one open request: a table of transitions, and all that it would take to carry the request on elsewhere.
 
-What may live here: what was asked, the tokens so far, which attempt runs where, and the books that find them again.
-What may not: decisions (`dispatch.py`), clocks, IO.
+What may live here: what was asked, the tokens so far, which attempt runs where. What may not: decisions
+(`dispatch.py`), the books that find requests (`request_table.py`), clocks, IO.
+
+                SEND      OUTPUT    CLEAR    GIVE_BACK  LOSE      SUSPECT  MOVE      FINISH
+    QUEUED      SENT
+    RETURNED    SENT
+    RETRYING    SENT
+    HELD        ON_TRIAL
+    SENT                  RUNNING            RETURNED   RETRYING  HELD     SENT
+    RUNNING               RUNNING            RETURNED   RETRYING  HELD     SENT      FINISHED
+    ON_TRIAL              ON_TRIAL  RUNNING  HELD       HELD               ON_TRIAL  FINISHED
+
+and from each of these FAIL leads to FAILED, CANCEL to CANCELLED, HAND_OVER to HANDED_OVER. What is not in the table
+cannot happen: it is a fault of ours, and an `InternalError`.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum, IntEnum
+from typing import Final
 
-from holdfast.router.dispatch.deadlines import Deadlines
 from holdfast.router.events import CaughtUp, Deliver, TextState, Usage
 from holdfast.router.replicas.prefix_index import PromptPrefix
 from holdfast.router.replicas.replica_registry import ReplicaState
+from holdfast.worker.errors import InternalError
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
+from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenLogprob
+from holdfast.worker.service_order.tenants import Tenant
 from holdfast.worker.suspicion import Suspicion
+
+
+class RequestStatus(Enum):
+    """Where a request is in its life."""
+
+    QUEUED = "queued"
+    """It waits for its first replica."""
+    RETURNED = "returned"
+    """It waits for another replica: the last one was full, or has left in good order."""
+    RETRYING = "retrying"
+    """It waits for another replica, by the fault of the last one: sending it again counts against the budget."""
+    HELD = "held"
+    """A suspect that waits for its trial. That is a retry too, and counts."""
+    SENT = "sent"
+    """It has an attempt, which has brought nothing yet."""
+    RUNNING = "running"
+    """It has an attempt, which has brought output."""
+    ON_TRIAL = "on trial"
+    """It has an attempt, and if the replica dies now, it is the culprit."""
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    HANDED_OVER = "handed over"
+    """Its client goes on with it at another router."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """It is in the queue."""
+        return self in _WAITING
+
+    @property
+    def is_retry(self) -> bool:
+        """Sending it again counts against the budget."""
+        return self in _RETRIES
+
+    @property
+    def has_attempt(self) -> bool:
+        return self in _WITH_ATTEMPT
+
+
+_WAITING: Final = {RequestStatus.QUEUED, RequestStatus.RETURNED, RequestStatus.RETRYING, RequestStatus.HELD}
+_RETRIES: Final = {RequestStatus.RETRYING, RequestStatus.HELD}
+_WITH_ATTEMPT: Final = {RequestStatus.SENT, RequestStatus.RUNNING, RequestStatus.ON_TRIAL}
+
+
+class Standing(IntEnum):
+    """What brought a request into the queue. Within a class, the smaller goes first."""
+
+    RETURNED = 0
+    RESUMED = 1
+    ARRIVED = 2
+
+
+class RequestEvent(Enum):
+    """What can happen to an open request."""
+
+    SEND = "send"
+    """It leaves the queue for a replica."""
+    OUTPUT = "output"
+    """Its attempt has brought something."""
+    CLEAR = "clear"
+    """Its attempt has brought enough: it is no suspect any more."""
+    GIVE_BACK = "give back"
+    """Its attempt came to nothing, and nobody is at fault."""
+    LOSE = "lose"
+    """Its attempt came to nothing by its replica's fault."""
+    SUSPECT = "suspect"
+    """Its replica died, not the first one in a row under it."""
+    MOVE = "move"
+    """Another replica goes on with it at once."""
+    FINISH = "finish"
+    FAIL = "fail"
+    CANCEL = "cancel"
+    HAND_OVER = "hand over"
+
+
+_ENDS: Final = {
+    RequestEvent.FAIL: RequestStatus.FAILED,
+    RequestEvent.CANCEL: RequestStatus.CANCELLED,
+    RequestEvent.HAND_OVER: RequestStatus.HANDED_OVER,
+}
+_RUNS: Final = {
+    RequestEvent.OUTPUT: RequestStatus.RUNNING,
+    RequestEvent.GIVE_BACK: RequestStatus.RETURNED,
+    RequestEvent.LOSE: RequestStatus.RETRYING,
+    RequestEvent.SUSPECT: RequestStatus.HELD,
+    RequestEvent.MOVE: RequestStatus.SENT,
+}
+TRANSITIONS: Final[Mapping[RequestStatus, Mapping[RequestEvent, RequestStatus]]] = {
+    RequestStatus.QUEUED: {RequestEvent.SEND: RequestStatus.SENT, **_ENDS},
+    RequestStatus.RETURNED: {RequestEvent.SEND: RequestStatus.SENT, **_ENDS},
+    RequestStatus.RETRYING: {RequestEvent.SEND: RequestStatus.SENT, **_ENDS},
+    RequestStatus.HELD: {RequestEvent.SEND: RequestStatus.ON_TRIAL, **_ENDS},
+    RequestStatus.SENT: {**_RUNS, **_ENDS},
+    RequestStatus.RUNNING: {**_RUNS, RequestEvent.FINISH: RequestStatus.FINISHED, **_ENDS},
+    RequestStatus.ON_TRIAL: {
+        RequestEvent.OUTPUT: RequestStatus.ON_TRIAL,
+        RequestEvent.CLEAR: RequestStatus.RUNNING,
+        RequestEvent.GIVE_BACK: RequestStatus.HELD,
+        RequestEvent.LOSE: RequestStatus.HELD,
+        RequestEvent.MOVE: RequestStatus.ON_TRIAL,
+        RequestEvent.FINISH: RequestStatus.FINISHED,
+        **_ENDS,
+    },
+    RequestStatus.FINISHED: {},
+    RequestStatus.FAILED: {},
+    RequestStatus.CANCELLED: {},
+    RequestStatus.HANDED_OVER: {},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +164,21 @@ class RequestState:
     unsent_text: str = ""
     """Text of a resumed request that goes out with the first delivery."""
     num_cached_tokens: int = 0
+    status: RequestStatus = RequestStatus.QUEUED
     attempt: Attempt | None = None
-    """None while the request is queued."""
+    """Set where the status says that there is one."""
+    urgency: tuple[float, int] = (0.0, 0)
+    """When it is due, and its number in the order of arrival."""
+    tenant: Tenant = field(init=False, repr=False)
+    """Whom its tokens are charged to; set by the queue."""
+    service_class: Priority = field(init=False)
+    waits_since_s: float = 0.0
+    waited_s: float = 0.0
     prefix: PromptPrefix = field(init=False)
     """By which the replicas that have its prompt cached are found."""
     fingerprint: str = ""
     """Of the last replica that it ran on, here or, of a resumed request, behind another router."""
     identity_guaranteed: bool = True
-    is_retry: bool = False
-    """The last attempt came to nothing by its replica's fault: the next one is counted."""
     num_steps: int = 0
     """Steps with output in the last attempt."""
     num_refusals: int = 0
@@ -56,14 +186,20 @@ class RequestState:
     num_replicas_lost: int = 0
     """Replicas that died suddenly under it, ever; and without progress in between. Kept by `quarantine.py`."""
     num_replicas_lost_in_a_row: int = 0
-    is_suspect: bool = False
 
     def __post_init__(self) -> None:
         self.prefix = PromptPrefix(self.request)
+        self.service_class = self.request.priority
 
     @classmethod
     def opened(
-        cls, request: EngineRequest, model: str, text: TextState, caught_up: CaughtUp, client_attempt: int = 0
+        cls,
+        request: EngineRequest,
+        model: str,
+        text: TextState,
+        caught_up: CaughtUp,
+        client_attempt: int = 0,
+        urgency: tuple[float, int] = (0.0, 0),
     ) -> "RequestState":
         """A request that has just come in, with the output that its client has already."""
         return cls(
@@ -71,6 +207,7 @@ class RequestState:
             model=model,
             text=text,
             client_attempt=client_attempt,
+            urgency=urgency,
             output_token_ids=list(request.output_token_ids),
             unsent_text=caught_up.unsent_text,
             fingerprint=caught_up.fingerprint,
@@ -79,6 +216,21 @@ class RequestState:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def standing(self) -> Standing:
+        """Among those of its class, while it waits."""
+        if self.status is not RequestStatus.QUEUED:
+            return Standing.RETURNED
+        return Standing.RESUMED if self.output_token_ids else Standing.ARRIVED
+
+    def note(self, event: RequestEvent) -> None:
+        """Raises `InternalError` for what cannot happen to it now."""
+        try:
+            self.status = TRANSITIONS[self.status][event]
+        except KeyError:
+            impossible = f"request {self.request_id} is {self.status.value}: {event.value!r} cannot happen to it"
+            raise InternalError(impossible) from None
 
     def continuation(self, time_left_s: float | None = None, suspicion: Suspicion = Suspicion.NONE) -> EngineRequest:
         """What a replica must be asked so that it goes on after the tokens so far, for so long at most."""
@@ -145,76 +297,3 @@ class RequestState:
             num_completion_tokens=num_completion_tokens,
             num_cached_tokens=self.num_cached_tokens,
         )
-
-
-class RequestTable:
-    """The records, by request id and by attempt, and their deadlines."""
-
-    def __init__(self) -> None:
-        self.deadlines = Deadlines()
-        self._records: dict[str, RequestState] = {}
-        self._by_attempt: dict[Hashable, RequestState] = {}
-        self._last_attempt = 0
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._records
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._records)
-
-    def __getitem__(self, request_id: str) -> RequestState:
-        return self._records[request_id]
-
-    def get(self, request_id: str) -> RequestState | None:
-        return self._records.get(request_id)
-
-    def add(self, record: RequestState, deadline: float) -> None:
-        assert record.request_id not in self._records, f"{record.request_id} is open already"
-        self._records[record.request_id] = record
-        self.deadlines.set(record.request_id, deadline)
-
-    def remove(self, record: RequestState) -> None:
-        assert record.attempt is None, "an attempt ends before its request does"
-        del self._records[record.request_id]
-        self.deadlines.drop(record.request_id)
-
-    def begin_attempt(self, record: RequestState, replica: ReplicaState, now: float) -> Attempt:
-        assert record.attempt is None, "a request runs in one place at a time"
-        self._last_attempt += 1
-        record.attempt = Attempt(number=self._last_attempt, replica=replica, sent_at=now)
-        record.num_steps = 0
-        record.note_replica(replica.facts)
-        self._by_attempt[self._last_attempt] = record
-        num_tokens = len(record.request.prompt_token_ids) + len(record.output_token_ids)
-        replica.note_sent(self._last_attempt, num_tokens - replica.cached.num_cached_tokens(record.prefix))
-        return record.attempt
-
-    def end_attempt(self, record: RequestState) -> Attempt:
-        """From here on, whatever a replica says of the attempt is not found any more."""
-        attempt = record.attempt
-        assert attempt is not None, "only an attempt that runs can end"
-        record.attempt = None
-        del self._by_attempt[attempt.number]
-        attempt.replica.attempts.remove(attempt.number)
-        return attempt
-
-    def running(self, replica: ReplicaState, attempt: Hashable) -> RequestState | None:
-        """The request that an attempt is for, unless the attempt has ended, or is another replica's."""
-        return self._by_attempt.get(attempt) if attempt in replica.attempts else None
-
-    def on(self, replica: ReplicaState) -> list[RequestState]:
-        """The requests that run on a replica, first sent first."""
-        return [self._by_attempt[attempt] for attempt in sorted(replica.attempts)]
-
-    def check_integrity(self) -> None:
-        """Asserts that the books agree with the records."""
-        assert len(self.deadlines) == len(self._records)
-        running = {key: record.attempt for key, record in self._records.items() if record.attempt is not None}
-        assert len(running) == len(self._by_attempt)
-        for request_id, attempt in running.items():
-            assert request_id in self.deadlines
-            assert self._by_attempt[attempt.number] is self._records[request_id]
-            assert attempt.number in attempt.replica.attempts

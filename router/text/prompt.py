@@ -4,14 +4,11 @@ with it.
 Pure functions, for the router and for the engine in one process.
 """
 
-from typing import Final
-
+from holdfast.router.request import EMPTY_PROMPT
 from holdfast.router.text.detokenizer import IncrementalDetokenizer
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
-
-EMPTY_PROMPT: Final = "the prompt must not be empty"
 
 
 def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence_len: int) -> tuple[int, ...]:

@@ -10,7 +10,9 @@ from holdfast.worker.speculation.speculation import Speculation
 EOS, BLOCK_SIZE = 0, 4
 
 
-def make_scheduler(num_blocks=64, max_model_len=100, prefix_caching=False, speculation=None, **config):
+def make_scheduler(
+    num_blocks=64, max_model_len=100, prefix_caching=False, speculation=None, make_policy=None, **config
+):
     """Without prefix caching unless asked for: all prompts begin alike here, and are to be computed all the same.
 
     `speculation` is a proposer, or settings.
@@ -28,6 +30,7 @@ def make_scheduler(num_blocks=64, max_model_len=100, prefix_caching=False, specu
         eos_token_ids=frozenset({EOS}),
         prefix_caching=prefix_caching,
         drafter=speculation,
+        make_policy=make_policy,
     )
 
 

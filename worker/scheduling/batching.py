@@ -4,7 +4,7 @@ What may live here: decisions about tokens, places and blocks of the coming step
 counters (`scheduler.py`), and how blocks change hands (`queues.py`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from typing import Protocol
 
@@ -36,6 +36,9 @@ class BatchingPolicy(Protocol):
     def release(self, queues: SequenceQueues) -> None:
         """Called whenever running sequences have ended: free the blocks of those that need not keep their place."""
         ...
+
+
+MakePolicy = Callable[[StepLimits], BatchingPolicy]
 
 
 class ContinuousBatching:

@@ -7,7 +7,7 @@ import math
 
 from holdfast.worker.scheduling.queues import SequenceQueues
 from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
-from holdfast.worker.scheduling.timers import SequenceTimers
+from holdfast.worker.service_order.timers import Timers
 
 
 class DeadlineWatch:
@@ -15,7 +15,7 @@ class DeadlineWatch:
 
     def __init__(self, queues: SequenceQueues) -> None:
         self._queues = queues
-        self._timers = SequenceTimers()
+        self._timers = Timers[Sequence]()
         self.tokens_per_s: float | None = None
         """The most that can be computed in a second; None: not known."""
 

@@ -37,7 +37,7 @@ class Siblings:
 
     def first_ready(self) -> tuple[Sequence, SharedPrefix] | None:
         """The first of the waiting that need not wait for a sibling, and what it can begin with. Those before it stand
-        aside, until `WaitingSequences.return_all`.
+        aside, until `WaitingQueue.return_all`.
         """
         waiting = self._queues.waiting
         while waiting.num_ready:

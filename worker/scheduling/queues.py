@@ -14,8 +14,8 @@ from itertools import pairwise
 from holdfast.worker.kv.block_allocator import BlockAllocator
 from holdfast.worker.plan.step_plan import BlockCopy
 from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
-from holdfast.worker.scheduling.tenants import TenantCounters
-from holdfast.worker.scheduling.waiting_queue import WaitingSequences
+from holdfast.worker.service_order.tenants import TenantCounters
+from holdfast.worker.service_order.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,7 @@ class SequenceQueues:
         tenant_shares: Mapping[str, float] | None = None,
     ) -> None:
         self.allocator = allocator
-        self._tenants = TenantCounters(tenant_shares or {})
-        self.waiting = WaitingSequences(self._tenants, aging_s)
+        self.waiting = WaitingQueue[Sequence](TenantCounters(tenant_shares or {}), aging_s)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
@@ -59,7 +58,6 @@ class SequenceQueues:
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence in line."""
-        sequence.tenant = self._tenants.of(sequence.request.tenant)
         self.waiting.add(sequence)
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:

@@ -5,7 +5,7 @@ a step is filled (`batching.py`). The loop around it is `plan = plan()`, `result
 result)`; adding and aborting are safe at any point of it.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
@@ -13,26 +13,17 @@ from holdfast.worker.kv.block_allocator import BlockAllocator
 from holdfast.worker.kv.prefix_cache import CacheEvent
 from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
-from holdfast.worker.scheduling.batching import BatchingPolicy, ContinuousBatching
-from holdfast.worker.scheduling.bucketed_batching import BucketedBatching
+from holdfast.worker.scheduling.batching import MakePolicy
 from holdfast.worker.scheduling.deadlines import DeadlineWatch
 from holdfast.worker.scheduling.deltas import advance, last_delta
 from holdfast.worker.scheduling.drafting import Drafter, Drafts, NoDrafter
 from holdfast.worker.scheduling.fit import check_fits
-from holdfast.worker.scheduling.memory_aware_batching import MemoryAwareBatching
+from holdfast.worker.scheduling.policies import POLICIES
 from holdfast.worker.scheduling.prompt_logprobs import bound_rating, rating_of
 from holdfast.worker.scheduling.queues import SequenceQueues
 from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
-from holdfast.worker.scheduling.static_batching import StaticBatching
 from holdfast.worker.scheduling.step_limits import StepLimits
 from holdfast.worker.stats import SchedulerStats
-
-_POLICIES: dict[str, Callable[[StepLimits], BatchingPolicy]] = {
-    "continuous": ContinuousBatching,
-    "memory_aware": MemoryAwareBatching,
-    "static": StaticBatching,
-    "bucketed": BucketedBatching,
-}
 
 
 class Scheduler:
@@ -48,19 +39,21 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         prefix_caching: bool = True,
         drafter: Drafter | None = None,
+        make_policy: MakePolicy | None = None,
     ) -> None:
+        """`make_policy` makes what fills the steps; None: the policy that the settings name."""
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
-        if config.policy in ("static", "bucketed"):  # the baselines are as they were in their day, without
-            prefix_caching, drafter = False, None
         self._drafter = drafter or NoDrafter()
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
         self._queues = SequenceQueues(self._allocator, aging_s=config.aging_s, tenant_shares=config.tenant_shares)
         self._deadlines = DeadlineWatch(self._queues)
         self._expired: list[Hashable] = []
         self._broken: list[tuple[Hashable, EngineRequest]] = []
-        self._policy = _POLICIES[config.policy](StepLimits.of(config, self._drafter.num_speculative_tokens))
+        self._policy = (make_policy or POLICIES[config.policy])(
+            StepLimits.of(config, self._drafter.num_speculative_tokens)
+        )
         self._sequences: dict[Hashable, Sequence] = {}  # those that have not ended, by key
         self._in_flight: list[Sequence] | None = None  # those of the outstanding plan, in its order
         self._num_added = 0

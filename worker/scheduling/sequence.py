@@ -7,17 +7,14 @@ block allocator, and decisions about who runs (`batching.py`).
 import math
 from collections.abc import Hashable
 from enum import Enum
-from typing import Final
+from typing import ClassVar
 
 from holdfast.worker.block_hash import HashChain
 from holdfast.worker.plan.logits_settings import LogitControls
 from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, ScheduledSequence
 from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
-from holdfast.worker.scheduling.tenants import Tenant
-
-RETRY_FOR_S: Final = 600.0
-"""A request that names no deadline, or a later one, stands in line as if it were due so long after its arrival. That
-every place in line is finite keeps those without a deadline from starving behind an endless stream of deadlines."""
+from holdfast.worker.service_order.tenants import Tenant
+from holdfast.worker.service_order.waiting_queue import RETRY_FOR_S
 
 
 class SequenceStatus(Enum):
@@ -33,7 +30,7 @@ class SequenceStatus(Enum):
     RUNNING = "running"
     """Owns blocks, alone or with others; every step may compute some of its tokens."""
     FINISHED = "finished"
-    """Ended or aborted, and told so. Never runs again; its blocks are free, or held idle by a static batch."""
+    """Ended or aborted, and told so. Never runs again; its blocks are free, unless its policy holds them still."""
 
 
 class Sequence:
@@ -44,7 +41,9 @@ class Sequence:
     """
 
     tenant: Tenant
-    """Whom its tokens are charged to; set when it first stands in line."""
+    """Whom its tokens are charged to; set whenever it stands in line."""
+    standing: ClassVar[int] = 0
+    """Nobody goes before the others of a class: whoever was preempted has its old place in its tenant's line."""
 
     __slots__ = (
         "attempt",
@@ -97,7 +96,7 @@ class Sequence:
         self.due_s = arrived_s + min(time_left_s, RETRY_FOR_S)
         """Of one tenant and class, whoever is due first is served first."""
         self.service_class = request.priority
-        """The class it is served as: its priority, or a better one after a long wait (`waiting.py`)."""
+        """The class it is served as: its priority, or a better one after a long wait (`service_order/`)."""
         self.waits_since_s = arrived_s
         self.waited_s = 0.0
         """All earlier waits together."""

@@ -26,6 +26,7 @@ from holdfast.router.events import Fail, SendAbort, SendSubmit, TextState
 from holdfast.router.replicas.backoff import Backoff
 from holdfast.router.replicas.policy import ChooseReplica, power_of_two_choices
 from holdfast.router.resume import part_of
+from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.step_update import Hello, StepUpdate
@@ -65,6 +66,7 @@ class SimulatedRouter(Process):
         make_text: Callable[[EngineRequest], TextState],
         seed: int,
         choose: ChooseReplica = power_of_two_choices,
+        order: ServiceOrderConfig | None = None,
         max_lag_s: float = 0.0,
     ) -> None:
         """Calls are read with a lag of up to `max_lag_s`, most of them with little; what has come by then is merged."""
@@ -74,11 +76,12 @@ class SimulatedRouter(Process):
         self._replicas = replicas
         self._make_text = make_text
         self._choose = choose
+        self._order = order
         self._rng = random.Random(seed)
         self._max_lag_s = max_lag_s
 
     def on_start(self) -> None:
-        dispatch = Dispatch(self._config, self._limits, self._rng.randrange, self._choose)
+        dispatch = Dispatch(self._config, self._limits, self._rng.randrange, self._choose, order=self._order)
         self._clock = SettableClock(self)
         self.dispatch_host = AuditedDispatchHost(self, dispatch, self._clock, self._config)
         self._links: dict[Connection, Link] = {}

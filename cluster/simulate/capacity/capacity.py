@@ -170,6 +170,7 @@ def serve(
         make_text=lambda request: NoText(),
         seed=rng.getrandbits(32),
         choose=ROUTING[routing](),
+        order=shape.scheduler,
     )
     for process in (*replicas, router):
         timeline.at(0.0, process.start)

@@ -117,6 +117,7 @@ class World:
                 scenario.limits,
                 make_text=lambda request: TextStream(tokenizer, request.sampling_params, request.prompt_token_ids),
                 seed=rng.getrandbits(32),
+                order=scenario.replica.scheduler,
                 max_lag_s=MAX_LAG_S,
             )
             for i in range(scenario.num_routers)

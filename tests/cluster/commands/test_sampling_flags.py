@@ -136,7 +136,7 @@ def test_a_setting_whose_choices_have_none_takes_it(asked, capsys):
     assert run(["generate", "hello", "--speculative", "none"]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", [["--policy", "bucketed"], ["--num-blocks", "9"], ["--config", "x.yaml"]])
+@pytest.mark.parametrize("flags", [["--policy", "memory_aware"], ["--num-blocks", "9"], ["--config", "x.yaml"]])
 def test_settings_of_a_server_are_not_for_a_request_to_say(flags, capsys):
     assert run(["generate", "hello", "--server", "127.0.0.1:1", *flags]) == 2
     assert capsys.readouterr().err.startswith(f"holdfast: {flags[0]} (with --server): ")

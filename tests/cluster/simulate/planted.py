@@ -13,7 +13,8 @@ from holdfast.router.dispatch import call as call_module
 from holdfast.router.dispatch import output_stream as stream_module
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.request_state import RequestState, RequestTable
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.replicas.replica_registry import ReplicaState
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.engine_core.engine_core import EngineCore

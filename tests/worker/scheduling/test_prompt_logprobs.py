@@ -176,13 +176,6 @@ def test_a_step_rates_a_bounded_number_of_tokens_and_leaves_the_rest_to_others(m
     assert [told(deltas[name]) for name in "abc"] == [*map(by_definition, requests[:2]), []]
 
 
-def test_the_static_baseline_rates_too():
-    request = asking("a", 14)
-    assert told(completed(make_scheduler(policy="static", max_num_batched_tokens=8), request)["a"]) == by_definition(
-        request
-    )
-
-
 @pytest.mark.parametrize("count", [-1, 21])
 def test_bad_counts_are_refused_by_name(count):
     with pytest.raises(InvalidRequestError, match=r"sampling_params.prompt_logprobs.*must be in \[0, 20\]"):

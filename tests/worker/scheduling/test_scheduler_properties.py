@@ -19,6 +19,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from benchmarks.bucketed_batching import BucketedBatching
+from benchmarks.static_batching import StaticBatching
 from holdfast.worker.config import SchedulerConfig, SpeculationConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.kv.prefix_cache import BlockStored
@@ -26,6 +28,8 @@ from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResu
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduling import prompt_logprobs as prompt_rating
+from holdfast.worker.scheduling.batching import ContinuousBatching, MakePolicy
+from holdfast.worker.scheduling.memory_aware_batching import MemoryAwareBatching
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.scheduling.sequence import Sequence
 from holdfast.worker.speculation.speculation import Speculation
@@ -108,7 +112,8 @@ another replica has emitted before."""
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    policy = "continuous"
+    make_policy: MakePolicy = ContinuousBatching
+    may_cache_prefixes = True
 
     @initialize(
         num_blocks=st.integers(8, 24),
@@ -133,7 +138,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     ):
         self.now = 100.0
         self.config = SchedulerConfig(
-            policy=self.policy,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
             max_num_waiting=8,
@@ -147,8 +151,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             max_model_len=max_model_len,
             eos_token_ids=frozenset({EOS}),
-            prefix_caching=prefix_caching,
+            prefix_caching=prefix_caching and self.may_cache_prefixes,
             drafter=self.speculation(),
+            make_policy=type(self).make_policy,
         )
         self.scheduler.tokens_per_s = tokens_per_s
         self.runner = PseudoRunner(num_blocks, block_size, VOCAB_SIZE)
@@ -405,15 +410,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class MemoryAwareMachine(SchedulerMachine):
-    policy = "memory_aware"
+    make_policy = MemoryAwareBatching
 
 
 class StaticMachine(SchedulerMachine):
-    policy = "static"
+    make_policy = StaticBatching
+    may_cache_prefixes = False
 
 
 class BucketedMachine(SchedulerMachine):
-    policy = "bucketed"
+    make_policy = BucketedBatching
+    may_cache_prefixes = False
 
 
 class SpeculatingMachine(SchedulerMachine):

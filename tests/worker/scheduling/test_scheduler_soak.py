@@ -9,12 +9,16 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.bucketed_batching import BucketedBatching
+from benchmarks.static_batching import StaticBatching
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import QueueFullError
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.scheduling.batching import ContinuousBatching, MakePolicy
+from holdfast.worker.scheduling.memory_aware_batching import MemoryAwareBatching
 from holdfast.worker.scheduling.scheduler import Scheduler
-from holdfast.worker.scheduling.tenants import OUTPUT_WEIGHT
+from holdfast.worker.service_order.tenants import OUTPUT_WEIGHT
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 
 SHARES = {"gold": 2.0, "silver": 1.0, "bronze": 0.5}
@@ -29,11 +33,10 @@ STEPS_TO_THE_TOP = round(3 * AGING_S / STEP_S)
 
 
 class Soak:
-    def __init__(self, policy: str, seed: int) -> None:
+    def __init__(self, make_policy: MakePolicy, seed: int) -> None:
         self.rng = random.Random(seed)
         self.scheduler = Scheduler(
             SchedulerConfig(
-                policy=policy,
                 max_num_seqs=6,
                 max_num_batched_tokens=16,
                 max_num_waiting=64,
@@ -44,6 +47,8 @@ class Soak:
             block_size=BLOCK_SIZE,
             max_model_len=48,
             eos_token_ids=frozenset(),
+            prefix_caching=make_policy in (ContinuousBatching, MemoryAwareBatching),
+            make_policy=make_policy,
         )
         self.runner = PseudoRunner(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE)
         self.num_steps = 0
@@ -139,9 +144,9 @@ class Soak:
         return max(got) / min(got)
 
 
-def play(policy: str, seed: int, num_steps: int) -> Soak:
+def play(make_policy: MakePolicy, seed: int, num_steps: int) -> Soak:
     """All that can happen, at random; the three tenants always have at least three requests waiting."""
-    soak = Soak(policy, seed)
+    soak = Soak(make_policy, seed)
     rng = soak.rng
     for _ in range(num_steps):
         for tenant in SHARES:
@@ -159,7 +164,7 @@ def play(policy: str, seed: int, num_steps: int) -> Soak:
 
 
 def check_continuous(num_steps: int) -> None:
-    soak = play("continuous", seed=1, num_steps=num_steps)
+    soak = play(ContinuousBatching, seed=1, num_steps=num_steps)
     assert soak.scheduler.stats().num_preemptions > num_steps / 100, "memory was short"
     assert soak.unfairness() < 1.1
     assert max(soak.longest_wait.values()) < STEPS_TO_THE_TOP + 500
@@ -175,15 +180,15 @@ def test_two_hundred_thousand_steps_are_right_and_fair_and_nobody_starves():
     check_continuous(200_000)
 
 
-@pytest.mark.parametrize("policy", ["memory_aware", "static", "bucketed"])
-def test_the_other_policies_are_right_and_answer_everyone(policy):
-    soak = play(policy, seed=2, num_steps=2_500)
-    if policy == "memory_aware":
+@pytest.mark.parametrize("make_policy", [MemoryAwareBatching, StaticBatching, BucketedBatching])
+def test_the_other_policies_are_right_and_answer_everyone(make_policy):
+    soak = play(make_policy, seed=2, num_steps=2_500)
+    if make_policy is MemoryAwareBatching:
         assert soak.unfairness() < 1.1
 
 
 def test_low_waits_no_longer_than_aging_says_under_a_flood_of_critical_ones():
-    soak = Soak("continuous", seed=3)
+    soak = Soak(ContinuousBatching, seed=3)
     for _ in range(3 * STEPS_TO_THE_TOP):
         while soak.waiting_of["flood"] < 12:
             soak.add("flood", Priority.CRITICAL, soak.rng.choice([None, 60.0]))

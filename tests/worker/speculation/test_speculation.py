@@ -190,11 +190,6 @@ def test_repetition_is_guessed(method):
     assert num_steps < 14
 
 
-def test_static_batches_have_no_drafts():
-    _, plans, _ = serve(Oracle(), [make_request("r", max_tokens=20)], policy="static")
-    assert not any(any(num_drafts(plan)) for plan in plans)
-
-
 # --- With a draft model ---
 
 

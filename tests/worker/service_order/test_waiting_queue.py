@@ -1,13 +1,9 @@
 """The order of service: class, tenant, deadline, arrival; and how waiting betters the class."""
 
-import random
-
-import pytest
-
 from holdfast.worker.request import Priority
-from holdfast.worker.scheduling.sequence import RETRY_FOR_S, Sequence
-from holdfast.worker.scheduling.tenants import TenantCounters
-from holdfast.worker.scheduling.waiting_queue import WaitingSequences
+from holdfast.worker.scheduling.sequence import Sequence
+from holdfast.worker.service_order.tenants import TenantCounters
+from holdfast.worker.service_order.waiting_queue import RETRY_FOR_S, WaitingQueue
 from tests.worker.schedulers import make_request
 
 
@@ -16,13 +12,12 @@ class Line:
 
     def __init__(self, aging_s: float = 10.0, **shares: float) -> None:
         self.tenants = TenantCounters(shares)
-        self.waiting = WaitingSequences(self.tenants, aging_s)
+        self.waiting = WaitingQueue[Sequence](self.tenants, aging_s)
         self.sequences: dict[str, Sequence] = {}
 
     def add(self, request_id: str, now: float = 0.0, **fields: object) -> Sequence:
         request = make_request(request_id, **fields)
         sequence = Sequence(len(self.sequences), request, max_model_len=100, eos_token_ids=frozenset(), arrived_s=now)
-        sequence.tenant = self.tenants.of(request.tenant)
         self.waiting.advance(now)
         self.waiting.add(sequence)
         self.sequences[request_id] = sequence
@@ -142,28 +137,17 @@ def test_a_line_of_many_does_not_keep_those_that_are_gone():
         line.waiting.remove(line.sequences[f"a{number}"])
         line.waiting.first()
     assert line.serve() == "stays"
-    assert len(line.waiting._classes[Priority.NORMAL]._heap) == 0
+    assert len(line.waiting._lanes[Priority.NORMAL][1]._heap) == 0
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_first_is_always_the_smallest_by_the_definition(seed):
-    rng = random.Random(seed)
-    line = Line(aging_s=5.0, a=2.0)
-    alive: list[Sequence] = []
-    for now in range(300):
-        line.waiting.advance(now)
-        if rng.random() < 0.6:
-            fields = {"tenant": rng.choice("abc"), "priority": rng.choice(list(Priority))}
-            alive.append(line.add(str(now), now, time_left_s=rng.choice([None, 3.0, 50.0]), **fields))
-        for sequence in rng.sample(alive, k=min(len(alive), rng.randint(0, 1))):
-            if rng.random() < 0.3:
-                line.waiting.remove(sequence)
-                alive.remove(sequence)
-            else:
-                sequence.tenant.charge(rng.randint(0, 9), rng.randint(0, 3))
-        if alive:
-            expected = min(alive, key=lambda item: (item.service_class, item.tenant.counter, item.urgency))
-            assert line.waiting.first() is expected
-            aged = min(3, int((now - expected.waits_since_s) / 5.0))
-            assert expected.service_class == max(0, expected.request.priority - aged)
-        line.waiting.check_integrity()
+def test_a_tenant_that_was_forgotten_while_its_request_ran_waits_with_one_account():
+    line = Line()
+    preempted = line.add("a0", tenant="a")
+    line.waiting.remove(preempted)
+    for number in range(3000):
+        line.waiting.remove(line.add(f"x{number}", tenant=f"x{number}"))
+        line.sequences[f"x{number}"].tenant.charge(1, 0)
+    line.add("a1", tenant="a")
+    line.waiting.add(preempted)
+    assert preempted.tenant is line.sequences["a1"].tenant
+    assert line.serve_all() == ["a0", "a1"]

@@ -1,7 +1,7 @@
 """How much service each tenant has had: the virtual token counters of Sheng et al., "Fairness in Serving Large Language
 Models" (OSDI 2024).
 
-What may live here: the counters. What may not: who waits and in which order (`waiting.py`).
+What may live here: the counters. What may not: who waits and in which order (`waiting_queue.py`).
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class Tenant:
 
 
 class TenantCounters:
-    """All accounts of one scheduler.
+    """All accounts of one queue.
 
     A tenant is active while it has requests waiting. One that becomes active is lifted to the smallest counter of the
     active ones, or, if there are none, to that of the tenant that last was: idling earns no credit, and service beyond

@@ -1,10 +1,10 @@
-"""Bucketed batching: static batches whose sequences may become about equally long. A baseline for benchmarks."""
+"""Bucketed batching: static batches whose sequences may become about equally long. A baseline."""
 
 from collections.abc import Iterable
 
+from benchmarks.static_batching import StaticBatching
 from holdfast.worker.scheduling.queues import SequenceQueues
 from holdfast.worker.scheduling.sequence import Sequence
-from holdfast.worker.scheduling.static_batching import StaticBatching
 
 
 class BucketedBatching(StaticBatching):

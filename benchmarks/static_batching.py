@@ -1,4 +1,4 @@
-"""Static batching, the way of serving that continuous batching replaced. Here as a baseline for benchmarks only."""
+"""Static batching, the way of serving that continuous batching replaced. A baseline."""
 
 from collections.abc import Iterable
 

@@ -1,6 +1,6 @@
 """Virtual token counters: what is charged, and who is lifted to where."""
 
-from holdfast.worker.scheduling.tenants import TenantCounters
+from holdfast.worker.service_order.tenants import TenantCounters
 
 
 def test_an_output_token_costs_twice_a_prompt_token_and_a_share_divides_the_cost():

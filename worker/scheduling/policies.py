@@ -1,0 +1,10 @@
+"""The batching policies that a setting can name. What may not live here: how they decide, and any other policy."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from holdfast.worker.scheduling.batching import ContinuousBatching, MakePolicy
+from holdfast.worker.scheduling.memory_aware_batching import MemoryAwareBatching
+
+POLICIES: Final[Mapping[str, MakePolicy]] = {"continuous": ContinuousBatching, "memory_aware": MemoryAwareBatching}
+"""By `SchedulerConfig.policy`."""

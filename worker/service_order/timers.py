@@ -1,0 +1,61 @@
+"""Timers: when each of some keys is due, as a heap with lazy deletion, which is swept before what was dropped piles up.
+
+No clock here: times are passed in, in seconds of whatever clock the caller goes by.
+"""
+
+import heapq
+from typing import Final, Generic, TypeVar
+
+Key = TypeVar("Key")
+
+_SLACK: Final = 64
+"""Dropped entries that may lie in the heap whatever its size."""
+
+
+class Timers(Generic[Key]):
+    """At most one time for each key. All calls cost O(log n), but for a sweep now and then."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, tuple[float, int, Key]] = {}
+        """The one of each key that counts. A number, of the call to `set`, orders what is due at the same time."""
+        self._heap: list[tuple[float, int, Key]] = []
+        self._num_set = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def set(self, key: Key, when: float) -> None:
+        """In the place of an earlier time, if there was one."""
+        self._num_set += 1
+        self._entries[key] = (when, self._num_set, key)
+        heapq.heappush(self._heap, self._entries[key])
+        if len(self._heap) > 2 * len(self._entries) + _SLACK:
+            self._heap = list(self._entries.values())
+            heapq.heapify(self._heap)
+
+    def of(self, key: Key) -> float:
+        """A time that was set."""
+        return self._entries[key][0]
+
+    def drop(self, key: Key) -> None:
+        """A key without a time is ignored."""
+        self._entries.pop(key, None)
+
+    @property
+    def next(self) -> float | None:
+        """The earliest time, or None."""
+        while self._heap and self._entries.get(self._heap[0][-1]) is not self._heap[0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def pop(self, now: float) -> Key | None:
+        """The key that is due first, if it is due by now; its time is dropped. To be called until None."""
+        when = self.next
+        if when is None or when > now:
+            return None
+        key = heapq.heappop(self._heap)[-1]
+        del self._entries[key]
+        return key
