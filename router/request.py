@@ -7,6 +7,7 @@ What may live here: the plain data and its own checks. What may not: wire format
 import hashlib
 from dataclasses import dataclass, field
 
+from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
 from holdfast.router.resume import Resume
 from holdfast.worker.errors import InvalidRequestError
@@ -18,8 +19,10 @@ from holdfast.worker.sampling_params import SamplingParams
 class GenerationRequest:
     """What a client asks for. Fields are named as in the public proto."""
 
-    prompt: str | tuple[int, ...]
+    prompt: str | tuple[int, ...] = ()
     """Text, or token ids that are taken as they are."""
+    chat: Chat | None = None
+    """A conversation, instead of a prompt: the model's chat template makes one of it."""
     model: str = ""
     """Empty: the only model that is served."""
     request_id: str = ""
@@ -44,7 +47,7 @@ class GenerationRequest:
         self._check_bad_words(limits)
         self._check_structure(limits)
         if self.resume is not None:
-            self.resume.check(self.request_id, self.sampling_params)
+            self._check_resume(self.resume)
         self._check_sequences(limits)
         if len(self.request_id) > limits.max_request_id_length:
             limit = f"must have at most {limits.max_request_id_length} characters"
@@ -60,11 +63,21 @@ class GenerationRequest:
             raise InvalidRequestError("timeout_ms", timeout_ms, f"must be in [1, {max_timeout_ms}]")
 
     def _check_prompt(self, limits: LimitsConfig) -> None:
+        if self.chat is not None:
+            if self.prompt:
+                raise InvalidRequestError("prompt", self.prompt, "must not be set with chat")
+            self.chat.check(limits)
+            return
         if not self.prompt:
-            name = "text" if isinstance(self.prompt, str) else "token_ids"
-            raise InvalidRequestError(name, self.prompt, "the prompt must not be empty")
+            raise InvalidRequestError(self.prompt_field, self.prompt, "the prompt must not be empty")
         if isinstance(self.prompt, str):
             check_text(self.prompt, limits)
+
+    def _check_resume(self, resume: Resume) -> None:
+        resume.check(self.request_id, self.sampling_params)
+        if self.chat is not None and self.chat.now_s is None:
+            limit = "must be that of the stream that was cut off: a chat template may tell the date"
+            raise InvalidRequestError("chat.now_s", None, limit)
 
     def _check_stop(self, limits: LimitsConfig) -> None:
         stop = self.sampling_params.stop_strings
@@ -97,6 +110,13 @@ class GenerationRequest:
             limit = f"must be at most {limits.max_sequences} (limits.max_sequences)"
             raise InvalidRequestError(f"sampling_params.{name}", params.num_sequences, limit)
 
+    @property
+    def prompt_field(self) -> str:
+        """The field of the proto that the prompt is in."""
+        if self.chat is not None:
+            return "chat"
+        return "text" if isinstance(self.prompt, str) else "token_ids"
+
     def check_streamable(self) -> None:
         """Raises `InvalidRequestError` for what can only be answered as a whole."""
         params = self.sampling_params
@@ -108,12 +128,12 @@ class GenerationRequest:
             raise InvalidRequestError("sampling_params.best_of", params.best_of, limit)
 
 
-def check_text(text: str, limits: LimitsConfig) -> None:
+def check_text(text: str, limits: LimitsConfig, field: str = "text") -> None:
     """Raises `InvalidRequestError` for a text that is too large to be tokenized here."""
     num_bytes = len(text.encode())
     if num_bytes > limits.max_prompt_bytes:
         limit = f"must be at most {limits.max_prompt_bytes} bytes (limits.max_prompt_bytes), not {num_bytes}"
-        raise InvalidRequestError("text", text, limit)
+        raise InvalidRequestError(field, text, limit)
 
 
 def derived_seed(request_id: str) -> int:

@@ -6,10 +6,11 @@ on trying (`retry_policy.py`), anything of Ray or of the engine; a client needs 
 
 import asyncio
 import random
+import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Final, TypeAlias, TypeVar, Unpack
+from typing import Any, Final, TypeAlias, TypeVar, Unpack
 
 import grpc
 
@@ -19,7 +20,9 @@ from holdfast.cluster.client.received import Received
 from holdfast.cluster.client.retry_policy import RetryPolicy
 from holdfast.cluster.client.statuses import error_of, is_worth_another_try
 from holdfast.cluster.service_options import ServiceOptions
+from holdfast.router.chat import Chat, Message
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
+from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
 
 AnswerT = TypeVar("AnswerT")
@@ -85,22 +88,27 @@ class AsyncClient:
 
     async def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | None = None,
         params: SamplingParams | None = None,
         *,
+        messages: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "",
         request_id: str = "",
         **service: Unpack[ServiceOptions],
     ) -> AsyncGenerator[Chunk, None]:
         """The completions as they come. Leaving the iteration, or cancelling the task, aborts the request.
 
+        Instead of a prompt, `messages` may be given, each with `role` and `content`: the model's own chat template
+        makes a prompt of them, with `chat_template_kwargs` (such as `enable_thinking`; `add_generation_prompt` is true
+        unless it is there).
         With n > 1, chunks of different completions take turns. `best_of` and `beam_width` are for `generate` alone.
         Raises the error tree of `worker/errors.py`: `CallerError` for what a retry cannot mend, `CapacityError` and
         `ReplicaError` with `retry_after_s`.
         """
         params = params or SamplingParams()
         request = generate_request(
-            prompt,
+            asked_for(prompt, messages, chat_template_kwargs),
             params,
             model=model,
             request_id=request_id or uuid.uuid4().hex,  # chosen here, because an unseeded request draws by it
@@ -121,9 +129,11 @@ class AsyncClient:
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | None = None,
         params: SamplingParams | None = None,
         *,
+        messages: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "",
         request_id: str = "",
         **service: Unpack[ServiceOptions],
@@ -134,7 +144,7 @@ class AsyncClient:
         """
         params = params or SamplingParams()
         request = generate_request(
-            prompt,
+            asked_for(prompt, messages, chat_template_kwargs),
             params,
             model=model,
             request_id=request_id or uuid.uuid4().hex,
@@ -222,6 +232,21 @@ class AsyncClient:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+
+def asked_for(
+    prompt: str | Sequence[int] | None,
+    messages: Sequence[Message] | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> str | Sequence[int] | Chat:
+    """What is to be completed. A chat is as of now, wherever it goes on. Raises `InvalidRequestError`."""
+    if (prompt is None) == (messages is None):
+        raise InvalidRequestError("prompt", prompt, "exactly one of prompt and messages must be given")
+    if messages is not None:
+        return Chat(messages=messages, template_kwargs=chat_template_kwargs or {}, now_s=int(time.time()))
+    if chat_template_kwargs is not None:
+        raise InvalidRequestError("chat_template_kwargs", chat_template_kwargs, "is for messages alone")
+    return prompt  # type: ignore[return-value]  # one of the two is given
 
 
 async def _whole(call: GenerateCall, retry_policy: RetryPolicy) -> inference_pb2.GenerateResponse:

@@ -8,6 +8,7 @@ from typing import Final
 
 from holdfast.cluster.client.generation import Chunk, GeneratedSequence, Generation
 from holdfast.cluster.client.received import Received
+from holdfast.router.chat import Chat, Message, check_messages
 from holdfast.router.events import Usage
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
@@ -30,7 +31,7 @@ _PRIORITIES: Final = {
 
 
 def generate_request(
-    prompt: str | Sequence[int],
+    prompt: str | Sequence[int] | Chat,
     params: SamplingParams,
     *,
     model: str,
@@ -52,12 +53,36 @@ def generate_request(
         cache_salt=cache_salt,
         attempt=1,
     )
-    if isinstance(prompt, str):
+    if isinstance(prompt, Chat):
+        request.chat.CopyFrom(chat_message(prompt))
+    elif isinstance(prompt, str):
         request.text = prompt
     else:
         request.token_ids.ids.extend(prompt)
     set_timeout(request, timeout_s)
     return request
+
+
+def chat_message(chat: Chat) -> inference_pb2.Chat:
+    """Raises `InvalidRequestError` for what the wire has no place for."""
+    check_messages(chat.messages)
+    message = inference_pb2.Chat(
+        messages=[_turn(f"chat.messages[{index}]", turn) for index, turn in enumerate(chat.messages)], now_s=chat.now_s
+    )
+    try:
+        message.template_kwargs.update(chat.template_kwargs)
+    except (TypeError, ValueError) as error:
+        limit = f"must be what JSON can say ({error})"
+        raise InvalidRequestError("chat.template_kwargs", chat.template_kwargs, limit) from None
+    return message
+
+
+def _turn(name: str, turn: Message) -> inference_pb2.ChatMessage:
+    if not isinstance(turn["content"], str):
+        raise InvalidRequestError(f"{name}.content", turn["content"], "must be text")
+    if unknown := sorted(turn.keys() - {"role", "content"}):
+        raise InvalidRequestError(name, unknown, "must have role and content alone")
+    return inference_pb2.ChatMessage(role=turn["role"], content=turn["content"])
 
 
 def resubmission(

@@ -9,6 +9,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Final
 
+from google.protobuf import struct_pb2
+
+from holdfast.router.chat import Chat
 from holdfast.router.events import (
     Deliver,
     ModelStatus,
@@ -76,6 +79,7 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         raise InvalidRequestError("priority", message.priority, "must be a value of holdfast.v1.Priority")
     return GenerationRequest(
         prompt=_prompt(message),
+        chat=_chat(message.chat) if message.HasField("chat") else None,
         model=message.model,
         request_id=message.request_id,
         sampling_params=_sampling_params(message.sampling_params),
@@ -110,8 +114,33 @@ def _prompt(message: inference_pb2.GenerateRequest) -> str | tuple[int, ...]:
             return message.text
         case "token_ids":
             return tuple(message.token_ids.ids)
+        case "chat":
+            return ()
         case _:
-            raise InvalidRequestError("prompt", None, "one of text and token_ids must be set")
+            raise InvalidRequestError("prompt", None, "one of text, token_ids and chat must be set")
+
+
+def _chat(message: inference_pb2.Chat) -> Chat:
+    return Chat(
+        messages=tuple({"role": turn.role, "content": turn.content} for turn in message.messages),
+        template_kwargs={name: _plain(value) for name, value in message.template_kwargs.fields.items()},
+        now_s=message.now_s if message.HasField("now_s") else None,
+    )
+
+
+def _plain(value: struct_pb2.Value) -> object:
+    """A whole number is an integer: templates count with it, and JSON does not tell the two apart."""
+    match value.WhichOneof("kind"):
+        case "struct_value":
+            return {name: _plain(item) for name, item in value.struct_value.fields.items()}
+        case "list_value":
+            return [_plain(item) for item in value.list_value.values]
+        case "number_value":
+            return int(value.number_value) if value.number_value.is_integer() else value.number_value
+        case "string_value" | "bool_value" as kind:
+            return getattr(value, kind)
+        case _:
+            return None
 
 
 def _sampling_params(message: inference_pb2.SamplingParams) -> SamplingParams:
