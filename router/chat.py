@@ -42,8 +42,9 @@ class Chat:
 
     @property
     def num_bytes(self) -> int:
-        """Of all roles and contents, in UTF-8."""
-        return sum(_num_bytes(message["role"]) + _num_bytes(message["content"]) for message in self.messages)
+        """Of all roles and contents in UTF-8, and of the variables as they are written."""
+        parts = [part for message in self.messages for part in (message["role"], message["content"])]
+        return sum(map(_num_bytes, (*parts, *self.template_kwargs.items())))
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -1,7 +1,7 @@
 """The words that go into the dispatch core and come out of it, as plain data.
 
 What may live here: frozen dataclasses, and what each of them promises. What may not: decisions (`dispatch.py`), wire
-formats (`wire.py`), IO.
+formats (`router/wire/`), IO.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """A client's request in the text world: what every wire format is turned into, and the limits that need no model.
 
-What may live here: the plain data and its own checks. What may not: wire formats (`wire.py`), what depends on the model
-(`request_processor.py`).
+What may live here: the plain data and its own checks. What may not: wire formats (`router/wire/`), what depends on the
+model (`request_processor.py`).
 """
 
 import hashlib

@@ -14,7 +14,7 @@ DEVICE = ("distributed", "layers", "attention", "sampling", "model", "engine")
 PROCESS = ("supervision", "replica")
 ROOMS = {  # from the ground up: a room imports from those before it
     "worker": (*POLICY, *DEVICE, *PROCESS),
-    "router": ("text", "replicas", "dispatch", "requests", "links", "doors", "router"),
+    "router": ("wire", "text", "replicas", "dispatch", "requests", "links", "doors", "router"),
     "cluster": ("config", "bundled_model", "client", "offline", "serve", "simulate", "demo", "commands"),
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
 }
@@ -32,11 +32,12 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     **{f"worker.{room}": {"asyncio", "grpc"} for room in DEVICE},
     "router": {"torch", "ray"},
     "router.words": IO,
+    "router.wire": TENSORS | (IO - {"grpc"}),
     "router.replicas": TENSORS | IO,
     "router.dispatch": TENSORS | IO,
     "cluster.simulate": TENSORS | (IO - {"random"}),
 }
-STUBS = ("worker.replica", "router.links", "router.doors", "cluster.client")
+STUBS = ("worker.replica", "router.wire", "router.links", "router.doors", "cluster.client")
 
 
 def room(dotted: str) -> tuple[str, str]:

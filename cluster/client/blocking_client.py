@@ -10,9 +10,9 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from typing import Any, TypeVar, Unpack
 
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.cluster.client.generation import Chunk, Generation
 from holdfast.cluster.service_options import ServiceOptions
 from holdfast.router.chat import Message
+from holdfast.router.generation import Chunk, Generation
 from holdfast.worker.sampling_params import SamplingParams
 
 ResultT = TypeVar("ResultT")

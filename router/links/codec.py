@@ -1,7 +1,7 @@
 """Between the messages of the link to replicas and plain data, both ways.
 
 What may live here: field by field conversion, kept lean, for it runs once a step or more. What may not: decisions, IO
-(`link.py`), the public API (`wire.py`).
+(`link.py`), the public API (`router/wire/codec.py`).
 """
 
 from dataclasses import fields

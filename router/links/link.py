@@ -1,7 +1,7 @@
 """The router's end of the link to one replica: dials, listens, and dials again when the link is lost.
 
 What may live here: the stream's life cycle and its gRPC options. What may not: which request goes where
-(`dispatch.py`), what messages mean (`wire.py`). However a session ends, the listener hears of it once.
+(`dispatch.py`), what messages mean (`codec.py`). However a session ends, the listener hears of it once.
 """
 
 import asyncio

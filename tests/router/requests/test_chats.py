@@ -83,10 +83,23 @@ REFUSED = {
     "no role": (chat(("", "x")), "chat.messages[0].role", "must be a name"),
     "a role of control tokens": (chat(("user", "x"), ("a|><|b", "")), "chat.messages[1].role", "must be a name"),
     "refused by the template": (chat(("tool", "x")), "chat.messages", "no tools"),
-    "a template that fails": (chat(("user", "x"), template_kwargs={"level": "x"}), "chat.messages", "template refuses"),
-    "what the template is given": (chat(("user", "x"), template_kwargs={"messages": 1}), "chat.template_kwargs", "set"),
+    "a template that fails": (
+        chat(("user", "x"), template_kwargs='{"level": "x"}'),
+        "chat.messages",
+        "template refuses",
+    ),
+    "what the template is given": (
+        chat(("user", "x"), template_kwargs='{"messages": 1}'),
+        "chat.template_kwargs",
+        "set",
+    ),
     "a time without a calendar": (chat(("user", "x"), now_s=2**60), "chat.now_s", "253402300799"),
     "larger than a text": (chat(("user", "x" * 300)), "chat.messages", "at most 200 bytes (limits.max_prompt_bytes)"),
+    "larger by its variables": (
+        chat(("user", "x"), template_kwargs='{"x": "' + 300 * "y" + '"}'),
+        "chat.messages",
+        "at most 200 bytes",
+    ),
     "larger once it is rendered": (LONG, "chat", "at most 200 bytes (limits.max_prompt_bytes)"),
 }
 
