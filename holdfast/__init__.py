@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from holdfast.cluster.client.async_client import AsyncClient
     from holdfast.cluster.client.blocking_client import Client
-    from holdfast.cluster.client.generation import Chunk
     from holdfast.cluster.offline.beams import BeamSearchParams
     from holdfast.cluster.offline.inference_engine import InferenceEngine
     from holdfast.cluster.offline.llm import LLM
     from holdfast.cluster.offline.outputs import CompletionOutput, RequestOutput
     from holdfast.cluster.serve.app import build_app
+    from holdfast.router.generation import Chunk
     from holdfast.worker.errors import HoldfastError
     from holdfast.worker.request import FinishReason, Priority
     from holdfast.worker.sampling_params import SamplingParams
@@ -42,7 +42,7 @@ __all__ = [
 
 _HOMES = {
     "AsyncClient": "holdfast.cluster.client.async_client",
-    "Chunk": "holdfast.cluster.client.generation",
+    "Chunk": "holdfast.router.generation",
     "Client": "holdfast.cluster.client.blocking_client",
     "LLM": "holdfast.cluster.offline.llm",
     "BeamSearchParams": "holdfast.cluster.offline.beams",

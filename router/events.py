@@ -2,7 +2,7 @@
 worker (`worker/step_update.py`, `worker/model_info.py`).
 
 What may live here: frozen dataclasses, and what each of them promises. What may not: decisions (`dispatch.py`), wire
-formats, IO.
+formats (`router/wire/`), IO.
 """
 
 from collections.abc import Sequence

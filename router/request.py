@@ -1,7 +1,7 @@
 """A client's request in the text world: what every wire format is turned into, and the limits that need no model.
 
-What may live here: the plain data and its own checks. What may not: wire formats (`wire.py`), what depends on the model
-(`request_processor.py`).
+What may live here: the plain data and its own checks. What may not: wire formats (`router/wire/`), what depends on the
+model (`request_processor.py`).
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
+from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
 from holdfast.router.resume import Resume
 from holdfast.worker.errors import InvalidRequestError
@@ -26,9 +27,11 @@ class GenerationRequest:
     Raises `InvalidRequestError` for a field of a wrong type: wires and callers in process are equal here.
     """
 
-    prompt: str | tuple[int, ...]
+    prompt: str | tuple[int, ...] = ()
     """Text, or token ids that are taken as they are. An empty text is a prompt where the tokenizer begins every text
     with a token of its own, as for Hugging Face and vLLM."""
+    chat: Chat | None = None
+    """A conversation, instead of a prompt: the model's chat template makes one of it."""
     model: str = ""
     """Empty: the only model that is served."""
     request_id: str = ""
@@ -62,7 +65,7 @@ class GenerationRequest:
         self._check_bad_words(limits)
         self._check_structure(limits)
         if self.resume is not None:
-            self.resume.check(self.request_id, self.sampling_params)
+            self._check_resume(self.resume)
         self._check_sequences(limits)
         if len(self.request_id) > limits.max_request_id_length:
             limit = f"must have at most {limits.max_request_id_length} characters"
@@ -78,10 +81,21 @@ class GenerationRequest:
             raise InvalidRequestError("timeout_ms", timeout_ms, f"must be in [1, {round(limits.max_timeout_s * 1000)}]")
 
     def _check_prompt(self, limits: LimitsConfig) -> None:
+        if self.chat is not None:
+            if self.prompt:
+                raise InvalidRequestError("prompt", self.prompt, "must not be set with chat")
+            self.chat.check(limits)
+            return
         if isinstance(self.prompt, str):
             check_text(self.prompt, limits)
         elif not self.prompt:
             raise InvalidRequestError("token_ids", self.prompt, EMPTY_PROMPT)
+
+    def _check_resume(self, resume: Resume) -> None:
+        resume.check(self.request_id, self.sampling_params)
+        if self.chat is not None and self.chat.now_s is None:
+            limit = "must be that of the stream that was cut off: a chat template may tell the date"
+            raise InvalidRequestError("chat.now_s", None, limit)
 
     def _check_stop(self, limits: LimitsConfig) -> None:
         stop = self.sampling_params.stop_strings
@@ -114,6 +128,13 @@ class GenerationRequest:
             limit = f"must be at most {limits.max_sequences} (limits.max_sequences)"
             raise InvalidRequestError(f"sampling_params.{name}", params.num_sequences, limit)
 
+    @property
+    def prompt_field(self) -> str:
+        """The field of the proto that the prompt is in."""
+        if self.chat is not None:
+            return "chat"
+        return "text" if isinstance(self.prompt, str) else "token_ids"
+
     def check_streamable(self) -> None:
         """Raises `InvalidRequestError` for what can only be answered as a whole."""
         params = self.sampling_params
@@ -125,12 +146,12 @@ class GenerationRequest:
             raise InvalidRequestError("sampling_params.best_of", params.best_of, limit)
 
 
-def check_text(text: str, limits: LimitsConfig) -> None:
+def check_text(text: str, limits: LimitsConfig, field: str = "text") -> None:
     """Raises `InvalidRequestError` for a text that is too large to be tokenized here."""
     num_bytes = len(text.encode())
     if num_bytes > limits.max_prompt_bytes:
         limit = f"must be at most {limits.max_prompt_bytes} bytes (limits.max_prompt_bytes), not {num_bytes}"
-        raise InvalidRequestError("text", text, limit)
+        raise InvalidRequestError(field, text, limit)
 
 
 def derived_seed(request_id: str) -> int:

@@ -33,8 +33,8 @@ class ByteCodec:
         return None
 
 
-def byte_tokenizer(path: str = "") -> Tokenizer:
-    return Tokenizer(ByteCodec(), special_tokens={})
+def byte_tokenizer(path: str = "", chat_template: str | None = None) -> Tokenizer:
+    return Tokenizer(ByteCodec(), special_tokens={}, chat_template=chat_template)
 
 
 def fake_tokens(prompt: Sequence[int], seed: int, num_tokens: int) -> list[int]:

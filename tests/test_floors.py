@@ -14,7 +14,7 @@ DEVICE = ("distributed", "layers", "attention", "sampling", "model", "engine")
 PROCESS = ("wire", "supervision", "replica")  # wire: both ends of a link read and write its messages by one codec
 ROOMS = {  # from the ground up: a room imports from those before it
     "worker": (*POLICY, *DEVICE, *PROCESS),
-    "router": ("text", "replicas", "dispatch", "requests", "links", "doors", "router"),
+    "router": ("wire", "text", "replicas", "dispatch", "requests", "links", "doors", "router"),
     "cluster": ("config", "bundled_model", "client", "offline", "serve", "simulate", "demo", "commands"),
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
 }
@@ -33,11 +33,12 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     "worker.wire": TENSORS | IO,
     "router": {"torch", "ray"},
     "router.words": IO,
+    "router.wire": TENSORS | (IO - {"grpc"}),
     "router.replicas": TENSORS | IO,
     "router.dispatch": TENSORS | IO,
     "cluster.simulate": TENSORS | (IO - {"random"}),
 }
-STUBS = ("worker.wire", "worker.replica", "router.links", "router.doors", "cluster.client")
+STUBS = ("worker.wire", "worker.replica", "router.wire", "router.links", "router.doors", "cluster.client")
 
 
 def room(dotted: str) -> tuple[str, str]:

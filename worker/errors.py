@@ -1,7 +1,7 @@
 """Every error that leaves a Holdfast component, in one tree.
 
 What may live here: error classes, whose fault each is, and whether a retry can help. What may not: the mapping
-to gRPC or HTTP codes (`router/doors/grpc/status.py`), and anything that imports torch or Ray.
+to gRPC or HTTP codes (`router/wire/statuses.py`), and anything that imports torch or Ray.
 
     HoldfastError
     ├── CallerError              the request or the configuration is wrong; a retry cannot help
@@ -51,7 +51,7 @@ class InvalidRequestError(CallerError, ValueError):
     """
 
     def __init__(self, field: str, value: object, limit: str) -> None:
-        super().__init__(f"{field} = {_shortened(value)}: {limit}")
+        super().__init__(f"{field} = {shortened(value)}: {limit}")
         self.field = field
         self.value = value
         self.limit = limit
@@ -61,7 +61,7 @@ class UnknownModelError(CallerError):
     """The named model is not served here. `served` lists those that are."""
 
     def __init__(self, model: str, served: tuple[str, ...]) -> None:
-        super().__init__(f"model {_shortened(model)} is not served here; served: {', '.join(served) or 'none'}")
+        super().__init__(f"model {shortened(model)} is not served here; served: {', '.join(served) or 'none'}")
         self.model = model
         self.served = served
 
@@ -128,7 +128,7 @@ class InternalError(HoldfastError):
     """Our bug. The message says what was going on; the cause is chained."""
 
 
-def _shortened(value: object, limit: int = 80) -> str:
+def shortened(value: object, limit: int = 80) -> str:
     """`repr` of a value cut to `limit` characters, so that a bad megabyte never ends up in a message."""
     try:
         text = repr(value[:limit] if isinstance(value, str | bytes | list | tuple) else value)

@@ -6,12 +6,13 @@ What may live here: the bridge between threads. What may not: anything of a requ
 import asyncio
 import random
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.cluster.client.generation import Chunk, Generation
 from holdfast.cluster.service_options import ServiceOptions
+from holdfast.router.chat import Message
+from holdfast.router.generation import Chunk, Generation
 from holdfast.worker.sampling_params import SamplingParams
 
 ResultT = TypeVar("ResultT")
@@ -52,15 +53,25 @@ class Client:
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | None = None,
         params: SamplingParams | None = None,
         *,
+        messages: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "",
         request_id: str = "",
         **service: Unpack[ServiceOptions],
     ) -> Iterator[Chunk]:
         """The completions as they come, as `AsyncClient.stream`. Leaving the iteration aborts the request."""
-        chunks = self._client.stream(prompt, params, model=model, request_id=request_id, **service)
+        chunks = self._client.stream(
+            prompt,
+            params,
+            messages=messages,
+            chat_template_kwargs=chat_template_kwargs,
+            model=model,
+            request_id=request_id,
+            **service,
+        )
         try:
             while (chunk := self._wait(_next(chunks))) is not None:
                 yield chunk
@@ -69,15 +80,26 @@ class Client:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | None = None,
         params: SamplingParams | None = None,
         *,
+        messages: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "",
         request_id: str = "",
         **service: Unpack[ServiceOptions],
     ) -> Generation:
         """All completions, when they have ended, as `AsyncClient.generate`."""
-        return self._wait(self._client.generate(prompt, params, model=model, request_id=request_id, **service))
+        answer = self._client.generate(
+            prompt,
+            params,
+            messages=messages,
+            chat_template_kwargs=chat_template_kwargs,
+            model=model,
+            request_id=request_id,
+            **service,
+        )
+        return self._wait(answer)
 
     # --- inside ---
 

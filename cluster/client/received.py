@@ -1,11 +1,12 @@
 """What a client has received of a stream: enough to go on elsewhere when the router is lost.
 
-Plain data. What may not live here: gRPC (`client.py`, `wire.py`), time (`retry_policy.py`).
+Plain data. What may not live here: calls (`async_client.py`), time (`retry_policy.py`).
 """
 
 from dataclasses import dataclass, field, replace
 
-from holdfast.cluster.client.generation import Chunk
+from holdfast.router.generation import Chunk
+from holdfast.router.resume import Progress, Resume
 from holdfast.worker.errors import InternalError
 from holdfast.worker.request import FinishReason
 
@@ -27,7 +28,22 @@ class Received:
         self.sequences: list[ReceivedSequence] = []
         """By sequence index."""
         self.fingerprint = ""
+        self.is_over = False
+        """The very last chunk has come, which says the usage: all that may be missing is the end of the call."""
         self._replayed_without_guarantee = False
+
+    @property
+    def resume(self) -> Resume:
+        """For the router that is to go on with it."""
+        sequences = tuple(
+            Progress(
+                token_ids=tuple(sequence.token_ids),
+                text_length=sequence.text_length,
+                finish_reason=sequence.finish_reason,
+            )
+            for sequence in self.sequences
+        )
+        return Resume(sequences=sequences, fingerprint=self.fingerprint)
 
     def take(self, chunk: Chunk) -> Chunk | None:
         """Notes a chunk, and returns it with what is known from earlier ones; None if its sequence was over before.
@@ -36,6 +52,7 @@ class Received:
         """
         while len(self.sequences) <= chunk.sequence_index:
             self.sequences.append(ReceivedSequence())
+        self.is_over |= chunk.usage is not None
         sequence = self.sequences[chunk.sequence_index]
         if sequence.finish_reason is not None:
             return None

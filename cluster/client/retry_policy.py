@@ -1,4 +1,4 @@
-"""How long a client goes on asking when its routers are lost, and how long it pauses in between.
+"""Whether a client asks again when a call has failed, how long it goes on, and how long it pauses in between.
 
 No clock or randomness here: time and draws are passed in.
 """
@@ -6,9 +6,26 @@ No clock or randomness here: time and draws are passed in.
 from collections.abc import Callable
 from typing import Final
 
+import grpc
+
 from holdfast.router.replicas.backoff import growing_pause_s
+from holdfast.router.wire.statuses import CallStatus
 
 MAX_PAUSE_S: Final = 2.0
+
+_BROKEN_CODES: Final = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+_BUG_CODES: Final = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
+
+
+def is_worth_another_try(status: CallStatus, *, was_taken: bool = False) -> bool:
+    """Whether the same call may succeed at another router, or later: where a router, a replica or the way was lost.
+
+    A full queue is for the caller to deal with, unless the request `was_taken`: some router has let it in before. The
+    codes of a bug count only if nobody said so: then the connection broke in a way of its own.
+    """
+    if status.code in _BROKEN_CODES or (was_taken and status.code is grpc.StatusCode.RESOURCE_EXHAUSTED):
+        return True
+    return status.code in _BUG_CODES and status.details is None
 
 
 class RetryPolicy:
@@ -36,15 +53,22 @@ class RetryPolicy:
         self._reconnect_s = reconnect_s
         self._deadline = None if timeout_s is None else now + timeout_s
         self._draw = draw
-        self._first_failed_at = now
+        self._first_failed_at: float | None = None
         self._num_failed = 0
         self.was_taken = False
         """Some router has taken the request."""
 
-    def note_word(self) -> None:
-        """A router has taken the request, or has sent some of the answer."""
+    def note_taken(self) -> None:
+        """A router has taken the request. There is all the time again, but routers that take it and lose it, again and
+        again, are asked less and less often.
+        """
         self.was_taken = True
         self._limit_s = self._reconnect_s
+        self._first_failed_at = None
+
+    def note_news(self) -> None:
+        """A router has sent some of the answer."""
+        self.note_taken()
         self._num_failed = 0
 
     def pause_s(self, now: float, hint_s: float | None = None) -> float | None:
@@ -52,7 +76,7 @@ class RetryPolicy:
 
         `hint_s` is what the router said of that; it counts once all have been asked.
         """
-        if self._num_failed == 0:
+        if self._first_failed_at is None:
             self._first_failed_at = now
         self._num_failed += 1
         if self._num_failed < self._num_routers:

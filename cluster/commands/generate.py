@@ -15,6 +15,7 @@ from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.sources import Layer
 from holdfast.cluster.service_options import ServiceOptions
+from holdfast.router.chat import Message
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.request import Priority, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
@@ -36,6 +37,16 @@ class Ask:
     params: SamplingParams
     service: ServiceOptions
     chat: bool = False
+
+    @property
+    def prompt(self) -> str | None:
+        """None: it is a chat."""
+        return None if self.chat else self.text
+
+    @property
+    def messages(self) -> list[Message] | None:
+        """The chat of one turn; None: the text is the prompt."""
+        return [{"role": "user", "content": self.text}] if self.chat else None
 
     @property
     def is_streamed(self) -> bool:
@@ -88,8 +99,6 @@ def generate(
     if server is None:
         _complete_here(load_config(settings, config).config, ask)
         return 0
-    if chat:
-        raise ConfigurationError("--chat (with --server): chat templates are applied where the model is loaded")
     _check_for_server(settings, config)
     model = settings.get("model.model")
     asyncio.run(_complete_on_server(server, ask, str(model.value) if model else ""))
@@ -121,7 +130,7 @@ def _complete_here(config: HoldfastConfig, ask: Ask) -> None:
         engine = InferenceEngine(config=config.worker, progress=report, limits=config.limits)
         engine.start()
     try:
-        prompt = chat_token_ids(engine.tokenizer, [{"role": "user", "content": ask.text}]) if ask.chat else ask.text
+        prompt = chat_token_ids(engine.tokenizer, ask.messages) if ask.messages else ask.text
         printer = Printer()
         if ask.is_streamed:
             output = _stream_here(engine, prompt, ask, printer)
@@ -180,7 +189,7 @@ async def _complete_on_server(addresses: str, ask: Ask, model: str) -> None:
             prompt_logprobs, logprobs = await _stream_from(client, ask, model, printer)
             tables = {"completion 0": logprobs}
         else:
-            answer = await client.generate(ask.text, ask.params, model=model, **ask.service)
+            answer = await client.generate(ask.prompt, ask.params, messages=ask.messages, model=model, **ask.service)
             printer.show(answer.completions)
             prompt_logprobs = answer.prompt_logprobs
             tables = {f"completion {item.sequence_index}": item.logprobs for item in answer.completions}
@@ -197,7 +206,7 @@ async def _stream_from(
     """What is said of the prompt's tokens, and of the output's."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     logprobs: tuple[TokenLogprob | None, ...] = ()
-    async for chunk in client.stream(ask.text, ask.params, model=model, **ask.service):
+    async for chunk in client.stream(ask.prompt, ask.params, messages=ask.messages, model=model, **ask.service):
         printer.add(chunk.text, len(chunk.token_ids))
         prompt_logprobs += chunk.prompt_logprobs
         logprobs += chunk.logprobs

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.cluster.client.generation import Chunk
+from holdfast.router.generation import Chunk
 from holdfast.worker.sampling_params import SamplingParams
 
 

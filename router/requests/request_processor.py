@@ -137,7 +137,7 @@ class RequestProcessor:
         deadline = self._dispatch_host.now() + self._timeout_s(wish, time_remaining_s)
         model = self.model(wish.model)
         request = await self._engine_request(wish, model)
-        echo = await self._tokenizers.echo(model.name, wish.prompt, request) if request.sampling_params.echo else ""
+        echo = await self._echo(wish, model.name, request) if request.sampling_params.echo else ""
         self._check_open()
         return _Admitted(request=request, model=model, deadline=deadline, echo=echo, attempt=wish.attempt)
 
@@ -164,14 +164,13 @@ class RequestProcessor:
 
     async def _engine_request(self, wish: GenerationRequest, model: ModelStatus) -> EngineRequest:
         request_id = wish.request_id or uuid.uuid4().hex
-        if isinstance(wish.prompt, str):
-            token_ids = await self._tokenizers.encode(model.name, wish.prompt)
-        else:
-            token_ids = wish.prompt
-            check_vocabulary("token_ids", token_ids, model.facts.vocab_size)
+        token_ids = await self._prompt_token_ids(wish, model)
         token_ids = kept_tokens(token_ids, wish.sampling_params, model.facts.max_sequence_len)
+        shown = wish.prompt if wish.chat is None else wish.chat.messages
         max_sequence_len, max_model_len = model.facts.max_sequence_len, model.facts.max_model_len
-        check_length(wish.prompt, len(token_ids), max_sequence_len=max_sequence_len, max_model_len=max_model_len)
+        check_length(
+            wish.prompt_field, shown, len(token_ids), max_sequence_len=max_sequence_len, max_model_len=max_model_len
+        )
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -184,6 +183,22 @@ class RequestProcessor:
             bad_word_token_ids=await self._tokenizers.bad_words(model.name, wish.sampling_params.bad_words),
             grammar=await self._tokenizers.grammar(model.name, wish.sampling_params.structure),
         )
+
+    async def _prompt_token_ids(self, wish: GenerationRequest, model: ModelStatus) -> tuple[int, ...]:
+        """All of them, before any is cut off."""
+        if wish.chat is not None:
+            text = await self._tokenizers.render(model.name, wish.chat)
+            check_text(text, self._limits, "chat")  # a template adds to each message
+            return await self._tokenizers.encode(model.name, text, add_special_tokens=False)
+        if isinstance(wish.prompt, str):
+            return await self._tokenizers.encode(model.name, wish.prompt)
+        check_vocabulary("token_ids", wish.prompt, model.facts.vocab_size)
+        return wish.prompt
+
+    async def _echo(self, wish: GenerationRequest, model: str, request: EngineRequest) -> str:
+        """What `echo` puts before the output; of a chat, the text of the tokens that the template made of it."""
+        prompt = wish.prompt if wish.chat is None else request.prompt_token_ids
+        return await self._tokenizers.echo(model, prompt, request)
 
 
 def _check_room(field: str, num_received: int, num_prompt_tokens: int, max_model_len: int) -> None:

@@ -5,9 +5,8 @@ helpers only. No tokens here, and no opinion on roles beyond their spelling: the
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
@@ -18,20 +17,35 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from holdfast.router.chat import Chat, Message, check_messages
+from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 
-_ROLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-"""What a role may look like. Templates paste it between control tokens, so nothing else may get in."""
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
-_NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
+
+def chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
+    """The prompt for a chat, by the template that lies with the tokenizer. Raises what `render_chat` raises.
+
+    A function of the chat alone if that says when it is: dates are in UTC, wherever the router stands.
+    """
+    now = datetime.now(UTC) if chat.now_s is None else datetime.fromtimestamp(chat.now_s, UTC)
+    return render_chat(
+        tokenizer.chat_template,
+        chat.messages,
+        special_tokens=tokenizer.special_tokens,
+        template_kwargs=chat.template_kwargs,
+        now=lambda: now,
+    )
 
 
 def render_chat(
     template: str | None,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Message],
     add_generation_prompt: bool = True,
     *,
     special_tokens: Mapping[str, str] = _NOTHING,
+    template_kwargs: Mapping[str, Any] = _NOTHING,
     now: Callable[[], datetime] = datetime.now,
 ) -> str:
     """The prompt for `messages`. It holds its own special tokens: encode it with `add_special_tokens=False`.
@@ -41,41 +55,22 @@ def render_chat(
     for a template that does not compile.
     """
     if template is None:
-        raise InvalidRequestError("messages", messages, "this model has no chat template; send a text prompt instead")
-    _check(messages)
+        raise InvalidRequestError("chat", messages, "this model has no chat template; send a text prompt instead")
+    check_messages(messages)
     compiled = _compiled(template)
+    variables = {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None, **template_kwargs}
+    own = {
+        **special_tokens,
+        "messages": [dict(message) for message in messages],
+        "strftime_now": lambda form: now().strftime(form),
+    }
+    if reserved := sorted(own.keys() & template_kwargs.keys()):
+        raise InvalidRequestError("chat.template_kwargs", reserved, "are not for a request to set")
     try:
-        return compiled.render(
-            **special_tokens,
-            messages=[dict(message) for message in messages],
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            strftime_now=lambda form: now().strftime(form),
-        )
+        return compiled.render(variables | own)
     except Exception as error:  # a template is foreign code: it may fail in any way, and mostly because of the messages
-        raise InvalidRequestError("messages", messages, f"the model's chat template refuses them: {error}") from error
-
-
-def _check(messages: Sequence[Mapping[str, Any]]) -> None:
-    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
-        raise InvalidRequestError("messages", messages, "must be a list of messages")
-    if not messages:
-        raise InvalidRequestError("messages", messages, "must have at least one message")
-    for index, message in enumerate(messages):
-        _check_message(index, message)
-
-
-def _check_message(index: int, message: Mapping[str, Any]) -> None:
-    if not isinstance(message, Mapping):
-        raise InvalidRequestError("messages", message, f"message {index} must be an object with role and content")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or not _ROLE.fullmatch(role):
-        raise InvalidRequestError(
-            "messages", role, f"the role of message {index} must be a name like user or assistant"
-        )
-    if not isinstance(content, str | list) and not (content is None and role == "assistant"):
-        raise InvalidRequestError("messages", content, f"the content of message {index} must be text")
+        limit = f"the model's chat template refuses them: {error}"
+        raise InvalidRequestError("chat.messages", messages, limit) from error
 
 
 @lru_cache(maxsize=32)

@@ -4,6 +4,8 @@ with it.
 Pure functions, for the router and for the engine in one process.
 """
 
+from collections.abc import Sequence
+
 from holdfast.router.request import EMPTY_PROMPT
 from holdfast.router.text.detokenizer import IncrementalDetokenizer
 from holdfast.router.text.tokenizer import Tokenizer
@@ -23,12 +25,14 @@ def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence
     return token_ids[-num_kept:]
 
 
-def check_length(prompt: str | tuple[int, ...], num_tokens: int, *, max_sequence_len: int, max_model_len: int) -> None:
+def check_length(
+    field: str, prompt: Sequence[object], num_tokens: int, *, max_sequence_len: int, max_model_len: int
+) -> None:
     """A prompt must leave room for one token, and the tokenizer must have made something of it.
 
-    Raises `InvalidRequestError`. The longest sequence is as long as the model's context, or as all of the KV cache.
+    Raises `InvalidRequestError` for `field`, in which the prompt came. The longest sequence is as long as the model's
+    context, or as all of the KV cache.
     """
-    field = "text" if isinstance(prompt, str) else "token_ids"
     if num_tokens == 0:
         raise InvalidRequestError(field, prompt, "the prompt has no tokens" if prompt else EMPTY_PROMPT)
     if num_tokens < max_sequence_len:

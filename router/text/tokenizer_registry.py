@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 
+from holdfast.router.chat import Chat
+from holdfast.router.text.chat import chat_text
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.prompt import echoed_text
 from holdfast.router.text.tokenizer import Tokenizer
@@ -32,12 +34,19 @@ class TokenizerRegistry:
                 self._tokenizers[model] = tokenizer
                 self._compilers[model] = GrammarCompiler(tokenizer)
 
-    async def encode(self, model: str, text: str) -> tuple[int, ...]:
+    async def encode(self, model: str, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """A long text takes milliseconds, which other streams should not have to wait."""
         tokenizer = self._tokenizers[model]
         if len(text) <= self._inline_bytes:
-            return tuple(tokenizer.encode(text))
-        return tuple(await asyncio.to_thread(tokenizer.encode, text))
+            return tuple(tokenizer.encode(text, add_special_tokens))
+        return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
+
+    async def render(self, model: str, chat: Chat) -> str:
+        """As `chat_text`: the prompt's text, its special tokens in it."""
+        tokenizer = self._tokenizers[model]
+        if chat.num_bytes <= self._inline_bytes:
+            return chat_text(tokenizer, chat)
+        return await asyncio.to_thread(chat_text, tokenizer, chat)
 
     async def bad_words(self, model: str, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """As `bad_word_token_ids`."""

@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from holdfast.cluster.bundled_model.bundled_model import BUNDLED, bundled_path
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.cluster.client.generation import Chunk, Generation
 from holdfast.router.events import Usage
+from holdfast.router.generation import Chunk, Generation
 from holdfast.router.text.chat import render_chat
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import HoldfastError

@@ -14,6 +14,7 @@ from google.rpc.status_pb2 import Status
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
 from holdfast.router.router import Router
+from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from tests.fakes import byte_tokenizer, fake_tokens
 
@@ -78,7 +79,10 @@ class Replica(Protocol):
 
 @asynccontextmanager
 async def site(
-    *replicas: Replica, config: RouterConfig | None = None, limits: LimitsConfig | None = None
+    *replicas: Replica,
+    config: RouterConfig | None = None,
+    limits: LimitsConfig | None = None,
+    load_tokenizer: Callable[[str], Tokenizer] = byte_tokenizer,
 ) -> AsyncIterator[Site]:
     """Up when all replicas are. Leaving it checks that nothing is left over: requests, links, tasks."""
     tasks_before = asyncio.all_tasks()
@@ -87,7 +91,7 @@ async def site(
         config or RouterConfig(max_reconnect_s=0.1),
         limits or LimitsConfig(),
         directory,
-        load_tokenizer=byte_tokenizer,
+        load_tokenizer=load_tokenizer,
     )
     channel = grpc.aio.insecure_channel(router.address, options=[("grpc.use_local_subchannel_pool", 1)])
     place = Site(router, directory, list(replicas), channel)

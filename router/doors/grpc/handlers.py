@@ -15,7 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from holdfast.router.doors.grpc.status import call_status
+from holdfast.router.wire.statuses import call_status
 from holdfast.worker.errors import HoldfastError, InternalError, InvalidRequestError
 
 logger = logging.getLogger(__name__)

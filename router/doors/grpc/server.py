@@ -1,7 +1,7 @@
 """The public gRPC server: `holdfast.v1.Inference`, health and reflection on one port.
 
 What may live here: which message each method takes and gives, and the server's options. What may not: conversion
-(`wire.py`), checks and decisions (`request_processor.py`, `dispatch.py`), error codes (`status.py`).
+(`router/wire/`), checks and decisions (`request_processor.py`, `dispatch.py`).
 """
 
 import math
@@ -14,16 +14,12 @@ from grpc_reflection.v1alpha import reflection
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.doors.grpc.codec import (
-    generation_request,
-    load_response,
-    models_response,
-    stream_response,
-    unary_response,
-)
 from holdfast.router.doors.grpc.handlers import Context, generic_handler
 from holdfast.router.doors.grpc.health import HealthServicer
+from holdfast.router.doors.public_answer import public_chunk, public_generation
 from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.wire.codec import chunk_message, generation_message, generation_request
+from holdfast.router.wire.serving_state import load_response, models_response
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 
@@ -52,7 +48,7 @@ class InferenceServicer:
         )
         async with opening(wish, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
-            return unary_response(await answer.whole())
+            return generation_message(public_generation(await answer.whole()))
 
     async def GenerateStream(
         self, message: inference_pb2.GenerateRequest, context: Context
@@ -62,7 +58,7 @@ class InferenceServicer:
         async with self._request_processor.open(wish, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
             async for delivery in answer:
-                yield stream_response(delivery)
+                yield chunk_message(public_chunk(delivery))
 
     async def Tokenize(
         self, message: inference_pb2.TokenizeRequest, context: Context

@@ -1,8 +1,8 @@
 import pytest
 
-from holdfast.cluster.client.generation import Chunk
 from holdfast.cluster.client.received import Received
 from holdfast.cluster.client.retry_policy import MAX_PAUSE_S, RetryPolicy
+from holdfast.router.generation import Chunk
 from holdfast.router.replicas.backoff import FIRST_PAUSE_S
 from holdfast.worker.errors import InternalError
 from holdfast.worker.request import FinishReason
@@ -34,18 +34,28 @@ def test_a_hint_of_the_router_counts_once_all_were_asked():
 def test_it_ends_some_time_after_the_loss(is_taken, timeout_s, lasts_s):
     asked = retry_policy(timeout_s=timeout_s)
     if is_taken:
-        asked.note_word()
+        asked.note_news()
     lost_at = 100.0
     assert asked.pause_s(lost_at) is not None
     assert asked.pause_s(lost_at + lasts_s - 1.0) is not None
     assert asked.pause_s(lost_at + lasts_s) is None
 
 
+def test_routers_that_take_it_and_lose_it_are_asked_less_and_less_often():
+    asked = retry_policy(num_routers=2)
+    pauses = []
+    for second in range(0, 1000, 10):
+        asked.note_taken()
+        pauses.append(asked.pause_s(float(second)))
+    assert pauses[:3] == [0.0, FIRST_PAUSE_S, 2 * FIRST_PAUSE_S]
+    assert pauses[-1] == MAX_PAUSE_S
+
+
 def test_a_word_of_a_router_starts_it_afresh():
     asked = retry_policy()
     for _ in range(5):
         asked.pause_s(0.0)
-    asked.note_word()
+    asked.note_news()
     assert asked.pause_s(1.0) == FIRST_PAUSE_S
 
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from holdfast.cluster.client.codec import generate_request
+from holdfast.cluster.client.async_client import submission
 from holdfast.cluster.offline.beams import BeamSearchParams
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.llm import LLM
@@ -225,7 +225,7 @@ def test_clients_refuse_the_same_options_before_they_send_anything(options):
     if field == "timeout_ms" or "at most" in options[2]:
         return  # a limit, which the server knows
     with pytest.raises(InvalidRequestError) as refused:
-        generate_request("hello", SHORT, model="", request_id="", **fields)
+        submission("hello", SHORT, None, None, model="", request_id="", **fields)
     assert refused.value.field == field
 
 

@@ -1,10 +1,13 @@
+import time
 from datetime import datetime
 
 import pytest
 
-from holdfast.router.text.chat import render_chat
+from holdfast.router.chat import Chat
+from holdfast.router.text.chat import chat_text, render_chat
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 from scripts.train_bundled_model.vocabulary import CHAT_TEMPLATE
+from tests.fakes import byte_tokenizer
 
 CHATML = (
     "{% for message in messages %}"
@@ -72,13 +75,13 @@ def test_templates_find_the_helpers_they_expect(template: str, expected: str) ->
 def test_refuses_malformed_messages(messages: object) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         render_chat(CHATML, messages)  # type: ignore[arg-type]
-    assert caught.value.field == "messages"
+    assert caught.value.field.startswith("chat.messages")
 
 
 def test_passes_on_what_the_template_says_against_a_message() -> None:
     with pytest.raises(InvalidRequestError, match="not tool") as caught:
         render_chat(CHAT_TEMPLATE, [{"role": "tool", "content": "7"}], special_tokens={"bos_token": ""})
-    assert caught.value.field == "messages"
+    assert caught.value.field == "chat.messages"
 
 
 @pytest.mark.parametrize("template", ["{{ messages[0].content + 1 }}", "{{ messages[7].content.text }}", "{{ 1 / 0 }}"])
@@ -103,6 +106,25 @@ def test_a_template_cannot_change_the_messages() -> None:
     with pytest.raises(InvalidRequestError):
         render_chat("{{ messages[0].tags.append('b') }}", messages)
     assert messages == [{"role": "user", "content": "Hello", "tags": ["a"]}]
+
+
+def test_a_request_may_set_variables_but_none_that_the_template_is_given() -> None:
+    assert render_chat("{{ mood }}{{ n + 1 }}", HELLO, template_kwargs={"mood": "calm", "n": 1}) == "calm2"
+    assert render_chat(CHATML, HELLO, template_kwargs={"add_generation_prompt": False}).endswith("<|im_end|>\n")
+    for name in ("messages", "strftime_now", "bos_token"):
+        with pytest.raises(InvalidRequestError, match=name) as caught:
+            render_chat(CHATML, HELLO, special_tokens={"bos_token": "<s>"}, template_kwargs={name: "x"})
+        assert caught.value.field == "chat.template_kwargs"
+
+
+def test_a_chat_that_says_when_it_is_has_one_prompt_wherever_it_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_tokenizer(chat_template="{{ strftime_now('%d %b %H:%M') }}")
+    for zone in ("Pacific/Auckland", "America/Los_Angeles"):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        assert chat_text(tokenizer, Chat(messages=HELLO, now_s=86_399)) == "01 Jan 23:59"
+    monkeypatch.delenv("TZ")
+    time.tzset()
 
 
 def test_a_template_that_does_not_compile_is_the_models_fault() -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy
 import pytest
 
-from holdfast.cluster.client.codec import sampling_params
 from holdfast.router.config import LimitsConfig
-from holdfast.router.doors.grpc.codec import generation_request
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.wire.codec import generation_request
+from holdfast.router.wire.sampling_params import sampling_params_message
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
@@ -95,7 +95,7 @@ def test_what_the_wire_cannot_say_is_refused_in_process(given: dict, field: str)
 )
 def test_every_kind_survives_the_way_from_the_client_to_the_router(wish: dict):
     params = SamplingParams(structured_outputs=wish)
-    message = inference_pb2.GenerateRequest(text="x", sampling_params=sampling_params(params))
+    message = inference_pb2.GenerateRequest(text="x", sampling_params=sampling_params_message(params))
     received = generation_request(message).sampling_params
     assert received == params
     assert received.structure == StructuredOutputs(**wish)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster.client.codec import sampling_params
-from holdfast.router.doors.grpc.codec import generation_request
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.vocabulary import bad_word_token_ids
+from holdfast.router.wire.codec import generation_request
+from holdfast.router.wire.sampling_params import sampling_params_message
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest
@@ -131,7 +131,7 @@ def test_one_bad_word_may_be_given_without_a_list():
 
 def test_every_parameter_survives_the_way_from_the_client_to_the_router():
     for params in (EVERYTHING, replace(EVERYTHING, prompt_logprobs=4), BEAMS):
-        message = inference_pb2.GenerateRequest(text="x", sampling_params=sampling_params(params))
+        message = inference_pb2.GenerateRequest(text="x", sampling_params=sampling_params_message(params))
         assert generation_request(message).sampling_params == params
 
 

@@ -18,7 +18,7 @@ def params(**fields) -> dict:
 BAD_REQUESTS = {
     "empty text": ({"text": ""}, "text", "must not be empty"),
     "no token ids": ({"token_ids": inference_pb2.TokenIds()}, "token_ids", "must not be empty"),
-    "no prompt": ({}, "prompt", "one of text and token_ids"),
+    "no prompt": ({}, "prompt", "one of text, token_ids and chat"),
     "longer than the context": ({"text": "x" * 100_000}, "text", "maximum context length is 100000 tokens"),
     "1 MB prompt": ({"text": "x" * 10**6}, "text", "limits.max_prompt_bytes"),
     "token id out of range": ({"token_ids": inference_pb2.TokenIds(ids=[1, 256])}, "token_ids", "256"),

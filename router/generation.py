@@ -1,4 +1,7 @@
-"""What clients of a router get back, as plain data."""
+"""Answers as plain data: what clients get, chunk by chunk or as a whole. Fields are named as in the public proto.
+
+What may not live here: what goes on inside a router before there is an answer (`events.py`), wire formats.
+"""
 
 from dataclasses import dataclass
 
@@ -21,7 +24,8 @@ class Chunk:
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    """One for each prompt token, None for the first, where the request asks for them; on the first chunk alone."""
+    """One for each prompt token, None for the first, where the request asks for them and the prompt has more than one;
+    on the first chunk alone."""
     usage: Usage | None = None
     """Set on the very last chunk."""
     replayed_without_guarantee: bool = False
@@ -37,7 +41,8 @@ class GeneratedSequence:
     sequence_index: int
     token_ids: tuple[int, ...]
     text: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
+    """None only from servers that say a reason that is not known here."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
     cumulative_logprob: float | None = None
@@ -53,7 +58,7 @@ class Generation:
     completions: tuple[GeneratedSequence, ...]
     usage: Usage
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    """One for each prompt token, None for the first, where the request asks for them; else empty."""
+    """One for each prompt token, None for the first, as of `Chunk`."""
     replayed_without_guarantee: bool = False
     """As of `Chunk`."""
     system_fingerprint: str = ""

@@ -1,0 +1,97 @@
+"""How calls travel from a client to routers: one method, over gRPC unless a test brings another.
+
+What may live here: channels and their options. What may not: what is asked and answered, and when to ask again
+(`async_client.py`).
+"""
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Final, Protocol
+
+import grpc
+
+from holdfast.router.wire.statuses import CallStatus
+from holdfast.v1 import inference_pb2_grpc
+
+KEEPALIVE_MS: Final = 1_200
+"""Silence after which a router is pinged. Routers take no more than one ping in a second."""
+
+PING_TIMEOUT_MS: Final = 1_500
+"""A router that has not answered a ping for so long is left: at worst it was busy, and another one goes on as well."""
+
+CHANNEL_OPTIONS: Final = (
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # the one that newer gRPC cores go by
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", 64 * 2**20),
+    # A router that comes back is found soon. A pool shared by the process would impose its own, longer pauses.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.enable_retries", 0),
+)
+
+
+class CallFailed(Exception):
+    """A call has ended with another status than OK: a router said so, or none could be reached."""
+
+    def __init__(self, status: CallStatus) -> None:
+        super().__init__(f"{status.code.name}: {status.message}")
+        self.status = status
+
+
+class Transport(Protocol):
+    """Carries the calls of one client, on one event loop."""
+
+    def call(
+        self, address: str, method: str, request: Any, on_taken: Callable[[], None] | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """What the router at `address` answers to a method of `holdfast.v1.Inference`, message by message; a unary
+        method answers with one. Closing the generator cancels the call.
+
+        `on_taken` is called when the router has let the request in, which may be long before it answers. Raises
+        `CallFailed`.
+        """
+
+    async def close(self) -> None:
+        """Ends all calls and connections."""
+
+
+class GrpcTransport:
+    """A channel to each router, made when it is first called."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def call(
+        self, address: str, method: str, request: Any, on_taken: Callable[[], None] | None = None
+    ) -> AsyncGenerator[Any, None]:
+        stub = inference_pb2_grpc.InferenceStub(self._channel(address))  # type: ignore[no-untyped-call]
+        call = getattr(stub, method)(request)
+        try:
+            if await call.initial_metadata() and on_taken is not None:
+                on_taken()
+            if isinstance(call, grpc.aio.UnaryUnaryCall):
+                yield await call
+            else:
+                async for message in call:
+                    yield message
+        except grpc.aio.AioRpcError as error:
+            raise CallFailed(_status(error)) from error
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close(None)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self._channels:
+            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return self._channels[address]
+
+
+def _status(error: grpc.aio.AioRpcError) -> CallStatus:
+    trailers: Any = error.trailing_metadata() or ()  # pairs, whatever the stubs say
+    return CallStatus(code=error.code(), message=error.details() or "", trailing_metadata=tuple(trailers))

@@ -1,0 +1,71 @@
+"""Chats as plain data: messages, variables for the model's template, and the checks that need no template.
+
+What may not live here: rendering (`text/chat.py`), tokens, wire formats.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from holdfast.router.config import LimitsConfig
+from holdfast.worker.errors import InvalidRequestError
+
+Message: TypeAlias = Mapping[str, Any]
+"""One turn of a chat: `role` and `content`. Over the wire both are texts, and there is nothing else."""
+
+_ROLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+"""What a role may look like. Templates paste it between control tokens, so nothing else may get in."""
+
+MAX_NOW_S: Final = 253_402_300_799
+"""The end of the year 9999, the last one that calendars here know."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """A conversation that the model is to go on with."""
+
+    messages: Sequence[Message] = field(hash=False)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Further variables of the template. `add_generation_prompt` is true unless it is here."""
+    now_s: int | None = None
+    """What templates that tell the date take for the present, in seconds since 1970, UTC; None: the clock."""
+
+    def check(self, limits: LimitsConfig) -> None:
+        """Raises `InvalidRequestError`, naming field and limit."""
+        check_messages(self.messages)
+        if self.now_s is not None and not 0 <= self.now_s <= MAX_NOW_S:
+            raise InvalidRequestError("chat.now_s", self.now_s, f"must be in [0, {MAX_NOW_S}]")
+        if self.num_bytes > limits.max_prompt_bytes:
+            limit = f"must have at most {limits.max_prompt_bytes} bytes (limits.max_prompt_bytes), not {self.num_bytes}"
+            raise InvalidRequestError("chat.messages", f"{len(self.messages)} messages", limit)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all roles and contents in UTF-8, and of the variables as they are written."""
+        parts = [part for message in self.messages for part in (message["role"], message["content"])]
+        return sum(map(_num_bytes, (*parts, *self.template_kwargs.items())))
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raises `InvalidRequestError` for what is no list of messages."""
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise InvalidRequestError("chat.messages", messages, "must be a list of messages")
+    if not messages:
+        raise InvalidRequestError("chat.messages", messages, "must have at least one message")
+    for index, message in enumerate(messages):
+        _check_message(f"chat.messages[{index}]", message)
+
+
+def _check_message(name: str, message: Message) -> None:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(name, message, "must be an object with role and content")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise InvalidRequestError(f"{name}.role", role, "must be a name like user or assistant")
+    if not isinstance(content, str | list) and not (content is None and role == "assistant"):
+        raise InvalidRequestError(f"{name}.content", content, "must be text")
+
+
+def _num_bytes(part: object) -> int:
+    return len((part if isinstance(part, str) else repr(part)).encode(errors="surrogatepass"))

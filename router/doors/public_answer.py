@@ -1,0 +1,57 @@
+"""Answers as clients know them, made of what the core delivers, whichever door they leave by.
+
+The core has words of its own, because it says more than a client is told: its deliveries are actions among others, and
+each completion knows whether its own tokens are certain.
+"""
+
+from holdfast.router.events import Deliver
+from holdfast.router.generation import Chunk, GeneratedSequence, Generation
+from holdfast.router.requests.answer import Answer, Completion
+from holdfast.worker.request import TokenLogprob
+
+
+def public_chunk(delivery: Deliver) -> Chunk:
+    return Chunk(
+        request_id=delivery.request_id,
+        sequence_index=delivery.sequence_index,
+        first_token_index=delivery.first_token_index,
+        token_ids=delivery.token_ids,
+        text=delivery.text,
+        finish_reason=delivery.finish_reason,
+        logprobs=delivery.logprobs,
+        prompt_logprobs=_by_position(delivery.prompt_logprobs),
+        usage=delivery.usage,
+        replayed_without_guarantee=not delivery.identity_guaranteed,
+        system_fingerprint=delivery.fingerprint,
+    )
+
+
+def public_generation(answer: Answer) -> Generation:
+    """What is said of the prompt is on the first completion."""
+    first = answer.completions[0].output
+    return Generation(
+        request_id=answer.request_id,
+        model=answer.model,
+        completions=tuple(map(_sequence, answer.completions)),
+        usage=answer.usage,
+        prompt_logprobs=_by_position(first.prompt_logprobs),
+        replayed_without_guarantee=not all(item.output.identity_guaranteed for item in answer.completions),
+        system_fingerprint=first.fingerprint,
+    )
+
+
+def _sequence(completion: Completion) -> GeneratedSequence:
+    output = completion.output
+    return GeneratedSequence(
+        sequence_index=output.sequence_index,
+        token_ids=output.token_ids,
+        text=output.text,
+        finish_reason=output.finish_reason,
+        logprobs=output.logprobs,
+        cumulative_logprob=completion.cumulative_logprob,
+    )
+
+
+def _by_position(said: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob | None, ...]:
+    """The core begins with the second token, because nothing can be said of the first."""
+    return (None, *said) if said else ()

@@ -1,0 +1,187 @@
+"""The error tree as gRPC statuses, both ways: routers write them, clients raise the error that a router raised.
+
+One table, and nothing else decides codes. Details follow google.rpc: `ErrorInfo` names the class by a reason that stays
+the same when messages are reworded, and has its fields; `BadRequest` names the field that is wrong; `RetryInfo` says
+when to come back (and `grpc-retry-pushback-ms` says it to gRPC's own retries). A status without them is not a router's:
+it becomes what its code alone can mean.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from holdfast.worker.errors import (
+    CallerError,
+    CapacityError,
+    ConfigurationError,
+    DeadlineExceededError,
+    HoldfastError,
+    InternalError,
+    InvalidRequestError,
+    QueueFullError,
+    ReplicaError,
+    RequestAbortedError,
+    RequestQuarantinedError,
+    RequestSupersededError,
+    UnknownModelError,
+    UnsupportedModelError,
+    shortened,
+)
+
+DOMAIN: Final = "holdfast"
+DETAILS_KEY: Final = "grpc-status-details-bin"
+MAX_FIELD_LENGTH: Final = 200
+"""Characters of a field's text. Details travel in a header, and headers are small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How one class of error is said."""
+
+    code: grpc.StatusCode
+    reason: str
+    texts: tuple[str, ...] = ()
+    """Its fields that are texts."""
+    lists: tuple[str, ...] = ()
+    """Its fields that are tuples of texts."""
+
+
+KINDS: Final[dict[type[HoldfastError], Kind]] = {
+    InvalidRequestError: Kind(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST"),  # fields: see `BadRequest`
+    UnknownModelError: Kind(grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL", ("model",), ("served",)),
+    ConfigurationError: Kind(grpc.StatusCode.FAILED_PRECONDITION, "CONFIGURATION"),
+    UnsupportedModelError: Kind(
+        grpc.StatusCode.FAILED_PRECONDITION, "UNSUPPORTED_MODEL", ("model_type", "reason", "way_out")
+    ),
+    CallerError: Kind(grpc.StatusCode.INVALID_ARGUMENT, "CALLER"),
+    QueueFullError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    CapacityError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "CAPACITY"),
+    ReplicaError: Kind(grpc.StatusCode.UNAVAILABLE, "REPLICA_UNAVAILABLE"),
+    DeadlineExceededError: Kind(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
+    RequestSupersededError: Kind(grpc.StatusCode.ABORTED, "SUPERSEDED"),
+    # A caller that has cancelled hears nothing; what is left is a server that is stopping.
+    RequestAbortedError: Kind(grpc.StatusCode.UNAVAILABLE, "STOPPING"),
+    RequestQuarantinedError: Kind(grpc.StatusCode.INTERNAL, "QUARANTINED"),
+    InternalError: Kind(grpc.StatusCode.INTERNAL, "INTERNAL"),
+    HoldfastError: Kind(grpc.StatusCode.INTERNAL, "UNCLASSIFIED"),
+}
+CLASSES: Final = {kind.reason: error_class for error_class, kind in KINDS.items()}
+CLASSES_BY_CODE: Final[dict[grpc.StatusCode, type[HoldfastError]]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: CallerError,
+    grpc.StatusCode.NOT_FOUND: CallerError,
+    grpc.StatusCode.FAILED_PRECONDITION: CallerError,
+    grpc.StatusCode.UNIMPLEMENTED: CallerError,
+    grpc.StatusCode.OUT_OF_RANGE: CallerError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityError,
+    grpc.StatusCode.UNAVAILABLE: ReplicaError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.ABORTED: RequestAbortedError,
+    grpc.StatusCode.CANCELLED: RequestAbortedError,
+}
+"""What a code alone means, where no router says more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallStatus:
+    """How a call ended that failed: what `ServicerContext.abort` takes, and what a client is told."""
+
+    code: grpc.StatusCode
+    message: str
+    trailing_metadata: tuple[tuple[str, str | bytes], ...] = ()
+
+    @property
+    def details(self) -> Status | None:
+        """What a server says beyond code and message; None if no server has said so."""
+        for key, value in self.trailing_metadata:
+            if key == DETAILS_KEY and isinstance(value, bytes):
+                return _parsed(value)
+        return None
+
+
+def call_status(error: HoldfastError) -> CallStatus:
+    """The status of an error; the most specific class in the table decides."""
+    kind = next(KINDS[one] for one in type(error).__mro__ if one in KINDS)
+    status = Status(code=kind.code.value[0], message=str(error))
+    for detail in _details(error, kind):
+        status.details.add().Pack(detail)
+    trailers: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
+    if error.retry_after_s is not None:
+        trailers.append(("grpc-retry-pushback-ms", str(round(error.retry_after_s * 1000))))
+    return CallStatus(code=kind.code, message=str(error), trailing_metadata=tuple(trailers))
+
+
+def error_of(status: CallStatus) -> HoldfastError:
+    """The error that a status stands for: of the same class as the router's, with the same message and fields."""
+    info, bad, retry = ErrorInfo(), BadRequest(), RetryInfo()
+    said = status.details
+    for detail in said.details if said is not None else ():
+        for form in (info, bad, retry):
+            if detail.Is(form.DESCRIPTOR):
+                detail.Unpack(form)
+    error_class = CLASSES.get(info.reason) if info.domain == DOMAIN else None
+    if error_class is None:
+        error = _error_by_code(status, is_said=said is not None)
+    else:
+        error = _made(error_class, status.message, _fields(KINDS[error_class], info.metadata, bad))
+    if retry.HasField("retry_delay"):
+        error.retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
+    return error
+
+
+def _details(error: HoldfastError, kind: Kind) -> list[Message]:
+    metadata = {"fault": error.fault.value}
+    metadata |= {name: getattr(error, name)[:MAX_FIELD_LENGTH] for name in kind.texts}
+    metadata |= {name: json.dumps([text[:MAX_FIELD_LENGTH] for text in getattr(error, name)]) for name in kind.lists}
+    info = ErrorInfo(reason=kind.reason, domain=DOMAIN, metadata=metadata)
+    details: list[Message] = [info]
+    if isinstance(error, InvalidRequestError):
+        info.metadata["value"] = shortened(error.value)
+        violation = BadRequest.FieldViolation(field=error.field, description=error.limit)
+        details.append(BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        delay = Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        details.append(RetryInfo(retry_delay=delay))
+    return details
+
+
+def _fields(kind: Kind, metadata: Mapping[str, str], bad: BadRequest) -> dict[str, object]:
+    """What a server has left out, as one of another version may, is empty."""
+    fields: dict[str, object] = {name: metadata.get(name, "") for name in kind.texts}
+    fields |= {name: tuple(json.loads(metadata.get(name, "[]"))) for name in kind.lists}
+    if kind is KINDS[InvalidRequestError]:
+        violation = bad.field_violations[0] if bad.field_violations else BadRequest.FieldViolation()
+        fields |= {"field": violation.field, "limit": violation.description, "value": metadata.get("value", "")}
+    return fields
+
+
+def _made(error_class: type[HoldfastError], message: str, fields: Mapping[str, object]) -> HoldfastError:
+    """Past `__init__`, which would make another message of the fields."""
+    error = error_class.__new__(error_class, message)
+    for name, value in fields.items():
+        setattr(error, name, value)
+    return error
+
+
+def _error_by_code(status: CallStatus, *, is_said: bool) -> HoldfastError:
+    message = status.message or status.code.name
+    error_class = CLASSES_BY_CODE.get(status.code)
+    if error_class is None:
+        return InternalError(f"{status.code.name}: {message}")
+    if error_class is ReplicaError and not is_said:
+        return ReplicaError(f"no router answers ({message}): is `holdfast serve` running there?")
+    return error_class(message)
+
+
+def _parsed(data: bytes) -> Status | None:
+    try:
+        return Status.FromString(data)
+    except DecodeError:
+        return None

@@ -1,0 +1,150 @@
+"""Whatever is said over the public wire arrives as it was said: data to bytes to data."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.router.chat import Chat
+from holdfast.router.events import Usage
+from holdfast.router.generation import Chunk, GeneratedSequence, Generation
+from holdfast.router.request import GenerationRequest
+from holdfast.router.resume import Progress, Resume
+from holdfast.router.wire import codec
+from holdfast.v1 import inference_pb2
+from holdfast.worker.request import FinishReason, Priority, TokenLogprob
+from holdfast.worker.sampling_params import SamplingParams
+
+texts = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+token_ids = st.lists(st.integers(0, 2**32 - 1), max_size=5).map(tuple)
+counts = st.integers(0, 2**32 - 1)
+floats = st.floats(width=32, allow_nan=False)
+ends = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH])
+reasons = st.none() | st.sampled_from(FinishReason)
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=8,
+)
+json_objects = st.dictionaries(texts, json_values, max_size=4)
+
+sampling = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    seed=st.none() | st.integers(0, 2**63 - 1),
+    max_tokens=st.none() | st.integers(1, 2**31 - 1),
+    stop=st.lists(texts.filter(bool), max_size=2),
+)
+turns = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]), "content": texts})
+chats = st.builds(
+    Chat,
+    messages=st.lists(turns, min_size=1, max_size=3).map(tuple),
+    template_kwargs=json_objects,
+    now_s=st.none() | st.integers(0, 2**40),
+)
+resumes = st.builds(
+    Resume,
+    sequences=st.lists(
+        st.builds(Progress, token_ids=token_ids, text_length=counts, finish_reason=st.none() | ends), max_size=3
+    ).map(tuple),
+    fingerprint=texts,
+)
+service = {
+    "model": texts,
+    "request_id": texts,
+    "sampling_params": sampling,
+    "priority": st.sampled_from(Priority),
+    "timeout_s": st.none() | st.integers(1, 2**32 - 1).map(lambda timeout_ms: timeout_ms / 1000),
+    "cache_salt": texts,
+    "resume": st.none() | resumes,
+    "tenant": texts,
+    "attempt": counts,
+}
+requests = st.builds(GenerationRequest, prompt=texts | token_ids, **service) | st.builds(
+    GenerationRequest, chat=chats, **service
+)
+
+logprobs = st.builds(
+    TokenLogprob,
+    token_id=counts,
+    logprob=floats,
+    rank=counts,
+    top=st.lists(st.tuples(counts, floats), max_size=2).map(tuple),
+)
+said = st.lists(logprobs, max_size=3).map(tuple)
+said_of_prompt = said.map(lambda items: (None, *items) if items else ())
+usages = st.builds(Usage, num_prompt_tokens=counts, num_completion_tokens=counts, num_cached_tokens=counts)
+certainty = {"replayed_without_guarantee": st.booleans(), "system_fingerprint": texts}
+chunks = st.builds(
+    Chunk,
+    request_id=texts,
+    sequence_index=counts,
+    first_token_index=counts,
+    token_ids=token_ids,
+    text=texts,
+    finish_reason=reasons,
+    logprobs=said,
+    prompt_logprobs=said_of_prompt,
+    usage=st.none() | usages,
+    **certainty,
+)
+sequences = st.builds(
+    GeneratedSequence,
+    sequence_index=counts,
+    token_ids=token_ids,
+    text=texts,
+    finish_reason=reasons,
+    logprobs=said,
+    cumulative_logprob=st.none() | st.floats(allow_nan=False),
+)
+generations = st.builds(
+    Generation,
+    request_id=texts,
+    model=texts,
+    completions=st.lists(sequences, min_size=1, max_size=3).map(tuple),
+    usage=usages,
+    prompt_logprobs=said_of_prompt,
+    **certainty,
+)
+
+
+@given(requests)
+def test_requests(request):
+    data = codec.generation_request_message(request).SerializeToString()
+    assert codec.generation_request(inference_pb2.GenerateRequest.FromString(data)) == request
+
+
+@given(chunks)
+def test_chunks(chunk):
+    data = codec.chunk_message(chunk).SerializeToString()
+    assert codec.chunk(inference_pb2.GenerateStreamResponse.FromString(data)) == chunk
+
+
+@given(generations)
+def test_generations(generation):
+    data = codec.generation_message(generation).SerializeToString()
+    assert codec.generation(inference_pb2.GenerateResponse.FromString(data)) == generation
+
+
+def test_variables_of_a_template_keep_their_order_and_their_types():
+    """A template that writes or counts them makes another prompt otherwise."""
+    values = {"z": 3, "a": 2.5, "yes": True, "deep": {"b": [1, 2**60], "a": None}}
+    request = GenerationRequest(chat=Chat(messages=[{"role": "user", "content": ""}], template_kwargs=values))
+    assert repr(codec.generation_request(codec.generation_request_message(request)).chat.template_kwargs) == repr(
+        values
+    )
+
+
+def test_every_field_of_the_messages_is_carried():
+    """A field that is in the proto alone would be left behind both ways, and no round trip would tell."""
+    filled = {
+        inference_pb2.GenerateRequest: {*GenerationRequest.__dataclass_fields__},
+        inference_pb2.GenerateStreamResponse: {*Chunk.__dataclass_fields__},
+        inference_pb2.GenerateResponse: {*Generation.__dataclass_fields__} - {"prompt_logprobs"},
+        inference_pb2.Completion: {*GeneratedSequence.__dataclass_fields__, "prompt_logprobs"},
+        inference_pb2.Chat: {*Chat.__dataclass_fields__},
+    }
+    renamed = {"text": "prompt", "token_ids": "prompt", "timeout_ms": "timeout_s"}
+    for message, names in filled.items():
+        for field in message.DESCRIPTOR.fields:
+            is_known = field.name in names or renamed.get(field.name) in names
+            assert is_known, f"{message.__name__}.{field.name}"
