@@ -219,7 +219,7 @@ class InferenceEngine:
         return EngineRequest(
             request_id=f"request-{number}",
             prompt_token_ids=self.prompt_token_ids(prompt, params),
-            sampling_params=replace(params, seed=seed),
+            sampling_params=params.with_changes(seed=seed),
             bad_word_token_ids=bad_word_token_ids(self.tokenizer, params.bad_words),
             grammar=self._compiler.compile(params.structure),
         )

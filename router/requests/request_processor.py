@@ -8,7 +8,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.call import open_call, stopping
@@ -187,7 +187,7 @@ def _resolved(params: SamplingParams, request_id: str, facts: ReplicaFacts) -> S
     check_controls(params, facts.vocab_size)
     seed = derived_seed(request_id) if params.seed is None else params.seed
     max_tokens = None if params.max_tokens is None else min(params.max_tokens, facts.max_model_len)
-    return replace(params, seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, facts.vocab_size))
+    return params.with_changes(seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, facts.vocab_size))
 
 
 def _check_room(field: str, num_received: int, num_prompt_tokens: int, max_model_len: int) -> None:
