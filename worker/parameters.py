@@ -162,6 +162,14 @@ class Parameter:
         except ValidationError as error:
             raise self._refusal(value, error) from None
 
+    def allows(self, value: object) -> bool:
+        """Whether it is a value of the parameter by itself."""
+        try:
+            self.check(value)
+        except InvalidRequestError:
+            return False
+        return True
+
     @cached_property
     def _validate(self) -> Callable[[object], Any]:
         constraints = [item for item in self.field.metadata if not isinstance(item, Kind | About)]

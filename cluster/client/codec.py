@@ -12,8 +12,8 @@ from holdfast.router.events import Usage
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import FinishReason, Priority, TokenLogprob
+from holdfast.worker.sampling_fields import fields_of
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.structured_outputs import StructuredOutputs
 
 _FINISH_REASONS: Final = {
     inference_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -93,44 +93,7 @@ def resume(received: Received) -> inference_pb2.Resume:
 
 
 def sampling_params(params: SamplingParams) -> inference_pb2.SamplingParams:
-    message = inference_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        stop=params.stop_strings,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        min_p=params.min_p,
-        min_tokens=params.min_tokens,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=params.logit_bias,
-        allowed_token_ids=params.allowed_token_ids,
-        bad_words=params.bad_words,
-        include_stop_str_in_output=params.include_stop_str_in_output,
-        skip_special_tokens=params.skip_special_tokens,
-        logprobs=params.logprobs,
-        n=params.n,
-        best_of=params.best_of,
-        echo=params.echo,
-        truncate_prompt_tokens=params.truncate_prompt_tokens,
-        prompt_logprobs=params.prompt_logprobs,
-        beam_width=params.beam_width,
-        length_penalty=params.length_penalty,
-        max_tokens=params.max_tokens,
-        no_max_tokens=params.max_tokens is None,
-        seed=params.seed,
-    )
-    if params.structure is not None:
-        message.structured_outputs.CopyFrom(_structured_outputs(params.structure))
-    return message
-
-
-def _structured_outputs(wish: StructuredOutputs) -> inference_pb2.StructuredOutputs:
-    if wish.choice is not None:
-        return inference_pb2.StructuredOutputs(choice=inference_pb2.Choice(texts=wish.choice))
-    return inference_pb2.StructuredOutputs(**{wish.kind: getattr(wish, wish.kind)})
+    return inference_pb2.SamplingParams(**fields_of(params, inference_pb2.SamplingParams))
 
 
 def chunk(message: inference_pb2.GenerateStreamResponse, params: SamplingParams) -> Chunk:

@@ -26,6 +26,7 @@ from holdfast.worker.errors import (
     ReplicaError,
 )
 from holdfast.worker.request import EngineLoad, FinishReason, TokenLogprob
+from holdfast.worker.sampling_fields import TOKEN_WORLD, fields_of
 from holdfast.worker.suspicion import Suspicion
 
 _FINISH_REASONS: Final = {
@@ -56,26 +57,11 @@ class ReplicaRefusal(InvalidRequestError):
 
 
 def submit_message(action: SendSubmit) -> engine_pb2.LinkRequest:
-    request, params = action.request, action.request.sampling_params
+    request = action.request
     draw = engine_pb2.DrawSettings(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        seed=params.seed,
-        max_tokens=params.max_tokens or 0,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        min_p=params.min_p,
-        min_tokens=params.min_tokens,
-        repetition_penalty=None if params.repetition_penalty == 1 else params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=params.logit_bias,
-        allowed_token_ids=params.allowed_token_ids,
         bad_words=[engine_pb2.TokenSequence(ids=word) for word in request.bad_word_token_ids],
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
         grammar=request.grammar,
+        **fields_of(request.sampling_params, engine_pb2.DrawSettings, TOKEN_WORLD),
     )
     submit = engine_pb2.Submit(
         attempt=action.attempt,

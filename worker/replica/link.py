@@ -20,7 +20,7 @@ from holdfast.worker.errors import DeadlineExceededError, HoldfastError, Invalid
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta, TokenLogprob
-from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.sampling_fields import TOKEN_WORLD, params_of
 from holdfast.worker.stats import EngineStats
 from holdfast.worker.suspicion import Suspicion
 
@@ -220,28 +220,10 @@ class RouterLink:
 
 def _engine_request(request_id: str, submit: engine_pb2.Submit) -> EngineRequest:
     draw = submit.draw
-    params = SamplingParams(
-        temperature=draw.temperature,
-        top_k=draw.top_k,
-        top_p=draw.top_p,
-        min_p=draw.min_p,
-        seed=draw.seed,
-        max_tokens=draw.max_tokens or None,
-        stop_token_ids=tuple(draw.stop_token_ids),
-        ignore_eos=draw.ignore_eos,
-        min_tokens=draw.min_tokens,
-        repetition_penalty=draw.repetition_penalty if draw.HasField("repetition_penalty") else 1.0,
-        presence_penalty=draw.presence_penalty,
-        frequency_penalty=draw.frequency_penalty,
-        logit_bias=draw.logit_bias,
-        allowed_token_ids=draw.allowed_token_ids or None,
-        logprobs=draw.logprobs if draw.HasField("logprobs") else None,
-        prompt_logprobs=draw.prompt_logprobs if draw.HasField("prompt_logprobs") else None,
-    )
     return EngineRequest(
         request_id=request_id,
         prompt_token_ids=tuple(submit.prompt_token_ids),
-        sampling_params=params,
+        sampling_params=params_of(draw, TOKEN_WORLD),
         priority=Priority(submit.priority),
         output_token_ids=tuple(submit.output_token_ids),
         cache_salt=submit.cache_salt,

@@ -4,7 +4,6 @@ What may live here: field by field conversion, and refusing what a field must no
 checks that need a model (`request_processor.py`), the link to replicas (`codec.py`).
 """
 
-import struct
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Final
@@ -23,7 +22,7 @@ from holdfast.worker.errors import (
     InvalidRequestError,
 )
 from holdfast.worker.request import FinishReason, Priority, TokenLogprob
-from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.sampling_fields import params_of
 
 _PRIORITIES: Final = {
     inference_pb2.PRIORITY_UNSPECIFIED: Priority.NORMAL,
@@ -42,28 +41,6 @@ _RECEIVED_REASONS: Final = {
     int(value): reason for reason, value in _FINISH_REASONS.items() if reason is not FinishReason.ABORT
 }
 """Those that a stream may end with: a cancelled one ends with a status."""
-_OPTIONAL: Final = (
-    "top_k",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "skip_special_tokens",
-    "logprobs",
-    "n",
-    "best_of",
-    "truncate_prompt_tokens",
-    "prompt_logprobs",
-    "beam_width",
-)
-_OPTIONAL_FLOATS: Final = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "length_penalty",
-)
 
 
 # --- in ---
@@ -78,7 +55,7 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         prompt=_prompt(message),
         model=message.model,
         request_id=message.request_id,
-        sampling_params=_sampling_params(message.sampling_params),
+        sampling_params=params_of(message.sampling_params),
         priority=priority,
         timeout_s=message.timeout_ms / 1000 if message.HasField("timeout_ms") else None,
         cache_salt=message.cache_salt,
@@ -112,52 +89,6 @@ def _prompt(message: inference_pb2.GenerateRequest) -> str | tuple[int, ...]:
             return tuple(message.token_ids.ids)
         case _:
             raise InvalidRequestError("prompt", None, "one of text and token_ids must be set")
-
-
-def _sampling_params(message: inference_pb2.SamplingParams) -> SamplingParams:
-    """Only what is set overrides a default: zero means something."""
-    params = {name: getattr(message, name) for name in _OPTIONAL if message.HasField(name)}
-    params |= {name: _shortest_decimal(getattr(message, name)) for name in _OPTIONAL_FLOATS if message.HasField(name)}
-    if message.no_max_tokens:
-        _check_no_max_tokens(message)
-        params["max_tokens"] = None
-    return SamplingParams(
-        **params,
-        echo=message.echo,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        logit_bias={token_id: _shortest_decimal(bias) for token_id, bias in message.logit_bias.items()},
-        allowed_token_ids=message.allowed_token_ids or None,
-        bad_words=message.bad_words,
-        include_stop_str_in_output=message.include_stop_str_in_output,
-        structured_outputs=_structured(message.structured_outputs) if message.HasField("structured_outputs") else None,
-    )
-
-
-def _check_no_max_tokens(message: inference_pb2.SamplingParams) -> None:
-    if message.HasField("max_tokens"):
-        limit = "must not be set with no_max_tokens"
-        raise InvalidRequestError("sampling_params.max_tokens", message.max_tokens, limit)
-
-
-def _structured(message: inference_pb2.StructuredOutputs) -> dict[str, object]:
-    kind = message.WhichOneof("kind")
-    if kind is None:
-        return {}
-    return {kind: tuple(message.choice.texts) if kind == "choice" else getattr(message, kind)}
-
-
-def _shortest_decimal(value: float) -> float:
-    """The double that a 32-bit float was most likely written as: 0.7 rather than 0.699999988.
-
-    So a request draws the same tokens over the wire as in process, where parameters are doubles.
-    """
-    for num_digits in (6, 7, 8):
-        short = float(f"{value:.{num_digits}g}")
-        if struct.pack("f", short) == struct.pack("f", value):
-            return short
-    return value
 
 
 # --- out ---
