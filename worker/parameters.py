@@ -195,8 +195,10 @@ class Parameter:
         low, high = self._bound("ge", "gt"), self._bound("le")
         if self.about.limit or low is None:
             return self.about.limit or self.kind.wish
+        if high is None:
+            return f"must be at least {_figure(low)}" if low else "must not be negative"
         bracket = "(" if self._bound("gt") is not None else "["
-        return f"must be at least {low:g}" if high is None else f"must be in {bracket}{_figure(low)}, {_figure(high)}]"
+        return f"must be in {bracket}{_figure(low)}, {_figure(high)}]"
 
     @property
     def limits(self) -> str:

@@ -23,13 +23,13 @@ TOKEN_WORLD: Final = frozenset({World.TOKENS})
 
 
 def fields_of(params: SamplingParams, message: type[Message], worlds: frozenset[World] = EVERY_WORLD) -> dict[str, Any]:
-    """What a message of this sort is made of to say the parameters of these worlds, those at their defaults as well."""
+    """What a message of this sort is made of to say the parameters of these worlds. A default may be left unset."""
     said: dict[str, Any] = {}
     for field in _fields(message.DESCRIPTOR, worlds):
         value = getattr(params, field.name)
         if value is None:
             said |= {field.denial: True} if field.denial else {}
-        else:
+        elif not field.can_be_unset or value != field.default:
             said[field.name] = _structure_fields(value) if field.kind is STRUCTURE else value
     return said
 
@@ -59,6 +59,7 @@ class _Field:
 
     name: str
     kind: Kind
+    default: object
     denial: str
     """The field that says None instead, if there is one."""
     is_repeated: bool
@@ -83,6 +84,7 @@ def _field(message: Any, parameter: Parameter) -> _Field:
     return _Field(
         name=parameter.name,
         kind=parameter.kind,
+        default=parameter.default,
         denial=f"no_{parameter.name}" if f"no_{parameter.name}" in message.fields_by_name else "",
         is_repeated=field.is_repeated,
         can_be_unset=field.has_presence,

@@ -8,7 +8,7 @@ the parameters do (`sampler.py`, `logits_processors.py`, `router/`).
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from functools import partial
-from typing import Annotated, Final
+from typing import Annotated, Final, Self
 
 from pydantic import AfterValidator, Field
 
@@ -262,9 +262,9 @@ class SamplingParams:
                 object.__setattr__(self, name, parameter.check(value))
         self._check_together()
 
-    def with_changes(self, **changes: object) -> "SamplingParams":
+    def with_changes(self, **changes: object) -> Self:
         """The same but for these. What stays is valid already, and not checked again."""
-        changed = object.__new__(SamplingParams)
+        changed = object.__new__(type(self))
         for name, parameter in PARAMETERS.items():
             value = parameter.check(changes.pop(name)) if name in changes else getattr(self, name)
             object.__setattr__(changed, name, value)

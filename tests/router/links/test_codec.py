@@ -37,7 +37,7 @@ def test_a_submission_carries_all_that_a_draw_depends_on_and_the_tokens_so_far()
     )
     submit = submit_message(SendSubmit(replica_id="r", attempt=2**63, request=request)).submit
     draw = engine_pb2.DrawSettings(
-        temperature=0.7, top_k=4, top_p=0.3, seed=2**63 - 1, stop_token_ids=[9], repetition_penalty=1
+        temperature=0.7, top_k=4, top_p=0.3, seed=2**63 - 1, max_tokens=0, stop_token_ids=[9]
     )
     assert submit == engine_pb2.Submit(
         attempt=2**63,
