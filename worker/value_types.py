@@ -1,7 +1,7 @@
 """Type checks of single values: whoever fills in a field, it is of the type that it says.
 
 What may live here: predicates, and checks that name the field. What may not: the requests, their limits, and which
-sampling parameter is of which type (`parameter_types.py`).
+sampling parameter is of which type (`parameters.py`).
 """
 
 import math

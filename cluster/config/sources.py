@@ -2,6 +2,9 @@
 
 A source becomes a layer: dotted path (`parallel.tensor_parallel_size`) to value and origin. Layers are laid over each
 other, later ones on top, and validated once. What may not live here: which settings there are, and `os.environ`.
+
+Not by pydantic-settings: it merges values without their origins, passes over variables of unknown sections, and reads
+mappings from the environment as JSON alone, so `config show` and these refusals would take more code on top of it.
 """
 
 import difflib

@@ -248,7 +248,7 @@ class InferenceEngine:
             check_vocabulary("token_ids", token_ids, self.info.vocab_size)
         kept = kept_tokens(token_ids, wish.sampling_params, self.max_sequence_len)
         lengths = {"max_sequence_len": self.max_sequence_len, "max_model_len": self.info.max_model_len}
-        check_length(wish.prompt, len(kept), **lengths)
+        check_length(wish.prompt_field, wish.prompt, len(kept), **lengths)
         return kept
 
     def _running(self) -> tuple[Replica, Delivery]:

@@ -62,8 +62,7 @@ def merged_usage(usages: Sequence[Usage]) -> Usage:
 
 def _params_of(params: SamplingParams, index: int) -> SamplingParams:
     assert params.seed is not None, "the seed is chosen before there are siblings"
-    return replace(
-        params,
+    return params.with_changes(
         n=1,
         best_of=None,
         seed=(params.seed + index) % (MAX_SEED + 1),

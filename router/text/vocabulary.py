@@ -4,7 +4,6 @@ What may not live here: what the controls do to logits, which is the worker's bu
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from holdfast.router.request import derived_seed
 from holdfast.router.text.tokenizer import Tokenizer
@@ -34,7 +33,7 @@ def resolved(params: SamplingParams, seed_key: str, *, vocab_size: int, max_mode
     check_controls(params, vocab_size)
     seed = derived_seed(seed_key) if params.seed is None else params.seed
     max_tokens = None if params.max_tokens is None else min(params.max_tokens, max_model_len)
-    return replace(params, seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, vocab_size))
+    return params.with_changes(seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, vocab_size))
 
 
 def bad_word_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

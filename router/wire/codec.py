@@ -2,7 +2,7 @@
 write requests and read answers.
 
 What may live here: field by field conversion, and refusing what a field must not hold. What may not: decisions, IO,
-sampling parameters (`sampling_params.py`), errors (`statuses.py`), the link to replicas (`router/links/codec.py`).
+sampling parameters (`worker/sampling_fields.py`), errors (`statuses.py`), the link to replicas (`worker/wire/`).
 """
 
 import json
@@ -14,10 +14,11 @@ from holdfast.router.events import Usage
 from holdfast.router.generation import Chunk, GeneratedSequence, Generation
 from holdfast.router.request import GenerationRequest
 from holdfast.router.resume import Progress, Resume
-from holdfast.router.wire.sampling_params import sampling_params, sampling_params_message
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import FinishReason, Priority, TokenLogprob
+from holdfast.worker.sampling_fields import fields_of, params_of
+from holdfast.worker.sampling_params import SamplingParams
 
 MAX_TIMEOUT_MS: Final = 2**32 - 1
 
@@ -52,7 +53,7 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         chat=_chat(message.chat) if message.HasField("chat") else None,
         model=message.model,
         request_id=message.request_id,
-        sampling_params=sampling_params(message.sampling_params),
+        sampling_params=params_of(message.sampling_params),
         priority=priority,
         timeout_s=message.timeout_ms / 1000 if message.HasField("timeout_ms") else None,
         cache_salt=message.cache_salt,
@@ -77,6 +78,10 @@ def generation_request_message(request: GenerationRequest) -> inference_pb2.Gene
     )
     _set_prompt(message, request)
     return message
+
+
+def sampling_params_message(params: SamplingParams) -> inference_pb2.SamplingParams:
+    return inference_pb2.SamplingParams(**fields_of(params, inference_pb2.SamplingParams))
 
 
 def _timeout_ms(timeout_s: float | None) -> int | None:

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 
 from holdfast.worker.plan.logits_settings import LogitControls
 from holdfast.worker.request import TokenLogprob
+from holdfast.worker.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,28 @@ class DrawParams:
     """Output before the draw, where `controls` look back at it; else empty."""
     num_logprobs: int | None = None
     """Best tokens to report with the drawn one's logprob; None: no logprobs. Does not touch the draw."""
+
+    @classmethod
+    def of(
+        cls,
+        params: SamplingParams,
+        first_output_index: int,
+        controls: LogitControls | None,
+        output_token_ids: tuple[int, ...],
+    ) -> "DrawParams":
+        """What a request's parameters say of the draw at an output position."""
+        assert params.seed is not None, "the seed is resolved before a request reaches the engine"
+        return cls(
+            seed=params.seed,
+            first_output_index=first_output_index,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            controls=controls,
+            output_token_ids=output_token_ids,
+            num_logprobs=params.logprobs,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,23 +170,12 @@ class Sequence:
 
     def draw_params(self) -> DrawParams:
         """Parameters of the next draw, which depend on nothing but the request and its outputs."""
-        params = self.request.sampling_params
-        assert params.seed is not None
         controls = self.controls
         if controls is not None and not controls.apply_after(self.num_output_tokens):
             controls = None
         looks_back = controls is not None and controls.look_back
-        return DrawParams(
-            seed=params.seed,
-            first_output_index=self.num_output_tokens,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            controls=controls,
-            output_token_ids=tuple(self.token_ids[self.num_prompt_tokens :]) if looks_back else (),
-            num_logprobs=params.logprobs,
-        )
+        output = tuple(self.token_ids[self.num_prompt_tokens :]) if looks_back else ()
+        return DrawParams.of(self.request.sampling_params, self.num_output_tokens, controls, output)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
         """What is to be told with the first output token; once."""

@@ -34,7 +34,7 @@ from holdfast.worker.request import (
     TokenDelta,
     TokenLogprob,
 )
-from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.sampling_fields import TOKEN_WORLD, fields_of, params_of
 from holdfast.worker.stats import EngineStats
 from holdfast.worker.step_update import NO_CHANGES, CacheChanges, Heartbeat, Hello, Rejection, StepUpdate
 from holdfast.worker.suspicion import Suspicion
@@ -100,25 +100,9 @@ def follow_cache_message() -> engine_pb2.LinkRequest:
 
 
 def _draw_settings(request: EngineRequest) -> engine_pb2.DrawSettings:
-    params = request.sampling_params
     return engine_pb2.DrawSettings(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        seed=params.seed,
-        max_tokens=params.max_tokens or 0,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        min_p=params.min_p,
-        min_tokens=params.min_tokens,
-        repetition_penalty=None if params.repetition_penalty == 1 else params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=params.logit_bias,
-        allowed_token_ids=params.allowed_token_ids,
+        **fields_of(request.sampling_params, engine_pb2.DrawSettings, TOKEN_WORLD),
         bad_words=[engine_pb2.TokenSequence(ids=word) for word in request.bad_word_token_ids],
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
         grammar=request.grammar,
     )
 
@@ -132,7 +116,7 @@ def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> Eng
     request = EngineRequest(
         request_id=submit.request_id,
         prompt_token_ids=tuple(submit.prompt_token_ids),
-        sampling_params=_sampling_params(draw),
+        sampling_params=params_of(draw, TOKEN_WORLD),
         priority=_member(Priority, "priority", submit.priority),
         output_token_ids=tuple(submit.output_token_ids),
         cache_salt=submit.cache_salt,
@@ -145,27 +129,6 @@ def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> Eng
     )
     _check_vocabulary(request, vocab_size)
     return request
-
-
-def _sampling_params(draw: engine_pb2.DrawSettings) -> SamplingParams:
-    return SamplingParams(
-        temperature=draw.temperature,
-        top_k=draw.top_k,
-        top_p=draw.top_p,
-        min_p=draw.min_p,
-        seed=draw.seed,
-        max_tokens=draw.max_tokens or None,
-        stop_token_ids=tuple(draw.stop_token_ids),
-        ignore_eos=draw.ignore_eos,
-        min_tokens=draw.min_tokens,
-        repetition_penalty=draw.repetition_penalty if draw.HasField("repetition_penalty") else 1.0,
-        presence_penalty=draw.presence_penalty,
-        frequency_penalty=draw.frequency_penalty,
-        logit_bias=draw.logit_bias,
-        allowed_token_ids=draw.allowed_token_ids or None,
-        logprobs=draw.logprobs if draw.HasField("logprobs") else None,
-        prompt_logprobs=draw.prompt_logprobs if draw.HasField("prompt_logprobs") else None,
-    )
 
 
 def _member(kind: type[Kind], field: str, number: int) -> Kind:

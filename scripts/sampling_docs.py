@@ -1,0 +1,58 @@
+"""Generator of the parameter table in `docs/sampling.md`. `--check` only says whether it is current.
+
+python -m scripts.sampling_docs [--check]
+"""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from holdfast.worker.parameters import Parameter
+from holdfast.worker.sampling_params import PARAMETERS
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "sampling.md"
+HEADER = "| Parameter | Neutral | Limits | What it does |\n|---|---|---|---|\n"
+
+
+def table(parameters: Iterable[Parameter]) -> str:
+    """One row for each parameter."""
+    return HEADER + "".join(
+        f"| `{item.name}` | {_neutral(item)} | {item.limits} | {item.help} |\n".replace("|  |", "| |")
+        for item in parameters
+    )
+
+
+def with_table(page: str, new: str) -> str:
+    """The page with its table replaced."""
+    before, header, rest = page.partition(HEADER)
+    if not header:
+        raise SystemExit(f"{PAGE}: has no table that begins with {HEADER.splitlines()[0]}")
+    after = rest.partition("\n\n")[2]
+    return f"{before}{new}\n{after}"
+
+
+def _neutral(item: Parameter) -> str:
+    default = item.default
+    if item.about.neutral:
+        return item.about.neutral
+    if default is None:
+        return "unset"
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, int | float) else "none"
+
+
+def main() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    fresh = with_table(page, table(PARAMETERS.values()))
+    if "--check" in sys.argv:
+        if fresh != page:
+            raise SystemExit(f"{PAGE.name} differs from the declarations; run `python -m scripts.sampling_docs`")
+        print(f"{PAGE.name} is current")
+        return
+    PAGE.write_text(fresh, encoding="utf-8")
+    print(f"{PAGE.name} written, {'unchanged' if fresh == page else 'changed'}")
+
+
+if __name__ == "__main__":
+    main()

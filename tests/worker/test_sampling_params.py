@@ -1,0 +1,102 @@
+"""Sampling parameters are checked by their declarations: wrong ones are refused by name, whoever filled them in."""
+
+import math
+from dataclasses import fields, replace
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.parameters import Parameter
+from holdfast.worker.sampling_params import SamplingParams
+
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+WHOLE = ("top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n", "best_of", "beam_width")
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "echo")
+WRONG = {name: ("hot", True, [1.0], math.nan) for name in (*NUMBERS, "length_penalty")}
+WRONG |= {name: ("1", 1.5, True, [1]) for name in (*WHOLE, "truncate_prompt_tokens")}
+WRONG |= dict.fromkeys(FLAGS, ("yes", 1, None))
+WRONG |= {name: (5, [1], [None]) for name in ("stop", "bad_words")}
+WRONG |= {name: (5, "12", ["1"], [1.5], [True]) for name in ("stop_token_ids", "allowed_token_ids")}
+WRONG |= {"logit_bias": (5, [1], {"1": 1.0}, {1: "a"}, {1: None}), "structured_outputs": (5, "json", ["json"])}
+
+
+def test_every_parameter_has_its_wrong_types_here():
+    assert WRONG.keys() == {field.name for field in fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_value_of_a_wrong_type_is_refused_by_name(name, value):
+    with pytest.raises(InvalidRequestError) as refused:
+        SamplingParams(**{name: value})
+    assert refused.value.field == f"sampling_params.{name}"
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "max_tokens", "n"])
+def test_numbers_of_numpy_are_numbers(name):
+    whole = SamplingParams(**{name: numpy.int64(1)})
+    assert getattr(whole, name) == 1
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_tokens", "n", "length_penalty"])
+def test_none_is_no_value_of_a_parameter_that_always_has_one(name):
+    with pytest.raises(InvalidRequestError, match=f"sampling_params.{name} = None"):
+        SamplingParams(**{name: None})
+
+
+def test_lists_of_any_sort_are_stored_as_tuples():
+    params = SamplingParams(stop="a", bad_words=["b"], stop_token_ids={3}, allowed_token_ids=numpy.arange(2).tolist())
+    assert (params.stop, params.bad_words) == (("a",), ("b",))
+    assert (params.stop_token_ids, params.allowed_token_ids) == ((3,), (0, 1))
+    nothing = SamplingParams(stop=None, stop_token_ids=None, bad_words=None, logit_bias=None)
+    assert nothing == SamplingParams()
+
+
+# --- changes ---
+
+
+CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.floats(-1, 3),
+        "seed": st.none() | st.integers(-1, 3),
+        "max_tokens": st.none() | st.integers(0, 3),
+        "min_tokens": st.integers(0, 3),
+        "n": st.integers(0, 3),
+        "best_of": st.none() | st.integers(0, 3),
+        "beam_width": st.none() | st.integers(1, 3),
+        "stop": st.sampled_from(["a", (), [""]]),
+    },
+)
+
+
+@given(CHANGES, CHANGES)
+def test_changed_parameters_are_what_they_would_be_if_built_anew(first, changes):
+    def outcome(build):
+        try:
+            return build()
+        except InvalidRequestError as error:
+            return str(error)
+
+    try:
+        params = SamplingParams(**first)
+    except InvalidRequestError:
+        return
+    assert outcome(lambda: params.with_changes(**changes)) == outcome(lambda: replace(params, **changes))
+
+
+def test_what_stays_is_not_checked_again(monkeypatch):
+    params = SamplingParams(allowed_token_ids=[1, 2], stop="a")
+    checked = []
+    check = Parameter.check
+    monkeypatch.setattr(Parameter, "check", lambda self, value: checked.append(self.name) or check(self, value))
+    changed = params.with_changes(seed=3)
+    assert checked == ["seed"]
+    assert changed == SamplingParams(allowed_token_ids=[1, 2], stop="a", seed=3)
+
+
+def test_a_change_of_nothing_that_there_is_is_our_own_mistake():
+    with pytest.raises(TypeError, match="heat"):
+        SamplingParams().with_changes(heat=1)

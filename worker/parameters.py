@@ -1,0 +1,237 @@
+"""Parameter declarations: a field's type, range, help and whereabouts stand in its annotation, and its check follows.
+
+What may live here: what a declaration can say, and checking a value by it; pydantic does the types and ranges. What
+may not: any parameter by its name (`sampling_params.py`), messages (`sampling_fields.py`), flags.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from functools import cached_property
+from numbers import Integral, Real
+from types import NoneType
+from typing import Annotated, Any, Final, get_args, get_type_hints
+
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.structured_outputs import StructuredOutputs
+
+FIELD: Final = "sampling_params"
+"""Where requests hold them: what refusals call a parameter begins with it."""
+
+
+class World(StrEnum):
+    """Whom a parameter concerns."""
+
+    TOKENS = "tokens"
+    """It travels on the link to replicas."""
+    TEXT = "text"
+    """It stays in the router."""
+
+
+class Topic(StrEnum):
+    """Under which heading the command line shows a parameter."""
+
+    SAMPLING = "sampling"
+    STRUCTURE = "structured output"
+    ENDING = "end of the output"
+    REPORT = "several completions, and what is reported"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What sort of value a parameter takes, whoever filled it in: numbers of numpy are numbers, and no bool is one."""
+
+    stored_as: Any
+    """The type that pydantic makes of it, by its strict rules."""
+    prepare: Callable[[object], object]
+    """Brings what is good enough into a form that those rules take; what is not, it leaves or refuses."""
+    wish: str
+    """What a value of another type is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What a declaration says besides type, range and description (pydantic's `Field`)."""
+
+    world: World
+    topic: Topic
+    limit: str = ""
+    """What a value outside its limits is told, where the range alone does not say it."""
+    limits: str = ""
+    """The same in a table of parameters."""
+    neutral: str = ""
+    """The default in a table of parameters, where the value alone does not say it."""
+    with_beams: bool = True
+    """It may be set for a beam search."""
+    flag_default: object = ...
+    """What the command line takes instead of the default; `...`: the default."""
+    short_flag: str = ""
+    negative_flag: str = ""
+    """Turns it off."""
+
+
+def _number(value: object) -> object:
+    if type(value) is not float and not isinstance(value, Real):
+        raise _wrong_type()  # such as a Decimal, which pydantic would take
+    return value
+
+
+def _whole(value: object) -> object:
+    if type(value) is int or isinstance(value, bool) or not isinstance(value, Integral):
+        return value
+    return int(value)
+
+
+def _same(value: object) -> object:
+    return value
+
+
+def _texts(value: object) -> object:
+    return (value,) if isinstance(value, str) else _listed(value)
+
+
+def _token_ids(value: object) -> object:
+    listed = _listed(value)
+    if not isinstance(listed, tuple) or set(map(type, listed)) <= {int}:
+        return listed  # the quick way, for there can be many
+    return tuple(map(_whole, listed))
+
+
+def _listed(value: object) -> object:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Collection) and not isinstance(value, str | bytes) else value
+
+
+def _biases(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {_whole(token_id): _number(bias) for token_id, bias in value.items()}
+    return {} if value is None else value
+
+
+def _structure(value: object) -> object:
+    if not isinstance(value, StructuredOutputs | Mapping):
+        raise _wrong_type()
+    return StructuredOutputs.of(value)
+
+
+def _wrong_type() -> PydanticCustomError:
+    return PydanticCustomError("wrong_type", "is of a wrong type")
+
+
+MAX_LOGIT_BIAS: Final = 100.0
+"""A bias of this size bans a token or forces it, as far as logits go."""
+
+_TokenId = Annotated[int, Field(ge=0)]
+_Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
+
+NUMBER: Final = Kind(float, _number, "must be a number")
+WHOLE: Final = Kind(int, _whole, "must be a whole number")
+SWITCH: Final = Kind(bool, _same, "must be True or False")
+TEXTS: Final = Kind(tuple[Annotated[str, Field(min_length=1)], ...], _texts, "must be text, or a list of texts")
+TOKEN_IDS: Final = Kind(tuple[_TokenId, ...], _token_ids, "must be a list of token ids")
+BIASES: Final = Kind(dict[_TokenId, _Bias], _biases, "must give token ids numbers")
+STRUCTURE: Final = Kind(Any, _structure, "must be StructuredOutputs, or a mapping of its fields")
+
+_PLAIN_KINDS: Final = {float: NUMBER, int: WHOLE, bool: SWITCH}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One declared field."""
+
+    name: str
+    default: Any
+    """`MISSING` where each owner gets an empty one of its own."""
+    kind: Kind
+    is_optional: bool
+    """None is a value."""
+    field: FieldInfo
+    about: About
+
+    def check(self, value: object) -> Any:
+        """The value as it is stored. Raises `InvalidRequestError`, naming the parameter."""
+        if value is None and self.is_optional:
+            return None
+        try:
+            return self._validate(value)
+        except ValidationError as error:
+            raise self._refusal(value, error) from None
+
+    def allows(self, value: object) -> bool:
+        """Whether it is a value of the parameter by itself."""
+        try:
+            self.check(value)
+        except InvalidRequestError:
+            return False
+        return True
+
+    @cached_property
+    def _validate(self) -> Callable[[object], Any]:
+        constraints = [item for item in self.field.metadata if not isinstance(item, Kind | About)]
+        annotated: Any = Annotated
+        checked = annotated[(self.kind.stored_as, *constraints, BeforeValidator(self.kind.prepare))]
+        return TypeAdapter(checked, config=ConfigDict(strict=True)).validator.validate_python
+
+    def _refusal(self, value: object, error: ValidationError) -> InvalidRequestError:
+        first = error.errors(include_url=False)[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, InvalidRequestError):
+            return cause
+        limit = self.kind.wish if first["type"].endswith("_type") else self.limit
+        return InvalidRequestError(f"{FIELD}.{self.name}", value, limit)
+
+    @property
+    def help(self) -> str:
+        return self.field.description or ""
+
+    @property
+    def limit(self) -> str:
+        """What is allowed, in words that follow the value."""
+        low, high = self._bound("ge", "gt"), self._bound("le")
+        if self.about.limit or low is None:
+            return self.about.limit or self.kind.wish
+        if high is None:
+            return f"must be at least {_figure(low)}" if low else "must not be negative"
+        bracket = "(" if self._bound("gt") is not None else "["
+        return f"must be in {bracket}{_figure(low)}, {_figure(high)}]"
+
+    @property
+    def limits(self) -> str:
+        """The range in words for a table; empty where there is none."""
+        low, high = self._bound("ge", "gt"), self._bound("le")
+        if self.about.limits or low is None:
+            return self.about.limits
+        if high is None:
+            return f"{_figure(low)} or more"
+        return (
+            f"above {_figure(low)}, to {_figure(high)}"
+            if self._bound("gt") is not None
+            else f"{_figure(low)} to {_figure(high)}"
+        )
+
+    def _bound(self, *sides: str) -> Any:
+        bounds = (getattr(item, side, None) for item in self.field.metadata for side in sides)
+        return next((bound for bound in bounds if bound is not None), None)
+
+
+def _figure(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def declared(cls: type) -> Mapping[str, Parameter]:
+    """The parameters that a dataclass declares, by name."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {item.name: _parameter(item.name, item.default, hints[item.name]) for item in fields(cls)}
+
+
+def _parameter(name: str, default: object, hint: Any) -> Parameter:
+    base, *metadata = get_args(hint)
+    kinds = [item for item in metadata if isinstance(item, Kind)]
+    kinds += [_PLAIN_KINDS[item] for item in (base, *get_args(base)) if item in _PLAIN_KINDS]
+    (about,) = (item for item in metadata if isinstance(item, About))
+    return Parameter(name, default, kinds[0], NoneType in get_args(base), FieldInfo.from_annotation(hint), about)
