@@ -38,6 +38,7 @@ from holdfast.worker.engine.model_runner import ModelRunner
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.replica.rank import prepare_process
 from holdfast.worker.replica.replica import Replica
+from tests import loops
 from tests.chaos.paced import PacedRank, two_ranks
 
 LOOK_S = 0.01
@@ -107,7 +108,7 @@ class ForkServer:
         os.close(self._held)
         os.close(sys.stdin.fileno())
         self._begin()
-        asyncio.run(self._router(**order) if "directory" in order else self._replica(**order))
+        loops.run(self._router(**order) if "directory" in order else self._replica(**order), timeout_s=None)
         return 1
 
     def _begin(self) -> None:

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from holdfast.cluster.client.async_client import AsyncClient
+from tests import loops
 from tests.chaos.faults import KILLED_REPLICA, KILLED_ROUTER, Fault
 from tests.chaos.forked import ForkedCluster, forked_cluster, loads
 from tests.chaos.kinds import KINDS, Answer, Kind, ask
@@ -59,7 +60,7 @@ def test_a_link_to_a_replica_may_go_dark(tmp_path: Path, tally: Tally):
             for kind in KINDS[:2]:
                 await struck(client, kind.longer(60), tally.row("dark link to the replica"), go_dark)
 
-    asyncio.run(run())
+    loops.run(run(), timeout_s=None)
 
 
 async def behind_wires(cluster: ForkedCluster) -> list[Wire]:
@@ -79,7 +80,7 @@ def test_a_link_to_a_router_may_go_dark(tmp_path: Path, tally: Tally):
             for wire in wires:
                 await wire.stop()
 
-    asyncio.run(run())
+    loops.run(run(), timeout_s=None)
 
 
 @pytest.mark.parametrize("fault", [KILLED_REPLICA, KILLED_ROUTER], ids=lambda fault: fault.name)
@@ -100,7 +101,7 @@ def test_logs_that_cannot_be_written_hold_nothing_up(tmp_path: Path, tally: Tall
                     await cluster.until_up()
                     await struck(client, kind.longer(60), tally.row(f"{fault.name}, disk of the logs full"), strike)
 
-    asyncio.run(run())
+    loops.run(run(), timeout_s=None)
 
 
 @pytest.mark.slow
@@ -122,7 +123,7 @@ def test_memory_that_others_take_holds_nothing_up(tmp_path: Path, tally: Tally):
         assert row.is_clean, row.differences
         assert sum(num_preemptions) > 0, "memory was meant to be short"
 
-    asyncio.run(run())
+    loops.run(run(), timeout_s=None)
 
 
 @asynccontextmanager

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import loops
 from tests.chaos.faults import KILLED_RANK, STARVED_LEADER, STARVED_RANK, Fault
 from tests.chaos.forked import ForkedCluster, forked_cluster
 from tests.chaos.kinds import KINDS, Kind
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
+    with loops.runner() as runner:
         yield runner
 
 

@@ -22,6 +22,7 @@ from holdfast.cluster.serve.local import LOOPBACK, share_cores
 from holdfast.cluster.serve.serving import Serving, serving
 from holdfast.worker.config import CacheConfig, ParallelConfig
 from holdfast.worker.errors import ReplicaError
+from tests import loops
 from tests.chaos.kinds import KINDS
 from tests.chaos.load import Load, steady_load
 from tests.chaos.tally import Tally
@@ -180,7 +181,7 @@ def site() -> Iterator[Site]:
     )
     on_sigterm = signal.getsignal(signal.SIGTERM)
     kinds = [kind.longer(MAX_TOKENS) for kind in KINDS if kind.may_meet_itself]
-    with progress(sys.stderr) as report, asyncio.Runner() as loop, serving(config, report) as cluster:
+    with progress(sys.stderr) as report, loops.runner() as loop, serving(config, report) as cluster:
         loading = steady_load(cluster.routers, kinds, NUM_CLIENTS)
         yield Site(loop, config, cluster, loop.run(loading.__aenter__()))
         loop.run(loading.__aexit__(None, None, None))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import loops
 from tests.chaos.faults import (
     FROZEN_REPLICA,
     FROZEN_ROUTER,
@@ -29,7 +30,7 @@ TARGETS = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
+    with loops.runner() as runner:
         yield runner
 
 

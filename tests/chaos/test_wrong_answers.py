@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cluster.client.async_client import AsyncClient
+from tests import loops
 from tests.chaos.forked import POLL_S, ForkedCluster, forked_cluster, loads
 from tests.chaos.kinds import KINDS, Answer, ask
 
@@ -64,5 +65,5 @@ def test_a_replica_that_begins_to_compute_wrongly_is_lost_and_its_streams_go_on(
                 assert [await ask(client, kind) for kind in ASKS] == right
 
     with (tmp_path / "log").open("w") as log:
-        asyncio.run(run())
+        loops.run(run(), timeout_s=None)
     assert (tmp_path / "log").read_text().count("the replica answered its self-check wrongly: ") >= 1

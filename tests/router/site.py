@@ -1,7 +1,6 @@
 """A router on loopback with replicas behind it, and clients in front: what the tests of the whole router share."""
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -48,16 +47,6 @@ class Site:
             return self.router.num_open == 0 and all(replica.is_idle for replica in self.replicas)
 
         await eventually(is_so)
-
-
-def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Runs a coroutine test to its end, on a loop of its own."""
-
-    @functools.wraps(test)
-    def run(*args: object, **kwargs: object) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
-
-    return run
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]], timeout_s: float = 10.0) -> None:

@@ -17,9 +17,10 @@ from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica, byte_tokenizer
+from tests.loops import on_a_loop, on_each_loop
 from tests.router.core import LetterText, facts
 from tests.router.desk import desk
-from tests.router.site import collected, expected, on_a_loop, refusal, request, site
+from tests.router.site import collected, expected, refusal, request, site
 
 OUTPUT = "Grüße! ENDE"
 DEMO = Path(__file__).parents[2] / "cluster/bundled_model/model"
@@ -75,7 +76,7 @@ def test_a_completion_whose_end_was_received_is_over():
         catch_up(text, Resume(sequences=(replace(progress, finish_reason=None),)), 0)
 
 
-@on_a_loop
+@on_each_loop
 async def test_of_several_completions_those_that_have_ended_are_not_run_again():
     replica = await FakeReplica.start()
     async with site(replica) as place:
@@ -96,7 +97,7 @@ async def test_of_several_completions_those_that_have_ended_are_not_run_again():
     assert chunks[-1].usage.completion_tokens == 16
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_stream_goes_on_at_another_router():
     async with site(await FakeReplica.start()) as place:
         token_ids, text = expected("hello", 1, 8)
@@ -109,7 +110,7 @@ async def test_a_stream_goes_on_at_another_router():
         assert chunks[-1].system_fingerprint == fingerprint()
 
 
-@on_a_loop
+@on_each_loop
 async def test_where_the_first_tokens_came_from_elsewhere_the_stream_says_so():
     async with site(await FakeReplica.start()) as place:
         wish = resumed(expected("hello", 1, 8)[0][:5], 5)
@@ -117,7 +118,7 @@ async def test_where_the_first_tokens_came_from_elsewhere_the_stream_says_so():
         assert (await collected(place.stub.GenerateStream(wish)))[-1].replayed_without_guarantee
 
 
-@on_a_loop
+@on_each_loop
 async def test_an_output_that_was_complete_is_ended():
     async with site(await FakeReplica.start()) as place:
         token_ids, text = expected("hello", 1, 8)
@@ -128,7 +129,7 @@ async def test_an_output_that_was_complete_is_ended():
         assert chunk.finish_reason == inference_pb2.FINISH_REASON_STOP
 
 
-@on_a_loop
+@on_each_loop
 async def test_what_cannot_be_a_beginning_of_the_output_is_refused():
     token_ids, text = expected("hello", 1, 8)
     async with site(await FakeReplica.start()) as place:
@@ -151,7 +152,7 @@ async def test_what_cannot_be_a_beginning_of_the_output_is_refused():
         assert (refused.code, refused.field) == ("INVALID_ARGUMENT", "resume")
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_greedy_stream_goes_on_without_the_id_that_others_draw_by():
     token_ids, _ = expected("hello", 1, 8)
     async with site(await FakeReplica.start()) as place:

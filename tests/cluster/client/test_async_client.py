@@ -19,6 +19,7 @@ from holdfast.worker.errors import (
 )
 from holdfast.worker.request import FinishReason, Priority
 from holdfast.worker.sampling_params import SamplingParams
+from tests import loops
 
 CHUNKS = [
     inference_pb2.GenerateStreamResponse(request_id="r", token_ids=[1, 2], text="ab"),
@@ -77,7 +78,7 @@ async def _ask(router: FakeRouter, **options: object) -> list[Chunk]:
 
 
 def ask(router: FakeRouter, **options: object) -> list[Chunk]:
-    return asyncio.run(_ask(router, **options))
+    return loops.run(_ask(router, **options))
 
 
 def test_chunks_come_as_plain_data():
@@ -154,4 +155,4 @@ def test_no_server_is_a_replica_error():
             await client.list_models()
 
     with pytest.raises(ReplicaError):
-        asyncio.run(ask_nobody())
+        loops.run(ask_nobody())

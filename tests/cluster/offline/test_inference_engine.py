@@ -20,6 +20,7 @@ from holdfast.worker.errors import (
 )
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
+from tests import loops
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
@@ -121,7 +122,7 @@ async def _await_and_cancel(engine: InferenceEngine) -> None:
 
 
 def test_requests_can_be_awaited_and_their_tasks_cancelled(engine):
-    asyncio.run(_await_and_cancel(engine))
+    loops.run(_await_and_cancel(engine))
     assert engine.submit_request("hello", GREEDY).result(30).finished
     assert all_blocks_are_free(engine)
 

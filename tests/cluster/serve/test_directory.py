@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.cluster.serve.directory import LEASE_S, SETTLED_S, Directory, DirectoryDeployment, Member, Role
+from tests import loops
 
 REPLICA = Member(member_id="r1", role=Role.REPLICA, address="127.0.0.1:1", model="demo", model_path="/demo")
 ROUTER = Member(member_id="f1", role=Role.ROUTER, address="127.0.0.1:2")
@@ -78,4 +79,4 @@ async def _watch_through_a_change() -> None:
 
 
 def test_a_watch_answers_when_something_changes():
-    asyncio.run(asyncio.wait_for(_watch_through_a_change(), 5.0))
+    loops.run(asyncio.wait_for(_watch_through_a_change(), 5.0))

@@ -5,6 +5,7 @@ from typing import Any
 from holdfast.cluster.serve.directory import Directory, Member, Role, Snapshot
 from holdfast.cluster.serve.membership import Lease, WatchedDirectory, has_other_routers
 from holdfast.router.links.replica_directory import ReplicaEndpoint
+from tests import loops
 
 
 def replica(number: int) -> Member:
@@ -63,7 +64,7 @@ class FakeHandle:
 
 
 def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 10.0))
+    loops.run(asyncio.wait_for(scenario, 10.0))
 
 
 async def _renewed(handle: FakeHandle) -> None:
@@ -127,7 +128,7 @@ async def _first_sets(handle: ScriptedHandle, number: int) -> list[frozenset[Rep
 
 
 def sets_of(handle: ScriptedHandle, number: int) -> list[frozenset[ReplicaEndpoint]]:
-    return asyncio.run(asyncio.wait_for(_first_sets(handle, number), 10.0))
+    return loops.run(asyncio.wait_for(_first_sets(handle, number), 10.0))
 
 
 def test_a_router_sees_each_set_of_serving_replicas_once():

@@ -4,10 +4,11 @@ import grpc
 
 from holdfast.router.config import LimitsConfig
 from tests.fakes import FakeReplica
-from tests.router.site import collected, on_a_loop, refusal, request, site
+from tests.loops import on_each_loop
+from tests.router.site import collected, refusal, request, site
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_cancelled_call_is_off_the_replica_within_a_step():
     replica = await FakeReplica.start()
     async with site(replica) as place:
@@ -21,7 +22,7 @@ async def test_a_cancelled_call_is_off_the_replica_within_a_step():
         await place.until_idle()
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_cancelled_unary_call_is_off_the_replica_too():
     replica = await FakeReplica.start()
     async with site(replica) as place:
@@ -31,7 +32,7 @@ async def test_a_cancelled_unary_call_is_off_the_replica_too():
         await replica.until(lambda: replica.aborted)
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_client_that_hangs_up_is_a_cancel():
     replica = await FakeReplica.start()
     async with site(replica) as place:
@@ -43,7 +44,7 @@ async def test_a_client_that_hangs_up_is_a_cancel():
         await replica.until(lambda: replica.aborted)
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_timeout_in_the_request_ends_it():
     replica = await FakeReplica.start()
     replica.pause()
@@ -58,7 +59,7 @@ async def test_a_timeout_in_the_request_ends_it():
         replica.resume()
 
 
-@on_a_loop
+@on_each_loop
 async def test_the_calls_own_deadline_ends_it():
     replica = await FakeReplica.start()
     replica.pause()
@@ -69,7 +70,7 @@ async def test_the_calls_own_deadline_ends_it():
         replica.resume()
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_request_without_a_timeout_has_the_servers():
     replica = await FakeReplica.start()
     replica.pause()

@@ -15,8 +15,8 @@ from holdfast.worker.errors import DeadlineExceededError, InternalError, Request
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_update import StepUpdate
+from tests.loops import on_each_loop
 from tests.router.core import NO_LOAD, LetterText, delta, facts
-from tests.router.site import on_a_loop
 
 
 class Port:
@@ -190,7 +190,7 @@ def test_who_waits_for_idle_hears_once_that_the_last_request_is_over():
     assert heard == ["idle", "idle already"]
 
 
-@on_a_loop
+@on_each_loop
 async def test_an_event_loop_is_a_clock():
     dispatch, news = Dispatch(RouterConfig(), LimitsConfig(), lambda n: 0), asyncio.Event()
     dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), lambda: None)

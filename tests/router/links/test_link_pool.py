@@ -13,12 +13,12 @@ from holdfast.router.links.replica_directory import StaticDirectory
 from holdfast.router.router import Router
 from holdfast.v1 import engine_pb2, inference_pb2, inference_pb2_grpc
 from tests.fakes import FakeReplica, Wire, byte_tokenizer
+from tests.loops import on_each_loop
 from tests.router.site import (
     collected,
     eventually,
     expected,
     num_open_is,
-    on_a_loop,
     refusal,
     request,
     site,
@@ -27,7 +27,7 @@ from tests.router.site import (
 # --- replicas come and go ---
 
 
-@on_a_loop
+@on_each_loop
 async def test_the_streams_of_a_killed_replica_go_on_and_nobody_can_tell():
     dying, living = await FakeReplica.start("dying"), await FakeReplica.start("living")
     async with site(dying, living) as place:
@@ -42,7 +42,7 @@ async def test_the_streams_of_a_killed_replica_go_on_and_nobody_can_tell():
         assert any(submit.output_token_ids for submit in living.submits)
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_replica_that_leaves_the_directory_is_empty_soon():
     leaving, staying = await FakeReplica.start("leaving"), await FakeReplica.start("staying")
     async with site(leaving, staying) as place:
@@ -58,7 +58,7 @@ async def test_a_replica_that_leaves_the_directory_is_empty_soon():
         await leaving.kill()
 
 
-@on_a_loop
+@on_each_loop
 async def test_requests_wait_for_a_replica_that_comes_back():
     first = await FakeReplica.start()
     async with site(first) as place:
@@ -71,14 +71,14 @@ async def test_requests_wait_for_a_replica_that_comes_back():
         await again.kill()
 
 
-@on_a_loop
+@on_each_loop
 async def test_without_any_replica_a_router_is_unavailable():
     async with site() as place:
         refused = await refusal(place.stub.Generate(request()))
         assert (refused.code, refused.retry_after_s) == ("UNAVAILABLE", 1.0)
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_replica_that_is_lost_for_good_does_not_hold_requests_for_ever():
     replica = await FakeReplica.start()
     async with site(replica, config=RouterConfig(replica_wait_s=0.1)) as place:
@@ -89,7 +89,7 @@ async def test_a_replica_that_is_lost_for_good_does_not_hold_requests_for_ever()
         assert "no replica of model 'fake' is up" in refused.message
 
 
-@on_a_loop
+@on_each_loop
 async def test_the_directory_adds_retires_and_moves_replicas():
     first, second = await FakeReplica.start("r0"), await FakeReplica.start("r1")
     async with site(first) as place:
@@ -112,7 +112,7 @@ async def served_by(place, replica: FakeReplica) -> bool:
     return bool(replica.submits)
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_stranger_at_the_address_is_not_taken_for_the_replica():
     replica, stranger = await FakeReplica.start("r0"), await FakeReplica.start("stranger")
     async with site(replica) as place:
@@ -127,11 +127,11 @@ async def is_dialled(replica: FakeReplica) -> bool:
     return replica.num_links > 0
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_network_that_goes_dark_is_noticed():
     replica = await FakeReplica.start()
     wire = await Wire.start(replica.port)
-    config = RouterConfig(keepalive_s=0.1, keepalive_timeout_s=0.1, connect_timeout_s=0.2)
+    config = RouterConfig(keepalive_s=0.1, keepalive_timeout_s=0.1, connect_timeout_s=0.2, replica_wait_s=0.5)
     async with site(config=config) as place:
         place.directory.set([replica.endpoint_at(wire.port)])
         await place.until_up(1)
@@ -148,7 +148,7 @@ async def test_a_network_that_goes_dark_is_noticed():
 # --- faults of ours ---
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_link_that_breaks_by_our_fault_comes_back_and_its_requests_go_on(caplog, monkeypatch):
     replica = await FakeReplica.start()
     replica.pause()
@@ -181,7 +181,7 @@ async def is_logged(caplog, text: str) -> bool:
         (b"\xff\xff\xff", "bytes that are no message"),
     ],
 )
-@on_a_loop
+@on_each_loop
 async def test_a_replica_that_cannot_be_understood_is_dialled_again_and_its_requests_go_on(caplog, saying, told):
     replica = await FakeReplica.start()
     replica.pause()
@@ -197,7 +197,7 @@ async def test_a_replica_that_cannot_be_understood_is_dialled_again_and_its_requ
         assert "fault of ours" not in caplog.text
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_link_that_fails_in_the_moment_it_is_let_go_ends(monkeypatch):
     """gRPC takes a cancellation for its own where the call has failed already, and raises that failure instead."""
     talking = asyncio.Event()
@@ -216,7 +216,7 @@ async def test_a_link_that_fails_in_the_moment_it_is_let_go_ends(monkeypatch):
     await asyncio.wait_for(router.stop(), 5)
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_call_that_breaks_by_our_fault_is_internal_and_logged(monkeypatch, caplog):
     async with site(await FakeReplica.start()) as place:
 
@@ -231,7 +231,7 @@ async def test_a_call_that_breaks_by_our_fault_is_internal_and_logged(monkeypatc
         assert "secret" in caplog.text
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_directory_that_fails_is_asked_again_and_the_links_stay(monkeypatch, caplog):
     replica = await FakeReplica.start()
     monkeypatch.setattr("holdfast.router.links.link_pool.WATCH_AGAIN_S", 0.01)
@@ -257,7 +257,7 @@ class MoodyDirectory:
         await asyncio.Event().wait()
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_model_whose_tokenizer_cannot_be_read_is_not_up(caplog):
     replica = await FakeReplica.start()
     directory = StaticDirectory([replica.endpoint])
@@ -278,7 +278,7 @@ async def is_said(caplog, text: str) -> bool:
 # --- frozen replicas ---
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_frozen_replica_is_given_up_and_one_that_only_takes_long_is_not():
     replica = await FakeReplica.start()
     replica.heartbeat_ms, replica.frozen_after_ms = 10, 300
@@ -295,7 +295,7 @@ async def test_a_frozen_replica_is_given_up_and_one_that_only_takes_long_is_not(
         call.cancel()
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_replica_whose_counter_stands_still_is_frozen_for_all_its_heartbeats():
     replica = await FakeReplica.start()
     replica.heartbeat_ms, replica.frozen_after_ms = 10, 300
@@ -309,7 +309,7 @@ async def test_a_replica_whose_counter_stands_still_is_frozen_for_all_its_heartb
         call.cancel()
 
 
-@on_a_loop
+@on_each_loop
 async def test_an_idle_replica_may_be_silent():
     replica = await FakeReplica.start()
     replica.heartbeat_ms, replica.frozen_after_ms = 10, 100

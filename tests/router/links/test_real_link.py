@@ -12,8 +12,9 @@ from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.step_plan import NO_TOKEN, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.scheduling.scheduler import Scheduler
+from tests.loops import on_a_loop, on_each_loop
 from tests.pseudo_model import PseudoRunner, pseudo_completion
-from tests.router.site import collected, eventually, on_a_loop, refusal, request, site
+from tests.router.site import collected, eventually, refusal, request, site
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE = 600, 4, 400, 256
 BAD = 13
@@ -87,7 +88,7 @@ async def test_64_streams_some_cancelled_are_right_and_leave_no_block_behind():
         await place.until_idle()
 
 
-@on_a_loop
+@on_each_loop
 async def test_output_ends_where_the_context_does():
     async with site(await RealReplica.start()) as place:
         answer = await place.stub.Generate(request([1] * 390, max_tokens=50))
@@ -95,7 +96,7 @@ async def test_output_ends_where_the_context_does():
         assert answer.usage.completion_tokens == 10
 
 
-@on_a_loop
+@on_each_loop
 async def test_what_a_full_engine_refuses_is_served_later():
     """16 run, one waits, and the router sends more than that before it hears."""
     async with site(await RealReplica.start(max_num_waiting=1)) as place:
@@ -104,7 +105,7 @@ async def test_what_a_full_engine_refuses_is_served_later():
         assert all(list(answer.completions[0].token_ids) == right for answer in answers)
 
 
-@on_a_loop
+@on_each_loop
 async def test_the_streams_of_an_engine_that_ends_go_on_elsewhere():
     ending = await RealReplica.start("ending")
     async with site(ending, await RealReplica.start("going on")) as place:
@@ -132,7 +133,7 @@ class LosesNumbers(PseudoRunner):
         return self.has_numbers and self.read_back(sequence)[0] != BAD
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_request_whose_logits_are_no_numbers_fails_once_and_takes_nobody_along():
     replicas = [await RealReplica.start(name, runner_class=LosesNumbers) for name in ("r0", "r1")]
     async with site(*replicas) as place:
@@ -148,7 +149,7 @@ async def test_a_request_whose_logits_are_no_numbers_fails_once_and_takes_nobody
         assert sum(replica.engine.stats().num_requests for replica in replicas) == 9, "it was tried once"
 
 
-@on_a_loop
+@on_each_loop
 async def test_streams_of_a_replica_that_has_no_numbers_for_anybody_go_on_elsewhere():
     bad = await RealReplica.start("bad", runner_class=LosesNumbers)
     async with site(bad, await RealReplica.start("good")) as place:
@@ -161,7 +162,7 @@ async def test_streams_of_a_replica_that_has_no_numbers_for_anybody_go_on_elsewh
         assert "no numbers" in str(bad.engine.failure)
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_shared_prefix_is_computed_once_and_salts_keep_it_apart():
     prefix = list(range(1, 101))
 
@@ -176,7 +177,7 @@ async def test_a_shared_prefix_is_computed_once_and_salts_keep_it_apart():
         assert [await cached(place, 200, "tenant") for _ in range(2)] == [0, 100]
 
 
-@on_a_loop
+@on_each_loop
 async def test_requests_go_to_where_their_prefix_is_and_statistics_say_so():
     async def cached(place, first: int, tail: int) -> int:
         answer = await place.stub.Generate(request([*range(first, first + 100), tail], max_tokens=2))
@@ -197,7 +198,7 @@ async def test_requests_go_to_where_their_prefix_is_and_statistics_say_so():
         await eventually(told_all)
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_router_that_does_not_follow_the_cache_is_told_nothing_of_it():
     replica = await RealReplica.start()
     async with site(replica, config=RouterConfig(routing_policy="power_of_two")) as place:

@@ -16,8 +16,9 @@ from holdfast.worker.errors import ReplicaError
 from holdfast.worker.request import FinishReason, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica, fake_tokens
+from tests.loops import on_each_loop
 from tests.router.links.test_real_link import RealReplica
-from tests.router.site import collected, eventually, num_open_is, on_a_loop, refusal, request, site
+from tests.router.site import collected, eventually, num_open_is, refusal, request, site
 from tests.worker.plan.test_logits_settings import LogitsRunner
 
 
@@ -25,7 +26,7 @@ def params(max_tokens: int = 8, seed: int = 1, **fields) -> dict:
     return {"sampling_params": inference_pb2.SamplingParams(max_tokens=max_tokens, seed=seed, **fields)}
 
 
-@on_a_loop
+@on_each_loop
 async def test_completion_i_is_what_seed_plus_i_would_have_drawn():
     async with site(await RealReplica.start(runner_class=LogitsRunner)) as place:
         answer = await place.stub.Generate(request([3, 1], **params(n=4, seed=7, max_tokens=12)))
@@ -37,7 +38,7 @@ async def test_completion_i_is_what_seed_plus_i_would_have_drawn():
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 48)
 
 
-@on_a_loop
+@on_each_loop
 async def test_chunks_take_turns_and_the_very_last_has_the_usage():
     async with site(await FakeReplica.start(), await FakeReplica.start("r1")) as place:
         call = place.stub.GenerateStream(request("hello", **params(n=3, max_tokens=30), request_id="mine"))
@@ -60,7 +61,7 @@ async def test_chunks_take_turns_and_the_very_last_has_the_usage():
         assert [submit.group_id for submit in home.submits] == ["mine"] * 3
 
 
-@on_a_loop
+@on_each_loop
 async def test_the_best_by_mean_log_probability_are_returned_best_first():
     async with site(await RealReplica.start(runner_class=LogitsRunner)) as place:
         fields = {"max_tokens": 6, "seed": 3, "temperature": 2.0}
@@ -76,7 +77,7 @@ async def test_the_best_by_mean_log_probability_are_returned_best_first():
         assert answer.usage.completion_tokens == 36, "those that were not chosen have been drawn as well"
 
 
-@on_a_loop
+@on_each_loop
 async def test_cancelling_ends_all_completions():
     replica = await FakeReplica.start()
     async with site(replica) as place:
@@ -88,7 +89,7 @@ async def test_cancelling_ends_all_completions():
         await replica.until(lambda: len(replica.aborted) == 5)
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_deadline_ends_all_completions():
     replica = await FakeReplica.start()
     replica.pause()
@@ -99,7 +100,7 @@ async def test_a_deadline_ends_all_completions():
         replica.resume()
 
 
-@on_a_loop
+@on_each_loop
 async def test_one_completion_that_fails_ends_the_others():
     replica = await FakeReplica.start()
     async with site(replica) as place:
@@ -113,7 +114,7 @@ async def test_one_completion_that_fails_ends_the_others():
         replica.running.clear()
 
 
-@on_a_loop
+@on_each_loop
 async def test_siblings_that_cannot_all_be_queued_leave_nothing_open():
     config, limits = RouterConfig(max_waiting_per_replica=1), LimitsConfig(max_queued=1)
     async with site(await FakeReplica.start(), config=config, limits=limits) as place:
@@ -122,7 +123,7 @@ async def test_siblings_that_cannot_all_be_queued_leave_nothing_open():
         assert await num_open_is(place, 0)
 
 
-@on_a_loop
+@on_each_loop
 async def test_echo_puts_the_prompt_before_each_completion_once():
     async with site(await FakeReplica.start()) as place:
         plain = await place.stub.Generate(request("hello", **params(n=2)))
@@ -134,7 +135,7 @@ async def test_echo_puts_the_prompt_before_each_completion_once():
             assert "".join(chunk.text for chunk in chunks if chunk.sequence_index == index) == one.text
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_truncated_prompt_is_its_end():
     async with site(await FakeReplica.start()) as place:
         fields = params(truncate_prompt_tokens=3, echo=True)
@@ -164,7 +165,7 @@ def told(*deltas: Deliver, **given) -> SampledAnswer:
     return answer
 
 
-@on_a_loop
+@on_each_loop
 async def test_what_is_said_of_the_prompt_goes_with_the_first_that_is_returned():
     usage = Usage(num_prompt_tokens=2, num_completion_tokens=1)
     core = {"request_id": "", "first_token_index": 0, "token_ids": (5,), "text": "", "usage": usage}
@@ -181,7 +182,7 @@ def said(logprob: float) -> TokenLogprob:
     return TokenLogprob(token_id=5, logprob=logprob, rank=1)
 
 
-@on_a_loop
+@on_each_loop
 async def test_an_error_of_any_stream_is_raised():
     streams, answer = answer_of(2, n=2)
     reader = asyncio.create_task(answer.whole())
@@ -194,7 +195,7 @@ async def test_an_error_of_any_stream_is_raised():
 # --- the client ---
 
 
-@on_a_loop
+@on_each_loop
 async def test_the_client_has_all_completions_streamed_or_whole():
     async with site(await RealReplica.start(runner_class=LogitsRunner)) as place:
         wish = SamplingParams(n=3, seed=2, max_tokens=9, logprobs=1)

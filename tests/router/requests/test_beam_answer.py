@@ -12,9 +12,10 @@ from holdfast.v1 import inference_pb2
 from holdfast.worker.request import FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica
+from tests.loops import on_each_loop
 from tests.router.links import test_real_link
 from tests.router.links.test_real_link import RealReplica
-from tests.router.site import eventually, num_open_is, on_a_loop, refusal, request, site
+from tests.router.site import eventually, num_open_is, refusal, request, site
 from tests.worker.plan.test_logits_settings import LogitsRunner
 
 PROMPT = [3, 1, 4]
@@ -36,7 +37,7 @@ def expected(width: int, penalty: float, max_tokens: int) -> BeamSearch:
 
 
 @pytest.mark.parametrize("eos", [frozenset({END}), frozenset()], ids=["the model's end", "a stop token"])
-@on_a_loop
+@on_each_loop
 async def test_the_beams_are_those_of_the_model(eos, monkeypatch):
     monkeypatch.setattr(test_real_link, "INFO", replace(test_real_link.INFO, eos_token_ids=eos))
     stop = [] if eos else [END]
@@ -59,7 +60,7 @@ async def test_the_beams_are_those_of_the_model(eos, monkeypatch):
     assert 0 < num_ended < 17, "some beams were meant to end early"
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_search_ends_where_the_context_does():
     async with site(await RealReplica.start(runner_class=LogitsRunner)) as place:
         params = inference_pb2.SamplingParams(beam_width=2, no_max_tokens=True)
@@ -67,7 +68,7 @@ async def test_a_search_ends_where_the_context_does():
         assert len(answer.completions[0].token_ids) == 5
 
 
-@on_a_loop
+@on_each_loop
 async def test_cancelling_a_search_ends_what_it_has_asked():
     replica = await FakeReplica.start()
     replica.pause()
@@ -82,7 +83,7 @@ async def test_cancelling_a_search_ends_what_it_has_asked():
         replica.resume()
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_deadline_holds_for_the_whole_search():
     replica = await FakeReplica.start()
     replica.pause()
@@ -93,7 +94,7 @@ async def test_a_deadline_holds_for_the_whole_search():
         replica.resume()
 
 
-@on_a_loop
+@on_each_loop
 async def test_an_answer_says_where_its_beams_were_looked_for():
     async with site(await RealReplica.start(runner_class=LogitsRunner)) as place:
         params = inference_pb2.SamplingParams(beam_width=2, max_tokens=2)
@@ -103,7 +104,7 @@ async def test_an_answer_says_where_its_beams_were_looked_for():
         assert not beams.replayed_without_guarantee
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_router_that_stops_hands_a_search_over():
     """Its client asks another one, rather than waiting for the end of this one."""
     replica = await FakeReplica.start()

@@ -14,7 +14,8 @@ from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica, byte_tokenizer
-from tests.router.site import expected, on_a_loop, refusal, site
+from tests.loops import on_a_loop
+from tests.router.site import expected, refusal, site
 
 TEMPLATE = (
     "{% for message in messages %}"

@@ -8,9 +8,10 @@ from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InternalError
 from holdfast.worker.request import FinishReason, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
+from tests.loops import on_each_loop
 from tests.router.core import Core, delivered, delta, failure
 from tests.router.links.test_real_link import RealReplica
-from tests.router.site import on_a_loop, request, site
+from tests.router.site import request, site
 from tests.worker.plan.test_logits_settings import LogitsRunner
 
 
@@ -61,7 +62,7 @@ def test_a_prompt_of_which_too_little_is_said_is_a_fault_of_ours():
     assert isinstance(failure(core.step(delta(1, 0, 0))).error, InternalError)
 
 
-@on_a_loop
+@on_each_loop
 async def test_streamed_in_one_piece_or_not_asked_for():
     """The pieces of a stream, unread ones merged, are what the whole answer has."""
     fields = {"max_tokens": 40, "seed": 5, "temperature": 1.5}

@@ -15,7 +15,8 @@ from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
 from tests.fakes import FakeReplica, byte_tokenizer
-from tests.router.site import on_a_loop, refusal, request, site
+from tests.loops import on_each_loop
+from tests.router.site import refusal, request, site
 
 DEMO = Path(__file__).parents[3] / "cluster/bundled_model/model"
 FIELD = "sampling_params.structured_outputs"
@@ -42,7 +43,7 @@ REFUSED = [
 ]
 
 
-@on_a_loop
+@on_each_loop
 async def test_what_cannot_be_enforced_is_refused_by_name_and_the_server_goes_on():
     async with site(await FakeReplica.start(), limits=LimitsConfig(max_grammar_length=1000)) as place:
         for wish, kind, reason in REFUSED:

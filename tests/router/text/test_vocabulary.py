@@ -14,8 +14,9 @@ from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.wire.link_codec import engine_request, submit_message
 from tests.fakes import FakeReplica, byte_tokenizer
+from tests.loops import on_each_loop
 from tests.router import sample_tokenizers as sample
-from tests.router.site import collected, on_a_loop, refusal, request, site
+from tests.router.site import collected, refusal, request, site
 
 EVERYTHING = SamplingParams(
     seed=1,
@@ -94,7 +95,7 @@ BAD = {
 }
 
 
-@on_a_loop
+@on_each_loop
 async def test_bad_values_are_refused_by_name_and_the_server_goes_on():
     async with site(await FakeReplica.start()) as place:
         for name, cases in BAD.items():
@@ -145,7 +146,7 @@ def test_no_max_tokens_means_as_many_as_fit_and_unset_the_default():
         assert generation_request(message).sampling_params.max_tokens == max_tokens
 
 
-@on_a_loop
+@on_each_loop
 async def test_what_a_beam_search_cannot_heed_is_refused_by_name():
     async with site(await FakeReplica.start()) as place:
         for name, value in BEAM_REFUSALS.items():
@@ -156,7 +157,7 @@ async def test_what_a_beam_search_cannot_heed_is_refused_by_name():
         assert place.replicas[0].submits == []
 
 
-@on_a_loop
+@on_each_loop
 async def test_what_is_chosen_in_the_end_cannot_be_streamed():
     async with site(await FakeReplica.start()) as place:
         for name, fields in {"best_of": {"n": 2, "best_of": 3}, "beam_width": {"beam_width": 2}}.items():
@@ -192,7 +193,7 @@ def test_neutral_controls_take_no_room_on_the_link():
     assert {field.name for field, _ in draw.ListFields()} == {"temperature", "top_p", "seed", "max_tokens"}
 
 
-@on_a_loop
+@on_each_loop
 async def test_bad_words_reach_the_replica_as_tokens():
     async with site(await FakeReplica.start()) as place:
         params = inference_pb2.SamplingParams(bad_words=["no"], max_tokens=2)

@@ -15,6 +15,7 @@ from holdfast.worker.engine.engine import Engine
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.scheduling.scheduler import Scheduler
+from tests import loops
 from tests.pseudo_model import PseudoRunner, pseudo_completion, pseudo_prompt_logprobs
 
 NUM_BLOCKS, BLOCK_SIZE, TIMEOUT_S = 6000, 4, 20
@@ -147,7 +148,7 @@ def over_a_link(engine: Engine, scenario) -> None:
             await router.close()
             await server.stop()
 
-    asyncio.run(run())
+    loops.run(run())
 
 
 def test_many_attempts_share_one_stream(engine):

@@ -4,10 +4,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.fakes import FakeReplica
-from tests.router.site import on_a_loop, refusal, site
+from tests.loops import on_each_loop
+from tests.router.site import refusal, site
 
 
-@on_a_loop
+@on_each_loop
 async def test_health_follows_the_replicas():
     replica = await FakeReplica.start()
     async with site(replica) as place:
@@ -26,7 +27,7 @@ async def test_health_follows_the_replicas():
             watch.cancel()
 
 
-@on_a_loop
+@on_each_loop
 async def test_reflection_names_the_services():
     async with site(await FakeReplica.start()) as place:
         stub = reflection_pb2_grpc.ServerReflectionStub(place.channel)

@@ -8,7 +8,8 @@ import grpc
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.v1 import engine_pb2, inference_pb2
 from tests.fakes import FakeReplica
-from tests.router.site import collected, eventually, num_open_is, on_a_loop, refusal, request, site, taken_apart
+from tests.loops import on_a_loop, on_each_loop
+from tests.router.site import collected, eventually, num_open_is, refusal, request, site, taken_apart
 
 
 def params(**fields) -> dict:
@@ -44,7 +45,7 @@ BAD_REQUESTS = {
 }
 
 
-@on_a_loop
+@on_each_loop
 async def test_bad_input_is_refused_by_name_and_the_server_goes_on():
     async with site(await FakeReplica.start()) as place:
         for name, (fields, field, limit) in BAD_REQUESTS.items():
@@ -60,7 +61,7 @@ async def test_bad_input_is_refused_by_name_and_the_server_goes_on():
         assert (await place.stub.Generate(request())).usage.completion_tokens == 8
 
 
-@on_a_loop
+@on_each_loop
 async def test_an_unknown_model_is_not_found_and_the_served_ones_are_named():
     async with site(await FakeReplica.start()) as place:
         for call in (
@@ -73,7 +74,7 @@ async def test_an_unknown_model_is_not_found_and_the_served_ones_are_named():
             assert "served: fake" in refused.message
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_model_must_be_named_where_there_are_several():
     async with site(await FakeReplica.start("r0", "one"), await FakeReplica.start("r1", "two")) as place:
         refused = await refusal(place.stub.Generate(request()))
@@ -81,7 +82,7 @@ async def test_a_model_must_be_named_where_there_are_several():
         assert (await place.stub.Generate(request(model="two"))).model == "two"
 
 
-@on_a_loop
+@on_each_loop
 async def test_bytes_that_are_no_message_are_refused_and_the_server_goes_on():
     async with site(await FakeReplica.start()) as place:
         for method in ("Generate", "Tokenize"):
@@ -95,7 +96,7 @@ async def test_bytes_that_are_no_message_are_refused_and_the_server_goes_on():
         assert (await place.stub.Generate(request())).usage.completion_tokens == 8
 
 
-@on_a_loop
+@on_each_loop
 async def test_unknown_fields_are_ignored():
     async with site(await FakeReplica.start()) as place:
         raw = place.channel.unary_unary("/holdfast.v1.Inference/Generate")
@@ -104,7 +105,7 @@ async def test_unknown_fields_are_ignored():
         assert answer.usage.completion_tokens == 2
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_sequence_that_no_cache_holds_is_refused():
     replica = await FakeReplica.start()
     replica.num_blocks = 4
@@ -114,7 +115,7 @@ async def test_a_sequence_that_no_cache_holds_is_refused():
         assert "KV cache holds 64 tokens" in refused.message
 
 
-@on_a_loop
+@on_each_loop
 async def test_detokenizing_checks_its_tokens():
     async with site(await FakeReplica.start()) as place:
         refused = await refusal(place.stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[256])))
@@ -123,7 +124,7 @@ async def test_detokenizing_checks_its_tokens():
         assert "at most 100000" in (await refusal(place.stub.Detokenize(many))).message
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_replicas_refusals_reach_the_client():
     replica = await FakeReplica.start()
     async with site(replica) as place:
@@ -133,7 +134,7 @@ async def test_a_replicas_refusals_reach_the_client():
         assert refused.message == "prompt: needs 9 blocks, there are 8"
 
 
-@on_a_loop
+@on_each_loop
 async def test_what_a_full_replica_refuses_waits_in_the_router():
     replica = await FakeReplica.start()
     async with site(replica) as place:
@@ -144,7 +145,7 @@ async def test_what_a_full_replica_refuses_waits_in_the_router():
         assert (await call).usage.completion_tokens == 8
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_full_queue_says_when_to_come_back():
     replica = await FakeReplica.start()
     replica.pause()

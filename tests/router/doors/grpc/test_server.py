@@ -7,12 +7,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from holdfast.v1 import engine_pb2, inference_pb2, inference_pb2_grpc
 from tests.fakes import FakeReplica, fake_tokens
-from tests.router.site import collected, eventually, expected, on_a_loop, refusal, request, site
+from tests.loops import on_a_loop, on_each_loop
+from tests.router.site import collected, eventually, expected, refusal, request, site
 
 # --- answers ---
 
 
-@on_a_loop
+@on_each_loop
 async def test_generate_answers_once():
     async with site(await FakeReplica.start()) as place:
         answer = await place.stub.Generate(request("hello", max_tokens=8, request_id="mine"))
@@ -24,7 +25,7 @@ async def test_generate_answers_once():
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 8)
 
 
-@on_a_loop
+@on_each_loop
 async def test_generate_stream_answers_in_chunks_that_continue_each_other():
     async with site(await FakeReplica.start()) as place:
         chunks = await collected(place.stub.GenerateStream(request("hello", max_tokens=20)))
@@ -41,14 +42,14 @@ async def test_generate_stream_answers_in_chunks_that_continue_each_other():
         assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (5, 20)
 
 
-@on_a_loop
+@on_each_loop
 async def test_token_ids_are_taken_as_they_are():
     async with site(await FakeReplica.start()) as place:
         answer = await place.stub.Generate(request([1, 2, 3], max_tokens=4))
         assert list(answer.completions[0].token_ids) == fake_tokens([1, 2, 3], 1, 4)
 
 
-@on_a_loop
+@on_each_loop
 async def test_a_stop_string_ends_the_text_and_frees_the_replica():
     async with site(await FakeReplica.start()) as place:
         _, text = expected("hello", 1, 50)
@@ -60,7 +61,7 @@ async def test_a_stop_string_ends_the_text_and_frees_the_replica():
         await place.replicas[0].until(lambda: place.replicas[0].aborted)
 
 
-@on_a_loop
+@on_each_loop
 async def test_what_is_unset_takes_defaults_and_what_is_set_arrives():
     async with site(await FakeReplica.start()) as place:
         await place.stub.Generate(inference_pb2.GenerateRequest(text="x", request_id="fixed"))
@@ -83,7 +84,7 @@ async def test_what_is_unset_takes_defaults_and_what_is_set_arrives():
         assert 0 < full.time_left_ms <= 5000
 
 
-@on_a_loop
+@on_each_loop
 async def test_the_seed_of_an_unseeded_request_follows_from_its_id():
     async with site(await FakeReplica.start()) as place:
         for request_id in ("a", "a", "b"):
@@ -92,7 +93,7 @@ async def test_the_seed_of_an_unseeded_request_follows_from_its_id():
         assert first == again != other
 
 
-@on_a_loop
+@on_each_loop
 async def test_the_request_id_is_in_the_headers_at_once():
     replica = await FakeReplica.start()
     replica.pause()
@@ -103,7 +104,7 @@ async def test_the_request_id_is_in_the_headers_at_once():
         await collected(call)
 
 
-@on_a_loop
+@on_each_loop
 async def test_tokenize_and_detokenize_are_inverse():
     async with site(await FakeReplica.start()) as place:
         tokens = await place.stub.Tokenize(inference_pb2.TokenizeRequest(model="fake", text="héllo"))
@@ -112,7 +113,7 @@ async def test_tokenize_and_detokenize_are_inverse():
         assert answer.text == "héllo"
 
 
-@on_a_loop
+@on_each_loop
 async def test_long_texts_are_tokenized_on_a_thread():
     async with site(await FakeReplica.start()) as place:
         text = "x" * 50_000
@@ -121,7 +122,7 @@ async def test_long_texts_are_tokenized_on_a_thread():
         assert answer.usage.prompt_tokens == 50_000
 
 
-@on_a_loop
+@on_each_loop
 async def test_models_and_load_are_reported():
     async with site(await FakeReplica.start("r0"), await FakeReplica.start("r1")) as place:
         (model,) = (await place.stub.ListModels(inference_pb2.ListModelsRequest())).models
@@ -133,7 +134,7 @@ async def test_models_and_load_are_reported():
         assert load.replicas[0].num_total_blocks == 9
 
 
-@on_a_loop
+@on_each_loop
 async def test_64_streams_at_once_over_two_replicas_are_all_right():
     async with site(await FakeReplica.start("r0"), await FakeReplica.start("r1")) as place:
 
@@ -170,7 +171,7 @@ async def test_a_slow_reader_holds_up_nobody_and_loses_nothing():
 # --- stopping ---
 
 
-@on_a_loop
+@on_each_loop
 async def test_stopping_lets_open_requests_end_and_refuses_new_ones():
     replica = await FakeReplica.start()
     replica.pause()
@@ -191,7 +192,7 @@ async def not_serving(stub) -> bool:
     return (await stub.Check(health_pb2.HealthCheckRequest())).status == 2
 
 
-@on_a_loop
+@on_each_loop
 async def test_what_does_not_end_in_time_is_ended_and_told():
     replica = await FakeReplica.start()
     replica.pause()
