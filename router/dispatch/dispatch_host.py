@@ -120,8 +120,12 @@ class DispatchHost:
 
     def replica_down(self, replica_id: str, error: HoldfastError) -> None:
         self._ports.pop(replica_id, None)
-        self.perform(self._dispatch.replica_down(replica_id, error, self.now()))
-        self._on_models_changed()
+        try:
+            self._see_through(
+                "dealing with a lost replica", lambda: self._dispatch.replica_down(replica_id, error, self.now())
+            )
+        finally:
+            self._on_models_changed()
 
     def is_busy(self, replica_id: str) -> bool:
         """Whether a replica has something of ours to do."""
@@ -165,23 +169,45 @@ class DispatchHost:
         assert self._ports.keys() == {load.replica_id for load in self._dispatch.loads()}
 
     def perform(self, actions: list[Action]) -> None:
-        """Carries out, in their order, what the core has answered. All that it ever answers comes through here."""
+        """Carries out, in their order, what the core has answered. All that it ever answers comes through here.
+
+        A fault in one of them ends the request that it is of, and nothing else.
+        """
+        broken = []
         for action in actions:
-            match action:
-                case Deliver():
-                    self._streams[action.request_id].push(action)
-                    if action.finish_reason is not None:
-                        self._end_stream(action.request_id)
-                case SendSubmit():
-                    self._ports[action.replica_id].submit(action)
-                case SendAbort():
-                    self._ports[action.replica_id].abort(action)
-                case Fail():
-                    self._streams[action.request_id].fail(action.error)
-                    self._end_stream(action.request_id)
+            try:
+                self._carry_out(action)
+            except Exception:
+                logger.exception("%s failed by a fault of ours", type(action).__name__)
+                broken.append(action)
         self._set_timer()
+        for action in broken:
+            self._end_broken(action)
 
     # --- inside ---
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Deliver():
+                self._streams[action.request_id].push(action)
+                if action.finish_reason is not None:
+                    self._end_stream(action.request_id)
+            case SendSubmit():
+                self._ports[action.replica_id].submit(action)
+            case SendAbort():
+                self._ports[action.replica_id].abort(action)
+            case Fail():
+                self._streams[action.request_id].fail(action.error)
+                self._end_stream(action.request_id)
+
+    def _end_broken(self, action: Action) -> None:
+        """For an abort nobody waits."""
+        if not isinstance(action, SendAbort):
+            request_id = action.request.request_id if isinstance(action, SendSubmit) else action.request_id
+            if request_id in self._streams:
+                self._streams[request_id].fail(InternalError(f"request {request_id} failed by a fault of the router"))
+                self._end_stream(request_id)
+            self.perform(self._dispatch.cancel(request_id, self.now()))
 
     def _end_stream(self, request_id: str) -> None:
         del self._streams[request_id]
@@ -203,10 +229,13 @@ class DispatchHost:
         self._timer, self._timer_due = self._clock.call_at(due, self._tick), due
 
     def _tick(self) -> None:
-        """A fault here would leave requests without an end, so it ends them all."""
         self._timer, self._timer_due = None, math.inf
+        self._see_through("the router's timer", lambda: self._dispatch.tick(self.now()))
+
+    def _see_through(self, event: str, decide: Callable[[], list[Action]]) -> None:
+        """For what nobody else answers for. A fault in it would leave requests without an end, so it ends them all."""
         try:
-            self.perform(self._dispatch.tick(self.now()))
+            self.perform(decide())
         except Exception:
-            logger.exception("the router's timer failed; every open request is ended")
-            self.close_all(InternalError("the router's timer failed"))
+            logger.exception("%s failed; every open request is ended", event)
+            self.close_all(InternalError(f"{event} failed"))

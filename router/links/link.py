@@ -108,6 +108,8 @@ class ReplicaLink:
     async def _session(self) -> None:
         """Dials once, and listens until the link is lost."""
         error: HoldfastError = self._lost("it was let go")
+        began_s = asyncio.get_running_loop().time()
+        is_fault = False
         try:
             await self._talk()
         except grpc.aio.AioRpcError as lost:
@@ -119,15 +121,25 @@ class ReplicaLink:
         except ReplicaError as refused:
             error = refused
         except Exception as bug:
-            logger.exception("the link to replica %s failed by a fault of ours", self.endpoint.replica_id)
-            error = InternalError(f"the link to replica {self.endpoint.replica_id} failed: {type(bug).__name__}")
+            logger.exception("%s failed by a fault of ours", self._name)
+            error, is_fault = InternalError(f"{self._name} failed: {type(bug).__name__}"), True
         finally:
             was_up, self.is_up = self.is_up, False
-            if was_up:
-                self._dispatch_host.replica_down(self.endpoint.replica_id, error)
+            is_fault |= was_up and not self._tell_down(error)
         logger.log(logging.DEBUG if self._backoff.num_failed else logging.WARNING, "%s", error)
         if not was_up:
             self._backoff.note_failure()
+        elif is_fault:
+            self._backoff.note_fault(asyncio.get_running_loop().time() - began_s)
+
+    def _tell_down(self, error: HoldfastError) -> bool:
+        """False if the dispatch host failed by that. It must not keep the link from being dialled again."""
+        try:
+            self._dispatch_host.replica_down(self.endpoint.replica_id, error)
+        except Exception:
+            logger.exception("what comes of the loss of %s failed by a fault of ours", self._name)
+            return False
+        return True
 
     async def _talk(self) -> NoReturn:
         """One session. Ends by raising: `ReplicaError`, or what gRPC raises."""
@@ -170,9 +182,14 @@ class ReplicaLink:
             raise self._lost(f"what it says cannot be read: {error}") from None
 
     async def _end_when_frozen(self, watch: LinkWatch, call: LinkCall) -> None:
-        """Cuts the call off, so that what runs there is carried on elsewhere, and nothing late comes from there."""
-        self._frozen_s = await watch.until_frozen()
-        call.cancel()
+        """Cuts the call off, so that what runs there is carried on elsewhere, and nothing late comes from there.
+
+        However the watch ends: nobody else would find a replica that is frozen.
+        """
+        try:
+            self._frozen_s = await watch.until_frozen()
+        finally:
+            call.cancel()
 
     def _is_busy(self) -> bool:
         return self._dispatch_host.is_busy(self.endpoint.replica_id)
@@ -206,6 +223,10 @@ class ReplicaLink:
         if found != wanted:
             raise ReplicaError(f"{self.endpoint.address} is replica {found[0]!r} of {found[1]!r}, not {wanted[0]!r}")
         return facts
+
+    @property
+    def _name(self) -> str:
+        return f"the link to replica {self.endpoint.replica_id}"
 
     def _lost(self, reason: str) -> ReplicaError:
         return ReplicaError(f"replica {self.endpoint.replica_id} was lost ({reason})")

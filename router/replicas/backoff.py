@@ -9,6 +9,8 @@ from typing import Final
 
 FIRST_PAUSE_S: Final = 0.05
 MAX_DOUBLINGS: Final = 10
+FORGIVEN_S: Final = 60.0
+"""A link that has held for so long may have a fault of ours again and be dialled at once."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,10 +20,16 @@ class Backoff:
     max_pause_s: float
     num_failed: int = 0
     """Dials in a row that came to nothing."""
+    num_faults: int = 0
+    """Sessions that ended by a fault of ours, none of which had lasted. The replica answers, so dials do not fail."""
 
     def note_up(self) -> None:
         """The replica has answered."""
         self.num_failed = 0
+
+    def note_fault(self, lasted_s: float) -> None:
+        """A session has ended by a fault of ours, after so long. What caused it may well be there again."""
+        self.num_faults = 1 if lasted_s >= FORGIVEN_S else self.num_faults + 1
 
     def note_failure(self) -> None:
         """A dial has come to nothing."""
@@ -29,7 +37,7 @@ class Backoff:
 
     def pause_s(self, draw: float) -> float:
         """The pause before the next dial; `draw` as for `growing_pause_s`."""
-        return growing_pause_s(self.num_failed, self.max_pause_s, draw)
+        return growing_pause_s(max(self.num_failed, self.num_faults), self.max_pause_s, draw)
 
 
 def growing_pause_s(num_doublings: int, max_pause_s: float, draw: float, hint_s: float = 0.0) -> float:

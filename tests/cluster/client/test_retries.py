@@ -26,7 +26,6 @@ from holdfast.worker.errors import (
 )
 from holdfast.worker.request import FinishReason, Priority
 from holdfast.worker.sampling_params import SamplingParams
-from tests.loops import on_a_loop
 from tests.cluster.client.scripted import (
     ANSWERS,
     FINGERPRINT,
@@ -39,7 +38,7 @@ from tests.cluster.client.scripted import (
     refuses,
     tokens,
 )
-from tests.router.site import
+from tests.loops import on_a_loop
 
 PARAMS = SamplingParams(max_tokens=8, seed=1)
 RIGHT = tokens(GenerationRequest(prompt="hello", sampling_params=PARAMS))

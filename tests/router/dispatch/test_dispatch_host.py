@@ -169,6 +169,52 @@ def test_a_timer_that_breaks_ends_every_request(monkeypatch, caplog):
     assert "the router's timer failed" in caplog.text
 
 
+def test_a_loss_that_cannot_be_dealt_with_ends_every_request_and_is_announced(monkeypatch, caplog):
+    board = Board()
+    lose = board.dispatch.replica_down
+    monkeypatch.setattr(board.dispatch, "replica_down", lambda *args: (lose(*args), 1 // 0))
+    stream, num_changes = board.open("x"), board.num_changes
+    board.dispatch_host.replica_down("r", InternalError("x"))
+    with pytest.raises(InternalError):
+        stream.poll()
+    assert board.num_changes == num_changes + 1
+    assert "dealing with a lost replica failed" in caplog.text
+    board.dispatch_host.check_integrity()
+
+
+def test_a_request_that_cannot_be_sent_ends_and_the_others_do_not_notice(caplog):
+    board = Board()
+    good, submit = board.open("good"), board.port.submit
+
+    def refuse_the_bad(action: SendSubmit) -> None:
+        if action.request.request_id == "bad":
+            raise ValueError("it cannot be told")
+        submit(action)
+
+    board.port.submit = refuse_the_bad
+    bad, late = board.open("bad"), board.open("late")
+    with pytest.raises(InternalError, match="request bad"):
+        bad.poll()
+    board.dispatch_host.close(bad)
+    assert "it cannot be told" in caplog.text
+    assert board.dispatch_host.num_open == 2
+    board.dispatch_host.check_integrity()
+    board.news(*(delta(attempt, 0, 3, finish=FinishReason.STOP) for attempt in board.port.attempts))
+    assert [stream.poll().token_ids for stream in (good, late)] == [(3,), (3,)]
+
+
+def test_what_one_reader_breaks_is_not_lost_to_the_others():
+    board = Board()
+    first, second = board.open("first"), board.open("second")
+    first.push = lambda delivery: 1 // 0
+    board.news(*(delta(attempt, 0, 3, finish=FinishReason.STOP) for attempt in board.port.attempts))
+    assert second.poll().token_ids == (3,)
+    with pytest.raises(InternalError):
+        first.poll()
+    assert board.dispatch_host.num_open == 0
+    board.dispatch_host.check_integrity()
+
+
 def test_models_changes_are_announced():
     board = Board()
     assert board.num_changes == 1

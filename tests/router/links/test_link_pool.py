@@ -123,8 +123,8 @@ async def test_a_stranger_at_the_address_is_not_taken_for_the_replica():
         await stranger.kill()
 
 
-async def is_dialled(replica: FakeReplica) -> bool:
-    return replica.num_links > 0
+async def is_dialled(replica: FakeReplica, times: int = 1) -> bool:
+    return replica.num_links >= times
 
 
 @on_each_loop
@@ -195,6 +195,44 @@ async def test_a_replica_that_cannot_be_understood_is_dialled_again_and_its_requ
         assert "replica r0 was lost (what it says cannot be read: " in caplog.text
         assert told in caplog.text
         assert "fault of ours" not in caplog.text
+
+
+@on_each_loop
+async def test_a_link_is_dialled_again_though_even_its_loss_meets_a_fault_of_ours(monkeypatch, caplog):
+    """As an alarm that cannot be set: it breaks whatever comes by, and what is done about that."""
+    replica, num_faults = await FakeReplica.start(), 0
+    replica.pause()
+    set_timer = DispatchHost._set_timer
+
+    def break_twice(dispatch_host: DispatchHost) -> None:
+        nonlocal num_faults
+        num_faults += 1
+        if num_faults <= 3:  # in the midst of news, then of the loss, then of ending what is open
+            raise AttributeError("when")
+        set_timer(dispatch_host)
+
+    async with site(replica) as place:
+        call = place.stub.Generate(request())
+        await replica.until(lambda: replica.running)
+        monkeypatch.setattr(DispatchHost, "_set_timer", break_twice)
+        replica.resume()
+        assert (await refusal(call)).code == "INTERNAL"
+        assert "failed by a fault of ours" in caplog.text
+        await eventually(lambda: is_dialled(replica, times=2))
+        await place.until_up(1)
+        assert (await place.stub.Generate(request())).usage.completion_tokens == 8
+
+
+@on_each_loop
+async def test_a_link_whose_watch_breaks_is_dialled_again(monkeypatch):
+    """Without it, nobody would find the replica frozen."""
+    replica, looks = await FakeReplica.start(), iter([1 / 2])
+    replica.heartbeat_ms = 10
+    monkeypatch.setattr("holdfast.router.links.link_watch.LinkWatch.look", lambda watch: next(looks, False) and 1 // 0)
+    async with site(replica) as place:
+        await eventually(lambda: is_dialled(replica, times=2))
+        await place.until_up(1)
+        assert (await place.stub.Generate(request())).usage.completion_tokens == 8
 
 
 @on_each_loop

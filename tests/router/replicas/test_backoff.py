@@ -1,6 +1,6 @@
 """Pauses between dials: they grow to a limit, are drawn apart, and begin anew once a replica has answered."""
 
-from holdfast.router.replicas.backoff import FIRST_PAUSE_S, Backoff
+from holdfast.router.replicas.backoff import FIRST_PAUSE_S, FORGIVEN_S, Backoff
 
 
 def failed(num_times: int) -> Backoff:
@@ -23,3 +23,14 @@ def test_a_replica_that_was_up_is_dialled_again_soon():
     backoff = failed(7)
     backoff.note_up()
     assert backoff.pause_s(1.0) == FIRST_PAUSE_S
+
+
+def test_faults_of_ours_are_dialled_after_ever_later_though_the_replica_answers():
+    backoff, pauses = Backoff(max_pause_s=2.0), []
+    for _ in range(8):
+        backoff.note_up()
+        backoff.note_fault(lasted_s=0.1)
+        pauses.append(backoff.pause_s(1.0) / FIRST_PAUSE_S)
+    assert pauses == [2, 4, 8, 16, 32, 40, 40, 40]
+    backoff.note_fault(lasted_s=FORGIVEN_S)
+    assert backoff.pause_s(1.0) == 2 * FIRST_PAUSE_S

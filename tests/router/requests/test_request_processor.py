@@ -9,7 +9,6 @@ from holdfast.worker.sampling_params import SamplingParams
 from tests.loops import on_a_loop, on_each_loop
 from tests.router import sample_tokenizers as sample
 from tests.router.desk import desk
-from tests.router.site import
 
 
 @on_each_loop
