@@ -3,9 +3,11 @@
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.doors.grpc.health import OVERALL
 from tests.fakes import FakeReplica
 from tests.loops import on_each_loop
-from tests.router.site import refusal, site
+from tests.router.site import eventually, refusal, site
 
 
 @on_each_loop
@@ -25,6 +27,31 @@ async def test_health_follows_the_replicas():
         assert (await stub.Check(health_pb2.HealthCheckRequest())).status == 2
         for watch in watches:
             watch.cancel()
+
+
+@on_each_loop
+async def test_health_says_what_is_linked_even_if_a_loss_meets_a_fault_of_ours(monkeypatch):
+    replica = await FakeReplica.start()
+    lose = Dispatch.replica_down
+
+    def lose_and_fail(*args: object) -> None:
+        lose(*args)
+        raise ZeroDivisionError
+
+    async with site(replica) as place:
+        stub = health_pb2_grpc.HealthStub(place.channel)
+
+        async def is_everywhere(status: int) -> bool:
+            checks = [stub.Check(health_pb2.HealthCheckRequest(service=name)) for name in (*OVERALL, "fake")]
+            return {(await check).status for check in checks} == {status}
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Dispatch, "replica_down", lose_and_fail)
+            await replica.kill()
+            await eventually(lambda: is_everywhere(2))
+        again = await FakeReplica.start(port=replica.port)
+        await eventually(lambda: is_everywhere(1))
+        await again.kill()
 
 
 @on_each_loop
