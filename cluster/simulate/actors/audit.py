@@ -6,10 +6,11 @@ What may live here: checks. What may not: anything that changes what the dispatc
 import sys
 
 from holdfast.cluster.simulate.actors.attempts import AttemptBooks
+from holdfast.cluster.simulate.kernel.clock import SettableClock
 from holdfast.cluster.simulate.kernel.promises import Violation, require
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.dispatch_host import Clock, DispatchHost
+from holdfast.router.dispatch.dispatch_host import FINEST_S, DispatchHost
 from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
 from holdfast.worker.errors import HoldfastError, ReplicaError, RequestQuarantinedError
 from holdfast.worker.step_update import StepUpdate
@@ -18,19 +19,20 @@ from holdfast.worker.step_update import StepUpdate
 class AuditedDispatchHost(DispatchHost):
     """Raises `Violation` in the midst of what breaks a promise."""
 
-    def __init__(self, owner: object, dispatch: Dispatch, clock: Clock, config: RouterConfig) -> None:
+    def __init__(self, owner: object, dispatch: Dispatch, clock: SettableClock, config: RouterConfig) -> None:
         super().__init__(dispatch, clock, on_models_changed=lambda: None)
         self._owner = owner
+        self._alarms = clock
         self._config = config
         self._books = AttemptBooks(owner)
-        self._num_replicas_lost = 0
+        self.num_replicas_lost = 0
 
     def replica_update(self, replica_id: str, update: StepUpdate) -> None:
         self._books.note_update(update)
         super().replica_update(replica_id, update)
 
     def replica_down(self, replica_id: str, error: HoldfastError) -> None:
-        self._num_replicas_lost += 1
+        self.num_replicas_lost += 1
         self._books.note_lost(replica_id)
         super().replica_down(replica_id, error)
 
@@ -53,10 +55,21 @@ class AuditedDispatchHost(DispatchHost):
         num_streams = len(self._streams)
         if num_streams != self.num_open:
             raise Violation(f"{self._owner}: {self.num_open} open requests for {num_streams} streams")
+        self._check_alarm()
 
     def close_all(self, error: HoldfastError) -> None:
         """Only a router that has failed does this here. What it has failed by is what is looked for."""
         raise Violation(f"{self._owner}: {error}: {sys.exception()!r}")
+
+    def _tick(self) -> None:
+        super()._tick()
+        self._check_alarm()
+
+    def _check_alarm(self) -> None:
+        """Whatever time alone will change, the router will be woken for it."""
+        due = self._dispatch.next_tick
+        if due is not None and not self._alarms.rings_by(max(due, self.now() + FINEST_S)):
+            raise Violation(f"{self._owner}: something is due at {due}, and no alarm is set for it")
 
     def _check_excuse(self, failure: Fail) -> None:
         """A router may give up for lack of replicas alone, and if several have died under the request."""
@@ -64,5 +77,5 @@ class AuditedDispatchHost(DispatchHost):
             case ReplicaError():
                 require(not self._ports, f"{self._owner}: {failure}, and {len(self._ports)} replicas are up")
             case RequestQuarantinedError():
-                enough = self._num_replicas_lost >= self._config.max_replicas_lost
-                require(enough, f"{self._owner}: {failure}, and {self._num_replicas_lost} replicas were lost")
+                enough = self.num_replicas_lost >= self._config.max_replicas_lost
+                require(enough, f"{self._owner}: {failure}, and {self.num_replicas_lost} replicas were lost")

@@ -47,6 +47,8 @@ class Wish:
     """Leaves once it has so many tokens; None: stays to the end."""
     is_poison: bool = False
     """It kills the replicas that run it."""
+    grace_s: float = 0.0
+    """So long after its time is up it still listens for the router to say so."""
 
 
 @dataclass(slots=True)
@@ -77,6 +79,8 @@ class SimulatedClient:
         self.outcome: str | None = None
         """`completed`, `cancelled`, `expired`, `shed` or `quarantined`; None while it goes on."""
         self.num_connections = 0
+        self.is_told = False
+        """Its router said that its time is up."""
         self.stragglers: list[Straggler] = []
         """Its calls that were held up on their way."""
         self._network = network
@@ -96,7 +100,7 @@ class SimulatedClient:
     def begin(self) -> None:
         """The request is made."""
         self._deadline_s = self._timeline.now + self.wish.timeout_s
-        self._timeline.at(self._deadline_s, self._time_up)
+        self._timeline.at(self._deadline_s + self.wish.grace_s, self._time_up)
         rights = [right_completion(sibling, self._max_model_len) for sibling in siblings(self.wish.request)]
         self._sequences = [Sequence(right) for right in rights]
         if self.wish.cancel_after == 0:
@@ -233,6 +237,7 @@ class SimulatedClient:
             case DeadlineExceededError():
                 is_due = self._timeline.now + self.clock_error_s + self.hopeless_s >= self._deadline_s
                 require(is_due, f"{self}: {error}, {self._left_s():.3f} s before its time")
+                self.is_told = True
                 self._over("expired")
             case RequestQuarantinedError():
                 self._over("quarantined")

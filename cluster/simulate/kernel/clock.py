@@ -40,6 +40,10 @@ class SettableClock:
         self._wait_for(alarm)
         return alarm
 
+    def rings_by(self, when: float) -> bool:
+        """Whether an alarm is set for then, or for earlier."""
+        return any(alarm.is_set and alarm.due <= when for alarm in self._alarms)
+
     def note_set(self) -> None:
         """The process's clock was set: every alarm is as much nearer, or farther."""
         for alarm in self._alarms:

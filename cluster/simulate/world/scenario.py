@@ -12,7 +12,7 @@ from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE
 from holdfast.cluster.simulate.oracle.pseudo_runner import PseudoRunner
 from holdfast.cluster.simulate.world.faults import Fault, draw_faults
-from holdfast.cluster.simulate.world.traffic import draw_wishes
+from holdfast.cluster.simulate.world.traffic import draw_storm, draw_wishes
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.tuning.step_time import StepCosts
@@ -36,6 +36,11 @@ class Scenario:
     wishes: list[Wish]
     faults: list[Fault]
 
+    @property
+    def is_calm(self) -> bool:
+        """Nothing goes wrong in it, whatever is asked."""
+        return not self.faults and not any(wish.is_poison for wish in self.wishes)
+
 
 def draw_scenario(seed: int) -> Scenario:
     """The scenario of a seed: always the same one."""
@@ -56,7 +61,10 @@ def draw_scenario(seed: int) -> Scenario:
         limits=LimitsConfig(max_queued=rng.choice((4, 1024, 1024, 1024))),
         replica=replica,
         proposers=rng.choices((None, *PROPOSERS), weights=(3, 1, 1, 1), k=num_replicas),
-        wishes=draw_wishes(rng, rng.randint(60, 160), span_s, replica.max_model_len),
+        wishes=[
+            *draw_wishes(rng, rng.randint(60, 160), span_s, replica.max_model_len),
+            *draw_storm(random.Random(f"storm {seed}"), span_s),
+        ],
         faults=draw_faults(rng, span_s, num_routers, num_replicas),
     )
 

@@ -13,6 +13,8 @@ _GRAMMARS = ("ab:cde:2", "ab:cdefgh:3", "ch:abdefg:4", "gh:a:1")
 _STOPS = ("ab", "ba", "cd", "abc", "dd", "e", "éa", "a.", "hgf", "bb ")
 RETRY_FOR_S = 600.0
 """Of those who would rather wait: longer than any simulation takes."""
+GRACE_S = 5.0
+"""So long after its time some of a storm's clients still listen for the router to say that it is up."""
 
 
 def draw_wishes(rng: random.Random, num_requests: int, span_s: float, max_model_len: int) -> list[Wish]:
@@ -35,6 +37,27 @@ def draw_wishes(rng: random.Random, num_requests: int, span_s: float, max_model_
     for number in range(rng.choice((0,) * 8 + (1, 2))):
         wishes.append(_draw_poison(rng, f"poison-{number}", rng.uniform(0, span_s)))
     return wishes
+
+
+def draw_storm(rng: random.Random, span_s: float) -> list[Wish]:
+    """In one simulation of four: dozens of requests at once, with 1 ms to 1 s to live, and many run out together."""
+    if rng.random() < 0.75:
+        return []
+    begin_s, length_s, shortest_s = rng.uniform(0, span_s), rng.choice((0.0, 0.01, 0.3)), rng.choice((0.001, 0.1))
+    return [
+        Wish(
+            request=EngineRequest(
+                request_id=f"storm-{number}",
+                prompt_token_ids=tuple(rng.choices(WHOLE_TOKEN_IDS, k=rng.randint(1, 4))),
+                sampling_params=SamplingParams(seed=rng.getrandbits(40), max_tokens=24, ignore_eos=True),
+            ),
+            arrival_s=begin_s + rng.uniform(0, length_s),
+            timeout_s=shortest_s * (1.0 / shortest_s) ** rng.random(),
+            cancel_after=None,
+            grace_s=rng.choice((0.0, GRACE_S)),
+        )
+        for number in range(rng.randint(20, 60))
+    ]
 
 
 def _draw_poison(rng: random.Random, request_id: str, arrival_s: float) -> Wish:

@@ -21,6 +21,7 @@ from holdfast.cluster.simulate.oracle.pseudo_model import pseudo_tokenizer
 from holdfast.cluster.simulate.world.checks import Checks
 from holdfast.cluster.simulate.world.faults import Fault, slowness, strike
 from holdfast.cluster.simulate.world.scenario import Scenario, draw_scenario
+from holdfast.cluster.simulate.world.traffic import RETRY_FOR_S
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.tuning.step_time import StepShape
 
@@ -145,6 +146,7 @@ class World:
         self._run_until(max(healed_s, self.timeline.now) + SETTLE_S)
         self._checks.at_end()
         self._check_poison()
+        self._check_calm()
 
     def strike(self, fault: Fault) -> None:
         strike(self, fault)
@@ -200,6 +202,19 @@ class World:
         is_plain = has_one_poison and num_sent == 1 and num_losses == 0
         for client in self.clients:
             require(not (is_plain and client.is_wronged), f"{client} was taken for poison")
+
+    def _check_calm(self) -> None:
+        """Where nothing goes wrong, requests do each other no harm, however many come and however short their time."""
+        if not self.scenario.is_calm:
+            return
+        for router in self.routers:
+            num_lost = router.dispatch_host.num_replicas_lost
+            require(num_lost == 0, f"{router} lost {num_lost} replicas to nothing")
+        for client in self.clients:
+            is_patient = client.wish.timeout_s == RETRY_FOR_S
+            require(not is_patient or client.outcome != "expired", f"{client} had time, and expired")
+            is_heard = client.outcome != "expired" or client.is_told or not client.wish.grace_s
+            require(is_heard, f"{client} listened for {client.wish.grace_s:g} s, and was not told that its time was up")
 
     def _prefill_s(self, num_tokens: int) -> float:
         """How long a prompt takes in full steps of a replica that is as slow as any gets."""

@@ -1,5 +1,6 @@
 """Bugs that tests plant in the real deciders, to see whether the simulator finds them."""
 
+import math
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -202,12 +203,36 @@ def leave_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A timer that rings too early to find anything due is not set again."""
 
     def tick(self: DispatchHost) -> None:
-        self._timer = None
+        self._timer, self._timer_due = None, math.inf
         actions = self._dispatch.tick(self.now())
         if actions:
             self.perform(actions)
 
     monkeypatch.setattr(DispatchHost, "_tick", tick)
+
+
+def keep_the_later_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deadline that is due before those that are open is not waited for."""
+    set_timer = DispatchHost._set_timer
+
+    def set_once(self: DispatchHost) -> None:
+        if self._timer is None:
+            set_timer(self)
+
+    monkeypatch.setattr(DispatchHost, "_set_timer", set_once)
+
+
+def break_under_a_storm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What meets an alarm that is as good as due fails, and is dealt with as a fault of the router."""
+    set_timer = DispatchHost._set_timer
+
+    def fail_if_near(self: DispatchHost) -> None:
+        due = self._dispatch.next_tick
+        if due is not None and 0 < due - self.now() < 0.0005:
+            raise RuntimeError("a handle without a time")
+        set_timer(self)
+
+    monkeypatch.setattr(DispatchHost, "_set_timer", fail_if_near)
 
 
 def lose_what_a_slow_reader_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +310,8 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         forget_what_a_sibling_cost,
         leave_siblings_open,
         leave_the_timer,
+        keep_the_later_alarm,
+        break_under_a_storm,
         lose_what_a_slow_reader_missed,
         forget_tokens_beside_a_rejection,
         tell_tokens_twice,

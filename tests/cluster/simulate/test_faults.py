@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
+from holdfast.cluster.simulate.actors.client import Wish
 from holdfast.cluster.simulate.world.campaign import run_campaign
 from holdfast.cluster.simulate.world.faults import KINDS
+from holdfast.cluster.simulate.world.scenario import draw_scenario
 from holdfast.cluster.simulate.world.world import Failure, simulate
 from tests.cluster.simulate import planted
 
@@ -20,15 +23,30 @@ def first_failure(seeds: range) -> Failure:
     return failure
 
 
+scenario = cache(draw_scenario)
+
+
+def storm(seed: int) -> list[Wish]:
+    return [wish for wish in scenario(seed).wishes if wish.request.request_id.startswith("storm")]
+
+
 def test_two_hundred_simulations_keep_every_promise():
     campaign = run_campaign(range(NUM_SEEDS), jobs=2)
     assert [str(failure) for failure in campaign.failures] == []
-    tally = campaign.tally
+    tally, num_in_storms = campaign.tally, sum(len(storm(seed)) for seed in range(NUM_SEEDS))
     assert tally.num_simulations == NUM_SEEDS
     assert tally.num_requests > 15_000
-    assert tally.outcomes["completed"] > 0.8 * tally.num_requests
+    assert tally.outcomes["completed"] > 0.8 * (tally.num_requests - num_in_storms)
+    assert tally.outcomes["expired"] > 0.5 * num_in_storms > 500
     assert tally.faults.keys() == KINDS.keys()
     assert min(tally.num_reconnects, tally.num_condemned, tally.num_turned_away) > 0
+
+
+def test_storms_meet_calm_and_trouble():
+    scenarios = [scenario(seed) for seed in range(NUM_SEEDS) if storm(seed)]
+    assert 3 <= sum(drawn.is_calm for drawn in scenarios) < len(scenarios) - 20
+    timeouts_s = [wish.timeout_s for drawn in scenarios for wish in storm(drawn.seed)]
+    assert min(timeouts_s) < 0.002 < 0.9 < max(timeouts_s) < 1.0
 
 
 @pytest.mark.slow
