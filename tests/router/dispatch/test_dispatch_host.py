@@ -242,7 +242,7 @@ async def test_an_event_loop_is_a_clock():
     dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), lambda: None)
     dispatch_host.replica_up(Port(), facts("r"), NO_LOAD)
     request = EngineRequest(request_id="x", prompt_token_ids=(1,), sampling_params=SamplingParams(seed=0))
-    part, deadline = Part(request=request, text=LetterText()), dispatch_host.now() + 0.01
+    part, deadline = Part(request=request, text=LetterText()), dispatch_host.now() + 0.2
     stream = dispatch_host.open(part, model="m", deadline=deadline, on_news=news.set)
     await news.wait()
     with pytest.raises(DeadlineExceededError):
