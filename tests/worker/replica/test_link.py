@@ -266,14 +266,19 @@ def test_a_router_that_cannot_be_understood_is_told_so_and_the_others_go_on(engi
         await router.submit(1, max_tokens=0)
         async with grpc.aio.insecure_channel(server.address) as channel:
             call = channel.stream_stream("/holdfast.v1.Engine/Link")()
-            await asyncio.wait_for(call.read(), TIMEOUT_S)
             await call.write(data)
-            assert await asyncio.wait_for(call.code(), TIMEOUT_S) is grpc.StatusCode.UNAVAILABLE
-            assert await call.details() == told
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await asyncio.wait_for(drained(call), TIMEOUT_S)
+            assert (ended.value.code(), ended.value.details()) == (grpc.StatusCode.UNAVAILABLE, told)
         num_before = len(router.tokens[1])
         await router.read_until(lambda: len(router.tokens[1]) > num_before)
 
     over_a_link(engine, scenario)
+
+
+async def drained(call) -> None:
+    async for _ in call:
+        pass
 
 
 def test_numbers_that_no_engine_must_get_are_refused_by_field(engine):
