@@ -1,7 +1,7 @@
 """How to draw tokens and when to stop, as plain data, with the checks that need no model.
 
 What may live here: `SamplingParams`, its limits and its own checks. What may not: checks that need a model
-(`router/requests/request_processor.py`), what the parameters do (`sampler.py`, `controls.py`, `router/`).
+(`router/requests/request_processor.py`), what the parameters do (`sampler.py`, `logits_processors.py`, `router/`).
 """
 
 import math

@@ -20,7 +20,7 @@ from holdfast.router.request import derived_seed
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.prompt import echoed_text, kept_tokens
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.router.text.vocabulary import bad_word_token_ids, check_controls, check_vocabulary
+from holdfast.router.text.vocabulary import bad_word_token_ids, check_logits_settings, check_vocabulary
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import InvalidRequestError, RequestAbortedError
 from holdfast.worker.model_info import ModelInfo
@@ -204,7 +204,7 @@ class InferenceEngine:
         return self._config.scheduler.max_num_waiting
 
     def _check(self, params: SamplingParams) -> None:
-        check_controls(params, self.info.vocab_size)
+        check_logits_settings(params, self.info.vocab_size)
         if params.beam_width is not None:
             raise InvalidRequestError("sampling_params.beam_width", params.beam_width, "is for LLM.beam_search alone")
         if params.num_sequences > self.max_num_waiting:

@@ -23,7 +23,7 @@ from holdfast.router.resume import Part, Resume, part_of
 from holdfast.router.text.prompt import kept_tokens
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
-from holdfast.router.text.vocabulary import check_controls, check_vocabulary
+from holdfast.router.text.vocabulary import check_logits_settings, check_vocabulary
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, UnknownModelError
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
@@ -184,7 +184,7 @@ class RequestProcessor:
 
 def _resolved(params: SamplingParams, request_id: str, facts: ReplicaFacts) -> SamplingParams:
     """The parameters with the seed chosen, and numbers that mean "all" brought down to what there is."""
-    check_controls(params, facts.vocab_size)
+    check_logits_settings(params, facts.vocab_size)
     seed = derived_seed(request_id) if params.seed is None else params.seed
     max_tokens = None if params.max_tokens is None else min(params.max_tokens, facts.max_model_len)
     return replace(params, seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, facts.vocab_size))

@@ -1,6 +1,6 @@
 """The sampling parameters that name tokens, where text meets a vocabulary: ids are checked, bad words become ids.
 
-What may not live here: what the controls do to logits, which is the worker's business.
+What may not live here: what logits processors do, which is the worker's business.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def check_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> N
         raise InvalidRequestError(field, largest, f"token ids must be below the vocabulary size, {vocab_size}")
 
 
-def check_controls(params: SamplingParams, vocab_size: int) -> None:
+def check_logits_settings(params: SamplingParams, vocab_size: int) -> None:
     """Raises `InvalidRequestError`, naming the parameter, if one of them names a token that the model does not have."""
     check_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
     check_vocabulary("sampling_params.logit_bias", tuple(params.logit_bias), vocab_size)
