@@ -32,8 +32,8 @@ def pseudo_completion(
 def pseudo_prompt_logprobs(prompt: Sequence[int], vocab_size: int) -> list[TokenLogprob]:
     """What a request that asks for them is told of its prompt: each number a function of the tokens before it."""
     numbers = [pseudo_token(prompt[:length], 0, vocab_size) for length in range(1, len(prompt))]
-    rated = zip(prompt[1:], numbers, strict=True)
-    return [TokenLogprob(token_id=token_id, logprob=-number, rank=1) for token_id, number in rated]
+    known = zip(prompt[1:], numbers, strict=True)
+    return [TokenLogprob(token_id=token_id, logprob=-number, rank=1) for token_id, number in known]
 
 
 class PseudoRunner:
@@ -50,8 +50,8 @@ class PseudoRunner:
         self.num_steps += 1
         self._write_all(plan)
         drawn = tuple(self._draw(sequence) for sequence in plan.sequences)
-        rated = tuple(self._rate(sequence) for sequence in plan.sequences)
-        return StepResult(step_id=plan.step_id, token_ids=drawn, prompt_logprobs=rated if any(rated) else ())
+        of_prompts = tuple(self._prompt_logprobs(sequence) for sequence in plan.sequences)
+        return StepResult(step_id=plan.step_id, token_ids=drawn, prompt_logprobs=of_prompts if any(of_prompts) else ())
 
     def keep_alive(self) -> None:
         pass
@@ -89,14 +89,14 @@ class PseudoRunner:
         lengths = range(end - sequence.num_draws + 1, end + 1)
         return tuple(pseudo_token(prefix[:length], sequence.draw.seed, self.vocab_size) for length in lengths)
 
-    def _rate(self, sequence: ScheduledSequence) -> tuple[TokenLogprob, ...]:
-        rating = sequence.rating
-        if rating is None:
+    def _prompt_logprobs(self, sequence: ScheduledSequence) -> tuple[TokenLogprob, ...]:
+        params = sequence.prompt_logprobs
+        if params is None:
             return ()
-        start, prefix = sequence.first_position + rating.first_row + 1, self.read_back(sequence)
-        numbers = [pseudo_token(prefix[: start + i], 0, self.vocab_size) for i in range(len(rating.token_ids))]
-        rated = zip(rating.token_ids, numbers, strict=True)
-        return tuple(TokenLogprob(token_id=token_id, logprob=-number, rank=1) for token_id, number in rated)
+        start, prefix = sequence.first_position + params.first_row + 1, self.read_back(sequence)
+        numbers = [pseudo_token(prefix[: start + i], 0, self.vocab_size) for i in range(len(params.token_ids))]
+        known = zip(params.token_ids, numbers, strict=True)
+        return tuple(TokenLogprob(token_id=token_id, logprob=-number, rank=1) for token_id, number in known)
 
     def _slot(self, sequence: ScheduledSequence, position: int) -> int:
         return sequence.block_ids[position // self._block_size] * self._block_size + position % self._block_size

@@ -105,7 +105,7 @@ class GroupKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """How likely the model found a token: the log-softmax of the logits, before any control or temperature.
+    """How likely the model found a token: the log-softmax of the logits, before any logits processor or temperature.
 
     Taken in float64 and rounded to float32 once, so every wire carries it unchanged.
     """

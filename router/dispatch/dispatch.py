@@ -29,7 +29,7 @@ from holdfast.router.events import (
     SendAbort,
     TextState,
 )
-from holdfast.router.replicas.policy import ChooseReplica, DrawIndex, power_of_two_choices
+from holdfast.router.replicas.policy import ChooseReplica, RandomIndex, power_of_two_choices
 from holdfast.router.replicas.replica_registry import ReplicaRegistry
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import (
@@ -55,14 +55,14 @@ class Dispatch:
         self,
         config: RouterConfig,
         limits: LimitsConfig,
-        draw: DrawIndex,
+        random_index: RandomIndex,
         choose: ChooseReplica = power_of_two_choices,
         *,
         order: ServiceOrderConfig | None = None,
     ) -> None:
         """`order` is that of the replicas' own queues; None: the default."""
         self._replica_wait_s = config.replica_wait_s
-        self._registry = ReplicaRegistry(config, draw, choose)
+        self._registry = ReplicaRegistry(config, random_index, choose)
         self._requests = RequestTable()
         self._placement = Placement(config, limits, order or ServiceOrderConfig(), self._registry, self._requests)
         self._queue = self._placement.queue

@@ -35,15 +35,15 @@ class Backoff:
         """A dial has come to nothing."""
         self.num_failed += 1
 
-    def pause_s(self, draw: float) -> float:
-        """The pause before the next dial; `draw` as for `growing_pause_s`."""
-        return growing_pause_s(max(self.num_failed, self.num_faults), self.max_pause_s, draw)
+    def pause_s(self, uniform: float) -> float:
+        """The pause before the next dial; `uniform` as for `growing_pause_s`."""
+        return growing_pause_s(max(self.num_failed, self.num_faults), self.max_pause_s, uniform)
 
 
-def growing_pause_s(num_doublings: int, max_pause_s: float, draw: float, hint_s: float = 0.0) -> float:
+def growing_pause_s(num_doublings: int, max_pause_s: float, uniform: float, hint_s: float = 0.0) -> float:
     """A pause that has doubled so often, up to a limit; not below what the other side has asked for, `hint_s`.
 
-    `draw` is by chance, in 0..1, and takes up to half of it away, so that many who have lost the same come one by one.
+    `uniform` is at random in 0..1 and takes up to half of it away, so that many who have lost the same come one by one.
     """
     longest_s = max(hint_s, min(FIRST_PAUSE_S * 2.0 ** min(num_doublings, MAX_DOUBLINGS), max_pause_s))
-    return longest_s * (1 + draw) / 2
+    return longest_s * (1 + uniform) / 2

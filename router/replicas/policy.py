@@ -1,7 +1,7 @@
-"""Which replica gets a request: the one that has most of its prompt cached, or the emptier of two drawn at random.
+"""Which replica gets a request: the one that has most of its prompt cached, or the emptier of two taken at random.
 
-Two draws are nearly as good as looking at all, and several routers that look at the same stale figures do not all run
-to the same replica. No `random` module here: the draw is passed in, so that a run can be repeated.
+Two at random are nearly as good as looking at all, and several routers that look at the same stale figures do not all
+run to the same replica. No `random` module here: chance is passed in, so that a run can be repeated.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ TOKENS_PER_SEQUENCE: Final = 256
 MAX_LEAD: Final = 4.0
 """A replica with a cached prefix may be fuller than the emptiest by so many sequences, and by what the prefix saves."""
 
-DrawIndex = Callable[[int], int]
-"""`draw(n)` is uniform in 0..n-1."""
+RandomIndex = Callable[[int], int]
+"""`random_index(n)` is uniform in 0..n-1."""
 
 
 class Loaded(Protocol):
@@ -32,7 +32,7 @@ ReplicaT = TypeVar("ReplicaT", bound=Loaded)
 class ChooseReplica(Protocol):
     """A way to choose one of several replicas that have room. Never called with none."""
 
-    def __call__(self, replicas: Sequence[ReplicaT], draw: DrawIndex) -> ReplicaT: ...
+    def __call__(self, replicas: Sequence[ReplicaT], random_index: RandomIndex) -> ReplicaT: ...
 
 
 def load_score(load: EngineLoad, num_sent: int = 0, num_sent_tokens: int = 0, num_open: int = 0) -> float:
@@ -45,19 +45,19 @@ def load_score(load: EngineLoad, num_sent: int = 0, num_sent_tokens: int = 0, nu
     return num_sequences + (load.num_waiting_tokens + num_sent_tokens) / TOKENS_PER_SEQUENCE
 
 
-def power_of_two_choices(replicas: Sequence[ReplicaT], draw: DrawIndex) -> ReplicaT:
-    """The emptier of two different replicas drawn at random; the only one if there is but one. Never of none."""
+def power_of_two_choices(replicas: Sequence[ReplicaT], random_index: RandomIndex) -> ReplicaT:
+    """The emptier of two different replicas taken at random; the only one if there is but one. Never of none."""
     assert replicas, "there must be a replica to choose"
     if len(replicas) == 1:
         return replicas[0]
-    first = draw(len(replicas))
-    second = draw(len(replicas) - 1)
+    first = random_index(len(replicas))
+    second = random_index(len(replicas) - 1)
     second += second >= first
     one, other = replicas[first], replicas[second]
     return other if other.score < one.score else one
 
 
-def longest_prefix(replicas: Sequence[ReplicaT], num_cached: Sequence[int], draw: DrawIndex) -> ReplicaT:
+def longest_prefix(replicas: Sequence[ReplicaT], num_cached: Sequence[int], random_index: RandomIndex) -> ReplicaT:
     """The replica with the longest cached prefix, unless it is too full; without one, power of two choices.
 
     `num_cached[i]` are the prompt's leading tokens that `replicas[i]` has cached. Too full is `MAX_LEAD` sequences more
@@ -66,8 +66,8 @@ def longest_prefix(replicas: Sequence[ReplicaT], num_cached: Sequence[int], draw
     """
     longest = max(num_cached)
     if longest == 0:
-        return power_of_two_choices(replicas, draw)
+        return power_of_two_choices(replicas, random_index)
     holders = [replica for replica, num in zip(replicas, num_cached, strict=True) if num == longest]
-    holder = power_of_two_choices(holders, draw)
+    holder = power_of_two_choices(holders, random_index)
     limit = min(replica.score for replica in replicas) + MAX_LEAD + longest / TOKENS_PER_SEQUENCE
-    return holder if holder.score <= limit else power_of_two_choices(replicas, draw)
+    return holder if holder.score <= limit else power_of_two_choices(replicas, random_index)

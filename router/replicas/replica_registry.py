@@ -10,7 +10,7 @@ from dataclasses import replace
 from holdfast.router.config import RouterConfig
 from holdfast.router.events import ModelStatus, ReplicaLoad
 from holdfast.router.replicas.circuit_breaker import CircuitBreaker
-from holdfast.router.replicas.policy import ChooseReplica, DrawIndex, load_score, longest_prefix, power_of_two_choices
+from holdfast.router.replicas.policy import ChooseReplica, RandomIndex, load_score, longest_prefix, power_of_two_choices
 from holdfast.router.replicas.prefix_index import PrefixIndex, PromptPrefix
 from holdfast.worker.errors import UnknownModelError
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
@@ -94,12 +94,14 @@ class ModelState:
 class ReplicaRegistry:
     """All replicas, by id and by model."""
 
-    def __init__(self, config: RouterConfig, draw: DrawIndex, choose: ChooseReplica = power_of_two_choices) -> None:
+    def __init__(
+        self, config: RouterConfig, random_index: RandomIndex, choose: ChooseReplica = power_of_two_choices
+    ) -> None:
         """`choose` decides among replicas that have none of the prompt cached."""
         self._is_prefix_aware = config.routing_policy == "prefix_aware"
         self._max_waiting = config.max_waiting_per_replica
         self._choose = choose
-        self._draw = draw
+        self._random_index = random_index
         self._replicas: dict[str, ReplicaState] = {}
         self._models: dict[str, ModelState] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
@@ -150,8 +152,8 @@ class ReplicaRegistry:
             return None
         num_cached = [replica.cached.num_cached_tokens(prefix) for replica in replicas] if self._is_prefix_aware else ()
         if not any(num_cached):
-            return self._choose(replicas, self._draw)
-        return longest_prefix(replicas, num_cached, self._draw)
+            return self._choose(replicas, self._random_index)
+        return longest_prefix(replicas, num_cached, self._random_index)
 
     def retire(self, replica: ReplicaState, is_retiring: bool) -> None:
         """A replica takes nothing new, or does so again."""

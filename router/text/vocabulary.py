@@ -1,6 +1,6 @@
 """Sampling parameters where they meet a model: token ids are checked, bad words become ids, what is open is resolved.
 
-What may not live here: what the controls do to logits, which is the worker's business.
+What may not live here: what logits processors do, which is the worker's business.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def check_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> N
         raise InvalidRequestError(field, largest, f"token ids must be below the vocabulary size, {vocab_size}")
 
 
-def check_controls(params: SamplingParams, vocab_size: int) -> None:
+def check_logits_settings(params: SamplingParams, vocab_size: int) -> None:
     """Raises `InvalidRequestError`, naming the parameter, if one of them names a token that the model does not have."""
     check_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
     check_vocabulary("sampling_params.logit_bias", tuple(params.logit_bias), vocab_size)
@@ -28,9 +28,9 @@ def check_controls(params: SamplingParams, vocab_size: int) -> None:
 
 def resolved(params: SamplingParams, seed_key: str, *, vocab_size: int, max_model_len: int) -> SamplingParams:
     """The parameters with the seed chosen, and numbers that mean "all" brought down to what there is: larger ones need
-    not fit what they are computed with. Raises what `check_controls` raises.
+    not fit what they are computed with. Raises what `check_logits_settings` raises.
     """
-    check_controls(params, vocab_size)
+    check_logits_settings(params, vocab_size)
     seed = derived_seed(seed_key) if params.seed is None else params.seed
     max_tokens = None if params.max_tokens is None else min(params.max_tokens, max_model_len)
     return params.with_changes(seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, vocab_size))

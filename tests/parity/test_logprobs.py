@@ -86,7 +86,7 @@ def test_they_have_the_same_bits_alone_and_in_a_batch(leader, prompts):
 # --- Of prompts ---
 
 
-def rating_requests(prompts: list[list[int]]) -> list[EngineRequest]:
+def prompt_logprob_requests(prompts: list[list[int]]) -> list[EngineRequest]:
     return [
         EngineRequest(
             request_id=f"r{number}",
@@ -111,7 +111,7 @@ def rated_by(
     return told
 
 
-def rated(leader: LeaderRunner, requests: list[EngineRequest], chunk: int) -> dict[str, list[TokenLogprob | None]]:
+def told_by(leader: LeaderRunner, requests: list[EngineRequest], chunk: int) -> dict[str, list[TokenLogprob | None]]:
     """As `rated_by`, in steps of so many tokens in all."""
     return rated_by(scheduler_of(leader, chunk, prefix_caching=False), leader, requests)
 
@@ -132,7 +132,7 @@ def check_against_hugging_face(told: list[TokenLogprob | None], prompt: list[int
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_those_of_prompts_are_those_of_hugging_face(tiny_model, prompts, family):
-    told = rated(load(worker_config(tiny_model(family))), rating_requests(prompts), chunk=256)
+    told = told_by(load(worker_config(tiny_model(family))), prompt_logprob_requests(prompts), chunk=256)
     model = hugging_face(tiny_model(family))
     for number, (prompt, count) in enumerate(zip(prompts, PROMPT_COUNTS, strict=True)):
         check_against_hugging_face(told[f"r{number}"], prompt, count, model)
@@ -140,14 +140,14 @@ def test_those_of_prompts_are_those_of_hugging_face(tiny_model, prompts, family)
 
 @pytest.mark.parametrize("chunk", [16, 7, 3])
 def test_a_prompt_has_the_same_bits_whole_in_chunks_and_among_strangers(leader, prompts, chunk):
-    requests = rating_requests(prompts)
-    together = rated(leader, requests, chunk)
+    requests = prompt_logprob_requests(prompts)
+    together = told_by(leader, requests, chunk)
     for request in requests:
-        assert rated(leader, [request], chunk=256) == {request.request_id: together[request.request_id]}
+        assert told_by(leader, [request], chunk=256) == {request.request_id: together[request.request_id]}
 
 
 def test_a_prompt_that_is_in_the_cache_is_rated_all_the_same(leader, prompts):
-    first, second = (replace(rating_requests(prompts)[0], request_id=name) for name in ("first", "second"))
+    first, second = (replace(prompt_logprob_requests(prompts)[0], request_id=name) for name in ("first", "second"))
     scheduler = scheduler_of(leader, chunk=32, prefix_caching=True)
     told = rated_by(scheduler, leader, [first])["first"]
     assert rated_by(scheduler, leader, [second])["second"] == told
@@ -157,7 +157,7 @@ def test_a_prompt_that_is_in_the_cache_is_rated_all_the_same(leader, prompts):
 def test_ranks_that_share_a_model_rate_as_hugging_face_does(tiny_model, prompts):
     config = worker_config(tiny_model("llama"), 2)
     whole, chunked = on_ranks(
-        config, lambda leader: [rated(leader, rating_requests(prompts), chunk) for chunk in (256, 7)]
+        config, lambda leader: [told_by(leader, prompt_logprob_requests(prompts), chunk) for chunk in (256, 7)]
     )
     assert whole == chunked
     model = hugging_face(tiny_model("llama"))

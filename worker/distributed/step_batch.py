@@ -3,7 +3,7 @@
     packed:  [S, T, B, C, P, step id | S first positions | S token counts | S draw counts | S block counts | T ids |
               B blocks | C sources | C destinations | C slot counts | P rows]
 
-All of it is one int64 array, in which C block copies and P rows that rate prompt tokens are nearly always none. No
+All of it is one int64 array, in which C block copies and P rows that tell prompt logprobs are nearly always none. No
 torch here: the runner turns what it needs into tensors.
 """
 
@@ -45,7 +45,7 @@ class StepBatch:
     """[3, C] sources, destinations and how many slots, to be copied before the step (see `StepPlan`)."""
     logits_rows: IntArray
     """[R] rows among T whose logits are wanted: all that are drawn from, in the order of the plan, and after them all
-    that rate prompt tokens."""
+    that tell prompt logprobs."""
 
     def blocks_of(self, sequences: IntArray, indices: IntArray) -> IntArray:
         """For each pair: block number `index` of the sequence's table."""
@@ -66,18 +66,27 @@ class StepBatch:
             [len(sequence.block_ids) for sequence in sequences],
         )
         copies = _packed_copies(plan)
-        rating_rows = _rating_rows(sequences)
-        header = (len(sequences), len(tokens), len(blocks), len(plan.block_copies), len(rating_rows), plan.step_id)
+        prompt_rows = _prompt_logprob_rows(sequences)
+        header = (
+            len(sequences),
+            len(tokens),
+            len(blocks),
+            len(plan.block_copies),
+            len(prompt_rows),
+            plan.step_id,
+        )
         words = np.fromiter(chain(header, *per_sequence), dtype=np.int64)
-        return np.concatenate((words, tokens, blocks, copies, rating_rows))
+        return np.concatenate((words, tokens, blocks, copies, prompt_rows))
 
     @classmethod
     def unpack(cls, packed: IntArray) -> "StepBatch":
         """The step that was packed. Its fields are views of `packed` where they can be."""
-        num_sequences, total_tokens, total_blocks, num_copies, num_ratings, step_id = packed[:_HEADER_WORDS].tolist()
-        lengths = [num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_ratings]
+        num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, step_id = packed[
+            :_HEADER_WORDS
+        ].tolist()
+        lengths = [num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_prompt_rows]
         parts = np.split(packed[_HEADER_WORDS:], np.cumsum(lengths)[:-1])
-        first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, rating_rows = parts
+        first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, prompt_rows = parts
         drawn_rows = counts_up(np.cumsum(num_tokens) - num_draws, num_draws)
         return cls(
             step_id=step_id,
@@ -89,7 +98,7 @@ class StepBatch:
             block_ids=block_ids,
             num_blocks=num_blocks,
             block_copies=copies.reshape(3, num_copies),
-            logits_rows=np.concatenate((drawn_rows, rating_rows)) if num_ratings else drawn_rows,
+            logits_rows=np.concatenate((drawn_rows, prompt_rows)) if num_prompt_rows else drawn_rows,
         )
 
 
@@ -105,13 +114,13 @@ def _packed_copies(plan: StepPlan) -> IntArray:
     return np.fromiter(chain.from_iterable(fields), dtype=np.int64)
 
 
-def _rating_rows(sequences: Sequence[ScheduledSequence]) -> IntArray:
-    """The rows, among all of the step, that rate prompt tokens."""
+def _prompt_logprob_rows(sequences: Sequence[ScheduledSequence]) -> IntArray:
+    """The rows, among all of the step, that tell prompt logprobs."""
     rows: list[int] = []
     start = 0
     for sequence in sequences:
-        if (rating := sequence.rating) is not None:
-            rows += range(start + rating.first_row, start + rating.first_row + len(rating.token_ids))
+        if (params := sequence.prompt_logprobs) is not None:
+            rows += range(start + params.first_row, start + params.first_row + len(params.token_ids))
         start += len(sequence.token_ids)
     return np.array(rows, dtype=np.int64)
 

@@ -31,7 +31,7 @@ from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling.finite_rows import broken_rows, with_zeros
 from holdfast.worker.sampling.grammar_masks import GrammarMasks
-from holdfast.worker.sampling.logprobs import rate, token_logprobs
+from holdfast.worker.sampling.logprobs import token_logprobs, token_logprobs_of_prompts
 from holdfast.worker.sampling.sampler import draw
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ def step_result(plan: StepPlan, logits: Tensor, masks: Mapping[int, bytes] | Non
     Rows that are no numbers come to `NO_TOKEN`, and leave the others as they are.
     """
     draws = draws_of(plan)
-    drawn_from, rating = logits[: len(draws)], logits[len(draws) :]
+    drawn_from, prompt_logits = logits[: len(draws)], logits[len(draws) :]
     if broken := broken_rows(drawn_from):
         drawn_from = with_zeros(drawn_from, broken)
     token_ids = draw(drawn_from, draws, masks)
@@ -203,15 +203,16 @@ def step_result(plan: StepPlan, logits: Tensor, masks: Mapping[int, bytes] | Non
         step_id=plan.step_id,
         token_ids=_of_sequences(plan, token_ids),
         logprobs=_of_sequences(plan, logprobs) if logprobs else (),
-        prompt_logprobs=_prompt_logprobs(plan, rating) if len(rating) else (),
+        prompt_logprobs=_prompt_logprobs(plan, prompt_logits) if len(prompt_logits) else (),
     )
 
 
 def _prompt_logprobs(plan: StepPlan, logits: Tensor) -> tuple[tuple[TokenLogprob, ...], ...]:
-    """What the rows that rate prompt tokens say, for each sequence of a plan."""
-    rated = iter(rate(logits, [sequence.rating for sequence in plan.sequences if sequence.rating is not None]))
-    counts = (len(sequence.rating.token_ids) if sequence.rating else 0 for sequence in plan.sequences)
-    return tuple(tuple(islice(rated, count)) for count in counts)
+    """What the rows that tell prompt logprobs say, for each sequence of a plan."""
+    wanted = [sequence.prompt_logprobs for sequence in plan.sequences if sequence.prompt_logprobs is not None]
+    told = iter(token_logprobs_of_prompts(logits, wanted))
+    counts = (len(sequence.prompt_logprobs.token_ids) if sequence.prompt_logprobs else 0 for sequence in plan.sequences)
+    return tuple(tuple(islice(told, count)) for count in counts)
 
 
 def _of_sequences(plan: StepPlan, drawn: Sequence[Item | None]) -> tuple[tuple[Item, ...], ...]:

@@ -35,7 +35,7 @@ from holdfast.worker.model.parallelize import Target
 from holdfast.worker.model.weights import read_config, read_eos_token_ids, resolve_model
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
-from holdfast.worker.scheduling.prompt_logprobs import MAX_RATED_TOKENS
+from holdfast.worker.scheduling.prompt_logprobs import MAX_PROMPT_LOGPROBS
 from holdfast.worker.speculation.speculation import max_num_draws
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ def full_step(config: WorkerConfig, block_size: int, max_model_len: int) -> Step
     """A step that uses up the budgets of tokens and of rows of logits, with sequences as long as they may be."""
     greedy = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
     sequences: list[ScheduledSequence] = []
-    num_draws, num_blocks = max_num_draws(config.scheduler, config.speculation) + MAX_RATED_TOKENS, 0
+    num_draws, num_blocks = max_num_draws(config.scheduler, config.speculation) + MAX_PROMPT_LOGPROBS, 0
     left = config.scheduler.max_num_batched_tokens
     while left > 0:
         count = min(left, max_model_len)

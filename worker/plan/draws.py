@@ -1,7 +1,7 @@
 """What the draws of a plan are, and which tokens they must not give: all that follows from a plan without any logits.
 
-What may not live here: logits and noise (`logit_controls.py`, `sampler.py`), and the masks of grammars, which take
-reading the output (`grammar_readers.py`).
+What may not live here: logits and noise (`logits_processors.py`, `sampler.py`), and the masks of grammars, which take
+reading the output (`grammar_matchers.py`).
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ def draws_of(plan: StepPlan) -> list[DrawParams]:
 
 def draw_after(first: DrawParams, drafts: tuple[int, ...]) -> DrawParams:
     """The draw after these drafted tokens, which it takes for outputs: it counts only if they are right."""
-    looks_back = first.controls is not None and first.controls.look_back
+    looks_back = first.logits_settings is not None and first.logits_settings.look_back
     return replace(
         first,
         first_output_index=first.first_output_index + len(drafts),
@@ -32,10 +32,10 @@ def draw_after(first: DrawParams, drafts: tuple[int, ...]) -> DrawParams:
 
 def banned_token_ids(params: DrawParams) -> list[int]:
     """What bad words, the minimum length and ends that are to be ignored forbid as the next token, of a draw with
-    controls."""
-    controls, outputs = params.controls, params.output_token_ids
-    assert controls is not None, "only draws with controls have bans"
-    banned = [word[-1] for word in controls.bad_words if outputs[len(outputs) - len(word) + 1 :] == word[:-1]]
-    if params.first_output_index < controls.min_tokens:
-        banned += controls.end_token_ids
-    return banned + list(controls.avoided_token_ids)
+    logits processors."""
+    logits_settings, outputs = params.logits_settings, params.output_token_ids
+    assert logits_settings is not None, "only draws with logits processors have bans"
+    banned = [word[-1] for word in logits_settings.bad_words if outputs[len(outputs) - len(word) + 1 :] == word[:-1]]
+    if params.first_output_index < logits_settings.min_tokens:
+        banned += logits_settings.end_token_ids
+    return banned + list(logits_settings.avoided_token_ids)

@@ -1,7 +1,7 @@
-"""Readers that follow outputs through their grammars, step after step, to say which tokens may come next.
+"""Grammar matchers, which follow outputs through their grammars, step after step, to say which tokens may come next.
 
 What may live here: who has read how much, and what is taken back. What may not: what a grammar means (a `Matcher`, in
-`grammar_masks.py` llguidance's), logits, threads. A mask is a function of the grammar and the output so far; a reader
+`grammar_masks.py` llguidance's), logits, threads. A mask is a function of the grammar and the output so far; a matcher
 that is kept from step to step only saves reading the output again.
 """
 
@@ -15,7 +15,7 @@ from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPl
 logger = logging.getLogger(__name__)
 
 _KEPT_STEPS: Final = 32
-"""A reader whose sequence has not drawn for so many steps is dropped. If the sequence comes back, it starts over."""
+"""A matcher whose sequence has not drawn for so many steps is dropped. If the sequence comes back, it starts over."""
 
 
 class Matcher(Protocol):
@@ -45,7 +45,7 @@ class Matcher(Protocol):
 
 
 @dataclass(slots=True)
-class _Reader:
+class _MatchedOutput:
     """A grammar and how much of an output it has read."""
 
     matcher: Matcher
@@ -53,17 +53,17 @@ class _Reader:
     last_step_id: int
 
 
-class GrammarReaders:
-    """The readers of one replica, by sequence."""
+class GrammarMatchers:
+    """The matchers of one replica, by sequence."""
 
     def __init__(self, make_matcher: Callable[[str], Matcher], eos_token_ids: frozenset[int]) -> None:
         """`make_matcher` makes of a grammar a matcher that has read nothing yet."""
         self._make_matcher = make_matcher
         self._eos_token_ids = eos_token_ids
-        self._readers: dict[int, _Reader] = {}  # by sequence id
+        self._matched: dict[int, _MatchedOutput] = {}  # by sequence id
 
     def __len__(self) -> int:
-        return len(self._readers)
+        return len(self._matched)
 
     def masks(self, plan: StepPlan) -> dict[int, bytes]:
         """By number of a plan's logits row, a bit for each token of the tokenizer, the lowest first: it may come next.
@@ -77,13 +77,13 @@ class GrammarReaders:
             if sequence.draw is not None and _grammar(sequence.draw):
                 masks |= enumerate(self._sequence_masks(sequence, sequence.draw, plan.step_id), row)
             row += sequence.num_draws if sequence.draw is not None else 0
-        for sequence_id, reader in list(self._readers.items()):
-            if reader.last_step_id < plan.step_id - _KEPT_STEPS:
-                del self._readers[sequence_id]
+        for sequence_id, matched in list(self._matched.items()):
+            if matched.last_step_id < plan.step_id - _KEPT_STEPS:
+                del self._matched[sequence_id]
         return masks
 
     def _sequence_masks(self, sequence: ScheduledSequence, draw: DrawParams, step_id: int) -> list[bytes]:
-        """The mask of each draw; draw i comes after i drafts, which the reader takes back afterwards."""
+        """The mask of each draw; draw i comes after i drafts, which the matcher takes back afterwards."""
         matcher = self._matcher_after(sequence.sequence_id, draw, step_id)
         masks = [matcher.compute_bitmask()]
         num_read = 0
@@ -103,12 +103,12 @@ class GrammarReaders:
     def _matcher_after(self, sequence_id: int, draw: DrawParams, step_id: int) -> Matcher:
         """The matcher that has read the output before `draw`."""
         token_ids = draw.output_token_ids
-        reader = self._readers.get(sequence_id)
-        if reader is None or token_ids[: len(reader.token_ids)] != reader.token_ids:
-            reader = self._readers[sequence_id] = _Reader(self._make_matcher(_grammar(draw)), (), step_id)
-        reader.matcher.consume_tokens(list(token_ids[len(reader.token_ids) :]))
-        reader.token_ids, reader.last_step_id = token_ids, step_id
-        return reader.matcher
+        matched = self._matched.get(sequence_id)
+        if matched is None or token_ids[: len(matched.token_ids)] != matched.token_ids:
+            matched = self._matched[sequence_id] = _MatchedOutput(self._make_matcher(_grammar(draw)), (), step_id)
+        matched.matcher.consume_tokens(list(token_ids[len(matched.token_ids) :]))
+        matched.token_ids, matched.last_step_id = token_ids, step_id
+        return matched.matcher
 
 
 def has_grammars(plan: StepPlan) -> bool:
@@ -118,4 +118,4 @@ def has_grammars(plan: StepPlan) -> bool:
 
 def _grammar(draw: DrawParams) -> str:
     """The grammar of a draw; empty for none."""
-    return draw.controls.grammar if draw.controls is not None else ""
+    return draw.logits_settings.grammar if draw.logits_settings is not None else ""

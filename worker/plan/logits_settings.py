@@ -1,8 +1,8 @@
-"""What a request does to its logits before a token is drawn: bans, biases and penalties, as plain data.
+"""Settings of a request's logits processors, which edit its logits before a token is drawn: bans, biases and penalties.
 
 What may live here: the settings, resolved to token ids once for a sequence. What may not: state, and tensors
-(`logit_controls.py`). What a control does is a function of the settings and the tokens so far, so a sequence feels the
-same whether it runs through, is replayed, goes on elsewhere or is drafted.
+(`logits_processors.py`). What a processor does is a function of the settings and the tokens so far, so a sequence feels
+the same whether it runs through, is replayed, goes on elsewhere or is drafted.
 """
 
 from array import array
@@ -13,8 +13,8 @@ from holdfast.worker.request import EngineRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogitControls:
-    """The controls of one request. Token ids are 64-bit arrays where they may be many, so that a step need not convert
+class LogitsSettings:
+    """The settings of one request. Token ids are 64-bit arrays where they may be many, so that a step need not convert
     them; ids that the model does not have are no error, and do nothing.
     """
 
@@ -37,11 +37,11 @@ class LogitControls:
     """The distinct tokens of the prompt, where the repetition penalty asks for them."""
 
     @classmethod
-    def of(cls, request: EngineRequest, eos_token_ids: frozenset[int]) -> "LogitControls | None":
-        """The controls of a request; None, at no cost later, for one that uses none."""
+    def of(cls, request: EngineRequest, eos_token_ids: frozenset[int]) -> "LogitsSettings | None":
+        """The settings of a request; None, at no cost later, for one that uses none."""
         params = request.sampling_params
         repeats = params.repetition_penalty != 1
-        controls = cls(
+        logits_settings = cls(
             allowed_token_ids=None if params.allowed_token_ids is None else _array(params.allowed_token_ids),
             bad_words=request.bad_word_token_ids,
             min_tokens=params.min_tokens,
@@ -55,7 +55,7 @@ class LogitControls:
             presence_penalty=params.presence_penalty,
             prompt_token_ids=_array(sorted(set(request.prompt_token_ids)) if repeats else ()),
         )
-        return controls if controls.apply_after(0) else None
+        return logits_settings if logits_settings.apply_after(0) else None
 
     @property
     def penalize(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from holdfast.worker.plan.logits_settings import LogitControls
+from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 
@@ -24,10 +24,10 @@ class DrawParams:
     top_k: int
     top_p: float
     min_p: float = 0.0
-    controls: LogitControls | None = None
+    logits_settings: LogitsSettings | None = None
     """None where logits are taken as they are: nearly always."""
     output_token_ids: tuple[int, ...] = ()
-    """Output before the draw, where `controls` look back at it; else empty."""
+    """Output before the draw, where `logits_settings` look back at it; else empty."""
     num_logprobs: int | None = None
     """Best tokens to report with the drawn one's logprob; None: no logprobs. Does not touch the draw."""
 
@@ -36,7 +36,7 @@ class DrawParams:
         cls,
         params: SamplingParams,
         first_output_index: int,
-        controls: LogitControls | None,
+        logits_settings: LogitsSettings | None,
         output_token_ids: tuple[int, ...],
     ) -> "DrawParams":
         """What a request's parameters say of the draw at an output position."""
@@ -48,20 +48,20 @@ class DrawParams:
             top_k=params.top_k,
             top_p=params.top_p,
             min_p=params.min_p,
-            controls=controls,
+            logits_settings=logits_settings,
             output_token_ids=output_token_ids,
             num_logprobs=params.logprobs,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptRating:
-    """Which prompt tokens a step says the logprobs of: each is rated by the row of the token before it."""
+class PromptLogprobParams:
+    """Which prompt tokens a step says the logprobs of: the row of the token before tells each."""
 
     first_row: int
-    """Of the sequence's rows in the step, the first that rates; the others follow without a gap."""
+    """Of the sequence's rows in the step, the first that tells one; the others follow without a gap."""
     token_ids: tuple[int, ...]
-    """What the rows rate. The last one may belong to the next step."""
+    """Whose logprobs the rows tell. The last one may belong to the next step."""
     num_logprobs: int
     """Best tokens to report with each."""
 
@@ -100,7 +100,7 @@ class ScheduledSequence:
     """None for a chunk of the prompt that is not the last: nothing is drawn."""
     num_draws: int = 0
     """How many of the last rows are drawn from: 1 when `draw` is set; more when drafted tokens are verified."""
-    rating: PromptRating | None = None
+    prompt_logprobs: PromptLogprobParams | None = None
     """None for nearly all: no logprobs of prompt tokens are asked for."""
     drafting: Drafting | None = None
     """Work for the draft model, where there is one. What it guesses, the step then verifies (`with_drafts`)."""
@@ -145,7 +145,7 @@ class StepResult:
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     """For each sequence, one for each of its tokens, or none where it asks for none. Empty where nobody asks."""
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
-    """For each sequence, one for each token of its `rating`. Empty where nobody asks."""
+    """For each sequence, one for each token of its `prompt_logprobs`. Empty where nobody asks."""
     drafts: tuple[tuple[int, ...], ...] = ()
     """What the draft model guessed for each sequence and the step verified. Empty where there was none."""
 

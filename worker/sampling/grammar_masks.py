@@ -1,7 +1,7 @@
 """Which tokens may come next in an output that must match a grammar, by llguidance, on the leader alone.
 
 What may live here: the model's tokenizer as llguidance reads it, and the thread that makes the masks while the model
-runs. What may not: who has read how much (`grammar_readers.py`), and logits (`logit_controls.py`).
+runs. What may not: who has read how much (`grammar_matchers.py`), and logits (`logits_processors.py`).
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
-from holdfast.worker.plan.grammar_matchers import GrammarReaders, has_grammars
+from holdfast.worker.plan.grammar_matchers import GrammarMatchers, has_grammars
 from holdfast.worker.plan.step_plan import StepPlan
 
 
@@ -20,7 +20,7 @@ class GrammarMasks:
     def __init__(self, folder: str, eos_token_ids: frozenset[int]) -> None:
         self._path = Path(folder) / "tokenizer.json"
         self._eos_token_ids = eos_token_ids
-        self._readers = GrammarReaders(self._matcher, eos_token_ids)
+        self._matchers = GrammarMatchers(self._matcher, eos_token_ids)
         self._thread = ThreadPoolExecutor(1, "grammar-masks")
 
     def start(self, plan: StepPlan) -> "Future[dict[int, bytes]] | None":
@@ -28,8 +28,8 @@ class GrammarMasks:
         return self._thread.submit(self.masks, plan) if has_grammars(plan) else None
 
     def masks(self, plan: StepPlan) -> dict[int, bytes]:
-        """As `GrammarReaders.masks`."""
-        return self._readers.masks(plan)
+        """As `GrammarMatchers.masks`."""
+        return self._matchers.masks(plan)
 
     def close(self) -> None:
         """Ends the thread. Safe to call twice."""

@@ -1,4 +1,4 @@
-"""Applies the controls of requests to their rows of logits, before a token is drawn.
+"""Logits processors: edit the rows of requests that ask for it, before a token is drawn.
 
 The order is grammar, allowed tokens, bad words and the minimum length, bias, then repetition, frequency and presence
 penalty. Nearly all of it touches single logits; only grammar and allowed tokens rewrite a whole row. Every edit is made
@@ -13,27 +13,29 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.plan.draws import banned_token_ids
-from holdfast.worker.plan.logits_settings import LogitControls
+from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import DrawParams
 
 _MINUS_INF = float("-inf")
 
 
-def apply_controls(logits: Tensor, draws: Sequence[DrawParams], masks: Mapping[int, bytes] | None = None) -> None:
-    """Edits `logits` [N, vocab], float32 and contiguous, in place. Every one of `draws` has controls.
+def apply_logits_processors(
+    logits: Tensor, draws: Sequence[DrawParams], masks: Mapping[int, bytes] | None = None
+) -> None:
+    """Edits `logits` [N, vocab], float32 and contiguous, in place. Every one of `draws` has settings.
 
     `masks` are those of the rows that have a grammar (`grammar_masks.py`), by row; nothing breaks a grammar. Where the
     bans would leave no token, the row keeps its allowed ones and the bans are off: a draw needs a token.
     """
-    controls = [_controls(params) for params in draws]
+    logits_settings = [_logits_settings(params) for params in draws]
     if masks:
         keep_grammatical(logits, masks)
-    keep_allowed(logits, controls)
+    keep_allowed(logits, logits_settings)
     ban(logits, [banned_token_ids(params) for params in draws])
-    add_bias(logits, controls)
-    if any(item.penalize for item in controls):
-        outputs = [params.output_token_ids if _controls(params).penalize else () for params in draws]
-        penalize(logits, controls, outputs)
+    add_bias(logits, logits_settings)
+    if any(item.penalize for item in logits_settings):
+        outputs = [params.output_token_ids if _logits_settings(params).penalize else () for params in draws]
+        penalize(logits, logits_settings, outputs)
 
 
 def keep_grammatical(logits: Tensor, masks: Mapping[int, bytes]) -> None:
@@ -44,12 +46,12 @@ def keep_grammatical(logits: Tensor, masks: Mapping[int, bytes]) -> None:
     logits[rows] = logits[rows].masked_fill(allowed.to(logits.device) == 0, _MINUS_INF)
 
 
-def keep_allowed(logits: Tensor, controls: Sequence[LogitControls]) -> None:
+def keep_allowed(logits: Tensor, logits_settings: Sequence[LogitsSettings]) -> None:
     """-inf for all but the allowed tokens, in rows that have such.
 
     A row stays as it is if it allows no known token, or none that its grammar does.
     """
-    for row, item in enumerate(controls):
+    for row, item in enumerate(logits_settings):
         if item.allowed_token_ids is not None:
             token_ids = _known(item.allowed_token_ids, logits.shape[1]).to(logits.device)
             kept = logits[row, token_ids]
@@ -70,12 +72,12 @@ def ban(logits: Tensor, token_ids: Sequence[Sequence[int]]) -> None:
     flat[places] = before.masked_fill(~is_empty[places // logits.shape[1]], _MINUS_INF)
 
 
-def add_bias(logits: Tensor, controls: Sequence[LogitControls]) -> None:
+def add_bias(logits: Tensor, logits_settings: Sequence[LogitsSettings]) -> None:
     """Adds each row's bias."""
     vocab_size = logits.shape[1]
     biases = [
         (row * vocab_size + token_id, bias)
-        for row, item in enumerate(controls)
+        for row, item in enumerate(logits_settings)
         for token_id, bias in item.logit_bias
         if token_id < vocab_size
     ]
@@ -84,26 +86,26 @@ def add_bias(logits: Tensor, controls: Sequence[LogitControls]) -> None:
         logits.view(-1)[torch.tensor(places, device=logits.device)] += logits.new_tensor(values)
 
 
-def penalize(logits: Tensor, controls: Sequence[LogitControls], outputs: Sequence[Sequence[int]]) -> None:
+def penalize(logits: Tensor, logits_settings: Sequence[LogitsSettings], outputs: Sequence[Sequence[int]]) -> None:
     """Repetition penalty on the tokens of prompt and output, then frequency and presence penalty on the output's.
 
     `outputs` are each row's output so far, empty for a row without penalties.
     """
     flat, vocab_size = logits.view(-1), logits.shape[1]
     counted, counts = torch.unique(_places(logits, outputs), return_counts=True)
-    prompts = _places(logits, [item.prompt_token_ids for item in controls])
+    prompts = _places(logits, [item.prompt_token_ids for item in logits_settings])
     seen = torch.unique(torch.cat([counted, prompts]))
-    repetition = logits.new_tensor([item.repetition_penalty for item in controls])[seen // vocab_size]
+    repetition = logits.new_tensor([item.repetition_penalty for item in logits_settings])[seen // vocab_size]
     values = flat[seen]
     flat[seen] = torch.where(values > 0, values / repetition, values * repetition)
     rows = counted // vocab_size
-    flat[counted] -= logits.new_tensor([item.frequency_penalty for item in controls])[rows] * counts
-    flat[counted] -= logits.new_tensor([item.presence_penalty for item in controls])[rows]
+    flat[counted] -= logits.new_tensor([item.frequency_penalty for item in logits_settings])[rows] * counts
+    flat[counted] -= logits.new_tensor([item.presence_penalty for item in logits_settings])[rows]
 
 
-def _controls(params: DrawParams) -> LogitControls:
-    assert params.controls is not None, "only rows with controls come here"
-    return params.controls
+def _logits_settings(params: DrawParams) -> LogitsSettings:
+    assert params.logits_settings is not None, "only rows with logits processors come here"
+    return params.logits_settings
 
 
 def _places(logits: Tensor, token_ids: Sequence[Sequence[int]]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.plan.step_plan import DrawParams, PromptRating
+from holdfast.worker.plan.step_plan import DrawParams, PromptLogprobParams
 from holdfast.worker.request import TokenLogprob
 
 _CHUNK_VALUES: Final = 2**22
@@ -33,10 +33,10 @@ def token_logprobs(logits: Tensor, draws: Sequence[DrawParams], token_ids: Seque
     return said
 
 
-def rate(logits: Tensor, ratings: Sequence[PromptRating]) -> list[TokenLogprob]:
-    """What the rows of `logits` [N, vocab], float32, say of the prompt tokens to rate, N in all."""
-    token_ids = [token_id for rating in ratings for token_id in rating.token_ids]
-    counts = [rating.num_logprobs for rating in ratings for _ in rating.token_ids]
+def token_logprobs_of_prompts(logits: Tensor, wanted: Sequence[PromptLogprobParams]) -> list[TokenLogprob]:
+    """What the rows of `logits` [N, vocab], float32, say of the prompt tokens that are asked for, N in all."""
+    token_ids = [token_id for params in wanted for token_id in params.token_ids]
+    counts = [params.num_logprobs for params in wanted for _ in params.token_ids]
     return _say(logits, range(len(token_ids)), token_ids, counts)
 
 

@@ -5,7 +5,8 @@ earliest wins, which draws from exactly those probabilities. The noise is a hash
 token id). No generator advances, so a draw can be repeated anywhere: after a preemption, on another replica, when
 drafted tokens are verified.
 
-A row's controls (`logit_controls.py`) come before everything; then temperature, min-p, top-k and top-p, in this order.
+A row's logits processors (`logits_processors.py`) come before everything; then temperature, min-p, top-k and top-p, in
+this order.
 Each filter is a small function of the rows that use it. A row never feels its neighbours: sums and logarithms that
 decide between tokens are taken in float64, where no order of computing shows. Greedy rows pay for an argmax alone.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.plan.step_plan import DrawParams
-from holdfast.worker.sampling.logits_processors import apply_controls
+from holdfast.worker.sampling.logits_processors import apply_logits_processors
 from holdfast.worker.sampling_params import GREEDY_TEMPERATURE
 
 TOKEN_STREAM: Final = 0
@@ -40,21 +41,23 @@ def draw(logits: Tensor, draws: Sequence[DrawParams], masks: Mapping[int, bytes]
 
     `masks` are those of the rows that have a grammar, by row.
     """
-    controlled = [row for row, params in enumerate(draws) if params.controls is not None]
-    if not controlled:
+    processed = [row for row, params in enumerate(draws) if params.logits_settings is not None]
+    if not processed:
         return _draw(logits, draws)
     drawn: dict[int, int] = {}
-    plain = [row for row, params in enumerate(draws) if params.controls is None]
+    plain = [row for row, params in enumerate(draws) if params.logits_settings is None]
     if plain:
         drawn.update(zip(plain, _draw(logits[plain], [draws[row] for row in plain]), strict=True))
-    edited, chosen = logits[controlled].float(), [draws[row] for row in controlled]
-    apply_controls(edited, chosen, {i: masks[row] for i, row in enumerate(controlled) if row in masks} if masks else {})
-    drawn.update(zip(controlled, _draw(edited, chosen), strict=True))
+    edited, chosen = logits[processed].float(), [draws[row] for row in processed]
+    apply_logits_processors(
+        edited, chosen, {i: masks[row] for i, row in enumerate(processed) if row in masks} if masks else {}
+    )
+    drawn.update(zip(processed, _draw(edited, chosen), strict=True))
     return [drawn[row] for row in range(len(draws))]
 
 
 def _draw(logits: Tensor, draws: Sequence[DrawParams]) -> list[int]:
-    """As `draw`, once controls have been applied."""
+    """As `draw`, once logits processors have been applied."""
     noisy = [row for row, params in enumerate(draws) if params.temperature >= GREEDY_TEMPERATURE]
     if not noisy:
         return _tokens(logits.argmax(-1))

@@ -5,39 +5,41 @@ What may live here: that arithmetic. What may not: the logprobs themselves (`log
 
 from typing import Final
 
-from holdfast.worker.plan.step_plan import PromptRating
+from holdfast.worker.plan.step_plan import PromptLogprobParams
 from holdfast.worker.scheduling.sequence import Sequence
 
-MAX_RATED_TOKENS: Final = 128
-"""Prompt tokens that one step rates, all sequences together: each takes a row of logits, as every draw does."""
+MAX_PROMPT_LOGPROBS: Final = 128
+"""Prompt tokens whose logprobs one step tells, all sequences together: each takes a row of logits, as a draw does."""
 
 
 def num_step_tokens(sequence: Sequence) -> int:
     """How many of a running sequence's tokens one step may compute."""
     num_tokens = sequence.num_uncomputed_tokens
-    return min(num_tokens, MAX_RATED_TOKENS) if sequence.num_unrated_tokens else num_tokens
+    return min(num_tokens, MAX_PROMPT_LOGPROBS) if sequence.num_missing_prompt_logprobs else num_tokens
 
 
-def rating_of(sequence: Sequence, num_tokens: int) -> PromptRating | None:
+def prompt_logprob_params(sequence: Sequence, num_tokens: int) -> PromptLogprobParams | None:
     """What the next `num_tokens` tokens of a sequence say of its prompt; None: nothing that is asked for."""
     num_logprobs = sequence.request.sampling_params.prompt_logprobs
-    rows = rating_rows(sequence, num_tokens)
+    rows = prompt_logprob_rows(sequence, num_tokens)
     if num_logprobs is None or not rows:
         return None
-    rated = tuple(sequence.token_ids[rows.start + 1 : rows.stop + 1])
-    return PromptRating(first_row=rows.start - sequence.num_computed_tokens, token_ids=rated, num_logprobs=num_logprobs)
+    token_ids = tuple(sequence.token_ids[rows.start + 1 : rows.stop + 1])
+    return PromptLogprobParams(
+        first_row=rows.start - sequence.num_computed_tokens, token_ids=token_ids, num_logprobs=num_logprobs
+    )
 
 
-def bound_rating(shares: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-    """The shares of a step, cut so that at most `MAX_RATED_TOKENS` prompt tokens are rated; the first ones go first.
+def bound_prompt_logprobs(shares: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
+    """The shares of a step, cut so that it tells `MAX_PROMPT_LOGPROBS` prompt logprobs at most; the first go first.
 
     Those that are asked for none stay as they are. One sequence alone is within the bound already.
     """
-    if sum(sequence.num_unrated_tokens > 0 for sequence, _ in shares) < 2:
+    if sum(sequence.num_missing_prompt_logprobs > 0 for sequence, _ in shares) < 2:
         return shares
-    left, bounded = MAX_RATED_TOKENS, []
+    left, bounded = MAX_PROMPT_LOGPROBS, []
     for sequence, num_tokens in shares:
-        rows = rating_rows(sequence, num_tokens)
+        rows = prompt_logprob_rows(sequence, num_tokens)
         if len(rows) > left:
             num_tokens = rows.start + left - sequence.num_computed_tokens
         left -= min(len(rows), left)
@@ -46,8 +48,8 @@ def bound_rating(shares: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int
     return bounded
 
 
-def rating_rows(sequence: Sequence, num_tokens: int) -> range:
-    """Positions among the next `num_tokens` whose logits rate the token after them, and are to."""
+def prompt_logprob_rows(sequence: Sequence, num_tokens: int) -> range:
+    """Positions among the next `num_tokens` whose logits tell the logprob of the token after them, and are to."""
     end = sequence.num_computed_tokens + num_tokens
-    first_unrated = sequence.num_prompt_tokens - sequence.num_unrated_tokens
-    return range(max(sequence.num_computed_tokens, first_unrated - 1), min(end, sequence.num_prompt_tokens - 1))
+    first_missing = sequence.num_prompt_tokens - sequence.num_missing_prompt_logprobs
+    return range(max(sequence.num_computed_tokens, first_missing - 1), min(end, sequence.num_prompt_tokens - 1))

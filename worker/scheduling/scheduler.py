@@ -19,7 +19,7 @@ from holdfast.worker.scheduling.deltas import advance, last_delta
 from holdfast.worker.scheduling.drafting import Drafter, Drafts, NoDrafter
 from holdfast.worker.scheduling.fit import check_fits
 from holdfast.worker.scheduling.policies import POLICIES
-from holdfast.worker.scheduling.prompt_logprobs import bound_rating, rating_of
+from holdfast.worker.scheduling.prompt_logprobs import bound_prompt_logprobs, prompt_logprob_params
 from holdfast.worker.scheduling.queues import SequenceQueues
 from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
 from holdfast.worker.scheduling.step_limits import StepLimits
@@ -132,7 +132,7 @@ class Scheduler:
         self._drop_expired(now)
         if not self._sequences:
             return None
-        shares = bound_rating(self._policy.schedule(self._queues))
+        shares = bound_prompt_logprobs(self._policy.schedule(self._queues))
         assert shares, "requests are alive and the policy found nothing to do"
         self._in_flight = [sequence for sequence, _ in shares]
         self._num_steps += 1
@@ -150,17 +150,17 @@ class Scheduler:
         self._num_tokens_computed += plan.num_tokens
         deltas = []
         logprobs = result.logprobs or ((),) * len(in_flight)
-        ratings = result.prompt_logprobs or ((),) * len(in_flight)
-        for sequence, scheduled, drawn, likely, rated in zip(
-            in_flight, plan.sequences, result.token_ids, logprobs, ratings, strict=True
+        prompt_logprobs = result.prompt_logprobs or ((),) * len(in_flight)
+        for sequence, scheduled, drawn, likely, likely_prompt in zip(
+            in_flight, plan.sequences, result.token_ids, logprobs, prompt_logprobs, strict=True
         ):
             assert len(drawn) == scheduled.num_draws, f"{len(drawn)} tokens for {scheduled.num_draws} draws"
             num_lost = max(0, sequence.num_discarded_tokens - scheduled.first_position)
             self._num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
             if sequence.status is not SequenceStatus.RUNNING:
                 continue
-            if rated and sequence.prompt_logprobs is not None:
-                sequence.prompt_logprobs += rated
+            if likely_prompt and sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs += likely_prompt
             delta = advance(sequence, scheduled, drawn, likely)
             if sequence.is_broken:
                 self._drop_broken(sequence)
@@ -286,7 +286,9 @@ class Scheduler:
             draw=sequence.draw_params() if draws else None,
             num_draws=1 + len(drafts.token_ids) if draws else 0,
             drafting=drafts.drafting,
-            rating=rating_of(sequence, num_tokens) if sequence.num_unrated_tokens else None,
+            prompt_logprobs=prompt_logprob_params(sequence, num_tokens)
+            if sequence.num_missing_prompt_logprobs
+            else None,
         )
 
     def _settle(self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...]) -> None:

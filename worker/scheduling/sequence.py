@@ -10,7 +10,7 @@ from enum import Enum
 from typing import ClassVar
 
 from holdfast.worker.block_hash import HashChain
-from holdfast.worker.plan.logits_settings import LogitControls
+from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, ScheduledSequence
 from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
 from holdfast.worker.service_order.tenants import Tenant
@@ -48,11 +48,11 @@ class Sequence:
     __slots__ = (
         "attempt",
         "block_ids",
-        "controls",
         "deadline_s",
         "due_s",
         "hash_chain",
         "is_broken",
+        "logits_settings",
         "max_len",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -118,10 +118,10 @@ class Sequence:
         # An output with a grammar has an end, so that `ignore_eos` can put it off but not away.
         goes_on = params.ignore_eos and not request.grammar
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if goes_on else eos_token_ids)
-        self.controls = LogitControls.of(request, eos_token_ids)
+        self.logits_settings = LogitsSettings.of(request, eos_token_ids)
         """What the request does to its logits; None: nothing."""
-        rates = params.prompt_logprobs is not None and not request.output_token_ids
-        self.prompt_logprobs: list[TokenLogprob] | None = [] if rates else None
+        asks = params.prompt_logprobs is not None and not request.output_token_ids
+        self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
         """Of the prompt's second token and on, told with the first output token; None: not asked for, or told."""
 
     @property
@@ -149,16 +149,16 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
-    def num_unrated_tokens(self) -> int:
+    def num_missing_prompt_logprobs(self) -> int:
         """Prompt tokens whose logprobs are asked for and not known."""
         return 0 if self.prompt_logprobs is None else self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
 
     @property
     def num_skippable_tokens(self) -> int:
         """How many of the first tokens need not be computed if somebody else has: never all, because it takes computing
-        the last to draw the next, and computing any to rate the one after it."""
-        if num_unrated := self.num_unrated_tokens:
-            return self.num_prompt_tokens - num_unrated - 1
+        the last to draw the next, and computing any to tell the logprob of the one after it."""
+        if num_missing := self.num_missing_prompt_logprobs:
+            return self.num_prompt_tokens - num_missing - 1
         return len(self.token_ids) - 1
 
     @property
@@ -170,17 +170,17 @@ class Sequence:
 
     def draw_params(self) -> DrawParams:
         """Parameters of the next draw, which depend on nothing but the request and its outputs."""
-        controls = self.controls
-        if controls is not None and not controls.apply_after(self.num_output_tokens):
-            controls = None
-        looks_back = controls is not None and controls.look_back
+        settings = self.logits_settings
+        if settings is not None and not settings.apply_after(self.num_output_tokens):
+            settings = None
+        looks_back = settings is not None and settings.look_back
         output = tuple(self.token_ids[self.num_prompt_tokens :]) if looks_back else ()
-        return DrawParams.of(self.request.sampling_params, self.num_output_tokens, controls, output)
+        return DrawParams.of(self.request.sampling_params, self.num_output_tokens, settings, output)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
         """What is to be told with the first output token; once."""
-        rated, self.prompt_logprobs = self.prompt_logprobs or (), None
-        return tuple(rated)
+        told, self.prompt_logprobs = self.prompt_logprobs or (), None
+        return tuple(told)
 
     def advance(self, scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> tuple[int, ...]:
         """Take in what a step computed and drew for this sequence; returns the tokens that it gained.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from holdfast.worker.scheduling.step_limits import StepLimits
-from holdfast.worker.tuning.hysteresis import Dial
+from holdfast.worker.tuning.hysteresis import Hysteresis
 from holdfast.worker.tuning.step_time import StepSample, StepShape, StepTimeModel
 
 WINDOW: Final = 64
@@ -119,7 +119,7 @@ class BatchingOptimizer:
 
     Every 64 steps with decodes it asks, from the fitted step times and the mean decode of these steps, what each
     setting should be. It asks only of a setting that is in the way: one that makes steps too slow, or that makes
-    prompts or requests wait while steps are faster than they need be. `Dial` decides whether the answer is heard.
+    prompts or requests wait while steps are faster than they need be. `Hysteresis` decides whether the answer is heard.
 
     Advice may exceed what is configured. What is set may not: the memory was divided for that.
     """
@@ -145,14 +145,14 @@ class BatchingOptimizer:
         # Never fewer tokens than places: every decode has its token.
         fewest = min(num_tokens, max(_MIN_BATCHED_TOKENS, num_seqs))
         self._current = {"max_num_seqs": num_seqs, "max_num_batched_tokens": num_tokens}
-        self._dials = {
-            "max_num_seqs": Dial(num_seqs, low=1, high=_ADVICE_FACTOR * num_seqs),
-            "max_num_batched_tokens": Dial(num_tokens, low=fewest, high=_ADVICE_FACTOR * num_tokens),
+        self._hysteresis = {
+            "max_num_seqs": Hysteresis(num_seqs, low=1, high=_ADVICE_FACTOR * num_seqs),
+            "max_num_batched_tokens": Hysteresis(num_tokens, low=fewest, high=_ADVICE_FACTOR * num_tokens),
         }
         if num_speculative_tokens:
             self._current["num_speculative_tokens"] = num_speculative_tokens
-            dial = Dial(num_speculative_tokens, low=1, high=_ADVICE_FACTOR * num_speculative_tokens)
-            self._dials["num_speculative_tokens"] = dial
+            hysteresis = Hysteresis(num_speculative_tokens, low=1, high=_ADVICE_FACTOR * num_speculative_tokens)
+            self._hysteresis["num_speculative_tokens"] = hysteresis
 
     def observe(self, report: StepReport) -> tuple[Recommendation, ...]:
         """Take in a step that the model has seen already; returns those recommendations that are new with it."""
@@ -166,7 +166,11 @@ class BatchingOptimizer:
 
     def get_recommendations(self) -> list[Recommendation]:
         """Settings that should not be as they are configured. Empty while there is nothing to say."""
-        return [self._recommendation(name) for name, dial in self._dials.items() if dial.value != self._current[name]]
+        return [
+            self._recommendation(name)
+            for name, hysteresis in self._hysteresis.items()
+            if hysteresis.value != self._current[name]
+        ]
 
     def _judge(self, window: _Window) -> tuple[Recommendation, ...]:
         wishes = {
@@ -175,17 +179,17 @@ class BatchingOptimizer:
             "num_speculative_tokens": self._wish_for_drafts(window),
         }
         heard = {name: wish for name, wish in wishes.items() if wish is not None}
-        turned = [name for name, wish in heard.items() if self._dials[name].wish(wish.value, wish.reason)]
+        turned = [name for name, wish in heard.items() if self._hysteresis[name].wish(wish.value, wish.reason)]
         if turned and self._auto_tune:
             self._apply()
         return tuple(self._recommendation(name) for name in turned)
 
     def _apply(self) -> None:
-        values = {name: min(dial.value, self._current[name]) for name, dial in self._dials.items()}
+        values = {name: min(hysteresis.value, self._current[name]) for name, hysteresis in self._hysteresis.items()}
         self.limits = replace(self._configured, **values)
 
     def _recommendation(self, name: str) -> Recommendation:
-        recommended, reason = self._dials[name].value, self._dials[name].reason
+        recommended, reason = self._hysteresis[name].value, self._hysteresis[name].reason
         if self._auto_tune:
             above = recommended > self._current[name]
             reason += "; auto-tune keeps to what is configured" if above else "; auto-tune has set it"
@@ -235,17 +239,17 @@ class BatchingOptimizer:
         return _Wish(value=value, reason=f"{found}, and {could}")
 
     def _wish_for_drafts(self, window: _Window) -> _Wish | None:
-        dial = self._dials.get("num_speculative_tokens")
+        hysteresis = self._hysteresis.get("num_speculative_tokens")
         drafted = window.tokens_each - 1
-        if dial is None or drafted < 0.5:
+        if hysteresis is None or drafted < 0.5:
             return None
         accepted = window.gain_each - 1
         rate = _acceptance_rate(accepted, drafted)
         lengths = range(1, _ADVICE_FACTOR * self._current["num_speculative_tokens"] + 1)
-        speeds = {length: self._speed(window, rate, length) for length in (*lengths, dial.value)}
+        speeds = {length: self._speed(window, rate, length) for length in (*lengths, hysteresis.value)}
         best = max(speeds, key=lambda length: speeds[length])
-        if speeds[best] < _WORTHWHILE * speeds[dial.value]:
-            best = dial.value
+        if speeds[best] < _WORTHWHILE * speeds[hysteresis.value]:
+            best = hysteresis.value
         found = f"{accepted:.1f} of {drafted:.1f} drafted tokens are accepted"
         return _Wish(value=best, reason=f"{found}, and {best} of them gain most for the time of a step")
 

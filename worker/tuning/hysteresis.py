@@ -1,4 +1,4 @@
-"""A setting that is turned by what is measured, and that stands still on a steady load.
+"""Hysteresis for a setting that is turned by what is measured, and that stands still on a steady load.
 
 What may live here: when a wish is strong enough to turn a setting. What may not: where wishes come from
 (`batching_optimizer.py`).
@@ -15,7 +15,7 @@ COOL_DOWN: Final = 4
 """Wishes after a turn that are not listened to: they are still about the time before it, or about going over to it."""
 
 
-class Dial:
+class Hysteresis:
     """An integer between bounds. It goes where the wishes point, in one turn, and no further than the most modest.
 
     Why it comes to rest: a wish says what the value should be, not by how much it should change, and must not depend on

@@ -1,12 +1,12 @@
 """Ways to choose a replica that capacity questions compare: the router's own, and the usual baselines.
 
-Each has the signature of `router/replicas/policy.py`: from replicas with room and a draw to one of them.
+Each has the signature of `router/replicas/policy.py`: from replicas with room and a random_index to one of them.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from holdfast.router.replicas.policy import ChooseReplica, DrawIndex, ReplicaT, power_of_two_choices
+from holdfast.router.replicas.policy import ChooseReplica, RandomIndex, ReplicaT, power_of_two_choices
 
 
 class RoundRobin:
@@ -15,22 +15,22 @@ class RoundRobin:
     def __init__(self) -> None:
         self._num_chosen = 0
 
-    def __call__(self, replicas: Sequence[ReplicaT], draw: DrawIndex) -> ReplicaT:
+    def __call__(self, replicas: Sequence[ReplicaT], random_index: RandomIndex) -> ReplicaT:
         self._num_chosen += 1
         return replicas[self._num_chosen % len(replicas)]
 
 
-def at_random(replicas: Sequence[ReplicaT], draw: DrawIndex) -> ReplicaT:
+def at_random(replicas: Sequence[ReplicaT], random_index: RandomIndex) -> ReplicaT:
     """Any of them."""
-    return replicas[draw(len(replicas))]
+    return replicas[random_index(len(replicas))]
 
 
-def least_loaded(replicas: Sequence[ReplicaT], draw: DrawIndex) -> ReplicaT:
+def least_loaded(replicas: Sequence[ReplicaT], random_index: RandomIndex) -> ReplicaT:
     """The emptiest of all, by figures that are a step old. Of several that are as empty, any one."""
     scores = [replica.score for replica in replicas]
     smallest = min(scores)
     emptiest = [replica for replica, score in zip(replicas, scores, strict=True) if score == smallest]
-    return emptiest[draw(len(emptiest))]
+    return emptiest[random_index(len(emptiest))]
 
 
 PREFIX_AWARE: Final = "prefix_aware"

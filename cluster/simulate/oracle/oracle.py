@@ -30,14 +30,14 @@ def right_completion(request: EngineRequest, max_model_len: int) -> Completion:
     """The output of `request` in a world without faults."""
     params, prompt = request.sampling_params, bytes(request.prompt_token_ids)
     output, text, finish_reason = _right_output(request, max_model_len - len(prompt))
-    tokens, said, rated = prompt + output, params.logprobs, params.prompt_logprobs
+    tokens, said, of_prompt = prompt + output, params.logprobs, params.prompt_logprobs
     later, drawn = range(1, len(prompt)), range(len(prompt), len(tokens))
     return Completion(
         token_ids=tuple(output),
         text=text,
         finish_reason=finish_reason,
         logprobs=() if said is None else tuple(right_logprob(tokens, index, said) for index in drawn),
-        prompt_logprobs=() if rated is None else tuple(right_logprob(tokens, index, rated) for index in later),
+        prompt_logprobs=() if of_prompt is None else tuple(right_logprob(tokens, index, of_prompt) for index in later),
     )
 
 

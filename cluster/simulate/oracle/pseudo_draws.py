@@ -9,7 +9,7 @@ from collections import Counter
 from holdfast.cluster.simulate.oracle.pseudo_grammar import allows
 from holdfast.cluster.simulate.oracle.pseudo_model import VOCAB_SIZE, likelihoods, logprob, scores
 from holdfast.worker.plan.draws import banned_token_ids
-from holdfast.worker.plan.logits_settings import LogitControls
+from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import DrawParams
 from holdfast.worker.request import TokenLogprob
 
@@ -20,16 +20,16 @@ def drawn_token(prefix: bytes, params: DrawParams, mask: bytes | None) -> int:
     """What is drawn after `prefix`; `mask` is that of a grammar."""
     is_greedy = params.temperature == 0
     raw = likelihoods(prefix) if is_greedy else scores(prefix, params.seed, params.first_output_index)
-    if params.controls is None:
+    if params.logits_settings is None:
         return raw.index(max(raw))
     row = [score / 16 - 8 for score in raw]
     if mask is not None:
         row = [value if allows(mask, token_id) else _OUT for token_id, value in enumerate(row)]
-    row = _ban(_keep_allowed(row, params.controls), banned_token_ids(params))
-    for token_id, bias in params.controls.logit_bias:
+    row = _ban(_keep_allowed(row, params.logits_settings), banned_token_ids(params))
+    for token_id, bias in params.logits_settings.logit_bias:
         row[token_id] += bias
-    if params.controls.penalize:
-        _penalize(row, params.controls, Counter(params.output_token_ids))
+    if params.logits_settings.penalize:
+        _penalize(row, params.logits_settings, Counter(params.output_token_ids))
     return row.index(max(row))
 
 
@@ -45,11 +45,11 @@ def token_logprob(prefix: bytes, token_id: int, num_logprobs: int) -> TokenLogpr
     )
 
 
-def _keep_allowed(row: list[float], controls: LogitControls) -> list[float]:
+def _keep_allowed(row: list[float], logits_settings: LogitsSettings) -> list[float]:
     """The row with the allowed tokens alone, unless its grammar allows none of them."""
-    if controls.allowed_token_ids is None:
+    if logits_settings.allowed_token_ids is None:
         return row
-    kept = [value if token_id in controls.allowed_token_ids else _OUT for token_id, value in enumerate(row)]
+    kept = [value if token_id in logits_settings.allowed_token_ids else _OUT for token_id, value in enumerate(row)]
     return row if max(kept) == _OUT else kept
 
 
@@ -61,9 +61,9 @@ def _ban(row: list[float], token_ids: list[int]) -> list[float]:
     return row if max(kept) == _OUT else kept
 
 
-def _penalize(row: list[float], controls: LogitControls, counts: Counter[int]) -> None:
-    for token_id in counts.keys() | set(controls.prompt_token_ids):
-        factor = controls.repetition_penalty
+def _penalize(row: list[float], logits_settings: LogitsSettings, counts: Counter[int]) -> None:
+    for token_id in counts.keys() | set(logits_settings.prompt_token_ids):
+        factor = logits_settings.repetition_penalty
         row[token_id] = row[token_id] / factor if row[token_id] > 0 else row[token_id] * factor
     for token_id, count in counts.items():
-        row[token_id] -= controls.frequency_penalty * count + controls.presence_penalty
+        row[token_id] -= logits_settings.frequency_penalty * count + logits_settings.presence_penalty

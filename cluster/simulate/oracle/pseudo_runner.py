@@ -1,4 +1,4 @@
-"""Runs plans on the pseudo-model, with what a real leader keeps of its own: blocks, and readers of grammars.
+"""Runs plans on the pseudo-model, with what a real leader keeps of its own: blocks, and grammar matchers.
 
 The keys and values are the tokens themselves, in real blocks, and the whole prefix is read back from them before
 anything is drawn. So a block that is used twice, freed too early or listed in the wrong order changes the output. All
@@ -13,7 +13,7 @@ from holdfast.cluster.simulate.oracle.pseudo_draws import drawn_token, token_log
 from holdfast.cluster.simulate.oracle.pseudo_grammar import PseudoMatcher
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, NUM_POISON_STEPS, POISON_TOKEN_ID, PoisonedError
 from holdfast.worker.plan.draws import draws_of
-from holdfast.worker.plan.grammar_matchers import GrammarReaders, has_grammars
+from holdfast.worker.plan.grammar_matchers import GrammarMatchers, has_grammars
 from holdfast.worker.plan.step_plan import BlockCopy, DrawParams, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import TokenLogprob
 
@@ -30,7 +30,7 @@ class PseudoRunner:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._slots = bytearray(_EMPTY * (num_blocks * block_size))
-        self._grammars = GrammarReaders(PseudoMatcher, frozenset({EOS_TOKEN_ID}))
+        self._grammars = GrammarMatchers(PseudoMatcher, frozenset({EOS_TOKEN_ID}))
 
     def run(self, plan: StepPlan) -> StepResult:
         self._copy(plan.block_copies)
@@ -42,12 +42,12 @@ class PseudoRunner:
         pairs = list(zip(plan.sequences, prefixes, strict=True))
         drawn = [_draw(sequence, prefix, rows) for sequence, prefix in pairs]
         logprobs = [_say(sequence, prefix, tokens) for (sequence, prefix), tokens in zip(pairs, drawn, strict=True)]
-        rated = [_rate(sequence, prefix) for sequence, prefix in pairs]
+        of_prompts = [_prompt_logprobs(sequence, prefix) for sequence, prefix in pairs]
         return StepResult(
             step_id=plan.step_id,
             token_ids=tuple(drawn),
             logprobs=tuple(logprobs) if any(logprobs) else (),
-            prompt_logprobs=tuple(rated) if any(rated) else (),
+            prompt_logprobs=tuple(of_prompts) if any(of_prompts) else (),
         )
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -65,7 +65,7 @@ class PseudoRunner:
 
     def _read_back(self, sequence: ScheduledSequence) -> bytes:
         """What the blocks hold, up to the last token of the step; nothing where nobody asks."""
-        if sequence.draw is None and sequence.rating is None:
+        if sequence.draw is None and sequence.prompt_logprobs is None:
             return b""
         size, end = self._block_size, sequence.first_position + len(sequence.token_ids)
         blocks = [self._slots[block_id * size : (block_id + 1) * size] for block_id in sequence.block_ids]
@@ -92,13 +92,13 @@ def _say(sequence: ScheduledSequence, prefix: bytes, drawn: tuple[int, ...]) -> 
     return tuple(token_logprob(prefix[:end], token_id, count) for end, token_id in enumerate(drawn, first))
 
 
-def _rate(sequence: ScheduledSequence, prefix: bytes) -> tuple[TokenLogprob, ...]:
+def _prompt_logprobs(sequence: ScheduledSequence, prefix: bytes) -> tuple[TokenLogprob, ...]:
     """What is reported of prompt tokens."""
-    rating = sequence.rating
-    if rating is None:
+    params = sequence.prompt_logprobs
+    if params is None:
         return ()
-    first = sequence.first_position + rating.first_row + 1
+    first = sequence.first_position + params.first_row + 1
     return tuple(
-        token_logprob(prefix[:end], token_id, rating.num_logprobs)
-        for end, token_id in enumerate(rating.token_ids, first)
+        token_logprob(prefix[:end], token_id, params.num_logprobs)
+        for end, token_id in enumerate(params.token_ids, first)
     )

@@ -75,7 +75,7 @@ def _draw_request(rng: random.Random, request_id: str, prefix: tuple[int, ...], 
     return EngineRequest(
         request_id=request_id,
         prompt_token_ids=prompt[: max_model_len - 1],
-        sampling_params=replace(_draw_params(rng), **_draw_controls(rng), **_draw_reports(rng)),
+        sampling_params=replace(_draw_params(rng), **_draw_logits_settings(rng), **_draw_reports(rng)),
         priority=rng.choice((Priority.NORMAL, Priority.NORMAL, Priority.HIGH, Priority.LOW)),
         cache_salt=rng.choice(("", "", "", "other")),
         tenant=rng.choice(("", "", "gold", "free")),
@@ -100,18 +100,18 @@ def _draw_params(rng: random.Random) -> SamplingParams:
     )
 
 
-def _draw_controls(rng: random.Random) -> dict[str, Any]:
+def _draw_logits_settings(rng: random.Random) -> dict[str, Any]:
     """What changes the draws. All numbers are sums of few powers of two, so that no order of adding shows."""
-    controls: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     if rng.random() < 0.15:
-        controls["repetition_penalty"] = rng.choice((0.5, 1.0, 2.0))
-        controls["frequency_penalty"] = rng.choice((-1.0, 0.0, 0.5, 2.0))
-        controls["presence_penalty"] = rng.choice((-0.5, 0.0, 1.5))
+        chosen["repetition_penalty"] = rng.choice((0.5, 1.0, 2.0))
+        chosen["frequency_penalty"] = rng.choice((-1.0, 0.0, 0.5, 2.0))
+        chosen["presence_penalty"] = rng.choice((-0.5, 0.0, 1.5))
     if rng.random() < 0.06:
-        controls["logit_bias"] = {rng.randrange(VOCAB_SIZE): rng.choice((-100.0, -4.0, 2.5, 6.0)) for _ in range(4)}
+        chosen["logit_bias"] = {rng.randrange(VOCAB_SIZE): rng.choice((-100.0, -4.0, 2.5, 6.0)) for _ in range(4)}
     if rng.random() < 0.06:
-        controls["allowed_token_ids"] = rng.sample(range(VOCAB_SIZE), rng.randint(1, 8))
-    return controls
+        chosen["allowed_token_ids"] = rng.sample(range(VOCAB_SIZE), rng.randint(1, 8))
+    return chosen
 
 
 def _draw_reports(rng: random.Random) -> dict[str, Any]:

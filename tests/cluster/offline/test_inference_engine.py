@@ -174,7 +174,7 @@ def test_settings_may_be_given_as_in_a_file(tiny_model):
         InferenceEngine(str(tiny_model), {"cache": {"blocks": 20}})
 
 
-def test_controls_are_felt_from_end_to_end(engine):
+def test_logits_processors_are_felt_from_end_to_end(engine):
     """A bad word is banned by its text, a token forced by its id, and the end of sequence kept off until its time."""
     letter = engine.tokenizer.encode("x")[0]
     wanted = SamplingParams(temperature=0.0, max_tokens=5, logit_bias={letter: 100.0})

@@ -22,7 +22,7 @@ from holdfast.worker.engine_core.engine_core import EngineCore
 from holdfast.worker.engine_core.output_queues import OutputQueue, OutputQueues
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.kv.block_allocator import BlockAllocator
-from holdfast.worker.plan.grammar_matchers import GrammarReaders, Matcher
+from holdfast.worker.plan.grammar_matchers import GrammarMatchers, Matcher
 from holdfast.worker.plan.step_plan import DrawParams
 from holdfast.worker.request import TokenDelta
 from holdfast.worker.scheduling import scheduler as scheduler_module
@@ -132,15 +132,15 @@ def forget_that_a_completion_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_the_grammar_at_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that comes with output begins its grammar anew."""
-    matcher_after = GrammarReaders._matcher_after
+    matcher_after = GrammarMatchers._matcher_after
 
-    def forgetful(self: GrammarReaders, sequence_id: int, draw: DrawParams, step_id: int) -> Matcher:
-        if sequence_id not in self._readers:
+    def forgetful(self: GrammarMatchers, sequence_id: int, draw: DrawParams, step_id: int) -> Matcher:
+        if sequence_id not in self._matched:
             matcher_after(self, sequence_id, replace(draw, output_token_ids=()), step_id)
-            self._readers[sequence_id].token_ids = draw.output_token_ids
+            self._matched[sequence_id].token_ids = draw.output_token_ids
         return matcher_after(self, sequence_id, draw, step_id)
 
-    monkeypatch.setattr(GrammarReaders, "_matcher_after", forgetful)
+    monkeypatch.setattr(GrammarMatchers, "_matcher_after", forgetful)
 
 
 def keep_drafts_in_the_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def count_from_the_failover_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forgetful(self: Sequence) -> DrawParams:
         params, num_before = draw_params(self), len(self.request.output_token_ids)
-        is_counted = params.controls is not None and not params.controls.grammar
+        is_counted = params.logits_settings is not None and not params.logits_settings.grammar
         return replace(params, output_token_ids=params.output_token_ids[num_before:]) if is_counted else params
 
     monkeypatch.setattr(Sequence, "draw_params", forgetful)

@@ -1,4 +1,4 @@
-"""The pseudo-model's draws: as the real controls and logprobs have it, and as the oracle says by the request alone."""
+"""The pseudo-model's draws: as the real logits processors and logprobs, and as the oracle by the request alone."""
 
 import random
 import re
@@ -12,10 +12,10 @@ from holdfast.cluster.simulate.oracle.pseudo_draws import drawn_token, token_log
 from holdfast.cluster.simulate.oracle.pseudo_grammar import PseudoMatcher, allows
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE, PseudoCodec, likelihoods, scores
 from holdfast.cluster.simulate.world.traffic import draw_wishes
-from holdfast.worker.plan.logits_settings import LogitControls
+from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import DrawParams
 from holdfast.worker.request import EngineRequest, FinishReason
-from holdfast.worker.sampling.logits_processors import apply_controls
+from holdfast.worker.sampling.logits_processors import apply_logits_processors
 from holdfast.worker.sampling.logprobs import token_logprobs
 from holdfast.worker.sampling_params import SamplingParams
 
@@ -42,7 +42,7 @@ def draw_params(item: EngineRequest, output: bytes) -> DrawParams:
         temperature=params.temperature,
         top_k=0,
         top_p=1.0,
-        controls=LogitControls.of(item, EOS),
+        logits_settings=LogitsSettings.of(item, EOS),
         output_token_ids=tuple(output),
         num_logprobs=params.logprobs,
     )
@@ -67,15 +67,15 @@ def test_simulations_have_requests_of_every_kind():
         "logprobs": [one.logprobs is not None for one in params],
         "prompt logprobs": [one.prompt_logprobs is not None for one in params],
         "logprobs of several": [one.logprobs is not None and one.n > 1 for one in params],
-        "none of it": [LogitControls.of(item, EOS) is None for item in requests],
+        "none of it": [LogitsSettings.of(item, EOS) is None for item in requests],
     }
     assert [name for name, found in kinds.items() if not any(found)] == []
 
 
-def test_draws_are_those_of_the_real_controls_and_of_the_oracle():
+def test_draws_are_those_of_the_real_logits_processors_and_of_the_oracle():
     num_controlled = 0
     for item in drawn_requests(1):
-        if LogitControls.of(item, EOS) is None:
+        if LogitsSettings.of(item, EOS) is None:
             continue
         output = b""
         for _ in range(6):
@@ -85,7 +85,7 @@ def test_draws_are_those_of_the_real_controls_and_of_the_oracle():
             mask = matcher.compute_bitmask() if matcher is not None and matcher.consume_tokens(output) else None
             raw = scores(prefix, params.seed, len(output)) if params.temperature else likelihoods(prefix)
             logits = torch.tensor([[score / 16 - 8 for score in raw]])
-            apply_controls(logits, [params], {0: mask} if mask else {})
+            apply_logits_processors(logits, [params], {0: mask} if mask else {})
             token_id = drawn_token(prefix, params, mask)
             assert token_id == int(logits.argmax()) == right_token(item, output), item
             if item.grammar and token_id == EOS_TOKEN_ID:

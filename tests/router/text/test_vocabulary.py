@@ -187,7 +187,7 @@ def test_every_parameter_of_the_token_world_survives_the_link():
         assert getattr(received.sampling_params, name) == getattr(EVERYTHING, name), name
 
 
-def test_neutral_controls_take_no_room_on_the_link():
+def test_neutral_logits_processors_take_no_room_on_the_link():
     sent = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams(seed=1))
     draw = submit_message(1, sent).submit.draw
     assert {field.name for field, _ in draw.ListFields()} == {"temperature", "top_p", "seed", "max_tokens"}

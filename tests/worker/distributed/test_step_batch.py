@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.plan.step_plan import BlockCopy, DrawParams, PromptRating, ScheduledSequence, StepPlan
+from holdfast.worker.plan.step_plan import BlockCopy, DrawParams, PromptLogprobParams, ScheduledSequence, StepPlan
 
 DRAW = DrawParams(seed=1, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
 
@@ -19,8 +19,8 @@ def sequences(draw):
     num_blocks = -(-(first_position + len(token_ids)) // block_size)
     first_block = draw(st.integers(0, 1000))
     first_row = draw(st.integers(0, len(token_ids) - 1))
-    num_rated = draw(st.integers(0, len(token_ids) - first_row))
-    rating = PromptRating(first_row=first_row, token_ids=(9,) * num_rated, num_logprobs=3)
+    num_logprobs_told = draw(st.integers(0, len(token_ids) - first_row))
+    params = PromptLogprobParams(first_row=first_row, token_ids=(9,) * num_logprobs_told, num_logprobs=3)
     return ScheduledSequence(
         sequence_id=draw(st.integers(0, 2**40)),
         first_position=first_position,
@@ -28,7 +28,7 @@ def sequences(draw):
         block_ids=tuple(range(first_block, first_block + num_blocks)),
         draw=DRAW if num_draws else None,
         num_draws=num_draws,
-        rating=rating if num_rated else None,
+        prompt_logprobs=params if num_logprobs_told else None,
     )
 
 
@@ -58,14 +58,14 @@ def test_unpacking_gives_back_what_was_packed(scheduled, step_id, copies):
 @given(st.lists(sequences(), min_size=1, max_size=8))
 def test_logits_rows_are_the_last_rows_of_each_sequence_and_then_those_that_rate(scheduled):
     batch = StepBatch.unpack(StepBatch.pack(StepPlan(step_id=0, sequences=tuple(scheduled))))
-    expected, rating, start = [], [], 0
+    expected, of_prompt, start = [], [], 0
     for sequence in scheduled:
         rows = range(start, start + len(sequence.token_ids))
         expected += rows[len(rows) - sequence.num_draws :]
-        if sequence.rating is not None:
-            rating += rows[sequence.rating.first_row :][: len(sequence.rating.token_ids)]
+        if sequence.prompt_logprobs is not None:
+            of_prompt += rows[sequence.prompt_logprobs.first_row :][: len(sequence.prompt_logprobs.token_ids)]
         start = rows.stop
-    assert batch.logits_rows.tolist() == expected + rating
+    assert batch.logits_rows.tolist() == expected + of_prompt
 
 
 def test_blocks_are_found_by_sequence_and_index():

@@ -18,7 +18,7 @@ from holdfast.worker.model.memory import (
 from holdfast.worker.model.model import build_rank_model
 from holdfast.worker.model.parallelize import Target, _Share
 from holdfast.worker.model.weights import load_checkpoint, read_config
-from holdfast.worker.scheduling.prompt_logprobs import MAX_RATED_TOKENS
+from holdfast.worker.scheduling.prompt_logprobs import MAX_PROMPT_LOGPROBS
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import worker_config
@@ -143,7 +143,7 @@ def test_the_full_step_uses_up_both_budgets():
     plan = full_step(config, block_size=4, max_model_len=96)
     assert plan.num_tokens == 198
     assert [len(sequence.token_ids) for sequence in plan.sequences] == [96, 96, 6]
-    assert sum(sequence.num_draws for sequence in plan.sequences) == 40 + MAX_RATED_TOKENS
+    assert sum(sequence.num_draws for sequence in plan.sequences) == 40 + MAX_PROMPT_LOGPROBS
     blocks = [block for sequence in plan.sequences for block in sequence.block_ids]
     assert blocks == list(range(24 + 24 + 2))
 
@@ -151,4 +151,4 @@ def test_the_full_step_uses_up_both_budgets():
 def test_drafts_have_their_rows_in_the_full_step():
     speculation = SpeculationConfig(speculative="ngram", num_speculative_tokens=5)
     plan = full_step(WorkerConfig(speculation=speculation), block_size=16, max_model_len=512)
-    assert sum(sequence.num_draws for sequence in plan.sequences) == 64 + 5 + MAX_RATED_TOKENS
+    assert sum(sequence.num_draws for sequence in plan.sequences) == 64 + 5 + MAX_PROMPT_LOGPROBS

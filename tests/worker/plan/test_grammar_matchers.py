@@ -1,9 +1,9 @@
-"""Readers of grammars read each output once, take drafts back, and start over only where they must."""
+"""Grammar matchers read each output once, take drafts back, and start over only where they must."""
 
 import pytest
 
-from holdfast.worker.plan.grammar_matchers import GrammarReaders, has_grammars
-from holdfast.worker.plan.logits_settings import LogitControls
+from holdfast.worker.plan.grammar_matchers import GrammarMatchers, has_grammars
+from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
 
 END = 0
@@ -58,8 +58,8 @@ def read() -> list[int]:
 
 
 @pytest.fixture
-def readers(read: list[int]) -> GrammarReaders:
-    return GrammarReaders(lambda grammar: CountingMatcher(read), frozenset({END}))
+def matchers(read: list[int]) -> GrammarMatchers:
+    return GrammarMatchers(lambda grammar: CountingMatcher(read), frozenset({END}))
 
 
 def plan(output: tuple[int, ...], drafts: tuple[int, ...] = (), *, sequence_id=1, step_id=1, grammar="g") -> StepPlan:
@@ -69,7 +69,7 @@ def plan(output: tuple[int, ...], drafts: tuple[int, ...] = (), *, sequence_id=1
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        controls=LogitControls(grammar=grammar),
+        logits_settings=LogitsSettings(grammar=grammar),
         output_token_ids=output,
     )
     sequence = ScheduledSequence(
@@ -83,45 +83,45 @@ def plan(output: tuple[int, ...], drafts: tuple[int, ...] = (), *, sequence_id=1
     return StepPlan(step_id=step_id, sequences=(sequence,))
 
 
-def test_an_output_is_read_once(readers, read):
+def test_an_output_is_read_once(matchers, read):
     for length in range(5):
-        assert readers.masks(plan(tuple(range(1, 1 + length)))) == {0: bytes(range(1, 1 + length))}
+        assert matchers.masks(plan(tuple(range(1, 1 + length)))) == {0: bytes(range(1, 1 + length))}
     assert read == [1, 2, 3, 4]
 
 
-def test_a_sequence_that_comes_with_output_is_read_from_its_beginning(readers):
-    assert readers.masks(plan((1, 2, 3))) == {0: bytes((1, 2, 3))}
+def test_a_sequence_that_comes_with_output_is_read_from_its_beginning(matchers):
+    assert matchers.masks(plan((1, 2, 3))) == {0: bytes((1, 2, 3))}
 
 
-def test_another_output_of_the_same_sequence_starts_over(readers, read):
-    readers.masks(plan((1, 2, 3)))
-    assert readers.masks(plan((1, 4))) == {0: bytes((1, 4))}
+def test_another_output_of_the_same_sequence_starts_over(matchers, read):
+    matchers.masks(plan((1, 2, 3)))
+    assert matchers.masks(plan((1, 4))) == {0: bytes((1, 4))}
     assert read == [1, 2, 3, 1, 4]
 
 
-def test_drafts_are_read_for_their_masks_and_taken_back(readers):
-    assert readers.masks(plan((1,), (2, 3))) == {0: bytes((1,)), 1: bytes((1, 2)), 2: bytes((1, 2, 3))}
-    assert readers.masks(plan((1, 2, 4))) == {0: bytes((1, 2, 4))}
+def test_drafts_are_read_for_their_masks_and_taken_back(matchers):
+    assert matchers.masks(plan((1,), (2, 3))) == {0: bytes((1,)), 1: bytes((1, 2)), 2: bytes((1, 2, 3))}
+    assert matchers.masks(plan((1, 2, 4))) == {0: bytes((1, 2, 4))}
 
 
 @pytest.mark.parametrize("bad", [9, END])
-def test_there_is_no_mask_after_a_draft_that_breaks_the_grammar_or_ends_the_output(bad, readers):
-    assert readers.masks(plan((1,), (2, bad, 3))) == {0: bytes((1,)), 1: bytes((1, 2))}
+def test_there_is_no_mask_after_a_draft_that_breaks_the_grammar_or_ends_the_output(bad, matchers):
+    assert matchers.masks(plan((1,), (2, bad, 3))) == {0: bytes((1,)), 1: bytes((1, 2))}
 
 
-def test_rows_are_counted_over_all_draws_of_a_plan(readers):
+def test_rows_are_counted_over_all_draws_of_a_plan(matchers):
     parts = (plan((), (1, 2), grammar=""), plan((7,), sequence_id=2), plan((8,), sequence_id=3))
     both = StepPlan(step_id=1, sequences=tuple(part.sequences[0] for part in parts))
-    assert readers.masks(both) == {3: bytes((7,)), 4: bytes((8,))}
+    assert matchers.masks(both) == {3: bytes((7,)), 4: bytes((8,))}
     assert (has_grammars(parts[0]), has_grammars(both)) == (False, True)
 
 
-def test_readers_of_sequences_that_are_gone_are_dropped(readers):
+def test_matchers_of_sequences_that_are_gone_are_dropped(matchers):
     for number in range(100):
-        readers.masks(plan((), sequence_id=number, step_id=number))
-    assert 0 < len(readers) < 40
+        matchers.masks(plan((), sequence_id=number, step_id=number))
+    assert 0 < len(matchers) < 40
 
 
 def test_the_log_says_why_an_output_ends_early_and_nothing_of_the_grammar(caplog):
-    GrammarReaders(lambda grammar: BrokenMatcher([]), frozenset({END})).masks(plan((1,)))
+    GrammarMatchers(lambda grammar: BrokenMatcher([]), frozenset({END})).masks(plan((1,)))
     assert caplog.messages == ["the output of sequence 1 ends early: too complex"]

@@ -97,15 +97,15 @@ def test_the_minimum_is_released_at_exactly_that_many_tokens():
         assert reasons["plain"] is FinishReason.STOP
 
 
-def test_controls_that_have_had_their_time_cost_nothing_more():
+def test_logits_processors_that_have_had_their_time_cost_nothing_more():
     scheduler = make_scheduler()
     scheduler.add(wish("plain", min_tokens=2))
-    runner, has_controls = LogitsRunner(64, BLOCK_SIZE, VOCAB), []
+    runner, has_logits_settings = LogitsRunner(64, BLOCK_SIZE, VOCAB), []
     for _ in range(4):
         plan = scheduler.plan()
-        has_controls.append(plan.sequences[0].draw.controls is not None)
+        has_logits_settings.append(plan.sequences[0].draw.logits_settings is not None)
         scheduler.commit(plan, runner.run(plan))
-    assert has_controls == [True, True, False, False]
+    assert has_logits_settings == [True, True, False, False]
 
 
 def test_min_p_is_handed_to_the_sampler():

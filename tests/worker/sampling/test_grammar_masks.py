@@ -21,7 +21,7 @@ from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.plan.draws import draws_of
-from holdfast.worker.plan.logits_settings import LogitControls
+from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling.grammar_masks import GrammarMasks
@@ -162,7 +162,7 @@ def test_ignoring_ends_goes_on_while_the_grammar_can():
     assert {len(only(wish, seed=seed, ignore_eos=True)[0]) for seed in range(8)} == {40}
 
 
-def test_a_grammar_outranks_allowed_tokens_and_feels_the_other_controls():
+def test_a_grammar_outranks_allowed_tokens_and_feels_the_other_logits_processors():
     (comma,) = TOKENIZER.encode(",", add_special_tokens=False)
     assert only({"choice": ["yes", "no"]}, allowed_token_ids=[comma])[0] in ("yes", "no")
     letters = {text: TOKENIZER.encode(text, add_special_tokens=False)[0] for text in "ab"}
@@ -215,7 +215,7 @@ def _plan(item: EngineRequest, outputs: list[int], num_draws: int, token_ids: li
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        controls=LogitControls.of(item, EOS),
+        logits_settings=LogitsSettings.of(item, EOS),
         output_token_ids=tuple(outputs),
     )
     sequence = ScheduledSequence(
@@ -261,7 +261,7 @@ def test_readers_of_sequences_that_are_gone_are_dropped():
     for number in range(100):
         sequence = replace(plan.sequences[0], sequence_id=number)
         masks.masks(replace(plan, step_id=number, sequences=(sequence,)))
-    assert len(masks._readers) < 40
+    assert len(masks._matchers) < 40
 
 
 def test_a_plan_without_a_grammar_costs_nothing(tmp_path: Path):

@@ -14,10 +14,10 @@ from transformers.generation.logits_process import (
 )
 
 from holdfast.worker.plan.draws import draws_of
-from holdfast.worker.plan.logits_settings import LogitControls
+from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
 from holdfast.worker.request import EngineRequest
-from holdfast.worker.sampling.logits_processors import apply_controls
+from holdfast.worker.sampling.logits_processors import apply_logits_processors
 from holdfast.worker.sampling.sampler import draw, keep_min_p
 from holdfast.worker.sampling_params import SamplingParams
 
@@ -41,7 +41,7 @@ def params(prompt=(1,), outputs=(), bad_words=(), eos=EOS, **settings) -> DrawPa
         top_k=given.top_k,
         top_p=given.top_p,
         min_p=given.min_p,
-        controls=LogitControls.of(request, eos),
+        logits_settings=LogitsSettings.of(request, eos),
         output_token_ids=tuple(outputs),
     )
 
@@ -52,7 +52,7 @@ def made(num_rows: int, seed: int = 0) -> torch.Tensor:
 
 def edited(logits: torch.Tensor, *draws: DrawParams) -> torch.Tensor:
     logits = logits.clone()
-    apply_controls(logits, draws)
+    apply_logits_processors(logits, draws)
     return logits
 
 
@@ -63,8 +63,10 @@ def banned(logits: torch.Tensor) -> list[set[int]]:
 # --- one at a time ---
 
 
-def test_a_request_without_controls_has_none():
-    assert params(temperature=0.3, top_k=4, top_p=0.5, min_p=0.1, stop_token_ids=[7], bad_words=()).controls is None
+def test_a_request_without_logits_processors_has_none():
+    assert (
+        params(temperature=0.3, top_k=4, top_p=0.5, min_p=0.1, stop_token_ids=[7], bad_words=()).logits_settings is None
+    )
 
 
 def test_only_allowed_tokens_are_left_as_they_were():
@@ -130,26 +132,26 @@ def test_token_ids_that_the_model_does_not_have_do_nothing():
 
 def by_brute_force(logits: list[float], draw_params: DrawParams, prompt: list[int]) -> list[float]:
     """In doubles, one token after the other."""
-    controls, outputs = draw_params.controls, list(draw_params.output_token_ids)
+    wanted, outputs = draw_params.logits_settings, list(draw_params.output_token_ids)
     result = []
     for token_id, logit in enumerate(logits):
-        spellings = [word for word in controls.bad_words if word[-1] == token_id]
+        spellings = [word for word in wanted.bad_words if word[-1] == token_id]
         is_bad = any([*outputs, token_id][-len(word) :] == list(word) for word in spellings)
-        is_early = len(outputs) < controls.min_tokens and token_id in controls.end_token_ids
-        is_allowed = controls.allowed_token_ids is None or token_id in controls.allowed_token_ids
+        is_early = len(outputs) < wanted.min_tokens and token_id in wanted.end_token_ids
+        is_allowed = wanted.allowed_token_ids is None or token_id in wanted.allowed_token_ids
         if is_bad or is_early or not is_allowed:
             result.append(-math.inf)
             continue
-        logit += dict(controls.logit_bias).get(token_id, 0)
+        logit += dict(wanted.logit_bias).get(token_id, 0)
         if token_id in prompt or token_id in outputs:
-            logit = logit / controls.repetition_penalty if logit > 0 else logit * controls.repetition_penalty
+            logit = logit / wanted.repetition_penalty if logit > 0 else logit * wanted.repetition_penalty
         count = outputs.count(token_id)
-        result.append(logit - controls.frequency_penalty * count - controls.presence_penalty * (count > 0))
+        result.append(logit - wanted.frequency_penalty * count - wanted.presence_penalty * (count > 0))
     return result
 
 
 def some_settings(rng: random.Random) -> dict:
-    """A few of the controls, at random; never one alone by design."""
+    """A few of the logits processors, at random; never one alone by design."""
     tokens = range(VOCAB)
     choices = {
         "allowed_token_ids": rng.sample(tokens, 25),
@@ -165,7 +167,7 @@ def some_settings(rng: random.Random) -> dict:
 
 
 def some_draws(num_rows: int, seed: int = 0) -> list[tuple[DrawParams, list[int]]]:
-    """Draws with controls, each with its prompt."""
+    """Draws with logits processors, each with its prompt."""
     rng = random.Random(seed)
     draws = []
     for _ in range(num_rows):
@@ -213,7 +215,7 @@ def test_min_p_is_hugging_faces_and_keeps_the_best_and_its_ties():
 # --- through the sampler ---
 
 
-def test_greedy_rows_feel_controls_too():
+def test_greedy_rows_feel_logits_processors_too():
     logits = torch.zeros(3, VOCAB)
     logits[:, 2] = 9.0
     greedy = {"temperature": 0.0}
@@ -230,7 +232,7 @@ def test_min_p_comes_after_the_temperature():
     assert set(draw(logits.expand(60, -1), cold)) == {0}
 
 
-def test_frequencies_follow_the_distribution_that_controls_and_min_p_leave():
+def test_frequencies_follow_the_distribution_that_logits_processors_and_min_p_leave():
     settings = {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "presence_penalty": 0.2, "logit_bias": {9: 2.0}}
     given = params([4, 5], [6, 6, 7], min_p=0.02, min_tokens=9, temperature=1.3, **settings)
     logits, num_draws = made(1), 20_000
@@ -247,10 +249,10 @@ def test_frequencies_follow_the_distribution_that_controls_and_min_p_leave():
     assert chi_square < degrees + 4 * math.sqrt(2 * degrees)
 
 
-def test_a_row_feels_only_its_own_controls():
-    """Rows with controls and without, greedy and not, in a batch, alone, and in another order: the same tokens."""
+def test_a_row_feels_only_its_own_logits_processors():
+    """Rows with and without logits processors, greedy and not, in a batch, alone, in another order: the same tokens."""
     logits, draws = made(60), [item for item, _ in some_draws(40, seed=1)]
-    draws += [replace(item, controls=None, output_token_ids=(), min_p=0.2) for item in draws[:20]]
+    draws += [replace(item, logits_settings=None, output_token_ids=(), min_p=0.2) for item in draws[:20]]
     random.Random(0).shuffle(draws)
     before, together = logits.clone(), draw(logits, draws)
     assert together == [draw(logits[row : row + 1], [draws[row]])[0] for row in range(60)]

@@ -8,25 +8,25 @@ from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.plan.step_plan import DrawParams, StepPlan, StepResult
 from holdfast.worker.request import EngineRequest, TokenDelta, TokenLogprob
 from holdfast.worker.sampling.logprobs import token_logprobs
-from holdfast.worker.scheduling import prompt_logprobs as prompt_rating
+from holdfast.worker.scheduling import prompt_logprobs
 from tests.pseudo_model import pseudo_token
 from tests.worker.plan.test_logits_settings import VOCAB, LogitsRunner
 from tests.worker.schedulers import BLOCK_SIZE, make_request, make_scheduler, run_to_end, shares
 
 
-class RatingRunner(LogitsRunner):
-    """As its base, with logits for the rows that rate prompt tokens."""
+class PromptLogprobRunner(LogitsRunner):
+    """As its base, with logits for the rows that tell prompt logprobs."""
 
     def run(self, plan: StepPlan) -> StepResult:
         self._write_all(plan)
         drawn = [logits_after(self.read_back(s)) for s in plan.sequences if s.draw is not None]
-        rating = []
+        prompt_rows = []
         for sequence in plan.sequences:
-            if sequence.rating is not None:
-                end = sequence.first_position + sequence.rating.first_row + 1
+            if sequence.prompt_logprobs is not None:
+                end = sequence.first_position + sequence.prompt_logprobs.first_row + 1
                 prefix = self.read_back(sequence)
-                rating += [logits_after(prefix[: end + i]) for i in range(len(sequence.rating.token_ids))]
-        return step_result(plan, torch.stack(drawn + rating) if drawn + rating else torch.empty(0, VOCAB))
+                prompt_rows += [logits_after(prefix[: end + i]) for i in range(len(sequence.prompt_logprobs.token_ids))]
+        return step_result(plan, torch.stack(drawn + prompt_rows) if drawn + prompt_rows else torch.empty(0, VOCAB))
 
 
 def logits_after(prefix: list[int]) -> torch.Tensor:
@@ -48,7 +48,7 @@ def asking(request_id: str, prompt_len: int, count: int | None = 2, shift=0, **w
 
 
 def completed(scheduler, *requests: EngineRequest, num_blocks=64) -> dict[str, list[TokenDelta]]:
-    runner = RatingRunner(num_blocks, BLOCK_SIZE, VOCAB)
+    runner = PromptLogprobRunner(num_blocks, BLOCK_SIZE, VOCAB)
     deltas = {request.request_id: [] for request in requests}
     for request in requests:
         scheduler.add(request)
@@ -67,7 +67,7 @@ def told(deltas: list[TokenDelta]) -> list[TokenLogprob]:
 
 @pytest.mark.parametrize("max_num_batched_tokens", [64, 7, 4, 1])
 @pytest.mark.parametrize("prompt_len", [1, 2, 5, 30])
-def test_a_prompt_is_rated_whole_or_in_chunks(prompt_len, max_num_batched_tokens):
+def test_prompt_logprobs_are_told_whole_or_in_chunks(prompt_len, max_num_batched_tokens):
     request = asking("a", prompt_len)
     scheduler = make_scheduler(max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=1)
     assert told(completed(scheduler, request)["a"]) == by_definition(request)
@@ -76,7 +76,7 @@ def test_a_prompt_is_rated_whole_or_in_chunks(prompt_len, max_num_batched_tokens
 def test_who_does_not_ask_is_told_nothing_and_asks_no_rows():
     scheduler, request = make_scheduler(), asking("a", 20, count=None)
     scheduler.add(request)
-    assert scheduler.plan().sequences[0].rating is None
+    assert scheduler.plan().sequences[0].prompt_logprobs is None
     assert told(completed(make_scheduler(), request)["a"]) == []
 
 
@@ -88,12 +88,12 @@ def test_outputs_are_those_of_a_request_that_does_not_ask():
     assert asked == silent
 
 
-def test_a_prompt_is_rated_though_the_cache_holds_it():
+def test_a_prompt_is_computed_though_the_cache_holds_it():
     scheduler = make_scheduler(prefix_caching=True)
     completed(scheduler, asking("silent", 20, count=None))
-    rated = completed(scheduler, asking("a", 20))["a"]
-    assert told(rated) == by_definition(asking("a", 20))
-    assert rated[0].num_cached_tokens == 0
+    deltas = completed(scheduler, asking("a", 20))["a"]
+    assert told(deltas) == by_definition(asking("a", 20))
+    assert deltas[0].num_cached_tokens == 0
     assert completed(scheduler, asking("b", 20, count=None))["b"][0].num_cached_tokens == 16
 
 
@@ -130,8 +130,8 @@ def test_preempted_before_its_first_token_it_tells_all_and_afterwards_nothing_ag
             assert sum(len(delta.token_ids) for delta in deltas[request.request_id]) == 24
 
 
-def test_what_was_rated_before_a_preemption_is_not_rated_again():
-    scheduler, runner = make_scheduler(max_num_batched_tokens=6), RatingRunner(64, BLOCK_SIZE, VOCAB)
+def test_prompt_logprobs_told_before_a_preemption_are_not_told_again():
+    scheduler, runner = make_scheduler(max_num_batched_tokens=6), PromptLogprobRunner(64, BLOCK_SIZE, VOCAB)
     request = asking("a", 14)
     scheduler.add(request)
     for _ in range(2):
@@ -139,11 +139,11 @@ def test_what_was_rated_before_a_preemption_is_not_rated_again():
         scheduler.commit(plan, runner.run(plan))
     (sequence,) = scheduler._queues.running
     scheduler._queues.preempt(sequence)
-    deltas, num_rated = [], []
+    deltas, num_logprobs_told = [], []
     while (plan := scheduler.plan()) is not None:
-        num_rated.append(sum(len(s.rating.token_ids) for s in plan.sequences if s.rating))
+        num_logprobs_told.append(sum(len(s.prompt_logprobs.token_ids) for s in plan.sequences if s.prompt_logprobs))
         deltas += scheduler.commit(plan, runner.run(plan))
-    assert num_rated[:3] == [0, 0, 1]
+    assert num_logprobs_told[:3] == [0, 0, 1]
     assert told(deltas) == by_definition(request)
 
 
@@ -157,12 +157,12 @@ def test_a_continued_request_tells_nothing_of_its_prompt():
 
 
 def test_a_step_rates_a_bounded_number_of_tokens_and_leaves_the_rest_to_others(monkeypatch):
-    monkeypatch.setattr(prompt_rating, "MAX_RATED_TOKENS", 8)
+    monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", 8)
     requests = [asking("a", 20), asking("b", 14, shift=3), asking("c", 10, count=None, shift=5)]
     scheduler = make_scheduler(max_num_batched_tokens=64)
     for request in requests:
         scheduler.add(request)
-    runner, plans, deltas = RatingRunner(64, BLOCK_SIZE, VOCAB), [], {"a": [], "b": [], "c": []}
+    runner, plans, deltas = PromptLogprobRunner(64, BLOCK_SIZE, VOCAB), [], {"a": [], "b": [], "c": []}
     while (plan := scheduler.plan()) is not None:
         plans.append(plan)
         for delta in scheduler.commit(plan, runner.run(plan)):
@@ -172,7 +172,9 @@ def test_a_step_rates_a_bounded_number_of_tokens_and_leaves_the_rest_to_others(m
         [(2, 10, 1), (0, 8, 8)],
         [(2, 11, 1), (0, 16, 4), (1, 0, 5)],
     ]
-    assert max(sum(len(s.rating.token_ids) for s in plan.sequences if s.rating) for plan in plans) == 8
+    assert (
+        max(sum(len(s.prompt_logprobs.token_ids) for s in plan.sequences if s.prompt_logprobs) for plan in plans) == 8
+    )
     assert [told(deltas[name]) for name in "abc"] == [*map(by_definition, requests[:2]), []]
 
 
@@ -187,6 +189,6 @@ def test_an_aborted_request_leaves_nothing():
     scheduler.add(asking("a", 14))
     plan = scheduler.plan()
     delta = scheduler.abort("a")
-    assert scheduler.commit(plan, RatingRunner(64, BLOCK_SIZE, VOCAB).run(plan)) == []
+    assert scheduler.commit(plan, PromptLogprobRunner(64, BLOCK_SIZE, VOCAB).run(plan)) == []
     assert delta.prompt_logprobs == ()
     assert run_to_end(scheduler) == []

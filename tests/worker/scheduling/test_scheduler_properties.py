@@ -27,7 +27,7 @@ from holdfast.worker.kv.prefix_cache import BlockStored
 from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling import prompt_logprobs as prompt_rating
+from holdfast.worker.scheduling import prompt_logprobs
 from holdfast.worker.scheduling.batching import ContinuousBatching, MakePolicy
 from holdfast.worker.scheduling.memory_aware_batching import MemoryAwareBatching
 from holdfast.worker.scheduling.scheduler import Scheduler
@@ -36,7 +36,7 @@ from holdfast.worker.speculation.speculation import Speculation
 from tests.pseudo_model import PseudoRunner, pseudo_completion, pseudo_prompt_logprobs
 
 VOCAB_SIZE, EOS = 60, 0
-MAX_RATED_TOKENS = 5
+MAX_PROMPT_LOGPROBS = 5
 MAX_STEPS = 5000
 """Far more than any example needs: reaching it means that somebody starves."""
 
@@ -72,8 +72,8 @@ class Expected:
         else:
             assert delta.num_cached_tokens == (self.num_cached_tokens if is_first else 0)
         asks = self.request.sampling_params.prompt_logprobs is not None
-        rated = pseudo_prompt_logprobs(self.request.prompt_token_ids, VOCAB_SIZE) if is_first and asks else []
-        assert list(delta.prompt_logprobs) == rated
+        told = pseudo_prompt_logprobs(self.request.prompt_token_ids, VOCAB_SIZE) if is_first and asks else []
+        assert list(delta.prompt_logprobs) == told
         self.received += delta.token_ids
         self.finish_reason = delta.finish_reason
         assert self.received == self.outputs[: len(self.received)]
@@ -348,7 +348,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_plan(self, plan: StepPlan) -> None:
         assert 1 <= plan.num_tokens <= self.config.max_num_batched_tokens
         assert 1 <= len(plan.sequences) <= self.config.max_num_seqs
-        assert sum(len(s.rating.token_ids) for s in plan.sequences if s.rating) <= MAX_RATED_TOKENS
+        assert sum(len(s.prompt_logprobs.token_ids) for s in plan.sequences if s.prompt_logprobs) <= MAX_PROMPT_LOGPROBS
         self.scheduler.check_integrity()
         for sequence in plan.sequences:
             self.check_scheduled(sequence)
@@ -451,7 +451,7 @@ class SpeculatingMachine(SchedulerMachine):
     ],
 )
 def test_every_request_gets_its_own_tokens_whatever_happens(machine, max_examples, monkeypatch):
-    monkeypatch.setattr(prompt_rating, "MAX_RATED_TOKENS", MAX_RATED_TOKENS)
+    monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", MAX_PROMPT_LOGPROBS)
     profile = settings(
         max_examples=max_examples,
         stateful_step_count=30,
