@@ -6,7 +6,7 @@ from holdfast.worker.model_info import ModelInfo
 from tests.pseudo_model import PseudoRunner
 
 INFO = ModelInfo(
-    name="pseudo",
+    model="pseudo",
     path="",
     model_type="pseudo",
     max_model_len=320,

@@ -164,7 +164,7 @@ class LocalRanks:
         self._first_end.set_result(", ".join(codes))
 
 
-_CHILD = "import sys; sys.path[:] = {path!r}; from worker.rank import run_child; run_child()"
+_CHILD = "import sys; sys.path[:] = {path!r}; from holdfast.worker.replica.rank import run_child; run_child()"
 
 
 def _start(config: WorkerConfig, rank: int, rendezvous: str) -> "subprocess.Popen[bytes]":

@@ -19,7 +19,7 @@ def test_help_is_fast_and_imports_nothing_heavy():
         [
             sys.executable,
             "-c",
-            "import sys; from cluster.cli import run; run(['--help']); run(['serve', '--help']);"
+            "import sys; from holdfast.cluster.commands.cli import run; run(['--help']); run(['serve', '--help']);"
             "print('HEAVY', {'torch', 'ray', 'transformers', 'grpc', 'tokenizers'} & set(sys.modules))",
         ],
         capture_output=True,

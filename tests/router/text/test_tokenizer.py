@@ -37,7 +37,7 @@ def test_loads_without_transformers(folder: Path) -> None:
     import subprocess
     import sys
 
-    program = "import sys; from router.tokenizer import Tokenizer; Tokenizer.load(sys.argv[1]); "
+    program = "import sys; from holdfast.router.text.tokenizer import Tokenizer; Tokenizer.load(sys.argv[1]); "
     program += "print({'transformers', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

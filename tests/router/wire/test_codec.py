@@ -91,7 +91,7 @@ def test_an_end_that_no_stream_has_is_refused(value):
 UNSENDABLE = (
     ({"prompt": (-1,)}, "token_ids", "[0, 4294967295]"),
     ({"prompt": (2**32,)}, "token_ids", "[0, 4294967295]"),
-    ({"prompt": (1.5,)}, "token_ids", "integers"),
+    ({"prompt": (1.5,)}, "token_ids", "whole numbers"),
     ({"prompt": "\ud800"}, "text", "valid Unicode"),
     ({"prompt": "x", "timeout_s": 1e10}, "timeout_s", "at most 4294967"),
     ({"chat": Chat(messages=[])}, "chat.messages", "at least one"),

@@ -14,7 +14,7 @@ from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, ScheduledSequen
 from holdfast.worker.sampling.finite_rows import broken_rows
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import Sequences, worker_config
-from tests.worker.scheduling import make_request, make_scheduler
+from tests.worker.schedulers import make_request, make_scheduler
 
 NAN, INF = math.nan, math.inf
 VOCAB_SIZE = 300

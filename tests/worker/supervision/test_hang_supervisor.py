@@ -144,7 +144,7 @@ class Watched:
 
     def __init__(self, limit_s: float) -> None:
         self.leader = subprocess.Popen(["sleep", "1000"])
-        program = "from worker.hang supervisor import main; main()"
+        program = "from holdfast.worker.supervision.hang_supervisor import main; main()"
         command = [sys.executable, "-c", program, str(limit_s), str(ProcessId.of(self.leader.pid))]
         self.hang_supervisor = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, cwd=ROOT)
 
