@@ -45,7 +45,7 @@ def test_a_token_comes_once_with_its_rank_and_its_text():
 
 def test_what_is_said_of_the_prompt_begins_with_nothing():
     first = TokenLogprob(token_id=ord("p"), logprob=-3.0, rank=9, top=((ord("q"), -0.1),))
-    last = replace(delta(0, "a", FinishReason.LENGTH), prompt_logprobs=(None, first))
+    last = replace(delta(0, "a", FinishReason.LENGTH), prompt_logprobs=(first,))
     output = finished(last, prompt_logprobs=1)
     nothing, said = output.prompt_logprobs
     assert nothing is None

@@ -74,7 +74,7 @@ class Asked:
         settings = {"max_model_len": 200, "prefix_caching": True, **scheduler}
         self.engine = Engine(make_scheduler(**settings), self.runner, idle_s=0.05)
         self.wrongs: list[HoldfastError] = []
-        info = SimpleNamespace(vocab_size=1000, max_model_len=200, num_blocks=64, block_size=BLOCK_SIZE)
+        info = SimpleNamespace(vocab_size=1000, max_sequence_len=200)
         self.known_answer_check = KnownAnswerCheck(self.engine, info, self.wrongs.append, every_s=every_s)
         self.engine.start()
 
