@@ -110,9 +110,9 @@ def test_a_request_whose_logits_are_no_numbers_fails_and_its_neighbours_go_on():
     step.submit(make_request("fine"), make_request("broken"))
     step.run()
     update = step.run(1)
-    assert [delta.request_id for delta in update.deltas] == ["fine"]
+    assert [delta.attempt for delta in update.deltas] == ["fine"]
     (rejection,) = update.rejections
-    assert (rejection.request_id, type(rejection.error)) == ("broken", InternalError)
+    assert (rejection.attempt, type(rejection.error)) == ("broken", InternalError)
     assert "no numbers" in str(rejection.error)
     assert step.run().load.num_running == 1
 

@@ -27,10 +27,10 @@ from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 from holdfast.worker.supervision.process_id import ProcessId
 
 async def live():
-    heartbeat pipe = HeartbeatPipe(float(sys.argv[1]), map(ProcessId.parse, sys.argv[2:]))
-    beating = asyncio.create_task(heartbeat pipe.keep_beating())
+    pipe = HeartbeatPipe(float(sys.argv[1]), map(ProcessId.parse, sys.argv[2:]))
+    beating = asyncio.create_task(pipe.keep_beating())
     await asyncio.sleep(0)
-    print(heartbeat pipe.hang supervisor, flush=True)
+    print(pipe.hang_supervisor, flush=True)
     while order := await asyncio.to_thread(sys.stdin.readline):
         if order == "hold the interpreter\\n":
             ctypes.PyDLL(None).sleep(1000)
@@ -40,7 +40,7 @@ async def live():
             print(os.getpid(), flush=True)
             time.sleep(1000)
         if order == "cut\\n":
-            heartbeat pipe.cut()
+            pipe.cut()
             print("cut", flush=True)
 
 asyncio.run(live())
