@@ -5,8 +5,9 @@ What may live here: who hears of which action, and the one timer. What may not: 
 """
 
 import logging
+import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.output_stream import OutputStream
@@ -28,6 +29,10 @@ from holdfast.worker.request import EngineLoad
 logger = logging.getLogger(__name__)
 
 
+FINEST_S: Final = 0.001
+"""No timer is set nearer. uvloop's clock stands still for a millisecond, and a time within it would ring on and on."""
+
+
 class ReplicaPort(Protocol):
     """Where messages to one replica are dropped in. Does not wait."""
 
@@ -37,9 +42,7 @@ class ReplicaPort(Protocol):
 
 
 class Alarm(Protocol):
-    """A call that is to come."""
-
-    def when(self) -> float: ...
+    """A call that is to come. It does not say when: uvloop's do not where the time is near."""
 
     def cancel(self) -> None: ...
 
@@ -63,6 +66,8 @@ class DispatchHost:
         self._ports: dict[str, ReplicaPort] = {}
         self._streams: dict[str, OutputStream] = {}
         self._timer: Alarm | None = None
+        self._timer_due = math.inf
+        """When the timer is to ring."""
         self._when_idle: list[Callable[[], None]] = []
 
     # --- for clients ---
@@ -189,17 +194,17 @@ class DispatchHost:
                 callback()
 
     def _set_timer(self) -> None:
-        """Keeps the timer at, or before, the time when the core wants to be woken."""
+        """Keeps the timer at the time when the core wants to be woken, or before, as far as that is not now."""
         wanted = self._dispatch.next_tick
-        if wanted is None or (self._timer is not None and self._timer.when() <= wanted):
+        if wanted is None or self._timer_due <= (due := max(wanted, self.now() + FINEST_S)):
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._clock.call_at(wanted, self._tick)
+        self._timer, self._timer_due = self._clock.call_at(due, self._tick), due
 
     def _tick(self) -> None:
         """A fault here would leave requests without an end, so it ends them all."""
-        self._timer = None
+        self._timer, self._timer_due = None, math.inf
         try:
             self.perform(self._dispatch.tick(self.now()))
         except Exception:

@@ -13,15 +13,12 @@ EARLY_S: Final = 1e-6
 
 
 class Alarm:
-    """A call that is to come, unless it is cancelled."""
+    """A call that is to come, unless it is cancelled. Whoever set it knows when: an event loop's might not say."""
 
-    def __init__(self, when: float, callback: Callable[[], object]) -> None:
+    def __init__(self, due: float, callback: Callable[[], object]) -> None:
         self.is_set = True
         self.callback = callback
-        self._when = when
-
-    def when(self) -> float:
-        return self._when
+        self.due = due
 
     def cancel(self) -> None:
         self.is_set = False
@@ -49,11 +46,11 @@ class SettableClock:
             self._wait_for(alarm)
 
     def _wait_for(self, alarm: Alarm) -> None:
-        left_s = alarm.when() - self.time()
+        left_s = alarm.due - self.time()
         self._process.after(max(EARLY_S, left_s - EARLY_S), self._ring, alarm)
 
     def _ring(self, alarm: Alarm) -> None:
-        is_due = self.time() >= alarm.when() - 2 * EARLY_S  # it is not if the clock was set back
+        is_due = self.time() >= alarm.due - 2 * EARLY_S  # it is not if the clock was set back
         if alarm.is_set and is_due:
             alarm.cancel()
             alarm.callback()

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
-from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.dispatch.dispatch_host import FINEST_S, DispatchHost
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.events import SendAbort, SendSubmit, StepNews
 from holdfast.router.resume import Part
@@ -33,15 +33,12 @@ class Port:
 
 
 class Alarm:
-    """One that a test lets ring."""
+    """One that a test lets ring. Like uvloop's, it cannot be asked when."""
 
-    def __init__(self, when: float, callback: Callable[[], object]) -> None:
-        self._when = when
+    def __init__(self, due: float, callback: Callable[[], object]) -> None:
+        self.due = due
         self.callback = callback
         self.is_cancelled = False
-
-    def when(self) -> float:
-        return self._when
 
     def cancel(self) -> None:
         self.is_cancelled = True
@@ -64,8 +61,8 @@ class Clock:
     def set(self, now: float) -> None:
         """Alarms that are due ring, in order of time."""
         self.now = now
-        while due := [alarm for alarm in self.alarms if alarm.when() <= now and not alarm.is_cancelled]:
-            self.ring(min(due, key=Alarm.when))
+        while due := [alarm for alarm in self.alarms if alarm.due <= now and not alarm.is_cancelled]:
+            self.ring(min(due, key=lambda alarm: alarm.due))
 
     def ring(self, alarm: Alarm) -> None:
         self.alarms.remove(alarm)
@@ -146,9 +143,18 @@ def test_a_timer_that_rings_early_is_set_again():
     board.clock.now = 110.0 - 1e-9
     board.clock.ring(alarm)
     assert stream.poll() is None
-    board.clock.set(110.0)
+    (again,) = board.clock.alarms
+    assert again.due >= board.clock.now + FINEST_S, "one that is set for now could ring on and on"
+    board.clock.set(110.0 + FINEST_S)
     with pytest.raises(DeadlineExceededError):
         stream.poll()
+
+
+def test_there_is_one_alarm_and_it_is_moved_only_to_an_earlier_time():
+    board = Board()
+    for timeout_s in (30, 60, 10, 10, 40):
+        board.open(f"within {timeout_s} {len(board.port.attempts)}", timeout_s)
+    assert [(alarm.due, alarm.is_cancelled) for alarm in board.clock.alarms] == [(130.0, True), (110.0, False)]
 
 
 def test_a_timer_that_breaks_ends_every_request(monkeypatch, caplog):
