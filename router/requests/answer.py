@@ -23,6 +23,8 @@ class Completion:
     output: Deliver
     cumulative_logprob: float | None = None
     """The sum over the tokens, where their log-probabilities are known."""
+    candidates: Sequence[Sequence[tuple[int, float]]] = ()
+    """Of a beam: for each of its tokens, the likeliest (token id, logprob) at that place, best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +44,18 @@ class SampledAnswer:
     whenever there may be.
     """
 
-    def __init__(self, call: Call, news: asyncio.Event, model: str, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        call: Call,
+        news: asyncio.Event,
+        model: str,
+        params: SamplingParams,
+        prompt_token_ids: tuple[int, ...] = (),
+    ) -> None:
         self.request_id = call.request_id
         self.model = model
+        self.prompt_token_ids = prompt_token_ids
+        """What is kept of the prompt."""
         self._call = call
         self._news = news
         self._params = params
@@ -71,14 +82,13 @@ class SampledAnswer:
 
     async def whole(self) -> Answer:
         """All completions; with `best_of`, the best ones, best first."""
-        outputs = await self.outputs()
+        completions = self.completions(await self.outputs())
+        return Answer(request_id=self.request_id, model=self.model, completions=completions, usage=self._call.usage)
+
+    def completions(self, outputs: Sequence[Deliver]) -> tuple[Completion, ...]:
+        """What is told of all outputs in the end, each in one delivery."""
         chosen = self._chosen(outputs) if is_ranked(self._params) else outputs
-        return Answer(
-            request_id=self.request_id,
-            model=self.model,
-            completions=tuple(self._completion(output) for output in chosen),
-            usage=self._call.usage,
-        )
+        return tuple(self._completion(output) for output in chosen)
 
     def _chosen(self, outputs: Sequence[Deliver]) -> list[Deliver]:
         """The best, renumbered. What is said of the prompt goes with the first, whoever said it."""
