@@ -11,11 +11,10 @@ from cyclopts import Parameter
 
 from holdfast.cluster.commands.printing import Printer, print_logprobs
 from holdfast.cluster.commands.sampling_flags import SamplingFlags
-from holdfast.cluster.config.config import load_config
+from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.sources import Layer
 from holdfast.cluster.service_options import ServiceOptions
-from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.request import Priority, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
@@ -87,7 +86,7 @@ def generate(
         },
     )
     if server is None:
-        _complete_here(load_config(settings, config).config.worker, ask)
+        _complete_here(load_config(settings, config).config, ask)
         return 0
     if chat:
         raise ConfigurationError("--chat (with --server): chat templates are applied where the model is loaded")
@@ -110,27 +109,21 @@ def _check_for_server(settings: Layer, config: Path | None) -> None:
 # --- in this process ---
 
 
-def _complete_here(config: WorkerConfig, ask: Ask) -> None:
-    if ask.params.beam_width is not None and ask.service.get("timeout_s") is not None:
-        raise ConfigurationError("--timeout-s (with --beam-width): is kept by servers alone; add --server")
-    from holdfast.cluster.offline.beams import search
+def _complete_here(config: HoldfastConfig, ask: Ask) -> None:
     from holdfast.cluster.offline.inference_engine import InferenceEngine
     from holdfast.cluster.offline.llm import chat_token_ids
     from holdfast.cluster.progress_bars import progress
 
     with progress(sys.stderr) as report:
-        engine = InferenceEngine(config=config, progress=report)
+        engine = InferenceEngine(config=config.worker, limits=config.limits, progress=report)
         engine.start()
     try:
         prompt = chat_token_ids(engine.tokenizer, [{"role": "user", "content": ask.text}]) if ask.chat else ask.text
         printer = Printer()
         if ask.is_streamed:
             output = _stream_here(engine, prompt, ask, printer)
-        elif ask.params.beam_width is None:
-            output = engine.submit_request(prompt, ask.params, **ask.service).result()
-            printer.show(output.outputs)
         else:
-            output = search(engine, prompt, ask.params, **ask.service)
+            output = engine.submit_request(prompt, ask.params, **ask.service).result()
             printer.show(output.outputs)
         _print_all_logprobs(output, lambda token_id: engine.tokenizer.decode((token_id,), skip_special_tokens=False))
     finally:

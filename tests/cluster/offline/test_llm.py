@@ -57,7 +57,7 @@ def test_token_ids_are_taken_as_they_are(llm):
 @pytest.mark.parametrize("token_id", [-1, 2**31])
 def test_token_ids_that_the_model_does_not_have_are_refused_and_harm_nobody(llm, token_id):
     expected = tokens(llm.generate("hello", GREEDY))
-    with pytest.raises(InvalidRequestError, match=f"prompt = {token_id}"):
+    with pytest.raises(InvalidRequestError, match=f"token_ids = {token_id}"):
         llm.generate([{"prompt_token_ids": [5]}, {"prompt_token_ids": [5, token_id]}], GREEDY)
     assert tokens(llm.generate("hello", GREEDY)) == expected
 
@@ -246,8 +246,9 @@ def test_many_prompts_of_several_completions_fit_a_short_queue(llm):
     outputs = llm.generate([f"prompt {number}" for number in range(9)], replace(GREEDY, n=3))
     assert all(len(output.outputs) == 3 for output in outputs)
     assert len(llm.generate("hello", replace(GREEDY, n=4))[0].outputs) == 4
-    with pytest.raises(InvalidRequestError, match=r"sampling_params.n = 5: must be at most 4"):
-        llm.generate("hello", replace(GREEDY, n=5))
+    assert len(llm.generate("hello", replace(GREEDY, n=9))[0].outputs) == 9
+    with pytest.raises(InvalidRequestError, match=r"sampling_params.n = 65: must be at most 64 \(limits.max_sequences"):
+        llm.generate("hello", replace(GREEDY, n=65))
 
 
 def test_echo_and_truncation(llm):
