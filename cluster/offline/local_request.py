@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 
 from holdfast.cluster.offline.outputs import RequestOutput
@@ -60,8 +61,14 @@ class LocalRequest:
             return self.beams
         async with processor.open(self._wish) as answer:
             self._begin(answer)
-            async for delivery in answer:
-                self._take(delivery)
+            if not self._tells_steps:
+                answer.await_ends()
+            try:
+                async for delivery in answer:
+                    self._take(delivery)
+            except asyncio.CancelledError:
+                self._take_unread(answer)
+                raise
             return answer.completions(self._outputs())
 
     def end(self, task: asyncio.Task[tuple[Completion, ...]], failure: HoldfastError | None) -> None:
@@ -92,6 +99,11 @@ class LocalRequest:
         self._num_unfinished -= delivery.finish_reason is not None
         if self._tells_steps and self._num_unfinished:
             self._call_back(self._output(self._so_far()))
+
+    def _take_unread(self, answer: SampledAnswer) -> None:
+        with suppress(HoldfastError):
+            for delivery in answer.unread():
+                self._pieces[delivery.sequence_index].append(delivery)
 
     def _outputs(self) -> list[Deliver]:
         """What has come of each sequence, in one delivery."""

@@ -6,7 +6,7 @@ how a completion comes about (`call.py`).
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.router.dispatch.call import Call
@@ -73,8 +73,18 @@ class SampledAnswer:
                 return delivery
             await self._news.wait()
 
+    def await_ends(self) -> None:
+        """Iterating gives what comes of a completion when that has ended, instead of every step."""
+        self._call.await_ends()
+
+    def unread(self) -> Iterator[Deliver]:
+        """What has come and was not given yet. Raises as iterating does."""
+        while (delivery := self._call.poll()) is not None:
+            yield delivery
+
     async def outputs(self) -> list[Deliver]:
         """Every completion in one delivery, by its number."""
+        self.await_ends()
         pieces: list[list[Deliver]] = [[] for _ in range(self._call.num_completions)]
         async for delivery in self:
             pieces[delivery.sequence_index].append(delivery)
