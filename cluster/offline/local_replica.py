@@ -109,10 +109,12 @@ class LocalReplica:
             finish_reason=delta.finish_reason,
             num_cached_tokens=delta.num_cached_tokens,
             logprobs=delta.logprobs,
-            prompt_logprobs=[
-                Likelihood(item.logprob, item.rank, item.top) for item in delta.prompt_logprobs if item is not None
-            ],
+            prompt_logprobs=_likelihoods(delta) if delta.prompt_logprobs else (),
         )
+
+
+def _likelihoods(delta: TokenDelta) -> list[Likelihood]:
+    return [Likelihood(item.logprob, item.rank, item.top) for item in delta.prompt_logprobs if item is not None]
 
 
 def replica_facts(info: ModelInfo) -> ReplicaFacts:
