@@ -78,12 +78,14 @@ class LocalReplica:
         if not self._unheard:
             self._is_hearing = False
             return
-        self._loop.call_soon(self._hear_next)
         item = self._unheard.popleft()
-        if isinstance(item, EngineUpdate):
-            self._dispatch_host.replica_news(REPLICA_ID, self._news(item))
-        else:
-            self._end(item)
+        try:
+            if isinstance(item, EngineUpdate):
+                self._dispatch_host.replica_news(REPLICA_ID, self._news(item))
+            else:
+                self._end(item)
+        finally:
+            self._loop.call_soon(self._hear_next)  # after those whom this wakes
 
     def _end(self, error: HoldfastError) -> None:
         """There is no other replica to go on with what ran here."""

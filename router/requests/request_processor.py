@@ -185,13 +185,12 @@ class RequestProcessor:
 def _resolved(params: SamplingParams, request_id: str, facts: ReplicaFacts) -> SamplingParams:
     """The parameters with the seed chosen, and numbers that mean "all" brought down to what there is."""
     check_controls(params, facts.vocab_size)
-    chosen = {
-        "seed": derived_seed(request_id) if params.seed is None else params.seed,
-        "max_tokens": None if params.max_tokens is None else min(params.max_tokens, facts.max_model_len),
-        "top_k": min(params.top_k, facts.vocab_size),
-    }
-    is_settled = all(getattr(params, name) == value for name, value in chosen.items())
-    return params if is_settled else replace(params, **chosen)
+    seed = derived_seed(request_id) if params.seed is None else params.seed
+    max_tokens = None if params.max_tokens is None else min(params.max_tokens, facts.max_model_len)
+    top_k = min(params.top_k, facts.vocab_size)
+    if (seed, max_tokens, top_k) == (params.seed, params.max_tokens, params.top_k):
+        return params
+    return replace(params, seed=seed, max_tokens=max_tokens, top_k=top_k)
 
 
 def _check_room(field: str, num_received: int, num_prompt_tokens: int, max_model_len: int) -> None:
