@@ -33,7 +33,7 @@ class Codec(Protocol):
 
 
 class Tokenizer:
-    """Encodes and decodes for one model. Holds no state between calls, so threads may share it."""
+    """Encodes and decodes for one model. Threads may share it: what it keeps is what it would find again."""
 
     def __init__(
         self,
@@ -55,6 +55,7 @@ class Tokenizer:
         self.vocab_size = codec.vocab_size
         self.special_token_ids = codec.special_token_ids
         """The ids that decoding skips."""
+        self._lengths: dict[int, int] = {}
 
     @classmethod
     def load(cls, path: str) -> "Tokenizer":
@@ -86,6 +87,13 @@ class Tokenizer:
         A model's vocabulary may be padded beyond the tokenizer's, hence no error for those.
         """
         return self._codec.decode([i for i in token_ids if 0 <= i < self.vocab_size], skip_special_tokens)
+
+    def length_of(self, token_id: int) -> int:
+        """Characters of a token by itself, special or not. Looked up rather than decoded where it has come up before."""
+        length = self._lengths.get(token_id)
+        if length is None:
+            length = self._lengths[token_id] = len(self.decode((token_id,), skip_special_tokens=False))
+        return length
 
 
 class _FastCodec:
