@@ -89,7 +89,7 @@ class Tokenizer:
         return self._codec.decode([i for i in token_ids if 0 <= i < self.vocab_size], skip_special_tokens)
 
     def length_of(self, token_id: int) -> int:
-        """Characters of a token by itself, special or not. Looked up rather than decoded where it has come up before."""
+        """Characters of a token by itself, special or not. One that has come up before is looked up, not decoded."""
         length = self._lengths.get(token_id)
         if length is None:
             length = self._lengths[token_id] = len(self.decode((token_id,), skip_special_tokens=False))
