@@ -104,6 +104,8 @@ class Deliver:
     """One for each prompt token from the second on where the request asks for them; on the first delivery alone."""
     sequence_index: int = 0
     """Which of the client's completions it belongs to."""
+    num_cached_tokens: int = 0
+    """As `Usage` says it in the end."""
     fingerprint: str = ""
     """`ModelInfo.fingerprint` of where the tokens come from."""
     identity_guaranteed: bool = True

@@ -119,26 +119,20 @@ def _check_for_server(settings: Layer, config: Path | None) -> None:
 
 
 def _complete_here(config: HoldfastConfig, ask: Ask) -> None:
-    if ask.params.beam_width is not None and ask.service.get("timeout_s") is not None:
-        raise ConfigurationError("--timeout-s (with --beam-width): is kept by servers alone; add --server")
-    from holdfast.cluster.offline.beams import search
     from holdfast.cluster.offline.inference_engine import InferenceEngine
     from holdfast.cluster.offline.llm import chat_token_ids
     from holdfast.cluster.progress_bars import progress
 
     with progress(sys.stderr) as report:
-        engine = InferenceEngine(config=config.worker, progress=report, limits=config.limits)
+        engine = InferenceEngine(config=config.worker, limits=config.limits, progress=report)
         engine.start()
     try:
         prompt = chat_token_ids(engine.tokenizer, ask.messages) if ask.messages else ask.text
         printer = Printer()
         if ask.is_streamed:
             output = _stream_here(engine, prompt, ask, printer)
-        elif ask.params.beam_width is None:
-            output = engine.submit_request(prompt, ask.params, **ask.service).result()
-            printer.show(output.outputs)
         else:
-            output = search(engine, prompt, ask.params, **ask.service)
+            output = engine.submit_request(prompt, ask.params, **ask.service).result()
             printer.show(output.outputs)
         _print_all_logprobs(output, lambda token_id: engine.tokenizer.decode((token_id,), skip_special_tokens=False))
     finally:

@@ -1,33 +1,32 @@
 """The whole system in one process, without Ray or gRPC: text in, text out, from any thread or event loop.
 
-What may live here: making requests of prompts, and handing them to a replica. What may not: what becomes of its answers
-(`delivery.py`).
+What may live here: a replica and the router in front of it, started and stopped, and what callers say as a request of
+the router's. What may not: what becomes of a request (`local_router.py`).
 """
 
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final, Unpack
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import mapping_layer
-from holdfast.cluster.offline.completion import Callback, Completion
-from holdfast.cluster.offline.delivery import Delivery
+from holdfast.cluster.offline.local_request import Callback, LocalRequest
+from holdfast.cluster.offline.local_router import LocalRouter
 from holdfast.cluster.offline.outputs import RequestOutput
 from holdfast.cluster.service_options import ServiceOptions, check_timeout
 from holdfast.router.config import LimitsConfig
-from holdfast.router.request import GenerationRequest
-from holdfast.router.text.grammar import GrammarCompiler
-from holdfast.router.text.prompt import check_length, echoed_text, kept_tokens
+from holdfast.router.request import GenerationRequest, derived_seed
+from holdfast.router.requests.answer import Completion
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.router.text.vocabulary import bad_word_token_ids, check_vocabulary, resolved
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import InvalidRequestError, RequestAbortedError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.replica.rank import RankLauncher
 from holdfast.worker.replica.replica import Progress, Replica
-from holdfast.worker.request import EngineRequest, Priority
+from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.stats import EngineStats
 from holdfast.worker.tuning.batching_optimizer import Recommendation
@@ -42,10 +41,11 @@ Prompt = str | Sequence[int]
 class RequestHandle:
     """A request that was submitted."""
 
-    def __init__(self, engine: "InferenceEngine", completion: Completion) -> None:
-        self._engine = engine
-        self.request_id = completion.request.request_id
-        self.future = completion.future
+    def __init__(self, router: LocalRouter, request: LocalRequest) -> None:
+        self._router = router
+        self._request = request
+        self.request_id = request.request_id
+        self.future = request.future
 
     def result(self, timeout_s: float | None = None) -> RequestOutput:
         """Waits for the end. Raises what ended the request if it did not finish, or `TimeoutError`."""
@@ -53,14 +53,20 @@ class RequestHandle:
 
     def cancel(self) -> None:
         """Ends the request within one step. `result` then returns what there is, with finish reason `abort`."""
-        self._engine.abort(self.request_id)
+        self._router.cancel(self._request)
+
+    @property
+    def beams(self) -> tuple[Completion, ...]:
+        """What a beam search that has finished has found, with what each token was chosen from."""
+        return self._request.beams
 
 
 class InferenceEngine:
-    """One replica and the text around it. Thread-safe. Usable as a context manager.
+    """One replica and a router in front of it. Thread-safe. Usable as a context manager.
 
     `config` is a tree of settings as in a configuration file (`{"parallel": {"tensor_parallel_size": 2}}`), or one that
-    has been checked. Raises `ConfigurationError` for what is wrong in it. `model` comes before what it says.
+    has been checked. Raises `ConfigurationError` for what is wrong in it. `model` comes before what it says, `limits`
+    (what a request may ask for) as well. A request without a timeout has all the time that it takes.
 
     Same model, settings and `seed`, and the same requests in the same order, give the same outputs: a request without a
     seed of its own gets one derived from `seed` and its number.
@@ -71,31 +77,27 @@ class InferenceEngine:
         model: str | None = None,
         config: WorkerConfig | Mapping[str, object] | None = None,
         *,
+        limits: LimitsConfig | None = None,
         seed: int = 0,
         launcher: RankLauncher | None = None,
         progress: Progress | None = None,
-        limits: LimitsConfig | None = None,
     ) -> None:
-        """`limits` are those of a tree of settings unless they are given."""
-        config, self._limits = _checked_config(config, limits)
-        self._config = _patient(located(_named(model, config)))
+        worker_config, default_limits = _settings(model, config)
+        self._config = _patient(located(worker_config))
+        self._limits = limits or default_limits
         self._seed = seed
         self._launcher = launcher
         self._progress = progress
         self._numbers = itertools.count()
         self._replica: Replica | None = None
-        self._delivery: Delivery | None = None
-        self._tokenizer: Tokenizer | None = None
-        self._compiler: GrammarCompiler | None = None
+        self._router: LocalRouter | None = None
 
     def start(self) -> None:
         """Loads the model. Blocking: seconds. Raises what `Replica.start` and `Tokenizer.load` raise."""
         assert self._replica is None, "started twice"
         replica = Replica.start(self._config, self._launcher, self._progress)
         try:
-            self._tokenizer = Tokenizer.load(replica.info.path)
-            self._compiler = GrammarCompiler(self._tokenizer)
-            self._delivery = Delivery(replica)
+            self._router = LocalRouter.start(replica, self._limits, max_waiting=self.max_num_waiting)
         except BaseException:  # an interrupt as well: the replica may not be left running
             replica.stop()
             raise
@@ -103,9 +105,10 @@ class InferenceEngine:
 
     def stop(self) -> None:
         """Aborts what is running, answers everyone, and ends the replica. Safe to call twice."""
-        if self._replica is not None and self._delivery is not None:
+        if self._replica is not None and self._router is not None:
+            self._router.end_all()
             self._replica.stop()
-            self._delivery.join()
+            self._router.close()
             self._replica = None
 
     def __enter__(self) -> "InferenceEngine":
@@ -125,26 +128,51 @@ class InferenceEngine:
         *,
         timeout_s: float | None = None,
         cache_salt: str = "",
+        request_id: str = "",
     ) -> RequestHandle:
-        """Queues a request and returns at once.
+        """Queues a request, and returns as soon as nothing was found wrong with it.
 
         `callback` gets the whole output so far after every step that brought tokens, the last time with `finished` or
-        `error` set; with `best_of` only that last time. It runs on the delivery thread, so it should hand over and
-        return. After `timeout_s` the request ends with a `DeadlineExceededError`. Only requests with the same
-        `cache_salt` find each other's prefixes in the cache. Raises `InvalidRequestError`, and `ReplicaError` if the
-        replica has failed.
+        `error` set; with `best_of` and `beam_width` only that last time. It runs on the thread that serves all
+        requests, so it should hand over and return. After `timeout_s` the request ends with a `DeadlineExceededError`.
+        Only requests with the same `cache_salt` find each other's prefixes in the cache. Without a `request_id` it is
+        `request-N`.
+
+        Raises `CallerError` for what is wrong with the request, though not to a callback, which has it by the handle;
+        what else may end it comes by the handle. Raises why the engine has ended if it has.
         """
-        _, delivery = self._running()
-        if callback is not None and not callable(callback):
-            raise InvalidRequestError("callback", callback, "must be a function of one argument")
-        wish = self._wish(prompt, params, priority=priority, tenant=tenant, timeout_s=timeout_s, cache_salt=cache_salt)
-        request = self._engine_request(wish)
-        params, kept = request.sampling_params, request.prompt_token_ids
-        echo = echoed_text(self.tokenizer, wish.prompt, kept, params) if params.echo else ""
-        text = wish.prompt if isinstance(wish.prompt, str) else None
-        completion = Completion(request, text, self.tokenizer, callback, echo)
-        delivery.open(completion)
-        return RequestHandle(self, completion)
+        router = self._running()[1]
+        service: ServiceOptions = {
+            "priority": priority,
+            "tenant": tenant,
+            "timeout_s": timeout_s,
+            "cache_salt": cache_salt,
+        }
+        is_awaited = not router.is_this_thread()
+        request = self._request(prompt, params, callback, request_id, service, is_awaited=is_awaited)
+        router.submit(request)
+        if is_awaited:
+            try:
+                request.admitted.result()
+            except BaseException:  # an interrupt as well: nobody has the handle
+                router.cancel(request)
+                raise
+        return RequestHandle(router, request)
+
+    def enqueue_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        callback: Callback | None = None,
+        *,
+        request_id: str = "",
+        **service: Unpack[ServiceOptions],
+    ) -> RequestHandle:
+        """As `submit_request`, and returns at once: what is wrong with the request comes by the handle as well."""
+        router = self._running()[1]
+        request = self._request(prompt, params, callback, request_id, service, is_awaited=False)
+        router.submit(request)
+        return RequestHandle(router, request)
 
     async def submit_request_async(
         self,
@@ -155,10 +183,17 @@ class InferenceEngine:
         *,
         timeout_s: float | None = None,
         cache_salt: str = "",
+        request_id: str = "",
     ) -> RequestOutput:
         """The finished output. Cancelling the awaiting task aborts the request. Raises what ended it otherwise."""
-        handle = await asyncio.to_thread(
-            self.submit_request, prompt, params, priority, tenant=tenant, timeout_s=timeout_s, cache_salt=cache_salt
+        handle = self.enqueue_request(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            tenant=tenant,
+            timeout_s=timeout_s,
+            cache_salt=cache_salt,
         )
         try:
             return await asyncio.shield(asyncio.wrap_future(handle.future))
@@ -168,8 +203,8 @@ class InferenceEngine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request within one step. Unknown ids are ignored."""
-        if self._delivery is not None:
-            self._delivery.abort(request_id)
+        if self._router is not None:
+            self._router.abort(request_id)
 
     def get_stats(self) -> EngineStats:
         """Exact counts between two steps."""
@@ -186,9 +221,7 @@ class InferenceEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        self._running()
-        assert self._tokenizer is not None
-        return self._tokenizer
+        return self._running()[1].tokenizer
 
     @property
     def max_sequence_len(self) -> int:
@@ -200,61 +233,35 @@ class InferenceEngine:
         """Sequences that may wait at once."""
         return self._config.scheduler.max_num_waiting
 
-    def _wish(
-        self, prompt: Prompt, params: SamplingParams | None, **service: Unpack[ServiceOptions]
-    ) -> GenerationRequest:
-        """The request as a router would take it from a client, with a router's limits. Raises `InvalidRequestError`."""
-        params = SamplingParams() if params is None else params
-        wish = GenerationRequest(prompt=prompt, sampling_params=params, **service)  # type: ignore[arg-type]
-        check_timeout(wish.timeout_s)
-        wish.check(self._limits)
-        return wish
-
-    def _check_drawn(self, params: SamplingParams) -> None:
-        if params.beam_width is not None:
-            raise InvalidRequestError("sampling_params.beam_width", params.beam_width, "is for LLM.beam_search alone")
-        if params.num_sequences > self.max_num_waiting:
-            name = "n" if params.best_of is None else "best_of"
-            limit = f"must be at most {self.max_num_waiting} (scheduler.max_num_waiting)"
-            raise InvalidRequestError(f"sampling_params.{name}", params.num_sequences, limit)
-
-    def _engine_request(self, wish: GenerationRequest) -> EngineRequest:
-        assert self._compiler is not None
-        params, info = wish.sampling_params, self.info
-        self._check_drawn(params)
+    def _request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        callback: Callback | None,
+        request_id: str,
+        service: ServiceOptions,
+        *,
+        is_awaited: bool,
+    ) -> LocalRequest:
+        if callback is not None and not callable(callback):
+            raise InvalidRequestError("callback", callback, "must be a function of one argument")
         number = next(self._numbers)
-        key = f"{self._seed}:{number}"
-        return EngineRequest(
-            request_id=f"request-{number}",
-            prompt_token_ids=self._token_ids(wish),
-            sampling_params=resolved(params, key, vocab_size=info.vocab_size, max_model_len=info.max_model_len),
-            priority=wish.priority,
-            tenant=wish.tenant,
-            time_left_s=wish.timeout_s,
-            cache_salt=wish.cache_salt,
-            bad_word_token_ids=bad_word_token_ids(self.tokenizer, params.bad_words),
-            grammar=self._compiler.compile(params.structure),
+        wish = GenerationRequest(
+            prompt=prompt,  # type: ignore[arg-type]  # it becomes a tuple there
+            request_id=request_id or f"request-{number}",
+            sampling_params=SamplingParams() if params is None else params,
+            **service,
         )
+        check_timeout(wish.timeout_s)
+        if wish.sampling_params.seed is None:
+            seeded = wish.sampling_params.with_changes(seed=derived_seed(f"{self._seed}:{number}"))
+            wish = replace(wish, sampling_params=seeded)
+        return LocalRequest(wish, self.tokenizer, callback, is_awaited=is_awaited)
 
-    def prompt_token_ids(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
-        """The tokens of a prompt that `params` leave of it. Raises `InvalidRequestError`."""
-        return self._token_ids(self._wish(prompt, params))
-
-    def _token_ids(self, wish: GenerationRequest) -> tuple[int, ...]:
-        if isinstance(wish.prompt, str):
-            token_ids = tuple(self.tokenizer.encode(wish.prompt))
-        else:
-            token_ids = wish.prompt
-            check_vocabulary("token_ids", token_ids, self.info.vocab_size)
-        kept = kept_tokens(token_ids, wish.sampling_params, self.max_sequence_len)
-        lengths = {"max_sequence_len": self.max_sequence_len, "max_model_len": self.info.max_model_len}
-        check_length(wish.prompt_field, wish.prompt, len(kept), **lengths)
-        return kept
-
-    def _running(self) -> tuple[Replica, Delivery]:
-        if self._replica is None or self._delivery is None:
+    def _running(self) -> tuple[Replica, LocalRouter]:
+        if self._replica is None or self._router is None:
             raise RequestAbortedError("the engine is not running: call start(), or use it in a `with` block")
-        return self._replica, self._delivery
+        return self._replica, self._router
 
 
 def _patient(config: WorkerConfig) -> WorkerConfig:
@@ -266,16 +273,13 @@ def _patient(config: WorkerConfig) -> WorkerConfig:
     return config.model_copy(update={"health": health})
 
 
-def _checked_config(
-    config: WorkerConfig | Mapping[str, object] | None, limits: LimitsConfig | None
+def _settings(
+    model: str | None, config: WorkerConfig | Mapping[str, object] | None
 ) -> tuple[WorkerConfig, LimitsConfig]:
-    if isinstance(config, WorkerConfig):
-        return config, limits or LimitsConfig()
-    tree = load_config(mapping_layer(HoldfastConfig, config or {}, "InferenceEngine(...)")).config
-    return tree.worker, limits or tree.limits
-
-
-def _named(model: str | None, config: WorkerConfig) -> WorkerConfig:
-    if model is None:
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"model": model})})
+    limits = LimitsConfig()
+    if not isinstance(config, WorkerConfig):
+        whole = load_config(mapping_layer(HoldfastConfig, config or {}, "InferenceEngine(...)")).config
+        config, limits = whole.worker, whole.limits
+    if model is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"model": model})})
+    return config, limits

@@ -6,13 +6,14 @@ A thin face on `InferenceEngine`: one process, no Ray, child processes for the o
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import TypeVar, Unpack
 
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import keyword_layer
-from holdfast.cluster.offline.beams import BeamSearchParams, find_beams
+from holdfast.cluster.offline.beams import BeamSearchParams, beam_sequence
 from holdfast.cluster.offline.inference_engine import InferenceEngine, Prompt, RequestHandle
 from holdfast.cluster.offline.outputs import BeamSearchOutput, RequestOutput
 from holdfast.cluster.progress_bars import progress
@@ -56,7 +57,7 @@ class LLM:
             settings["max_model_len"] = max_model_len
         config = load_config(keyword_layer(HoldfastConfig, named | settings, "LLM(...)")).config
         self._window = config.scheduler.max_num_waiting
-        self._engine = InferenceEngine(config=config.worker, seed=seed, limits=config.limits)
+        self._engine = InferenceEngine(config=config.worker, limits=config.limits, seed=seed)
         self._engine.start()
         self._close = weakref.finalize(self, self._engine.stop)
 
@@ -75,7 +76,8 @@ class LLM:
         prompt that can never fit.
         """
         chosen = [_prompt(item) for item in _prompt_list(prompts)]
-        return self._run(chosen, _one_each(sampling_params, len(chosen)), use_tqdm, service)
+        handles = self._run(chosen, _one_each(sampling_params, len(chosen)), use_tqdm, service)
+        return [handle.result() for handle in handles]
 
     def chat(
         self,
@@ -88,25 +90,25 @@ class LLM:
         is_one = not is_list(messages) or not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if is_one else messages
         prompts: list[Prompt] = [chat_token_ids(self.get_tokenizer(), talk) for talk in conversations]  # type: ignore[arg-type]
-        return self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm, service)
+        handles = self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm, service)
+        return [handle.result() for handle in handles]
 
     def beam_search(
-        self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        params: BeamSearchParams,
+        **service: Unpack[ServiceOptions],
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt that a beam search finds, best first.
 
-        Slow: a request for every beam and token, which the prefix cache makes small ones.
+        Slow: a request for every beam and token, which the prefix cache makes small ones. `service` as for `generate`:
+        `timeout_s` holds for the search of each prompt.
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError("params", params, "must be BeamSearchParams")
-        sampling = params.sampling_params()
-        chosen = [self._engine.prompt_token_ids(_prompt(item), sampling) for item in _prompt_list(prompts)]
-        return [
-            BeamSearchOutput(
-                sequences=[beam.sequence(self._engine, params.include_stop_str_in_output) for beam in beams]
-            )
-            for beams in find_beams(self._engine, chosen, sampling)
-        ]
+        chosen = [_prompt(item) for item in _prompt_list(prompts)]
+        handles = self._run(chosen, [params.sampling_params()] * len(chosen), False, service)
+        return [self._beams(handle, keep_end=params.include_stop_str_in_output) for handle in handles]
 
     def get_tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
@@ -130,26 +132,39 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _beams(self, handle: RequestHandle, *, keep_end: bool) -> BeamSearchOutput:
+        prompt_token_ids = handle.result().prompt_token_ids
+        return BeamSearchOutput(
+            sequences=[
+                beam_sequence(completion, prompt_token_ids, self.get_tokenizer(), keep_end=keep_end)
+                for completion in handle.beams
+            ]
+        )
+
     def _run(
         self, prompts: list[Prompt], params: list[SamplingParams], show: bool, service: ServiceOptions
-    ) -> list[RequestOutput]:
-        """Keeps as many requests submitted as the engine's queue takes. If one fails, the others are cancelled."""
+    ) -> list[RequestHandle]:
+        """Requests that have finished. Keeps as many submitted as the engine's queue takes. If one fails, so does the
+        call, and none is left running.
+        """
         handles: list[RequestHandle] = []
-        outputs: list[RequestOutput] = []
-        num_ahead = list(accumulate((one.num_sequences for one in params), initial=0))
+        num_done = 0
+        num_ahead = list(accumulate((one.beam_width or one.num_sequences for one in params), initial=0))
         bar = progress(sys.stderr) if show and sys.stderr.isatty() else nullcontext(_silent)
         try:
             with bar as report:
                 for index in range(len(prompts)):
                     while len(handles) < len(prompts) and self._has_room(num_ahead, index, len(handles)):
                         number = len(handles)
-                        handles.append(self._engine.submit_request(prompts[number], params[number], **service))
-                    outputs.append(handles[index].result())
-                    report("generating", len(outputs), len(prompts))
+                        handles.append(self._engine.enqueue_request(prompts[number], params[number], **service))
+                    handles[index].result()
+                    num_done += 1
+                    report("generating", num_done, len(prompts))
         finally:
-            for handle in handles[len(outputs) :]:
+            for handle in handles[num_done:]:
                 handle.cancel()
-        return outputs
+            futures.wait([handle.future for handle in handles[num_done:]])
+        return handles
 
     def _has_room(self, num_ahead: Sequence[int], first: int, last: int) -> bool:
         """Whether the queue takes the sequences of requests `first` to `last`. One request by itself may always try."""

@@ -44,6 +44,11 @@ class Call:
         """What the completions that have ended cost together."""
         return merged_usage(self._usages)
 
+    def await_ends(self) -> None:
+        """From here on the reader is told of a completion's end alone, which spares it to be woken by every step."""
+        for stream in self._streams.values():
+            stream.tells_steps = False
+
     def poll(self) -> Deliver | None:
         """News of one completion, if there is any; completions take turns.
 

@@ -6,9 +6,13 @@ it is bounded by what the request may produce at all.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Final
 
 from holdfast.router.events import Deliver
 from holdfast.worker.errors import HoldfastError
+
+MERGED_AT: Final = 64
+"""So many deliveries that nobody has fetched become one: they are larger than what they say."""
 
 
 class OutputStream:
@@ -19,13 +23,18 @@ class OutputStream:
 
     def __init__(self, request_id: str, on_news: Callable[[], None]) -> None:
         self.request_id = request_id
+        self.tells_steps = True
+        """False: its reader wants to hear of the end alone."""
         self._on_news = on_news
         self._pending: list[Deliver] = []
         self._error: HoldfastError | None = None
 
     def push(self, delivery: Deliver) -> None:
         self._pending.append(delivery)
-        self._on_news()
+        if self.tells_steps or delivery.finish_reason is not None:
+            self._on_news()
+        elif len(self._pending) >= MERGED_AT:
+            self._pending = [merged(self._pending)]
 
     def fail(self, error: HoldfastError) -> None:
         """The last word: raised to the reader after what was pushed before."""

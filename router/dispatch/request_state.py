@@ -272,6 +272,7 @@ class RequestState:
             usage=None if finish_reason is None else self._usage(),
             logprobs=logprobs[: piece.num_tokens],
             prompt_logprobs=self._of_prompt(prompt_logprobs) if first_token_index == 0 else (),
+            num_cached_tokens=self.num_cached_tokens,
             fingerprint=self.fingerprint,
             identity_guaranteed=self.identity_guaranteed,
         )

@@ -6,7 +6,7 @@ how a completion comes about (`call.py`).
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.router.dispatch.call import Call
@@ -23,6 +23,8 @@ class Completion:
     output: Deliver
     cumulative_logprob: float | None = None
     """The sum over the tokens, where their log-probabilities are known."""
+    candidates: Sequence[Sequence[tuple[int, float]]] = ()
+    """Of a beam: for each of its tokens, the likeliest (token id, logprob) at that place, best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +44,18 @@ class SampledAnswer:
     whenever there may be.
     """
 
-    def __init__(self, call: Call, news: asyncio.Event, model: str, params: SamplingParams) -> None:
+    def __init__(
+        self,
+        call: Call,
+        news: asyncio.Event,
+        model: str,
+        params: SamplingParams,
+        prompt_token_ids: tuple[int, ...] = (),
+    ) -> None:
         self.request_id = call.request_id
         self.model = model
+        self.prompt_token_ids = prompt_token_ids
+        """What is kept of the prompt."""
         self._call = call
         self._news = news
         self._params = params
@@ -62,8 +73,18 @@ class SampledAnswer:
                 return delivery
             await self._news.wait()
 
+    def await_ends(self) -> None:
+        """Iterating gives what comes of a completion when that has ended, instead of every step."""
+        self._call.await_ends()
+
+    def unread(self) -> Iterator[Deliver]:
+        """What has come and was not given yet. Raises as iterating does."""
+        while (delivery := self._call.poll()) is not None:
+            yield delivery
+
     async def outputs(self) -> list[Deliver]:
         """Every completion in one delivery, by its number."""
+        self.await_ends()
         pieces: list[list[Deliver]] = [[] for _ in range(self._call.num_completions)]
         async for delivery in self:
             pieces[delivery.sequence_index].append(delivery)
@@ -71,14 +92,13 @@ class SampledAnswer:
 
     async def whole(self) -> Answer:
         """All completions; with `best_of`, the best ones, best first."""
-        outputs = await self.outputs()
+        completions = self.completions(await self.outputs())
+        return Answer(request_id=self.request_id, model=self.model, completions=completions, usage=self._call.usage)
+
+    def completions(self, outputs: Sequence[Deliver]) -> tuple[Completion, ...]:
+        """What is told of all outputs in the end, each in one delivery."""
         chosen = self._chosen(outputs) if is_ranked(self._params) else outputs
-        return Answer(
-            request_id=self.request_id,
-            model=self.model,
-            completions=tuple(self._completion(output) for output in chosen),
-            usage=self._call.usage,
-        )
+        return tuple(self._completion(output) for output in chosen)
 
     def _chosen(self, outputs: Sequence[Deliver]) -> list[Deliver]:
         """The best, renumbered. What is said of the prompt goes with the first, whoever said it."""

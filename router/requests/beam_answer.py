@@ -37,6 +37,8 @@ class BeamAnswer:
         """`client_attempt` is above 0 if its client comes again when it is told to."""
         self.request_id = request.request_id
         self.model = model
+        self.prompt_token_ids = request.prompt_token_ids
+        """What is kept of the prompt."""
         self._request = request
         self._search = search
         self._dispatch_host = dispatch_host
@@ -99,8 +101,9 @@ class BeamAnswer:
             finish_reason=FinishReason.STOP if beam.has_ended else FinishReason.LENGTH,
             fingerprint=self._fingerprints[0] if self._fingerprints else "",
             identity_guaranteed=len(self._fingerprints) <= 1,
+            num_cached_tokens=self._num_cached_tokens,
         )
-        return Completion(output=output, cumulative_logprob=beam.logprob)
+        return Completion(output=output, cumulative_logprob=beam.logprob, candidates=beam.candidates)
 
     def _usage(self) -> Usage:
         """Every token that was asked for counts, on whichever beam it was."""

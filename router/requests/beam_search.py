@@ -1,7 +1,7 @@
 """Beam search: candidates go in, the prefixes to extend next come out, until the best sequences are known.
 
-A pure core: who asks a model for candidates is another's business (`beam_answer.py`, `cluster/offline/beams.py`). The
-method is that of Hugging Face's `generate` with `early_stopping=False`:
+A pure core: who asks a model for candidates is another's business (`beam_answer.py`). The method is that of Hugging
+Face's `generate` with `early_stopping=False`:
 
 - of all continuations of the live beams, the 2 * width likeliest are candidates; of equal ones those of the better
   beam, then the lower token id come first;
@@ -12,10 +12,13 @@ method is that of Hugging Face's `generate` with `early_stopping=False`:
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
+
+Continuations = Sequence[tuple[int, float]]
+"""(token id, logprob) of the likeliest tokens at one place, best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +30,32 @@ class Beam:
     """The sum over the tokens."""
     has_ended: bool = False
     """The last token is an end of sequence, rather than the last one that fits."""
+    before: "tuple[Beam, Continuations] | None" = field(default=None, compare=False, repr=False)
+    """The beam that it extends, and what followed that one: kept once for all who do. None: it has no tokens."""
+
+    @property
+    def candidates(self) -> list[Continuations]:
+        """For each token, what it was chosen from."""
+        found, beam = [], self
+        while beam.before is not None:
+            beam, continuations = beam.before
+            found.append(continuations)
+        return found[::-1]
 
     def score(self, length_penalty: float) -> float:
         """What finished beams are ranked by: higher is better."""
         return self.logprob / math.pow(len(self.token_ids), length_penalty)
 
-    def extended(self, token_id: int, logprob: float, end_token_ids: Collection[int]) -> "Beam":
-        """With one token more."""
-        token_ids = (*self.token_ids, token_id)
-        return Beam(token_ids=token_ids, logprob=self.logprob + logprob, has_ended=token_id in end_token_ids)
+    def extended(
+        self, token_id: int, logprob: float, end_token_ids: Collection[int], continuations: Continuations
+    ) -> "Beam":
+        """With one token more, which is one of `continuations`."""
+        return Beam(
+            token_ids=(*self.token_ids, token_id),
+            logprob=self.logprob + logprob,
+            has_ended=token_id in end_token_ids,
+            before=(self, continuations),
+        )
 
 
 class BeamSearch:
@@ -69,7 +89,7 @@ class BeamSearch:
         """How many of its likeliest continuations are asked of each live beam."""
         return 2 * self._width
 
-    def advance(self, continuations: Sequence[Sequence[tuple[int, float]]]) -> None:
+    def advance(self, continuations: Sequence[Continuations]) -> None:
         """Takes the likeliest (token id, logprob) after each live beam: `num_candidates` of them, or all there are."""
         candidates = self._candidates(continuations)
         is_full_length = len(candidates[0].token_ids) >= self._max_tokens
@@ -82,10 +102,10 @@ class BeamSearch:
         """The `n` best finished beams, best first; fewer if not as many were found."""
         return tuple(self._finished[:n])
 
-    def _candidates(self, continuations: Sequence[Sequence[tuple[int, float]]]) -> list[Beam]:
+    def _candidates(self, continuations: Sequence[Continuations]) -> list[Beam]:
         """The likeliest continuations of all beams, in the order that the file's head says."""
         found = [
-            (beam.logprob + logprob, rank, token_id, beam.extended(token_id, logprob, self._end_token_ids))
+            (beam.logprob + logprob, rank, token_id, beam.extended(token_id, logprob, self._end_token_ids, items))
             for rank, (beam, items) in enumerate(zip(self.live, continuations, strict=True))
             for token_id, logprob in items
         ]

@@ -77,7 +77,7 @@ class RequestProcessor:
             echo=admitted.echo,
         )
         with closing(call):
-            yield SampledAnswer(call, news, model, request.sampling_params)
+            yield SampledAnswer(call, news, model, request.sampling_params, request.prompt_token_ids)
 
     @asynccontextmanager
     async def search(self, wish: GenerationRequest, time_remaining_s: float | None = None) -> AsyncIterator[BeamAnswer]:

@@ -29,7 +29,7 @@ class IncrementalDetokenizer:
     it depends whether the output begins with a space. One case differs: a prompt that ends in a run of byte tokens
     keeps its own text, even if the output's bytes break the run.
 
-    A token costs the decoding of one or two windows, however long the sequence is.
+    A token costs the decoding of a window, at most of two, however long the sequence is.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, context: Sequence[int] = ()) -> None:
@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that has become certain."""
         self.guess = ""
-        return "".join(self._push_one(token_id) for token_id in token_ids if token_id not in self._skipped)
+        return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._skipped])
 
     def finish(self) -> str:
         """What was held back. Bytes that still wait for the rest of their character become U+FFFD."""
@@ -122,7 +122,8 @@ class IncrementalDetokenizer:
 
     def _make_context(self, token_ids: list[int]) -> None:
         self._window, self._num_context = token_ids, len(token_ids)
-        self._num_out = len(self._decode(token_ids))
+        is_one = len(token_ids) == 1
+        self._num_out = self._tokenizer.length_of(token_ids[0]) if is_one else len(self._decode(token_ids))
 
     def _start_after(self, prompt: Sequence[int]) -> None:
         """Takes the end of the prompt as context, from the beginning of a character on, and a run that it ends in."""

@@ -30,6 +30,8 @@ class StopStringMatcher:
         Without `may_match` a stop string that ends in `text` is text like any other; one that only begins in it counts
         if it ends later.
         """
+        if not self._stop:
+            return text
         if self._matched is not None:
             return ""
         num_old = len(self._held)

@@ -34,7 +34,7 @@ class Codec(Protocol):
 
 
 class Tokenizer:
-    """Encodes and decodes for one model. Holds no state between calls, so threads may share it."""
+    """Encodes and decodes for one model. Threads may share it: what it keeps is what it would find again."""
 
     def __init__(
         self,
@@ -58,6 +58,7 @@ class Tokenizer:
         """The ids that decoding skips."""
         self.fallback_bytes = fallback_bytes(codec)
         """By token id, the byte that it stands for: those that are decoded in runs."""
+        self._lengths: dict[int, int] = {}
 
     @classmethod
     def load(cls, path: str) -> "Tokenizer":
@@ -89,6 +90,13 @@ class Tokenizer:
         A model's vocabulary may be padded beyond the tokenizer's, hence no error for those.
         """
         return self._codec.decode([i for i in token_ids if 0 <= i < self.vocab_size], skip_special_tokens)
+
+    def length_of(self, token_id: int) -> int:
+        """Characters of a token by itself, special or not. One that has come up before is looked up, not decoded."""
+        length = self._lengths.get(token_id)
+        if length is None:
+            length = self._lengths[token_id] = len(self.decode((token_id,), skip_special_tokens=False))
+        return length
 
 
 class _FastCodec:

@@ -33,7 +33,10 @@ def resolved(params: SamplingParams, seed_key: str, *, vocab_size: int, max_mode
     check_logits_settings(params, vocab_size)
     seed = derived_seed(seed_key) if params.seed is None else params.seed
     max_tokens = None if params.max_tokens is None else min(params.max_tokens, max_model_len)
-    return params.with_changes(seed=seed, max_tokens=max_tokens, top_k=min(params.top_k, vocab_size))
+    top_k = min(params.top_k, vocab_size)
+    if (seed, max_tokens, top_k) == (params.seed, params.max_tokens, params.top_k):
+        return params
+    return params.with_changes(seed=seed, max_tokens=max_tokens, top_k=top_k)
 
 
 def bad_word_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cluster.offline.beams import BeamSearchParams, find_beams, search
+from holdfast.cluster.offline.beams import BeamSearchParams, beam_sequence
 from holdfast.cluster.offline.llm import LLM
-from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
 
 NUM_NEW = 10
@@ -46,6 +46,12 @@ def by_hugging_face(tiny_model: Path) -> Beams:
     return beams
 
 
+def found(llm: LLM, prompt: list[int], params: SamplingParams) -> list[list[int]]:
+    """The tokens of each beam, best first."""
+    (output,) = llm.generate(prompt, params)
+    return [one.token_ids for one in output.outputs]
+
+
 def ending_in(token_id: int, width: int, penalty: float) -> SamplingParams:
     return SamplingParams(
         n=width,
@@ -64,23 +70,26 @@ def test_beams_are_those_of_hugging_face(llm: LLM, by_hugging_face: Beams, width
     num_ended = 0
     for prompt in prompts:
         end = by_hugging_face(prompt, width, penalty, 256)[-1][3]
-        (found,) = find_beams(llm.engine, [prompt], ending_in(end, width, penalty))
-        assert [list(one.beam.token_ids) for one in found] == by_hugging_face(prompt, width, penalty, end)
-        num_ended += sum(one.beam.has_ended for one in found)
+        (output,) = llm.generate(prompt, ending_in(end, width, penalty))
+        assert [one.token_ids for one in output.outputs] == by_hugging_face(prompt, width, penalty, end)
+        num_ended += sum(one.finish_reason == "stop" for one in output.outputs)
     assert num_ended > 0
 
 
-def test_many_prompts_are_searched_as_one(llm: LLM):
+def test_many_prompts_are_searched_side_by_side(llm: LLM):
+    """More of them than the queue takes."""
     prompts = [llm.get_tokenizer().encode(f"prompt {number}") for number in range(7)]
     params = ending_in(5, 3, 1.0)
-    together = find_beams(llm.engine, prompts, params)
-    assert together == [find_beams(llm.engine, [prompt], params)[0] for prompt in prompts]
+    together = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    assert [[one.token_ids for one in output.outputs] for output in together] == [
+        found(llm, prompt, params) for prompt in prompts
+    ]
 
 
 def test_the_prefix_cache_leaves_little_to_compute(llm: LLM):
     prompt = list(range(3, 83))
     before = llm.engine.get_stats().num_tokens_computed
-    find_beams(llm.engine, [prompt], ending_in(257, 4, 1.0))
+    found(llm, prompt, ending_in(257, 4, 1.0))
     num_computed = llm.engine.get_stats().num_tokens_computed - before
     num_requests = 1 + 4 * (NUM_NEW - 1)
     assert num_computed < 80 + num_requests * 6, "each request computes what no full block of 4 holds"
@@ -104,25 +113,35 @@ def test_outputs_have_the_shape_that_scripts_expect(llm: LLM, by_hugging_face: B
 
 
 def test_an_end_is_left_out_unless_it_is_asked_for(llm: LLM):
-    params = SamplingParams(n=2, beam_width=2, max_tokens=NUM_NEW)
     prompt = llm.get_tokenizer().encode("hello")
-    end = find_beams(llm.engine, [prompt], params)[0][0].beam.token_ids[2]
-    ((found, *_),) = find_beams(llm.engine, [prompt], ending_in(end, 1, 1.0))
-    assert found.beam.token_ids[-1] == end
-    without, kept = (found.sequence(llm.engine, keep_end) for keep_end in (False, True))
+    end = found(llm, prompt, SamplingParams(n=2, beam_width=2, max_tokens=NUM_NEW))[0][2]
+    handle = llm.engine.submit_request(prompt, ending_in(end, 1, 1.0))
+    output = handle.result(60).outputs[0]
+    assert output.token_ids[-1] == end
+    without, kept = (
+        beam_sequence(handle.beams[0], prompt, llm.get_tokenizer(), keep_end=keep_end) for keep_end in (False, True)
+    )
     assert kept.tokens == [*without.tokens, end]
-    assert (len(without.logprobs), len(kept.logprobs)) == (len(found.beam.token_ids) - 1, len(found.beam.token_ids))
+    assert (len(without.logprobs), len(kept.logprobs)) == (len(output.token_ids) - 1, len(output.token_ids))
     assert without.cum_logprob == kept.cum_logprob
 
 
 def test_beams_are_also_the_completions_of_a_request(llm: LLM):
+    """Their texts are those of their tokens, after the prompt where it is to be echoed."""
     params = SamplingParams(n=2, beam_width=3, max_tokens=4, ignore_eos=True)
-    output = search(llm.engine, "hello", params)
-    (found,) = find_beams(llm.engine, [output.prompt_token_ids], params)
-    assert [list(one.beam.token_ids) for one in found] == [one.token_ids for one in output.outputs]
+    (output,) = llm.generate("hello", params)
+    searched = llm.beam_search("hello", BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True))[0].sequences
+    assert [output.prompt_token_ids + one.token_ids for one in output.outputs] == [one.tokens for one in searched[:2]]
+    assert [one.cumulative_logprob for one in output.outputs] == [one.cum_logprob for one in searched[:2]]
     assert [one.text for one in output.outputs] == [llm.get_tokenizer().decode(one.token_ids) for one in output.outputs]
-    echoed = search(llm.engine, "hello", replace(params, echo=True))
+    (echoed,) = llm.generate("hello", replace(params, echo=True))
     assert [one.text for one in echoed.outputs] == ["hello" + one.text for one in output.outputs]
+
+
+def test_the_time_of_a_search_is_that_of_all_its_tokens(llm: LLM):
+    with pytest.raises(DeadlineExceededError):
+        llm.beam_search("hello", BeamSearchParams(beam_width=4, max_tokens=200, ignore_eos=True), timeout_s=0.02)
+    assert llm.engine.get_stats().num_running == 0
 
 
 def test_bad_values_are_refused_by_name_and_the_engine_goes_on(llm: LLM):
@@ -134,8 +153,6 @@ def test_bad_values_are_refused_by_name_and_the_engine_goes_on(llm: LLM):
     ):
         with pytest.raises(InvalidRequestError, match=field):
             llm.beam_search("hello", BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, **wrong}))
-    with pytest.raises(InvalidRequestError, match="LLM"):
-        llm.generate("hello", SamplingParams(beam_width=2))
     with pytest.raises(InvalidRequestError):
         llm.beam_search(["hello", "x" * 2000], BeamSearchParams(beam_width=2, max_tokens=4))
     assert llm.engine.get_stats().num_running == 0

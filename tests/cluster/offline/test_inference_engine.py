@@ -17,6 +17,7 @@ from holdfast.worker.errors import (
     HoldfastError,
     InvalidRequestError,
     RequestAbortedError,
+    RequestSupersededError,
 )
 from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
@@ -148,6 +149,46 @@ def test_a_request_that_comes_to_nothing_says_why(engine):
     assert isinstance(recorder.outputs[-1].error, DeadlineExceededError)
 
 
+def test_a_request_that_is_refused_says_why(engine):
+    """At once; or, where the caller does not wait for that, by the handle and the callback."""
+    recorder = Recorder()
+    for prompt, field in (("x" * 2000, "text"), ([], "token_ids"), ([999], "token_ids")):
+        with pytest.raises(InvalidRequestError, match=field) as refused:
+            engine.submit_request(prompt, GREEDY, callback=recorder)
+        assert not recorder.outputs
+        handle = engine.enqueue_request(prompt, GREEDY, recorder)
+        with pytest.raises(InvalidRequestError) as same:
+            handle.result(30)
+        assert str(recorder.outputs.pop().error) == str(same.value) == str(refused.value)
+
+
+def test_a_callback_may_submit_and_abort(engine):
+    """It runs on the thread that would have to answer it."""
+    handles = []
+
+    def go_on(output: RequestOutput) -> None:
+        if not handles:
+            handles.append(engine.submit_request("hello", GREEDY))
+            handles.append(engine.submit_request([], GREEDY))
+            engine.abort(output.request_id)
+
+    assert engine.submit_request("hello", ENDLESS, callback=go_on).result(30).outputs[0].finish_reason == "abort"
+    assert handles[0].result(30).finished
+    with pytest.raises(InvalidRequestError):
+        handles[1].result(30)
+
+
+def test_a_request_may_be_given_a_name(engine):
+    first = engine.submit_request("hello", GREEDY, request_id="mine")
+    assert (first.request_id, first.result(30).request_id) == ("mine", "mine")
+    assert engine.submit_request("hello", GREEDY).request_id == "request-1"
+    older, newer = (engine.submit_request("hello", ENDLESS, request_id="same") for _ in range(2))
+    with pytest.raises(RequestSupersededError):
+        older.result(30)
+    engine.abort("same")
+    assert newer.result(30).outputs[0].finish_reason == "abort"
+
+
 def test_a_replica_that_fails_raises_for_everyone_who_waits(engine):
     recorder = Recorder()
     handle = engine.submit_request("hello", ENDLESS, callback=recorder)
@@ -212,6 +253,13 @@ def test_a_completion_that_comes_to_nothing_ends_its_siblings(engine):
     handle = engine.submit_request("hello", replace(ENDLESS, n=3), timeout_s=1e-6)
     with pytest.raises(DeadlineExceededError):
         handle.result(30)
+    assert engine.submit_request("hello", GREEDY).result(30).finished
+    assert all_blocks_are_free(engine)
+
+
+def test_a_completion_that_is_refused_ends_its_siblings(engine):
+    with pytest.raises(InvalidRequestError):
+        engine.submit_request("x" * 2000, replace(GREEDY, n=3))
     assert engine.submit_request("hello", GREEDY).result(30).finished
     assert all_blocks_are_free(engine)
 

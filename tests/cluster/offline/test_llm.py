@@ -246,8 +246,9 @@ def test_many_prompts_of_several_completions_fit_a_short_queue(llm):
     outputs = llm.generate([f"prompt {number}" for number in range(9)], replace(GREEDY, n=3))
     assert all(len(output.outputs) == 3 for output in outputs)
     assert len(llm.generate("hello", replace(GREEDY, n=4))[0].outputs) == 4
-    with pytest.raises(InvalidRequestError, match=r"sampling_params.n = 5: must be at most 4"):
-        llm.generate("hello", replace(GREEDY, n=5))
+    assert len(llm.generate("hello", replace(GREEDY, n=9))[0].outputs) == 9
+    with pytest.raises(InvalidRequestError, match=r"sampling_params.n = 65: must be at most 64 \(limits.max_sequences"):
+        llm.generate("hello", replace(GREEDY, n=65))
 
 
 def test_echo_and_truncation(llm):

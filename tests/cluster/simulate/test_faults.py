@@ -65,7 +65,8 @@ def test_a_planted_bug_is_found_and_replays_to_the_same_event(bug, monkeypatch):
 
 
 def test_a_seed_is_the_same_simulation_in_every_process():
-    program = "from holdfast.cluster.simulate.world.world import simulate; print([simulate(seed).digest for seed in range(4)])"
+    program = "from holdfast.cluster.simulate.world.world import simulate\n"
+    program += "print([simulate(seed).digest for seed in range(4)])"
     here = str([simulate(seed).digest for seed in range(4)])
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(sys.path)}

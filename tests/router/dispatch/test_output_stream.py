@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.router.dispatch.output_stream import OutputStream
+from holdfast.router.dispatch.output_stream import MERGED_AT, OutputStream
 from holdfast.router.events import Deliver, Usage
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.request import FinishReason, TokenLogprob
@@ -68,3 +68,23 @@ def test_an_error_comes_after_what_was_pushed_before():
     assert failed.poll() == piece(0, 1)
     with pytest.raises(ReplicaError, match="lost"):
         failed.poll()
+
+
+def test_a_reader_that_waits_for_the_end_is_woken_once_and_misses_nothing():
+    woken = []
+    stream = OutputStream("r", lambda: woken.append(len(woken)))
+    stream.tells_steps = False
+    for index in range(1000):
+        assert not woken
+        assert len(stream._pending) < 2 * MERGED_AT, "what nobody has fetched is kept small"
+        finish = FinishReason.LENGTH if index == 999 else None
+        stream.push(
+            Deliver(request_id="r", first_token_index=index, token_ids=(index,), text=".", finish_reason=finish)
+        )
+    assert woken == [0]
+    whole = stream.poll()
+    assert (whole.token_ids, whole.text, whole.finish_reason) == (tuple(range(1000)), "." * 1000, FinishReason.LENGTH)
+    failed = OutputStream("r", lambda: woken.append("failed"))
+    failed.tells_steps = False
+    failed.fail(ReplicaError("lost"))
+    assert woken[1:] == ["failed"]

@@ -130,3 +130,14 @@ def test_the_same_candidates_give_the_same_beams_whatever_order_they_come_in():
         results.append(search.best(3))
     assert results[0] == results[1] == results[2]
     assert len(results[0]) == 3
+
+
+def test_a_beam_knows_what_each_of_its_tokens_was_chosen_from():
+    search = BeamSearch(width=2, length_penalty=1.0, max_tokens=2, end_token_ids=(END,))
+    first, second = [(1, -0.1), (2, -0.2)], [[(3, -0.1), (4, -9.0)], [(5, -0.1), (6, -9.0)]]
+    assert search.live[0].candidates == []
+    search.advance([first])
+    search.advance(second)
+    found = search.best(2)
+    assert [beam.token_ids for beam in found] == [(1, 3), (2, 5)]
+    assert [beam.candidates for beam in found] == [[first, second[0]], [first, second[1]]]

@@ -35,6 +35,9 @@ class CountingTokenizer:
         self.num_decoded += len(token_ids)
         return self._tokenizer.decode(token_ids, skip_special_tokens)
 
+    def length_of(self, token_id: int) -> int:
+        return len(self.decode((token_id,), skip_special_tokens=False))
+
 
 def stream(tokenizer: Tokenizer, token_ids: Sequence[int], **kwargs: object) -> list[str]:
     """The text after each token, and that of `finish`."""

@@ -374,7 +374,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_first_is_served(self, members: list[Expected]) -> None:
         """The first in line of those that ran is never held up, but by a better class: by this, nobody starves."""
         remaining = [expected for expected in self.last_running if expected.is_alive]
-        if remaining and self.policy in ("continuous", "memory_aware"):
+        if remaining and type(self).make_policy in (ContinuousBatching, MemoryAwareBatching):
             first = min(remaining, key=lambda expected: expected.sequence.service_order)
             best_class = min(expected.sequence.service_class for expected in members)
             assert first in members or best_class < first.sequence.service_class
@@ -389,7 +389,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert load.num_running + load.num_waiting == len(self.alive())
         assert stats.num_aborted + stats.num_finished + stats.num_expired == len(self.expected) - len(self.alive())
         assert stats.num_prefix_hit_tokens <= stats.num_prefix_query_tokens
-        if self.policy in ("continuous", "memory_aware"):
+        if type(self).make_policy in (ContinuousBatching, MemoryAwareBatching):
             assert stats.num_wasted_slots <= load.num_running * (self.block_size - 1)
         else:
             assert stats.num_preemptions == stats.num_prefix_hit_tokens == stats.num_forked_tokens == 0

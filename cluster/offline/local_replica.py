@@ -1,0 +1,83 @@
+"""The link to a replica in this process: a port for the dispatch host, and a listener for the engine.
+
+What may live here: the hand-over between the engine's thread and the event loop. What may not: decisions, and what
+becomes of a request (`router/dispatch/`).
+"""
+
+import asyncio
+from collections import deque
+from contextlib import suppress
+from typing import Final
+
+from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.events import SendAbort, SendSubmit
+from holdfast.worker.errors import HoldfastError
+from holdfast.worker.model_info import ReplicaFacts
+from holdfast.worker.replica.replica import Replica
+from holdfast.worker.step_update import StepUpdate
+
+REPLICA_ID: Final = "local"
+
+
+class LocalReplica:
+    """One replica, up from `connect` until its engine ends. Lives on the event loop, but for what the engine calls."""
+
+    def __init__(self, replica: Replica, dispatch_host: DispatchHost, loop: asyncio.AbstractEventLoop) -> None:
+        self._replica = replica
+        self._dispatch_host = dispatch_host
+        self._loop = loop
+        self._unheard: deque[StepUpdate | HoldfastError] = deque()
+        self._is_hearing = False
+        self.failure: HoldfastError | None = None
+        """Why the engine has ended; None while it runs."""
+
+    def connect(self) -> None:
+        """Raises `ReplicaError` if the engine has ended."""
+        engine = self._replica.engine
+        engine.attach(self)
+        self._dispatch_host.replica_up(self, ReplicaFacts.of(REPLICA_ID, self._replica.info), engine.load)
+
+    # --- for the dispatch host ---
+
+    def submit(self, action: SendSubmit) -> None:
+        with suppress(HoldfastError):  # `on_failure` is on its way
+            self._replica.engine.submit(action.request, self, action.attempt)
+
+    def abort(self, action: SendAbort) -> None:
+        self._replica.engine.abort(action.attempt)
+
+    # --- on the engine's thread ---
+
+    def on_update(self, update: StepUpdate) -> None:
+        self._loop.call_soon_threadsafe(self._take, update)
+
+    def on_failure(self, error: HoldfastError) -> None:
+        self._loop.call_soon_threadsafe(self._take, error)
+
+    # --- on the event loop ---
+
+    def _take(self, item: StepUpdate | HoldfastError) -> None:
+        self._unheard.append(item)
+        if not self._is_hearing:
+            self._is_hearing = True
+            self._hear_next()
+
+    def _hear_next(self) -> None:
+        """One update in each turn of the loop: whoever waits reads it before the next one, and so sees every step."""
+        if not self._unheard:
+            self._is_hearing = False
+            return
+        item = self._unheard.popleft()
+        try:
+            if isinstance(item, StepUpdate):
+                self._dispatch_host.replica_update(REPLICA_ID, item)
+            else:
+                self._end(item)
+        finally:
+            self._loop.call_soon(self._hear_next)  # after those whom this wakes
+
+    def _end(self, error: HoldfastError) -> None:
+        """There is no other replica to go on with what ran here."""
+        self.failure = error
+        self._dispatch_host.close_all(error)
+        self._dispatch_host.replica_down(REPLICA_ID, error)

@@ -1,0 +1,178 @@
+"""One request of an offline caller: who waits for it, and what it has come to.
+
+What may live here: reading an answer of the router, and telling of it. What may not: threads and other requests
+(`local_router.py`), what an output looks like (`rendering.py`).
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+
+from holdfast.cluster.offline.outputs import RequestOutput
+from holdfast.cluster.offline.rendering import completion_output, prompt_logprobs
+from holdfast.router.dispatch.output_stream import merged
+from holdfast.router.dispatch.parallel_sampling import is_ranked
+from holdfast.router.events import Deliver
+from holdfast.router.request import GenerationRequest
+from holdfast.router.requests.answer import Completion, SampledAnswer
+from holdfast.router.requests.beam_answer import BeamAnswer
+from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.errors import CallerError, HoldfastError, InternalError, ReplicaError
+from holdfast.worker.request import FinishReason
+
+logger = logging.getLogger(__name__)
+
+Callback = Callable[[RequestOutput], None]
+
+
+class LocalRequest:
+    """Lives on the router's event loop: a task runs `run`, and `end` has the last word, however the task has ended."""
+
+    def __init__(
+        self, wish: GenerationRequest, tokenizer: Tokenizer, callback: Callback | None = None, *, is_awaited: bool
+    ) -> None:
+        """`is_awaited`: the caller waits for `admitted`, and hears there, and only there, what is wrong with it."""
+        self.request_id = wish.request_id
+        self.future: Future[RequestOutput] = Future()
+        self.future.set_running_or_notify_cancel()  # it is cancelled through the router, not through the future
+        self.admitted: Future[None] = Future()
+        """Done when nothing was found wrong with the request, or when it has ended before."""
+        self.beams: tuple[Completion, ...] = ()
+        """What a beam search that has finished has found."""
+        self._wish = wish
+        self._tokenizer = tokenizer
+        self._callback = callback
+        self._is_awaited = is_awaited
+        self._answer: SampledAnswer | BeamAnswer | None = None
+        self._pieces: list[list[Deliver]] = [[] for _ in range(wish.sampling_params.num_sequences)]
+        self._num_unfinished = len(self._pieces)
+        self._tells_steps = callback is not None and not is_ranked(wish.sampling_params)
+
+    async def run(self, processor: RequestProcessor) -> tuple[Completion, ...]:
+        """From admission to the end. Raises `HoldfastError`; cancelling it cancels the request."""
+        if self._wish.sampling_params.beam_width is not None:
+            async with processor.search(self._wish) as search:
+                self._begin(search)
+                self.beams = (await search.whole()).completions
+            return self.beams
+        async with processor.open(self._wish) as answer:
+            self._begin(answer)
+            if not self._tells_steps:
+                answer.await_ends()
+            try:
+                async for delivery in answer:
+                    self._take(delivery)
+            except asyncio.CancelledError:
+                self._take_unread(answer)
+                raise
+            return answer.completions(self._outputs())
+
+    def end(self, task: asyncio.Task[tuple[Completion, ...]], failure: HoldfastError | None) -> None:
+        """The last word. `failure` is why the engine has ended, if it has."""
+        try:
+            if task.cancelled():
+                self._finish(self._aborted())
+            elif (error := task.exception()) is None:
+                self._finish(task.result())
+            else:
+                self._fail(self._said(error, failure))
+        finally:
+            if not self.future.done():
+                self.future.set_exception(InternalError("the output could not be told"))
+            if not self.admitted.done():
+                self.admitted.set_result(None)
+            self._pieces, self._answer = [], None  # whoever keeps the handle keeps the output alone
+
+    # --- on the way ---
+
+    def _begin(self, answer: SampledAnswer | BeamAnswer) -> None:
+        self._answer = answer
+        self.admitted.set_result(None)
+
+    def _take(self, delivery: Deliver) -> None:
+        """Of a ranked request nothing is told before the ranking is known; the last word is `end`'s."""
+        self._pieces[delivery.sequence_index].append(delivery)
+        self._num_unfinished -= delivery.finish_reason is not None
+        if self._tells_steps and self._num_unfinished:
+            self._call_back(self._output(self._so_far()))
+
+    def _take_unread(self, answer: SampledAnswer) -> None:
+        with suppress(HoldfastError):
+            for delivery in answer.unread():
+                self._pieces[delivery.sequence_index].append(delivery)
+
+    def _outputs(self) -> list[Deliver]:
+        """What has come of each sequence, in one delivery."""
+        for index, pieces in enumerate(self._pieces):
+            nothing = Deliver(
+                request_id=self.request_id, sequence_index=index, first_token_index=0, token_ids=(), text=""
+            )
+            pieces[:] = [merged(pieces) if pieces else nothing]
+        return [pieces[0] for pieces in self._pieces]
+
+    def _so_far(self, outputs: Sequence[Deliver] | None = None) -> tuple[Completion, ...]:
+        outputs = self._outputs() if outputs is None else outputs
+        if isinstance(self._answer, SampledAnswer):
+            return self._answer.completions(outputs)
+        return tuple(Completion(output=output) for output in outputs[: self._wish.sampling_params.n])
+
+    # --- the end ---
+
+    def _aborted(self) -> tuple[Completion, ...]:
+        """What there is, where the caller has cancelled."""
+        return self._so_far(
+            [replace(output, finish_reason=output.finish_reason or FinishReason.ABORT) for output in self._outputs()]
+        )
+
+    def _finish(self, completions: Sequence[Completion]) -> None:
+        output = self._output(completions, finished=True)
+        self._call_back(output)
+        self.future.set_result(output)
+
+    def _fail(self, error: HoldfastError) -> None:
+        if isinstance(error, CallerError) and self._is_awaited and not self.admitted.done():
+            self.admitted.set_exception(error)
+        else:
+            self._call_back(self._output(self._so_far(), error=error))
+        self.future.set_exception(error)
+
+    def _said(self, error: BaseException, failure: HoldfastError | None) -> HoldfastError:
+        if failure is not None and isinstance(error, ReplicaError):
+            return failure
+        if isinstance(error, HoldfastError):
+            return error
+        logger.error("request %s failed by a fault of ours", self.request_id, exc_info=error)
+        return InternalError(f"the request failed by a fault of ours: {type(error).__name__}: {error}")
+
+    # --- telling ---
+
+    def _output(
+        self, completions: Sequence[Completion], *, finished: bool = False, error: HoldfastError | None = None
+    ) -> RequestOutput:
+        prompt, params = self._wish.prompt, self._wish.sampling_params
+        given = () if isinstance(prompt, str) else prompt
+        cached = [pieces[0].num_cached_tokens if pieces else 0 for pieces in self._pieces]
+        if params.beam_width is not None:
+            cached = [completion.output.num_cached_tokens for completion in completions]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=list(given if self._answer is None else self._answer.prompt_token_ids),
+            outputs=[completion_output(completion, params, self._tokenizer) for completion in completions],
+            finished=finished,
+            num_cached_tokens=min(cached),
+            prompt_logprobs=prompt_logprobs(completions[0], params, self._tokenizer),
+            error=error,
+        )
+
+    def _call_back(self, output: RequestOutput) -> None:
+        if self._callback is None:
+            return
+        try:
+            self._callback(output)
+        except BaseException:  # it is the caller's code: whatever it raises, the request goes on, and so do others
+            logger.exception("the callback of request %s failed", output.request_id)

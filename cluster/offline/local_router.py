@@ -1,0 +1,147 @@
+"""A router in one process: its request processor and dispatch host on an event loop, on a thread of their own.
+
+What may live here: the thread, its start and its end, and the requests that are open on it. What may not: what a
+request goes through (`router/requests/`), and what its caller is told (`local_request.py`).
+"""
+
+import asyncio
+import math
+import random
+import threading
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from holdfast.cluster.offline.local_replica import LocalReplica
+from holdfast.cluster.offline.local_request import LocalRequest
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.requests.answer import Completion
+from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.text.tokenizer_registry import TokenizerRegistry
+from holdfast.worker.errors import RequestAbortedError
+from holdfast.worker.replica.replica import Replica
+
+ResultT = TypeVar("ResultT")
+
+
+class LocalRouter:
+    """The router of one replica. Made by `start`; methods are safe to call from any thread."""
+
+    def __init__(self) -> None:
+        self._loop = _new_event_loop()
+        self._gate = threading.Lock()
+        self._is_closed = False
+        self._open: dict[LocalRequest, asyncio.Task[tuple[Completion, ...]]] = {}
+        self._processor: RequestProcessor
+        self._replica: LocalReplica
+        self.tokenizer: Tokenizer
+        self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, replica: Replica, limits: LimitsConfig, *, max_waiting: int) -> "LocalRouter":
+        """Up when this returns. At most `max_waiting` requests wait in the replica; more wait here.
+
+        Raises what `Tokenizer.load` raises, and `ReplicaError` if the engine has ended.
+        """
+        router = cls()
+        try:
+            router._wait(router._set_up(replica, limits, max_waiting))
+        except BaseException:  # an interrupt as well: the thread may not be left running
+            router.close()
+            raise
+        return router
+
+    def submit(self, request: LocalRequest) -> None:
+        """Begins a request, which has its last word whatever happens. Raises why the router has ended."""
+        with self._gate:
+            if self._is_closed:
+                raise RequestAbortedError("the engine was stopped")
+            if self._replica.failure is not None:
+                raise self._replica.failure
+            self._loop.call_soon_threadsafe(self._begin, request)
+
+    def cancel(self, request: LocalRequest) -> None:
+        """Ends a request, if it is open, with what there is."""
+        with self._gate:
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(self._cancel, request)
+
+    def abort(self, request_id: str) -> None:
+        """`cancel` by name."""
+        with self._gate:
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(self._abort, request_id)
+
+    def is_this_thread(self) -> bool:
+        """Whether a caller would hold up what it waits for."""
+        return threading.current_thread() is self._thread
+
+    def end_all(self) -> None:
+        """Takes no more requests, and ends those that are open with what there is."""
+        with self._gate:
+            self._is_closed = True
+        self._wait(self._end_all())
+
+    def close(self) -> None:
+        """Ends the thread. The engine must have ended."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    # --- on the event loop ---
+
+    async def _set_up(self, replica: Replica, limits: LimitsConfig, max_waiting: int) -> None:
+        config = RouterConfig(routing_policy="power_of_two", max_waiting_per_replica=max_waiting, replica_wait_s=0.0)
+        patient = limits.model_copy(update={"default_timeout_s": math.inf})  # there is nobody else to make room for
+        dispatch = Dispatch(config, patient, random.Random(0).randrange)
+        dispatch_host = DispatchHost(dispatch, self._loop, lambda: None)
+        tokenizers = TokenizerRegistry(Tokenizer.load, config.inline_tokenize_bytes)
+        await tokenizers.load(replica.info.model, replica.info.path)
+        self.tokenizer = tokenizers[replica.info.model]
+        self._processor = RequestProcessor(dispatch_host, tokenizers, patient)
+        self._replica = LocalReplica(replica, dispatch_host, self._loop)
+        self._replica.connect()
+
+    def _begin(self, request: LocalRequest) -> None:
+        task = self._loop.create_task(request.run(self._processor))
+        self._open[request] = task
+        task.add_done_callback(partial(self._end, request))
+
+    def _end(self, request: LocalRequest, task: asyncio.Task[tuple[Completion, ...]]) -> None:
+        del self._open[request]
+        request.end(task, self._replica.failure)
+
+    def _cancel(self, request: LocalRequest) -> None:
+        if request in self._open:
+            self._open[request].cancel()
+
+    def _abort(self, request_id: str) -> None:
+        for request, task in self._open.items():
+            if request.request_id == request_id:
+                task.cancel()
+
+    async def _end_all(self) -> None:
+        self._processor.close()
+        tasks = list(self._open.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # --- inside ---
+
+    def _wait(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's is the quicker one, and Ray brings it along."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

@@ -1,0 +1,52 @@
+"""What offline callers see of a completion of the router: lists, and log-probabilities by token id with their texts.
+
+Pure functions. What may not live here: who is told, and when (`local_request.py`).
+"""
+
+from collections.abc import Iterable
+
+from holdfast.cluster.offline.outputs import CompletionOutput, Logprob
+from holdfast.router.requests.answer import Completion
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.worker.request import TokenLogprob
+from holdfast.worker.sampling_params import SamplingParams
+
+
+def completion_output(completion: Completion, params: SamplingParams, tokenizer: Tokenizer) -> CompletionOutput:
+    """One completion, of a request with `params`."""
+    output = completion.output
+    has_logprobs = params.logprobs is not None
+    return CompletionOutput(
+        index=output.sequence_index,
+        text=output.text,
+        token_ids=list(output.token_ids),
+        finish_reason=output.finish_reason,
+        cumulative_logprob=completion.cumulative_logprob,
+        logprobs=[by_token_id(item, tokenizer) for item in output.logprobs] if has_logprobs else None,
+    )
+
+
+def prompt_logprobs(
+    first: Completion, params: SamplingParams, tokenizer: Tokenizer
+) -> list[dict[int, Logprob] | None] | None:
+    """What is said of the prompt, which goes with the first completion. Of its first token no model says anything."""
+    if params.prompt_logprobs is None:
+        return None
+    return [None, *(by_token_id(item, tokenizer) for item in first.output.prompt_logprobs)]
+
+
+def by_token_id(item: TokenLogprob, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The token itself first, then the best ones."""
+    return {item.token_id: _logprob(item.token_id, item.logprob, item.rank, tokenizer)} | ranked(item.top, tokenizer)
+
+
+def ranked(top: Iterable[tuple[int, float]], tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The best tokens at one place, best first."""
+    return {
+        token_id: _logprob(token_id, logprob, rank, tokenizer) for rank, (token_id, logprob) in enumerate(top, start=1)
+    }
+
+
+def _logprob(token_id: int, logprob: float, rank: int, tokenizer: Tokenizer) -> Logprob:
+    text = tokenizer.decode((token_id,), skip_special_tokens=False)
+    return Logprob(logprob=logprob, rank=rank, decoded_token=text)
