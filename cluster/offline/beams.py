@@ -37,13 +37,13 @@ class BeamSearchParams:
             raise InvalidRequestError("include_stop_str_in_output", self.include_stop_str_in_output, limit)
         if not is_number(self.temperature) or self.temperature != 0:
             raise InvalidRequestError("temperature", self.temperature, "must be 0: a beam search draws nothing")
-        return SamplingParams(
-            n=self.beam_width,
+        params = SamplingParams(
             beam_width=self.beam_width,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
             length_penalty=self.length_penalty,
         )
+        return params.with_changes(n=self.beam_width)
 
 
 def beam_sequence(

@@ -13,16 +13,16 @@ from holdfast.cluster.offline.local_router import LocalRouter
 from holdfast.router.config import LimitsConfig
 from holdfast.router.request import GenerationRequest
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.worker.engine_updates import EngineUpdate, Rejection, StepListener
 from holdfast.worker.errors import DeadlineExceededError, InternalError, ReplicaError, RequestAbortedError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_update import Rejection, StepListener, StepUpdate
 from tests.fakes import byte_tokenizer
 
 LOAD = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=9, num_total_blocks=9)
 INFO = ModelInfo(
-    name="m",
+    model="m",
     path="/nowhere",
     model_type="m",
     max_model_len=100,
@@ -42,29 +42,31 @@ class FakeEngine:
     """Remembers what it is asked, and says what a test gives it."""
 
     submitted: list[EngineRequest] = field(default_factory=list)
-    aborted: list[str] = field(default_factory=list)
+    attempts: list[int] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
     load = LOAD
 
     def attach(self, listener: StepListener) -> None:
         self.listener = listener
 
-    def submit(self, request: EngineRequest, listener: StepListener) -> None:
+    def submit(self, request: EngineRequest, listener: StepListener, attempt: int) -> None:
         self.submitted.append(request)
+        self.attempts.append(attempt)
 
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
+    def abort(self, attempt: int) -> None:
+        self.aborted.append(attempt)
 
     def say(self, number: int, first: int, text: str, finish: FinishReason | None = None) -> None:
         """What a step did for the request that was submitted as number `number`."""
-        request_id = self.submitted[number].request_id
+        attempt = self.attempts[number]
         delta = TokenDelta(
-            request_id=request_id, first_token_index=first, token_ids=tuple(text.encode()), finish_reason=finish
+            attempt=attempt, first_token_index=first, token_ids=tuple(text.encode()), finish_reason=finish
         )
-        self.listener.on_update(EngineUpdate(step_id=1, deltas=(delta,), rejections=(), load=LOAD))
+        self.listener.on_update(StepUpdate(step_id=1, deltas=(delta,), load=LOAD))
 
-    def reject(self, request_id: str) -> None:
-        rejection = Rejection(request_id=request_id, error=DeadlineExceededError("too late"))
-        self.listener.on_update(EngineUpdate(step_id=1, deltas=(), rejections=(rejection,), load=LOAD))
+    def reject(self, attempt: int) -> None:
+        rejection = Rejection(attempt=attempt, error=DeadlineExceededError("too late"))
+        self.listener.on_update(StepUpdate(step_id=1, rejections=(rejection,), load=LOAD))
 
 
 @dataclass
@@ -119,8 +121,8 @@ def test_a_rejection_after_a_stop_string_harms_nobody(place):
     stopped, other = place.opened("a", stop="."), place.opened("b")
     place.engine.say(0, 0, "x.")
     assert stopped.future.result(30).outputs[0].finish_reason == "stop"
-    assert place.engine.aborted == [place.engine.submitted[0].request_id]
-    place.engine.reject(place.engine.submitted[0].request_id)
+    assert place.engine.aborted == [place.engine.attempts[0]]
+    place.engine.reject(place.engine.attempts[0])
     place.engine.listener.on_failure(ReplicaError("the end"))
     with pytest.raises(ReplicaError, match="the end"):
         other.future.result(30)
@@ -157,7 +159,7 @@ def test_what_was_said_and_not_read_is_told_to_those_who_cancel(place):
     place.router.abort("a")
     output = request.future.result(30).outputs[0]
     assert (output.text, output.finish_reason) == ("some text", "abort")
-    assert place.engine.aborted == [place.engine.submitted[0].request_id]
+    assert place.engine.aborted == [place.engine.attempts[0]]
 
 
 def test_the_end_answers_those_who_have_just_come(place):
@@ -189,10 +191,10 @@ def test_the_text_goes_on_from_the_prompt(place):
     request.admitted.result(30)
     with place.busy_loop():
         delta = TokenDelta(
-            request_id=place.engine.submitted[0].request_id,
+            attempt=place.engine.attempts[0],
             first_token_index=0,
             token_ids=(0xA9,),
             finish_reason=FinishReason.STOP,
         )
-        place.engine.listener.on_update(EngineUpdate(step_id=1, deltas=(delta,), rejections=(), load=LOAD))
+        place.engine.listener.on_update(StepUpdate(step_id=1, deltas=(delta,), load=LOAD))
     assert request.future.result(30).outputs[0].text == "\u00e9"
