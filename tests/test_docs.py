@@ -44,3 +44,23 @@ def test_the_readmes_program_prints_what_it_promises(capsys):
     program = re.search(r"```python\n(.*?)```", TEXT["README.md"], re.DOTALL).group(1)
     exec(compile(program, "README.md", "exec"), {})
     assert "The capital of France is Paris" in capsys.readouterr().out
+
+
+MOST_STATIONS = 12
+
+
+def test_the_way_of_a_request_is_short_and_its_stations_exist():
+    page = TEXT["life-of-a-request.md"]
+    for title in ("The way down", "The way up"):
+        part = page.split(f"## {title}\n")[1].split("\n## ")[0]
+        stations = re.findall(r"^\| \d+ \| `([\w/]+\.py)`", part, re.MULTILINE)
+        assert 8 < len(stations) <= MOST_STATIONS, title
+        assert all((ROOT / station).exists() for station in stations)
+
+
+def test_the_table_of_rooms_names_every_file_and_no_other():
+    rows = re.findall(r"^\| `([\w/]+)/` \| [^|]+ \| ([^|]*) \|$", TEXT["architecture.md"], re.MULTILINE)
+    named = {f"{room}/{name}.py" for room, names in rows for name in re.findall(r"`(\w+)`", names)}
+    paths = [path for package in ("worker", "router", "cluster") for path in (ROOT / package).rglob("*.py")]
+    there = {str(path.relative_to(ROOT)) for path in paths if path.name != "__init__.py"}
+    assert named == there, f"missing: {sorted(there - named)}; no such file: {sorted(named - there)}"
