@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests need a GPU; that they were left out is said at the end, never in silence."""
     _share_out(items)
