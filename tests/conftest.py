@@ -11,13 +11,32 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
     from xdist.workermanage import WorkerController
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+STARTS_RAY = ("tests/integration/", "tests/chaos/test_steady_load.py", "tests/chaos/test_node_loss.py")
+"""What `pytest -n` runs in one process, and first: it takes longest, and one machine has room for one Ray."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadScopeScheduling":
+    """A file is the unit, so that its fixtures are made once, and all that starts Ray is one unit."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class LoadFiles(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if nodeid.startswith(STARTS_RAY) else nodeid.split("::")[0]
+
+    return LoadFiles(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests need a GPU; that they were left out is said at the end, never in silence."""
-    _share_out(items)
+    items.sort(
+        key=lambda item: item.get_closest_marker("cluster") is None
+    )  # what starts Ray takes longest: it goes first
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -26,16 +45,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-def _share_out(items: list[pytest.Item]) -> None:
-    """For `pytest -n`: a file is the unit, so that its fixtures are made once. All that starts Ray is one unit, and
-    goes first: it takes longest, and waits most.
-    """
-    items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
-    for item in items:
-        group = "ray" if item.get_closest_marker("cluster") else item.nodeid.split("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 _LEFT_OUT = pytest.StashKey[list[str]]()
