@@ -22,7 +22,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.self_check import SelfCheck
 from holdfast.worker.errors import ReplicaError, UnsupportedModelError
-from holdfast.worker.model.loading import Parts, load_parts
+from holdfast.worker.model.loading import LoadedModel, load_model
 from holdfast.worker.model.model import choose_device
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.draws import draws_of
@@ -60,12 +60,12 @@ class _Outcome(IntEnum):
 class ModelRunner:
     """One rank of a loaded model. Used by one thread at a time."""
 
-    def __init__(self, parts: Parts, rank: int) -> None:
-        self.info: ModelInfo = parts.info
+    def __init__(self, loaded: LoadedModel, rank: int) -> None:
+        self.info: ModelInfo = loaded.info
         """The same on all ranks."""
-        self._model = parts.model
-        self._context = parts.context
-        self.draft = parts.draft
+        self._model = loaded.model
+        self._context = loaded.context
+        self.draft = loaded.draft
         self._is_leader = rank == 0
 
     @classmethod
@@ -81,14 +81,14 @@ class ModelRunner:
         Raises `ConfigurationError` or `UnsupportedModelError`, on every rank, where the model cannot be served so.
         """
         progress = progress or _silent
-        parts = load_parts(config, group, device or choose_device(config.model), progress)
-        runner = cls(parts, group.rank)
+        loaded = load_model(config, group, device or choose_device(config.model), progress)
+        runner = cls(loaded, group.rank)
         progress("check", 0, 1)
-        row_invariant = _self_check(runner, group, parts.cache) and parts.tiles.report.row_invariant
+        row_invariant = _self_check(runner, group, loaded.cache) and loaded.tiles.report.row_invariant
         progress("check", 1, 1)
         if not row_invariant:
             logger.warning("on this machine a token's last bits depend on its batch: replays may differ")
-        runner.info = replace(parts.info, row_invariant=row_invariant)
+        runner.info = replace(loaded.info, row_invariant=row_invariant)
         return runner
 
     @property

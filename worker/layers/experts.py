@@ -20,7 +20,7 @@ _TENSORS = {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "dow
 ROUTER_ROWS: Final = 32
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """Calls a Hugging Face router with `ROUTER_ROWS` rows at a time, filled up with zeros."""
 
     def __init__(self, router: nn.Module) -> None:

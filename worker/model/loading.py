@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class LoadedModel:
     """What a runner is made of."""
 
     model: RankModel
@@ -54,9 +54,9 @@ class Parts:
     """On the leading rank of a replica that has one."""
 
 
-def load_parts(
+def load_model(
     config: WorkerConfig, group: TensorParallelGroup, device: torch.device, progress: Callable[[str, int, int], None]
-) -> Parts:
+) -> LoadedModel:
     """Loads this rank's share. All ranks of the group call this together; `info.row_invariant` is not known yet.
 
     Raises `ConfigurationError` or `UnsupportedModelError` where the model cannot be served so.
@@ -92,7 +92,7 @@ def load_parts(
         checkpoint_digest=checkpoint_digest(folder),
     )
     context = _attach(model, cache, target)
-    return Parts(model=model, context=context, cache=cache, tiles=target.tiles, info=info, draft=draft)
+    return LoadedModel(model=model, context=context, cache=cache, tiles=target.tiles, info=info, draft=draft)
 
 
 def _load_draft(config: WorkerConfig, folder: Path, vocab_size: int, target: Target) -> DraftModel | None:

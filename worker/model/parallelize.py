@@ -17,7 +17,7 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.layers.activation import RowActivation
 from holdfast.worker.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from holdfast.worker.layers.experts import Experts, Router
+from holdfast.worker.layers.experts import ExpertRouter, Experts
 from holdfast.worker.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from holdfast.worker.layers.row_tiles import RowTiles
 from holdfast.worker.model.parallel_plan import LOCAL_COUNTS, ParallelPlan, Split, Style, is_transposed_linear
@@ -111,8 +111,8 @@ class _Share:
     def _row_invariant(self, module: nn.Module) -> nn.Module:
         if RowActivation.can_replace(module):
             return RowActivation(module)
-        if Router.can_replace(module):
-            return Router(module)
+        if ExpertRouter.can_replace(module):
+            return ExpertRouter(module)
         return Experts(module, tiles=self._target.tiles) if Experts.can_replace(module) else module
 
     def _check_partial_sum(self, name: str, module: nn.Module) -> None:

@@ -15,9 +15,7 @@ from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResu
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.scheduling.batching import MakePolicy
 from holdfast.worker.scheduling.deadlines import DeadlineWatch
-from holdfast.worker.scheduling.deltas import advance, last_delta
 from holdfast.worker.scheduling.drafting import Drafter, Drafts, NoDrafter
-from holdfast.worker.scheduling.fit import check_fits
 from holdfast.worker.scheduling.policies import POLICIES
 from holdfast.worker.scheduling.prompt_logprobs import bound_prompt_logprobs, prompt_logprob_params
 from holdfast.worker.scheduling.queues import SequenceQueues
@@ -90,9 +88,9 @@ class Scheduler:
         )
         if (reason := sequence.finish_reason) is not None and request.output_token_ids:
             self._num_finished += 1
-            return last_delta(sequence, reason)
+            return sequence.last_delta(reason)
         num_slots = self._allocator.num_blocks * self._allocator.block_size
-        check_fits(sequence, num_slots=num_slots, max_model_len=self._max_model_len)
+        sequence.check_fits(num_slots=num_slots, max_model_len=self._max_model_len)
         if len(self._queues.waiting) >= self._max_num_waiting:
             raise QueueFullError(f"{len(self._queues.waiting)} requests are waiting, and no more may")
         self._num_added += 1
@@ -113,7 +111,7 @@ class Scheduler:
             return None
         self._drop(sequence)
         self._num_aborted += 1
-        return last_delta(sequence, FinishReason.ABORT)
+        return sequence.last_delta(FinishReason.ABORT)
 
     def abort_all(self) -> list[TokenDelta]:
         """`abort` for every request."""
@@ -161,7 +159,7 @@ class Scheduler:
                 continue
             if likely_prompt and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += likely_prompt
-            delta = advance(sequence, scheduled, drawn, likely)
+            delta = sequence.commit(scheduled, drawn, likely)
             if sequence.is_broken:
                 self._drop_broken(sequence)
                 continue

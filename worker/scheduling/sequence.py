@@ -10,9 +10,10 @@ from enum import Enum
 from typing import ClassVar
 
 from holdfast.worker.block_hash import HashChain
+from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, ScheduledSequence
-from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
+from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from holdfast.worker.service_order.tenants import Tenant
 from holdfast.worker.service_order.waiting_queue import RETRY_FOR_S
 
@@ -199,6 +200,52 @@ class Sequence:
         num_run = scheduled.first_position + len(scheduled.token_ids)
         self.num_computed_tokens = min(num_run, len(self.token_ids) - 1)
         return tuple(self.token_ids[old_len:])
+
+    def commit(
+        self, scheduled: ScheduledSequence, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+    ) -> TokenDelta | None:
+        """`advance`, as a delta to report; None if the sequence gained no token.
+
+        The log-probabilities of dropped tokens are dropped with them.
+        """
+        first_token_index = self.num_output_tokens
+        token_ids = self.advance(scheduled, drawn)
+        if not token_ids:
+            return None
+        return TokenDelta(
+            attempt=self.attempt,
+            first_token_index=first_token_index,
+            token_ids=token_ids,
+            finish_reason=self.finish_reason,
+            num_cached_tokens=self.num_cached_tokens if first_token_index == 0 else 0,
+            logprobs=logprobs[: len(token_ids)],
+            prompt_logprobs=self.take_prompt_logprobs() if first_token_index == 0 else (),
+        )
+
+    def last_delta(self, reason: FinishReason) -> TokenDelta:
+        """The last delta of a request that ends without another token."""
+        return TokenDelta(
+            attempt=self.attempt, first_token_index=self.num_output_tokens, token_ids=(), finish_reason=reason
+        )
+
+    def check_fits(self, *, num_slots: int, max_model_len: int) -> None:
+        """Raises `InvalidRequestError` if the request could not run to its end even with the whole cache to itself.
+
+        `num_slots` is the number of tokens that the KV cache holds.
+        """
+        num_prompt_tokens = self.num_prompt_tokens
+        max_prompt_tokens = min(max_model_len - 1, num_slots)
+        if num_prompt_tokens > max_prompt_tokens:
+            limit = f"must be at most {max_prompt_tokens} tokens: the context holds {max_model_len} with the output"
+            raise InvalidRequestError(
+                "prompt", f"{num_prompt_tokens} tokens", f"{limit}, and the KV cache {num_slots} in all"
+            )
+        if self.max_num_slots > num_slots:
+            limit = f"must be at most {num_slots + 1 - num_prompt_tokens} after a prompt of {num_prompt_tokens} tokens"
+            max_tokens = self.request.sampling_params.max_tokens
+            raise InvalidRequestError(
+                "sampling_params.max_tokens", max_tokens, f"{limit}: the KV cache holds {num_slots} in all"
+            )
 
 
 def _confirmed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ logits, within their own end, and in blocks that are free: nobody is preempted f
 tokens are guessed (`*_drafts.py`), how long drafts pay (`draft_length.py`), and the draft model (`draft_model.py`).
 """
 
-from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -71,7 +70,7 @@ class Speculation:
         """Sequences that it keeps something of; 0 when none is alive."""
         return len(self._lengths)
 
-    def drafts(self, shares: Ordered[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
+    def drafts(self, shares: list[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
         """Drafts for each share of a step, from what its sequences leave of tokens, rows and blocks.
 
         For a draft model, whose guesses take time of their own, a batch counts as twice as large.

@@ -6,7 +6,6 @@ kept. Two replicas know different outputs and draft differently; tokens do not d
 """
 
 from collections import deque
-from collections.abc import Sequence as TokenIds
 from typing import Final
 
 from holdfast.worker.scheduling.sequence import Sequence
@@ -36,7 +35,7 @@ class SuffixProposer:
         own = self._own.setdefault(sequence.sequence_id, ContinuationCounts())
         own.read(sequence.token_ids)
         corpus = self._corpora.get(sequence.request.cache_salt)
-        sources = (own,) if corpus is None else (own, corpus)
+        sources: tuple[ContinuationCounts, ...] = (own,) if corpus is None else (own, corpus)
         tail = sequence.token_ids[-_CONTEXT_LENGTHS[0] :]
         num_before = len(tail)
         probability = 1.0
@@ -117,7 +116,7 @@ class ContinuationCounts:
                 del self._counts[context]
 
 
-def _likeliest(sources: TokenIds[ContinuationCounts], tail: list[int]) -> tuple[int, float]:
+def _likeliest(sources: tuple[ContinuationCounts, ...], tail: list[int]) -> tuple[int, float]:
     """The token that most often followed the longest known end of `tail`, and its share; a share of 0 if none is.
 
     For the same length the first source that knows it decides. Equal counts: the lowest token id.

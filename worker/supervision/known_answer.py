@@ -45,7 +45,7 @@ def make_question(vocab_size: int, max_sequence_len: int) -> EngineRequest:
 
 
 @dataclass(slots=True)
-class Answer:
+class KnownAnswer:
     """What has been said so far."""
 
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Answer:
             digest.update(packed)
         return digest.digest()
 
-    def difference(self, right: "Answer") -> str:
+    def difference(self, right: "KnownAnswer") -> str:
         """The first place where this answer is not the right one, in words; empty if it is right."""
         parts = (
             ("prompt token", self.prompt_logprobs, right.prompt_logprobs),
