@@ -1,7 +1,7 @@
-"""Health means progress: a counter that moves inside a step, and the verdict on one that stands still.
+"""Liveness by progress: a counter that moves inside a step, and the rule that calls an engine frozen.
 
-What may live here: numbers and rules. What may not: threads and clocks (`watchdog.py` and `router/links/link_watch.py`
-have those), and what is to be done about a frozen replica.
+What may live here: numbers and the rule. What may not: threads and clocks (`worker/supervision/watchdog.py`,
+`router/links/link_watch.py`), and what happens to a frozen replica.
 """
 
 from typing import Final

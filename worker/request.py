@@ -1,7 +1,7 @@
-"""What a client wishes for and what it gets back, as plain data: the words that every floor shares.
+"""Requests and their results, as plain data: what a client asks of an engine and what it gets back.
 
-What may live here: frozen dataclasses and enums of the token world, with the checks of their own fields. What may not:
-how to draw (`sampling_params.py`), state that changes during a request (`sequence.py`), text (`router/`), wire formats,
+Frozen dataclasses and enums, with the checks of their own fields. What may not live here: the sampling parameters
+(`sampling_params.py`), state that changes during a request (`scheduling/sequence.py`), text (`router/`), wire formats,
 torch, Ray.
 """
 

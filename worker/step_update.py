@@ -1,7 +1,7 @@
-"""The step update: what an engine tells those who listen to it, in the words that links carry and routers take in.
+"""Step updates: the messages from an engine to its listeners, as links carry them and routers take them in.
 
-What may live here: the messages and the listener's side. What may not: who hears of what (`output_queues.py`), wires
-(`worker/wire/`).
+What may live here: the messages, and the protocol of a listener. What may not: which listener gets which message
+(`worker/engine_core/output_queues.py`), wire formats (`worker/wire/`).
 """
 
 from collections.abc import Hashable, Iterator, Sequence

@@ -1,7 +1,7 @@
-"""How far a request is under suspicion of killing the replicas that run it: what routers tell replicas of it.
+"""Suspicion levels of a request that may have killed the replicas it ran on, as routers report them to replicas.
 
-What may live here: the words. What may not: who judges (`router/dispatch/quarantine.py`) and who keeps suspects apart
-(`suspects.py`).
+What may not live here: the judgement (`router/dispatch/quarantine.py`), and keeping suspects of several routers apart
+(`worker/engine_core/suspects.py`).
 """
 
 from enum import IntEnum

@@ -1,11 +1,12 @@
-"""Attention over the paged cache, as a model's attention modules call it: write the new keys, attend to all.
+"""Paged attention, as a model's attention modules call it: write the new keys and values, then attend to all.
 
     context = AttentionContext(cache, tiles)               once per rank
     module.paged_attention = PagedAttention(context, i)    once per attention module
     context.begin(batch); model(...)                       each step
 
-Everything that only depends on the step is worked out in `begin` or by the first layer of a kind, and shared by all
-layers. A rank's state lives in its context: several ranks may run as threads of one process.
+What depends on the step alone is computed in `begin` or by the first layer of a kind, and shared by all layers. A
+rank's state lives in its context: several ranks may run as threads of one process. What may not live here: kernels
+(`sdpa.py`).
 """
 
 from typing import Protocol

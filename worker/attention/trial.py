@@ -1,8 +1,9 @@
-"""How many rows an attention kernel may be called with: found by trial, like the rules of linears in `row_tiles.py`.
+"""Row trials of attention kernels: how many rows a kernel may be called with, found by trial on this machine.
 
-A tile of 64 queries is computed whole, and again in chunks and in company. Two kinds of data make a difference show in
-nearly every value, where with ordinary numbers the rounding to bfloat16 would hide most of them: scores that are
-nothing but rounding error, blown up; and equal weights over values that cancel.
+`worker/layers/row_tiles.py` does the same for linears. A tile of 64 queries is computed whole, and again in chunks and
+beside other sequences. Two kinds of data make a difference show in nearly every value, where with ordinary numbers the
+rounding to bfloat16 would hide most of them: scores that are nothing but magnified rounding errors; and equal weights
+over values that cancel.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
-"""How the ranks of one replica talk: sums and gathers of activations, and the leader's orders.
+"""Tensor-parallel group: all-reduce and all-gather of activations between ranks, and the leader's broadcasts.
 
 Sums are taken in rank order, so every rank gets the same bits, and a value's bits depend neither on the size of the
-message nor on its place in it. Half types are added in float32 and rounded once. Nothing here knows of models.
+message nor on its place in it. Half types are added in float32 and rounded once. What may not live here: models.
 """
 
 import socket

@@ -1,8 +1,8 @@
-"""The engine: one thread that plans, runs, commits and delivers, step after step, until it is stopped or fails.
+"""Engine: the thread that plans, runs and commits one step after another and delivers the updates.
 
-What may live here: the loop, its inbox and its end. What may not: whose request is whose and who is told what
-(`engine_core.py`), what a step does (`scheduler.py`), arithmetic (`model_runner.py`), wires and event loops
-(`link.py`).
+What may live here: the loop, its inbox and its end. What may not: which request belongs to which listener
+(`worker/engine_core/engine_core.py`), what a step does (`worker/scheduling/scheduler.py`), arithmetic
+(`model_runner.py`), wires and event loops (`worker/replica/link.py`).
 
     submit, abort ──► inbox ──► core ─► plan ─► runner.run ─► commit ──► listener.on_update
                                   └───────────── one turn ─────────────┘

@@ -1,7 +1,8 @@
-"""Runs steps on one rank: the leader's and the followers' sides of it, and the check before the first request.
+"""Model runner of one rank: runs steps, as the leader or as a follower, and the self-check before the first request.
 
-What may live here: one step's way through a rank, and the orders between ranks. What may not: what a step should
-contain (`scheduler.py`), how a model is loaded (`loading.py`), and processes (`rank.py`).
+What may live here: one step's way through a rank, and the messages between ranks. What may not: what a step contains
+(`worker/scheduling/scheduler.py`), how a model is loaded (`worker/model/loading.py`), and processes
+(`worker/replica/rank.py`).
 """
 
 import logging

@@ -1,8 +1,8 @@
-"""The last gate, on the loaded model itself: a token's logits may depend on its own sequence and on nothing else.
+"""Start-up self-check of a loaded model: a token's logits must depend on its own sequence alone.
 
 Two short random sequences are run alone, packed together, in chunks and token by token. If that changes the numbers,
-the model mixes tokens outside attention and is refused. If it changes only bits, the model serves, but a replay may
-differ from the first run. What may not live here: how steps reach the other ranks (`model_runner.py`).
+the model mixes tokens outside attention and is refused. If it changes only the last bits, the model serves, but a
+replay may differ from the first run. What may not live here: how steps reach the other ranks (`model_runner.py`).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""The engine without its thread: a state machine that takes requests and results, and says who must be told what.
+"""Engine core, the engine without its thread: a state machine over the scheduler and the listeners' output queues.
 
-What may live here: the order in which scheduler, output queues and counts are moved. What may not: threads, clocks,
-running a plan, and calling a listener (`engine.py` does that, and the simulator in virtual time).
+What may live here: the order in which scheduler, output queues and counts change. What may not: threads, clocks,
+running a plan, and calling a listener (`worker/engine/engine.py` does that, and the simulator in virtual time).
 
     submit, abort ─► plan ─► (whoever has a runner runs it) ─► commit ─► take_updates
 """

@@ -1,8 +1,8 @@
-"""Requests whose logits are no numbers: what they are told, and when the fault is the replica's and not theirs.
+"""NaN and infinity in logits: the error that such a request gets, and when the replica is at fault and not the request.
 
-A request that makes the model overflow does so on every replica, so it fails, and its neighbours go on. Weights or
-memory that have gone bad are the replica's, and fail everyone: then it ends, and its requests go on elsewhere. What may
-not live here: finding such logits (`finite_rows.py`).
+A request that makes the model overflow does so on every replica: it fails, and the others go on. Corrupt weights or
+memory are the replica's fault and affect every request: the replica ends, and its requests continue on others. What may
+not live here: finding such logits (`worker/sampling/finite_rows.py`).
 """
 
 from collections.abc import Hashable, Sequence

@@ -1,7 +1,7 @@
-"""Who listens to an engine, whose request is whose, and what each listener has not been told yet.
+"""Output queues: per listener, the deltas, rejections and prefix-cache changes that it has not been sent yet.
 
-What may live here: sorting news into the output queues of listeners. What may not: calling a listener, and deciding
-when (`engine_core.py`).
+What may live here: which listener owns which request, and sorting news into the queues. What may not: calling a
+listener, and deciding when (`engine_core.py`).
 """
 
 from collections.abc import Hashable, Iterable, Sequence

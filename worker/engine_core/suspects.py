@@ -1,8 +1,8 @@
-"""The suspects that a replica has of several routers, none of which knows those of the others.
+"""Suspects in one replica: its requests that are suspected of killing replicas, by the router that sent them.
 
-Each router blames a death on its own requests alone, so the replica helps it out: it tells how many suspects of others
-are there, and keeps a request on trial apart from them. What may live here: who is under suspicion here, and for how
-long. What may not: judging (`router/dispatch/quarantine.py`).
+Each router knows only its own requests, so the replica reports how many suspects of other routers it has, and keeps a
+request on trial apart from them. What may live here: which requests are under suspicion here, and for how long. What
+may not: judging them (`router/dispatch/quarantine.py`).
 """
 
 from collections.abc import Hashable

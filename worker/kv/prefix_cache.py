@@ -1,7 +1,8 @@
-"""Which block holds which tokens, so that a prefix that was computed once need not be computed again.
+"""Prefix cache: a table from block hashes to blocks, so that a prefix that was computed once is not computed again.
 
-A full block is known by a hash (`block_hash.py`), and equal hashes mean equal keys and values. What may not live here:
-who owns a block and which one is evicted next (`block_allocator.py`), and sequences (`queues.py`).
+A full block is known by its hash (`worker/block_hash.py`), and equal hashes mean equal keys and values. What may not
+live here: reference counts and the order of eviction (`block_allocator.py`), and sequences
+(`worker/scheduling/queues.py`).
 """
 
 from collections.abc import Iterable, Sequence

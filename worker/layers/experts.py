@@ -1,8 +1,8 @@
-"""Mixtures of experts on a CPU, with the same bits for a token in any company.
+"""Mixture-of-experts layers for CPUs, row-invariant: a token's bits do not depend on the other tokens of the step.
 
-Hugging Face's own ways (a loop, a batched or a grouped matmul) call kernels with as many rows as happen to choose an
-expert. Here each expert has row-invariant linears, and routers are called with a fixed number of rows. On a GPU the
-grouped matmul stays, for its speed.
+Hugging Face's own implementations (a loop, a batched or a grouped matmul) call kernels with as many rows as happen to
+choose an expert. Here each expert has row-invariant linears, and expert routers are called with a fixed number of rows.
+On a GPU the grouped matmul stays, for its speed.
 """
 
 from typing import Any, Final

@@ -1,6 +1,7 @@
-"""From settings to the parts of a runner, in order: model, size of the cache, cache, facts.
+"""Model loading: from settings to a loaded model, in order: model, size of the cache, cache, model info.
 
-What may live here: the order, and the full step that a GPU is measured with. What may not: running requests.
+What may live here: the order, and the full step that a GPU's activation memory is measured with. What may not: running
+requests (`worker/engine/model_runner.py`).
 """
 
 import logging

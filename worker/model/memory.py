@@ -1,4 +1,4 @@
-"""How much memory a model needs, told before it is loaded, and how many KV blocks a rank gets once it is.
+"""Memory of a model: how much it needs, estimated before it is loaded, and how many KV-cache blocks a rank gets.
 
 What may live here: arithmetic over configs and plans, and asking the machine what is free. What may not: allocating.
 All sizes are bytes of one rank.

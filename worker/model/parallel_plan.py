@@ -1,8 +1,8 @@
-"""Which ranks hold which part of a model: Hugging Face's tensor-parallel plan, read into cuts of parameters.
+"""Tensor-parallel plan of a model: Hugging Face's plan, read as cuts of its parameters.
 
 What may live here: the styles that are understood, plans for families that bring none (or a wasteful one), and the
 arithmetic of a cut. What may not: changing a model (`parallelize.py`). An unknown style is an error: a layer that is
-repeated by mistake next to one that is split gives wrong numbers without a sound.
+replicated by mistake next to one that is split silently gives wrong numbers.
 """
 
 import re

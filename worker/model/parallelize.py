@@ -1,8 +1,8 @@
-"""Turns a Hugging Face model into one rank of a tensor-parallel group, module by module.
+"""Tensor parallelism of a Hugging Face model: replaces its modules by one rank's share of them.
 
-What may live here: replacing linears, the vocabulary's embedding and head, and experts by ours, and cutting the
-parameters that stay. What may not: which part belongs to whom (`parallel_plan.py`), arithmetic (`linear.py`,
-`embedding.py`, `experts.py`). One whole parameter is held at a time, and only if it does not come from a mapped file.
+What may live here: replacing linears, the vocabulary's embedding and head, and experts, and cutting the parameters that
+stay. What may not: which slice belongs to which rank (`parallel_plan.py`), arithmetic (`worker/layers/`). One whole
+parameter is held at a time, and only if it does not come from a mapped file.
 """
 
 import copy

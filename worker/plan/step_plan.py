@@ -1,7 +1,8 @@
-"""The contract between scheduler and runner: a plan says what one step does, a result says what came of it.
+"""Step plans and step results: the contract between the scheduler and the model runner.
 
-A plan is complete and frozen when the scheduler returns it; the runner only reads it, and the result returns values.
-Nothing is filled in by several owners in turn. No torch here: plans cross process borders as plain integers.
+A plan says which tokens of which sequences one step computes, in which blocks; a result holds what was drawn. Both are
+frozen once made, and plain integers, since plans go to other processes. What may not live here: torch, and deciding
+what is planned (`worker/scheduling/`).
 """
 
 from collections.abc import Sequence

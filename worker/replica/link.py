@@ -1,8 +1,8 @@
-"""The replica's end of the link: `holdfast.v1.Engine` over gRPC, one stream per router, one message per step.
+"""Link server of a replica: `holdfast.v1.Engine` over gRPC, one stream per router, one message per step.
 
-What may live here: the stubs, and the hand-over between the engine's thread and the event loop. What may not: what
-messages mean (`worker/wire/link_codec.py`), decisions. When a router's stream ends, for whatever reason, all that came
-through it is aborted.
+What may live here: the stubs, and the hand-over between the engine's thread and the event loop. What may not: the
+meaning of messages (`worker/wire/link_codec.py`), decisions. When a router's stream ends, for whatever reason, all
+requests that came through it are aborted.
 """
 
 import asyncio

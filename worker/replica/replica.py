@@ -1,6 +1,6 @@
-"""One replica: a tensor-parallel group, its engine, and the watch over its ranks, in the leader's process.
+"""Replica: a tensor-parallel group, its engine, and the supervision of its ranks, in the leader's process.
 
-What may live here: starting the parts in order, noticing that one has died, stopping them in order. What may not:
+What may live here: starting the components in order, noticing that one has died, stopping them in order. What may not:
 Ray, gRPC and everything else that decides where a replica runs and who talks to it.
 """
 

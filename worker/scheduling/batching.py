@@ -1,7 +1,7 @@
-"""How the sequences of each step are chosen: the interface of a batching policy, and continuous batching.
+"""Batching policies: the interface, and continuous batching with chunked prefill and preemption.
 
-What may live here: decisions about tokens, places and blocks of the coming step. What may not: requests, results and
-counters (`scheduler.py`), and how blocks change hands (`queues.py`).
+What may live here: decisions about the tokens, places and blocks of the coming step. What may not: requests, results
+and counters (`scheduler.py`), and how blocks change owners (`queues.py`).
 """
 
 from collections.abc import Callable, Iterable

@@ -1,6 +1,6 @@
-"""Whose time is up: past the deadline, or still waiting when it is too late to come to a first token in time.
+"""Deadlines of requests: those that have passed, and waiting requests that can no longer reach a first token in time.
 
-What may live here: when a request has become hopeless. What may not: a clock, and dropping requests (`scheduler.py`).
+What may live here: when a request is hopeless. What may not: a clock, and dropping requests (`scheduler.py`).
 """
 
 import math

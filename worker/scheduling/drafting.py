@@ -1,6 +1,6 @@
-"""The scheduler's port for speculative decoding: what a drafter adds to a step, and the drafter that adds nothing.
+"""Drafter interface: what speculative decoding adds to a step, and `NoDrafter`, which adds nothing.
 
-What may live here: the contract. What may not: guessing, and when guesses pay (`worker/speculation/`).
+What may live here: the contract. What may not: proposing drafts, and when they pay (`worker/speculation/`).
 """
 
 from dataclasses import dataclass

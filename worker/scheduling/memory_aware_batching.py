@@ -1,4 +1,4 @@
-"""Memory-aware batching: continuous batching that admits by what the running sequences will need at their peak."""
+"""Memory-aware batching: continuous batching that admits by the estimated peak memory of the running sequences."""
 
 from holdfast.worker.scheduling.batching import ContinuousBatching
 from holdfast.worker.scheduling.queues import SequenceQueues, SharedPrefix

@@ -1,7 +1,7 @@
-"""Who waits and who runs, in order of service, and the blocks they own.
+"""Sequence queues: the waiting and the running sequences in order of service, and the blocks they own.
 
-The one place where a sequence changes its status and where blocks change hands; each method keeps `check_integrity`
-true. What may not live here: deciding who is admitted or preempted, and when (`batching.py`).
+Only here does a sequence change its status, and only here are blocks allocated to sequences and freed; each method
+keeps `check_integrity` true. What may not live here: deciding who is admitted or preempted, and when (`batching.py`).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The worker's decider, a state machine without IO: requests come in, plans go out, results come back as tokens.
+"""Scheduler of one replica, a state machine without IO: requests come in, step plans go out, results come back.
 
 What may live here: the life of requests, from `add` to their last token. What may not: clocks, threads, torch, and how
 a step is filled (`batching.py`). The loop around it is `plan = plan()`, `result = run(plan)`, `deltas = commit(plan,

@@ -1,7 +1,7 @@
-"""The state of one request inside a worker: its tokens, how far they are computed, and its blocks.
+"""Sequence: the state of one request inside a worker: its tokens, how many of them are computed, and its blocks.
 
-What may live here: what one sequence can know of itself, above all when it ends. What may not: other sequences, the
-block allocator, and decisions about who runs (`batching.py`).
+What may live here: what follows from one sequence alone: when it ends, its deltas, whether it can ever fit. What may
+not: other sequences, the block allocator, and decisions about who runs (`batching.py`).
 """
 
 import math

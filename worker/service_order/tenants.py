@@ -1,7 +1,7 @@
-"""How much service each tenant has had: the virtual token counters of Sheng et al., "Fairness in Serving Large Language
-Models" (OSDI 2024).
+"""Virtual token counters: how much service each tenant has had, for fair scheduling.
 
-What may live here: the counters. What may not: who waits and in which order (`waiting_queue.py`).
+After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). What may live here: the counters. What may
+not: the order of the requests that wait (`waiting_queue.py`).
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""The waiting queue: who waits, in order of service: by class, then by tenant, then by due time, then by arrival.
+"""Waiting queue in order of service: by priority class, then by tenant, then by due time, then by arrival.
 
 What may live here: the order, and aging, which moves those who have waited long to a better class. What may not:
-whether there is room for the first (the worker's `batching.py`, the router's `placement.py`), what waits beyond what
-`Waiter` says, and a clock: the time is passed in.
+whether there is room for the first (`worker/scheduling/batching.py`, `router/dispatch/placement.py`), state of a
+waiting request beyond `Waiter`, and a clock: the time is passed in.
 """
 
 import heapq

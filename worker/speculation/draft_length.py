@@ -1,6 +1,6 @@
-"""How many tokens to guess ahead for one request: as many as lately came true, and fewer the more requests there are.
+"""Draft length of one request: it follows the acceptance rate, and is shorter the more sequences decode.
 
-A state machine without clock or chance. What may not live here: who guesses, and what room a step has.
+A state machine without clock or randomness. What may not live here: proposing drafts, and how much room a step has.
 """
 
 from typing import Final

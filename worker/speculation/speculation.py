@@ -1,9 +1,10 @@
-"""Speculative decoding, the deciding half: which sequences get drafts in a step, how many, and what became of them.
+"""Speculative decoding, the scheduler's side: which sequences get drafts in a step, how many, and their acceptance.
 
-A drafted token is kept only if the model itself draws the same one there (`Sequence.advance`), so drafts cost or save
-time and change nothing else. Here are the limits: only sequences that decode, within the step's tokens and rows of
-logits, within their own end, and in blocks that are free: nobody is preempted for a draft. What may not live here: how
-tokens are guessed (`*_drafts.py`), how long drafts pay (`draft_length.py`), and the draft model (`draft_model.py`).
+A drafted token is kept only if the model itself draws the same one there (`Sequence.advance`), so drafts change the
+speed and nothing else. The limits: only sequences that decode get drafts, within the step's tokens and rows of logits,
+within their own maximum length, and in blocks that are free: nobody is preempted for a draft. What may not live here:
+proposing tokens (`ngram_drafts.py`, `suffix_drafts.py`), how long a draft pays (`draft_length.py`), and the draft model
+(`worker/model/draft_model.py`).
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""Drafts from earlier outputs: what most often followed the last few tokens, in this request and in those before it.
+"""Suffix drafts: the tokens that most often followed a sequence's last tokens, in its own text and in earlier outputs.
 
-After SuffixDecoding (Oliaro et al. 2024): continuations are counted, the longest context known decides, and a draft
-ends where it becomes unlikely. Contexts of a few fixed lengths take the place of a suffix tree, which bounds what is
-kept. Two replicas know different outputs and draft differently; tokens do not depend on drafts.
+After SuffixDecoding (Oliaro et al. 2024). Continuations are counted, the longest known context decides, and a draft
+ends where it becomes unlikely. Contexts of a few fixed lengths stand in for a suffix tree, which bounds the memory. Two
+replicas have seen different outputs and draft differently; tokens do not depend on drafts.
 """
 
 from collections import deque

@@ -1,7 +1,7 @@
-"""A question whose answer never changes: what is asked, what an answer says, and where two answers part.
+"""Known answer: a fixed request, its result, and the first difference between two results of it.
 
-What may live here: the question and its answers, as plain data. What may not: when it is asked and what is done about a
-wrong answer (`known_answer_check.py`).
+What may live here: the request and its results, as plain data. What may not: when it is run and what happens after a
+wrong result (`known_answer_check.py`).
 """
 
 import struct

@@ -1,8 +1,8 @@
-"""The self-check of a replica that serves: one question, asked again and again in the middle of whatever runs.
+"""Known-answer check of a serving replica: one fixed request, run again and again beside all others.
 
-A token's bits do not depend on its batch, so an answer that was right once is the only right one, at any time. A wrong
-one means that weights, memory or arithmetic have changed since. What may live here: when it is asked, and the verdict.
-What may not: the question (`known_answer.py`), and what is done about a wrong answer (`replica.py`).
+A token's bits do not depend on its batch, so the first result is the only right one, at any time. A different one means
+that weights, memory or arithmetic have changed since. What may live here: when it is run, and the verdict. What may
+not: the request (`known_answer.py`), and what happens after a wrong result (`worker/replica/replica.py`).
 """
 
 import logging

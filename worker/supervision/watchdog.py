@@ -1,7 +1,7 @@
-"""A thread of its own that watches an engine's progress, and calls out when the engine is frozen.
+"""Watchdog of an engine: a thread that watches its progress and reports when it is frozen.
 
-What may live here: looking, at regular times. What may not: the rule (`progress.py`), and what is done about it
-(`replica.py`). The engine cannot hold this thread up: it waits for nothing that the engine holds.
+What may live here: looking, at regular times. What may not: the rule (`worker/progress.py`), and what happens then
+(`worker/replica/replica.py`). The engine cannot block this thread: it waits for nothing that the engine holds.
 """
 
 import logging

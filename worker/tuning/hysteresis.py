@@ -1,6 +1,6 @@
-"""Hysteresis for a setting that is turned by what is measured, and that stands still on a steady load.
+"""Hysteresis of a tuned setting: it changes on a lasting change of load, and stays constant on a steady one.
 
-What may live here: when a wish is strong enough to turn a setting. What may not: where wishes come from
+What may live here: when requested values are strong enough to change a setting. What may not: where they come from
 (`batching_optimizer.py`).
 """
 
