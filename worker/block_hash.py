@@ -1,5 +1,4 @@
-"""Block hashes of the prefix cache: a chained hash of a full block's tokens, equal in all processes and on all
-machines.
+"""Block hashes of the prefix cache: a chained hash of a full block's tokens, the same everywhere.
 
 A block's hash covers its tokens and the hash of the block before it, so equal hashes mean the same tokens after the
 same prefix under the same salt. Workers cache blocks by it, and routers look prefixes up by it. What may not live here:

@@ -44,7 +44,7 @@ class Topic(StrEnum):
 
 @dataclass(frozen=True)
 class Kind:
-    """What sort of value a parameter takes, whoever filled it in: numbers of numpy are numbers, and no bool is one."""
+    """The type of a parameter's value as callers give it: numpy's numbers count as numbers, a bool does not."""
 
     stored_as: Any
     """The type that pydantic makes of it, by its strict rules."""

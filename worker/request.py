@@ -38,7 +38,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A request as the token world sees it. `sampling_params.seed` is set: whoever made the request chose it.
+    """A tokenized request, as engines take it. `sampling_params.seed` is set before.
 
     A request with `output_token_ids` goes on after them: this one mechanism serves failover, draining and preemption.
     The sequence then draws output token number `len(output_token_ids)` next, and reports indices from there.
@@ -105,7 +105,7 @@ class GroupKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """How likely the model found a token: the log-softmax of the logits, before any logits processor or temperature.
+    """A token's log-probability and rank: the log-softmax of the logits, before any logits processor or temperature.
 
     Taken in float64 and rounded to float32 once, so every wire carries it unchanged.
     """
@@ -120,7 +120,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
-    """What one step did for one request."""
+    """The tokens that one request gained in one step, or its end."""
 
     attempt: Hashable
     """The key that the request was submitted by."""
@@ -141,7 +141,7 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How busy a replica is: what routers balance on."""
+    """Load of a replica: what routers balance on."""
 
     num_running: int
     num_waiting: int

@@ -41,7 +41,7 @@ class SchedulerStats:
     num_draft_tokens: int
     """Guessed tokens that were verified."""
     num_accepted_tokens: int
-    """Those of `num_draft_tokens` that came true: over them, the acceptance."""
+    """Those of `num_draft_tokens` that were accepted; their ratio is the acceptance rate."""
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -54,7 +54,7 @@ def as_float(value: Any) -> float:
 
 
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
-    """Bytes are a sequence of integers to Python, and to nobody who sends a prompt."""
+    """Bytes are excluded: to Python they are a sequence of integers, as a prompt they are a mistake."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 

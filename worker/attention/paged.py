@@ -49,10 +49,9 @@ class AttentionContext:
         """[T]: where each token of the step is written, as block * block_size + offset."""
 
     def begin(self, batch: StepBatch) -> None:
-        """The model runs on this step next. Its block copies are made; blocks that it begins and does not fill are
-        cleared.
+        """Prepares a step: makes its block copies, and clears the blocks that it begins and does not fill.
 
-        So what lies beyond a sequence's tokens is zeros or its own: masked keys never bring in NaN from a stranger.
+        So the slots beyond a sequence's tokens hold zeros or its own values: masked keys never bring in another's NaN.
         """
         block_size, device = self.cache.block_size, self.slots.device
         if batch.block_copies.size:

@@ -30,7 +30,7 @@ _MAX_CALL_VALUES: Final = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileCall:
-    """Tiles of equal shape: one call of a kernel."""
+    """One kernel call: tiles of equal shape."""
 
     num_tiles: int
     num_rows: int

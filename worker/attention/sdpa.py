@@ -128,7 +128,7 @@ class _TiledAttention:
 
 
 class _MaskTable:
-    """What a query sees of the keys before the end of its tile, by its offset in the tile: 0, or -inf where nothing.
+    """Attention masks by a query's offset in its tile, over the keys up to the tile's end: 0, or -inf where hidden.
 
     One table serves any number of keys, since its columns count from the end. It grows when a step needs more.
     """

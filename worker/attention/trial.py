@@ -46,11 +46,11 @@ _CHUNKS: Final = (
 """Tokens of a chunk, and how many sequences run it in one step."""
 
 _BLOWN_UP: Final = 2.0**20
-"""Makes of rounding errors scores that matter."""
+"""Scales scores that are rounding errors up until they matter."""
 
 
 class Kernel(Protocol):
-    """What is tried: see `AttentionBackend`."""
+    """The kernel under trial: see `AttentionBackend`."""
 
     def begin(self, batch: StepBatch) -> None: ...
 
@@ -76,7 +76,7 @@ def choose_rule(
 
 
 def rows_agree(kernel: Kernel, spec: KVSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a query's output has the same bits in a whole tile and in chunks of it, alone and in company."""
+    """Whether a query's output has the same bits in a whole tile and in chunks of it, alone and beside others."""
     (layer,) = KVCache.allocate([spec], max(_NUM_KEYS) // TILE_TOKENS, TRIAL_BLOCK_SIZE, dtype, device).layers
     return all(
         _chunks_agree(kernel, layer, data, num_keys - TILE_TOKENS)

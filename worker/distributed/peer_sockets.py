@@ -88,7 +88,7 @@ def _call(address: str, rank: int, token: bytes, timeout_s: float) -> socket.soc
 
 
 def _answer(server: socket.socket, token: bytes, timeout_s: float) -> tuple[int, socket.socket]:
-    """The next caller's rank and connection; -1 for a stranger, who is hung up on."""
+    """The next caller's rank and connection; -1 for a caller without the token, whose connection is closed."""
     connection, _ = server.accept()
     _tune(connection, timeout_s)
     hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)

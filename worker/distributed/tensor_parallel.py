@@ -26,7 +26,7 @@ FIRST_PART = 1024
 """Words of a broadcast's first part: its length, then as much of the message as fits. A second part takes the rest."""
 
 _CONTROL_TIMEOUT = timedelta(days=365)
-"""Followers wait for orders as long as nobody sends a request."""
+"""Followers wait for the next broadcast for as long as there are no requests."""
 
 
 class TensorParallelGroup(Protocol):

@@ -51,7 +51,7 @@ _STOP: Final = -1
 
 
 class _Outcome(IntEnum):
-    """What came of the self check, as the leader tells the others."""
+    """The result of the self-check, as the leader broadcasts it."""
 
     REFUSED = 0
     BITS_DIFFER = 1
@@ -131,7 +131,7 @@ class LeaderRunner:
         return logits
 
     def _masks(self, waiting: "Future[dict[int, bytes]]") -> dict[int, bytes]:
-        """The first grammar of a replica has to read the tokenizer, which takes a second if it is large: that is
+        """The first grammar of a replica has to load the tokenizer, which takes a second if it is large: that counts as
         progress, though nothing else moves.
         """
         for _ in range(_MASK_LOOKS):
@@ -142,7 +142,7 @@ class LeaderRunner:
         raise ReplicaError(f"the masks of a grammar took more than {_MASK_LOOKS * _MASK_LOOK_S:.0f} s")
 
     def keep_alive(self) -> None:
-        """Shows idle followers a live leader."""
+        """Tells idle followers that the leader is alive."""
         self._group.broadcast(_order(_KEEP_ALIVE))
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ def _lead_check(check: SelfCheck, leader: LeaderRunner, group: TensorParallelGro
 def step_result(plan: StepPlan, logits: Tensor, masks: Mapping[int, bytes] | None = None) -> StepResult:
     """What a step's `logits` [rows wanted, vocab], float32, come to. `masks` are those of rows that have a grammar.
 
-    Rows that are no numbers come to `NO_TOKEN`, and leave the others as they are.
+    Rows with NaN or infinity give `NO_TOKEN`; the other rows are not affected.
     """
     draws = draws_of(plan)
     drawn_from, prompt_logits = logits[: len(draws)], logits[len(draws) :]
@@ -209,7 +209,7 @@ def step_result(plan: StepPlan, logits: Tensor, masks: Mapping[int, bytes] | Non
 
 
 def _prompt_logprobs(plan: StepPlan, logits: Tensor) -> tuple[tuple[TokenLogprob, ...], ...]:
-    """What the rows that tell prompt logprobs say, for each sequence of a plan."""
+    """The prompt logprobs of each sequence of a plan."""
     wanted = [sequence.prompt_logprobs for sequence in plan.sequences if sequence.prompt_logprobs is not None]
     told = iter(token_logprobs_of_prompts(logits, wanted))
     counts = (len(sequence.prompt_logprobs.token_ids) if sequence.prompt_logprobs else 0 for sequence in plan.sequences)

@@ -53,9 +53,9 @@ class SelfCheck:
         return torch.tensor([block for blocks, n in zip(self._blocks, used, strict=True) for block in blocks[:n]])
 
     def passes_bitwise(self) -> bool:
-        """Whether every row has the same bits in any company.
+        """Whether every row has the same bits whatever else is in its step.
 
-        Raises `UnsupportedModelError` where the company changes the numbers, or where they are not finite.
+        Raises `UnsupportedModelError` where other tokens of the step change the numbers, or where they are not finite.
         """
         long, short = map(len, self._tokens)
         self._alone = [self._rows([[(0, 0, long)]])[0], self._rows([[(1, 0, short)]])[1]]

@@ -26,7 +26,7 @@ class Suspects(Generic[Owner]):
         self._suspects: dict[Hashable, tuple[Owner, Suspicion]] = {}
         self._num_steps: dict[Hashable, int] = {}
         self.has_news = False
-        """One has come in that nobody has been told of. It must be told before it runs: it may be the last word."""
+        """A suspect was added and not reported. It must be reported before it runs: the replica may die of it."""
 
     def check(self, suspicion: Suspicion, owner: Owner) -> None:
         """Raises `QueueFullError` while such a request must not run beside another router's suspects."""
@@ -55,6 +55,6 @@ class Suspects(Generic[Owner]):
             del self._num_steps[attempt]
 
     def load_for(self, owner: Owner | None, load: EngineLoad) -> EngineLoad:
-        """The replica's load as this owner is to hear of it; None has nothing here."""
+        """The replica's load as reported to this owner; None: an owner without requests here."""
         num_foreign = sum(other is not owner for other, _ in self._suspects.values())
         return load if num_foreign == load.num_foreign_suspects else replace(load, num_foreign_suspects=num_foreign)

@@ -21,7 +21,7 @@ ROUTER_ROWS: Final = 32
 
 
 class ExpertRouter(nn.Module):
-    """Calls a Hugging Face router with `ROUTER_ROWS` rows at a time, filled up with zeros."""
+    """An expert router: calls Hugging Face's with `ROUTER_ROWS` rows at a time, filled up with zeros."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class ExpertRouter(nn.Module):
 
     @staticmethod
     def can_replace(module: nn.Module) -> bool:
-        """Whether this is a router that multiplies by a weight of its own, past our linears."""
+        """Whether this is an expert router that multiplies by a weight of its own, past our linears."""
         weight = getattr(module, "weight", None)
         return type(module).__name__.endswith("Router") and isinstance(weight, Tensor) and weight.dim() == 2
 

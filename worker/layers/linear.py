@@ -24,7 +24,7 @@ PACKED_FOR_ROWS = 32
 
 
 class Linear(nn.Module):
-    """y = x W^T + b for x [..., in_features], with the same bits for a row in any company.
+    """y = x W^T + b for x [..., in_features], with the same bits for a row whatever other rows are in the call.
 
     `weight` is [out_features, in_features]. The layer keeps it, or a packed copy instead, as no parameter or buffer:
     drop other references, and do not move or cast the layer.

@@ -17,7 +17,7 @@ OTHER_ENGINE: Final = "Serve a model of another family, or this one with Hugging
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, short enough to be part of another message."""
+    """The first line of an error's message, to be part of another message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """What a runner is made of."""
+    """One rank's share of a loaded model, with its cache: what a model runner needs."""
 
     model: RankModel
     context: AttentionContext

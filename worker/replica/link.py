@@ -131,7 +131,7 @@ class RouterLink:
     # --- on the event loop ---
 
     async def read(self, requests: AsyncIterator[engine_pb2.LinkRequest]) -> None:
-        """Passes on what the router says until it falls silent; then ends the stream."""
+        """Takes in the router's messages until its side of the stream ends; then ends the stream."""
         try:
             async for request in requests:
                 self._take(request)
@@ -143,7 +143,7 @@ class RouterLink:
             self._outbox.put_nowait(None)
 
     async def beat(self, every_s: float) -> None:
-        """Tells the router, while there is work, how far it has come. The engine cannot hold this loop up."""
+        """Sends heartbeats with the progress so far while there is work. The engine cannot block this loop."""
         progress = self._engine.progress
         while True:
             await asyncio.sleep(every_s)
@@ -171,7 +171,7 @@ class RouterLink:
                 raise LinkMessageError("the router has sent a message of a kind that is not known here")
 
     def _submit(self, submit: engine_pb2.Submit) -> None:
-        """What cannot be run is answered, and the link goes on."""
+        """A request that cannot be run is rejected, and the link goes on."""
         attempt = AttemptKey(self._name, submit.attempt)
         try:
             request = engine_request(submit, self._name, self._vocab_size)

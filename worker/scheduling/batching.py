@@ -42,7 +42,7 @@ MakePolicy = Callable[[StepLimits], BatchingPolicy]
 
 
 class ContinuousBatching:
-    """Every step takes whoever can use it: decodes first, then, class by class, chunks of prefill and newcomers.
+    """Fills every step: decodes first, then, class by class, chunks of prefill and newly admitted sequences.
 
     Blocks are allocated for the tokens that a sequence has, not for those it may draw. When they run out, one of the
     worst class among those running is preempted: the one with the fewest tokens computed, the newest of several, but
@@ -134,7 +134,7 @@ class ContinuousBatching:
         return shares
 
     def _has_place(self, queues: SequenceQueues) -> bool:
-        """Whether one more may run; then each of those who run can have a token of a step."""
+        """Whether one more sequence may run and still every running one get a token of each step."""
         return len(queues.running) < min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
 
     def _has_memory(self, queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> bool:

@@ -172,7 +172,7 @@ class Scheduler:
         return deltas
 
     def take_expired(self) -> list[Hashable]:
-        """Requests that have been dropped since the last call, for their time was up. There is no delta for them.
+        """Requests that have been dropped since the last call, because their time was up. There is no delta for them.
 
         Besides those past their deadline, waiting ones that could not have come to their first token in time; this
         takes `tokens_per_s`.
@@ -181,8 +181,8 @@ class Scheduler:
         return expired
 
     def take_broken(self) -> list[tuple[Hashable, EngineRequest]]:
-        """Requests that have been dropped since the last call, for their logits were no numbers. There is no delta for
-        them.
+        """Requests that have been dropped since the last call, because their logits were NaN or infinite. There is no
+        delta for them.
         """
         broken, self._broken = self._broken, []
         return broken
@@ -195,7 +195,7 @@ class Scheduler:
         return self._allocator.prefix_cache.take_events()
 
     def cached_block_hashes(self) -> Iterable[bytes]:
-        """All prefixes that are cached now, whoever has taken which events. To be read before the next step."""
+        """All prefixes that are cached now, whichever events have been taken. To be read before the next step."""
         return self._allocator.prefix_cache.block_hashes
 
     # --- State ---
@@ -270,7 +270,7 @@ class Scheduler:
             assert self._allocator.num_used == 0, f"{self._allocator.num_used} blocks are used by no request"
             assert self._drafter.num_remembered == 0, "speculation remembers sequences that have ended"
 
-    # --- Parts ---
+    # --- Internals ---
 
     def _scheduled(self, sequence: Sequence, num_tokens: int, drafts: Drafts) -> ScheduledSequence:
         first = sequence.num_computed_tokens
@@ -304,7 +304,7 @@ class Scheduler:
             self._num_expired += 1
 
     def _drop_broken(self, sequence: Sequence) -> None:
-        """What it has computed is no numbers either, as far as anybody knows: nobody else is to begin with it."""
+        """Its keys and values may be NaN or infinite too, so no other sequence may reuse its cached prefix."""
         self._queues.forget_prefix(sequence)
         self._drop(sequence)
         self._broken.append((sequence.attempt, sequence.request))

@@ -44,7 +44,7 @@ class Sequence:
     tenant: Tenant
     """Whom its tokens are charged to; set whenever it stands in line."""
     standing: ClassVar[int] = 0
-    """Nobody goes before the others of a class: whoever was preempted has its old place in its tenant's line."""
+    """No sequence goes before the others of its class: a preempted one has its old place in its tenant's line."""
 
     __slots__ = (
         "attempt",
@@ -90,7 +90,7 @@ class Sequence:
         self.attempt = request.request_id if attempt is None else attempt
         self.status = SequenceStatus.WAITING
         self.is_broken = False
-        """Its logits came out as no numbers: no token can follow."""
+        """Its logits came out as NaN or infinity: no token can follow."""
         time_left_s = math.inf if request.time_left_s is None else max(0.0, request.time_left_s)
         self.deadline_s = arrived_s + time_left_s
         """Nobody waits for it any more after this time."""
@@ -120,7 +120,7 @@ class Sequence:
         goes_on = params.ignore_eos and not request.grammar
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if goes_on else eos_token_ids)
         self.logits_settings = LogitsSettings.of(request, eos_token_ids)
-        """What the request does to its logits; None: nothing."""
+        """Settings of its logits processors; None: there are none."""
         asks = params.prompt_logprobs is not None and not request.output_token_ids
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
         """Of the prompt's second token and on, told with the first output token; None: not asked for, or told."""
@@ -187,7 +187,7 @@ class Sequence:
         """Take in what a step computed and drew for this sequence; returns the tokens that it gained.
 
         Tokens after one that ends the sequence, or after a draft that turned out wrong, are dropped, and the positions
-        computed for them count as not computed. A draw that came to no token breaks the sequence.
+        computed for them count as not computed. A draw without a token (`NO_TOKEN`) breaks the sequence.
         """
         old_len = len(self.token_ids)
         for token_id in _confirmed(scheduled.token_ids, drawn):

@@ -25,7 +25,7 @@ class Tenant:
         self.share = share
         """Its weight: of two tenants who always have requests waiting, one with twice the share gets twice as much."""
         self.counter = 0.0
-        """Weighted tokens served, over the share. Never falls; whoever has the smallest is served next."""
+        """Weighted tokens served, over the share. Never falls; the tenant with the smallest is served next."""
         self.num_waiting = 0
 
     def charge(self, num_prompt_tokens: int, num_output_tokens: int) -> None:

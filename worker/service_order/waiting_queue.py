@@ -39,7 +39,7 @@ class Waiter(Protocol):
 
     @property
     def standing(self) -> int:
-        """Of one class, the smaller goes first, whoever's it is. Does not change while it waits."""
+        """Of one class, the smaller goes first, whichever tenant's it is. Does not change while it waits."""
 
     @property
     def urgency(self) -> tuple[float, int]:
@@ -124,7 +124,7 @@ class WaitingQueue(Generic[AnyWaiter]):
         self._aside.clear()
 
     def advance(self, now: float) -> None:
-        """Time has passed: whoever has waited long enough moves to the next better class."""
+        """Aging: those that have waited long enough by `now` move to the next better class."""
         self._now = max(self._now, now)
         while (waiter := self._promotions.pop(self._now)) is not None:
             self._lane(waiter).remove(waiter)

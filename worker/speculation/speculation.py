@@ -37,7 +37,7 @@ class Proposer(Protocol):
 
 _LOOKUP_PAYS_FROM: Final = 0.15
 _MODEL_PAYS_FROM: Final = 0.3
-"""Share of drafts that must come true: a wrong one costs a row of the step, or a pass of the draft model as well."""
+"""Acceptance rate from which drafts pay: a wrong draft costs a row of the step, or also a draft-model pass."""
 
 
 def max_num_draws(scheduler: SchedulerConfig, speculation: SpeculationConfig) -> int:

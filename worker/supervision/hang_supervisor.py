@@ -4,7 +4,7 @@
 
 A process that is stopped, or whose interpreter is stuck in a call, can neither notice nor end itself. A leader's ranks
 are killed with it, because an incomplete group computes nothing. What may not live here: imports beyond the standard
-library and `progress.py`, which would take long to load; the rule (`worker/progress.py`); starting the supervisor
+library and the rule of `worker/progress.py`, which would take long to load; starting the supervisor
 (`heartbeat_pipe.py`).
 """
 
@@ -25,7 +25,7 @@ _MANY: Final = 4096
 
 
 def main() -> None:
-    """A hang supervisor's whole life: at most as long as its leader's."""
+    """The supervisor's program. It ends with its leader at the latest."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the leader decides what it means
     limit_s = float(sys.argv[1])
     leader, *ranks = map(ProcessId.parse, sys.argv[2:])

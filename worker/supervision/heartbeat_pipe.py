@@ -63,8 +63,8 @@ class HeartbeatPipe:
 
     def cut(self) -> None:
         """Ends the hang supervisor: this process, which ends its ranks, if any, itself, is not watched any more. Safe
-        to call
-        twice."""
+        to call twice.
+        """
         with self._lock:
             self._is_cut = True
             self._dismiss()

@@ -20,7 +20,7 @@ NUM_PROMPT_TOKENS: Final = 80
 NUM_OUTPUT_TOKENS: Final = 8
 
 NAME: Final = "self-check"
-"""Of the question, and of the tenant that asks it: nobody else's share pays for it."""
+"""Of the request and of its tenant: it is charged to no other tenant."""
 
 _DIGEST_BYTES: Final = 4
 
@@ -46,7 +46,7 @@ def make_question(vocab_size: int, max_sequence_len: int) -> EngineRequest:
 
 @dataclass(slots=True)
 class KnownAnswer:
-    """What has been said so far."""
+    """The output so far: tokens and log-probabilities."""
 
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """From the second token on."""

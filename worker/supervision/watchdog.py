@@ -18,7 +18,7 @@ LOOK_EVERY_S: Final = 0.1
 
 
 class Watchdog:
-    """Watches from `start` until `stop`, or until it has called out, which it does once."""
+    """Watches from `start` until `stop`, or until it has called `on_frozen`, which it does once."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """It will not call out any more, unless it is just about to."""
+        """`on_frozen` is not called any more, unless the call is just about to be made."""
         self._stopped.set()
 
     def look(self) -> bool:

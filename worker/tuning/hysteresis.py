@@ -10,7 +10,7 @@ DEAD_BAND: Final = 1.25
 """A wish within this factor of the value changes nothing: measurements differ by less than this on a steady load.
 To go back on the last turn takes the square of it, because what was too much for one may be noise."""
 NUM_IN_A_ROW: Final = 3
-"""Wishes in a row that must point the same way: a burst is no load."""
+"""Wishes in a row that must point the same way: a burst is no change of load."""
 COOL_DOWN: Final = 4
 """Wishes after a turn that are not listened to: they are still about the time before it, or about going over to it."""
 
