@@ -1,7 +1,8 @@
-"""What a full block of tokens is known by, to the worker that caches it and to the router that looks for it.
+"""Block hashes of the prefix cache: a chained hash of a full block's tokens, the same everywhere.
 
-A block's hash is one of its tokens and of the hash before it, so equal hashes mean the same tokens after the same
-prefix under the same salt. The same in every process and on every machine. What may not live here: who has which block.
+A block's hash covers its tokens and the hash of the block before it, so equal hashes mean the same tokens after the
+same prefix under the same salt. Workers cache blocks by it, and routers look prefixes up by it. What may not live here:
+which block is cached where.
 """
 
 import struct

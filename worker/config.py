@@ -1,6 +1,6 @@
-"""The worker's settings: validated, frozen, nested by owner. `cluster/config/` fills them in.
+"""Settings of a worker: validated, frozen, nested by owner. `cluster/config/` reads them from files and environment.
 
-What may not live here: reading files or the environment, torch, and values that are only known after loading a model.
+What may not live here: reading files or the environment, torch, and values that are only known once a model is loaded.
 """
 
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""Model info: what is known of a model once it is loaded, and what a replica says of itself. Plain data, no torch."""
+"""Model info: facts of a loaded model, and what a replica reports of itself. Plain data, no torch."""
 
 from dataclasses import dataclass, fields
 from typing import Self

@@ -1,7 +1,8 @@
-"""Parameter declarations: a field's type, range, help and whereabouts stand in its annotation, and its check follows.
+"""Parameter declarations: a field's annotation holds its type, range, help text and scope; its check follows from it.
 
-What may live here: what a declaration can say, and checking a value by it; pydantic does the types and ranges. What
-may not: any parameter by its name (`sampling_params.py`), messages (`sampling_fields.py`), flags.
+What may live here: the vocabulary of a declaration, and checking a value against it; pydantic does the types and
+ranges. What may not: any single parameter (`sampling_params.py`), protobuf messages (`sampling_fields.py`),
+command-line flags.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -43,7 +44,7 @@ class Topic(StrEnum):
 
 @dataclass(frozen=True)
 class Kind:
-    """What sort of value a parameter takes, whoever filled it in: numbers of numpy are numbers, and no bool is one."""
+    """The type of a parameter's value as callers give it: numpy's numbers count as numbers, a bool does not."""
 
     stored_as: Any
     """The type that pydantic makes of it, by its strict rules."""

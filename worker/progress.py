@@ -1,7 +1,7 @@
-"""Health means progress: a counter that moves inside a step, and the verdict on one that stands still.
+"""Liveness by progress: a counter that moves inside a step, and the rule that calls an engine frozen.
 
-What may live here: numbers and rules. What may not: threads and clocks (`watchdog.py` and `router/links/link_watch.py`
-have those), and what is to be done about a frozen replica.
+What may live here: numbers and the rule. What may not: threads and clocks (`worker/supervision/watchdog.py`,
+`router/links/link_watch.py`), and what happens to a frozen replica.
 """
 
 from typing import Final
@@ -50,9 +50,9 @@ class ProgressCounter:
 
 
 class FrozenVerdict:
-    """Frozen is who has work and has made no progress for `max(at_least_s, 20 times the expected step)`.
+    """The rule: frozen means work, and no progress for `max(at_least_s, 20 times the expected step)`.
 
-    Looked at again and again, by one who sees the counter move or not. No clock: the time comes in with each look.
+    `look` is called at regular times with the counter as it is then. No clock: the time is passed in.
     """
 
     def __init__(self, at_least_s: float = AT_LEAST_S) -> None:
@@ -63,7 +63,7 @@ class FrozenVerdict:
         """Seconds, as far as they were watched, without progress while there was work."""
 
     def look(self, count: int, *, has_work: bool, expected_step_s: float, now: float) -> bool:
-        """Whether it is frozen. `count` is the counter as last known: news that do not come are no progress either."""
+        """Whether it is frozen. `count` is the counter as last known: a heartbeat that does not come is no progress."""
         since = 0.0 if self._looked_at is None else min(max(0.0, now - self._looked_at), LONGEST_LOOK_S)
         self._looked_at = now
         if count != self._count or not has_work:

@@ -1,7 +1,7 @@
-"""What a client wishes for and what it gets back, as plain data: the words that every floor shares.
+"""Requests and their results, as plain data: what a client asks of an engine and what it gets back.
 
-What may live here: frozen dataclasses and enums of the token world, with the checks of their own fields. What may not:
-how to draw (`sampling_params.py`), state that changes during a request (`sequence.py`), text (`router/`), wire formats,
+Frozen dataclasses and enums, with the checks of their own fields. What may not live here: the sampling parameters
+(`sampling_params.py`), state that changes during a request (`scheduling/sequence.py`), text (`router/`), wire formats,
 torch, Ray.
 """
 
@@ -38,7 +38,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A request as the token world sees it. `sampling_params.seed` is set: whoever made the request chose it.
+    """A tokenized request, as engines take it. `sampling_params.seed` is set before.
 
     A request with `output_token_ids` goes on after them: this one mechanism serves failover, draining and preemption.
     The sequence then draws output token number `len(output_token_ids)` next, and reports indices from there.
@@ -105,7 +105,7 @@ class GroupKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob:
-    """How likely the model found a token: the log-softmax of the logits, before any logits processor or temperature.
+    """A token's log-probability and rank: the log-softmax of the logits, before any logits processor or temperature.
 
     Taken in float64 and rounded to float32 once, so every wire carries it unchanged.
     """
@@ -120,7 +120,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDelta:
-    """What one step did for one request."""
+    """The tokens that one request gained in one step, or its end."""
 
     attempt: Hashable
     """The key that the request was submitted by."""
@@ -141,7 +141,7 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How busy a replica is: what routers balance on."""
+    """Load of a replica: what routers balance on."""
 
     num_running: int
     num_waiting: int

@@ -1,8 +1,8 @@
-"""Sampling parameters in messages, both ways: a parameter is the field of its own name, in every message that has it.
+"""Mapping between sampling parameters and protobuf messages, both ways: a parameter is the field of its own name.
 
 What may live here: the mapping by declarations and descriptors, for the public message and for the link's alike. What
-may not: stubs, and any parameter by its name. Where a message also has a field `no_X`, that says None of parameter X,
-and X unset means the default.
+may not: stubs, and any single parameter. Where a message also has a field `no_X`, setting it means None for parameter
+X, and leaving X unset means the default.
 """
 
 import struct

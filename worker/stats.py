@@ -1,6 +1,7 @@
-"""What a replica has done so far and holds now, in figures for people, benchmarks and metrics.
+"""Statistics of a replica: counts since its start and what it holds now, for people, benchmarks and metrics.
 
-What may live here: the counts, and ratios of them. What may not: the counting (`scheduler.py`, `engine.py`).
+What may live here: the counts, and ratios of them. What may not: the counting (`worker/scheduling/scheduler.py`,
+`worker/engine_core/engine_core.py`).
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class SchedulerStats:
     num_draft_tokens: int
     """Guessed tokens that were verified."""
     num_accepted_tokens: int
-    """Those of `num_draft_tokens` that came true: over them, the acceptance."""
+    """Those of `num_draft_tokens` that were accepted; their ratio is the acceptance rate."""
 
     @property
     def prefix_hit_rate(self) -> float:

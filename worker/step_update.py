@@ -1,7 +1,7 @@
-"""The step update: what an engine tells those who listen to it, in the words that links carry and routers take in.
+"""Step updates: the messages from an engine to its listeners, as links carry them and routers take them in.
 
-What may live here: the messages and the listener's side. What may not: who hears of what (`output_queues.py`), wires
-(`worker/wire/`).
+What may live here: the messages, and the protocol of a listener. What may not: which listener gets which message
+(`worker/engine_core/output_queues.py`), wire formats (`worker/wire/`).
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -59,7 +59,7 @@ class StepUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """What a replica says first, on each link."""
+    """The first message of a replica on each link."""
 
     facts: ReplicaFacts
     load: EngineLoad
@@ -71,7 +71,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """How far a busy replica has come, from where its engine cannot hold it up."""
+    """Progress of a busy replica, sent from the event loop, which its engine cannot block."""
 
     progress: int
     """Moves with every layer of a model and with every step."""
@@ -80,13 +80,13 @@ class Heartbeat:
 
 
 class StepListener(Protocol):
-    """Who wants to hear of its requests. Called on the engine's thread: an implementation hands over and returns."""
+    """Receives the updates of its requests. Called on the engine's thread: an implementation hands over and returns."""
 
     def on_update(self, update: StepUpdate) -> None:
         """Once per step, and whenever the load has changed without one.
 
-        Each request's last word is a delta with a finish reason, or a rejection.
+        Each request ends with a delta that has a finish reason, or with a rejection.
         """
 
     def on_failure(self, error: HoldfastError) -> None:
-        """The engine has ended. Nothing more will come; requests that have had no last word are lost."""
+        """The engine has ended. Nothing more will come; requests that have not ended are lost."""

@@ -1,7 +1,8 @@
-"""What shape an output must have, as plain data: JSON by a schema, any JSON object, a regex, a choice, or a grammar.
+"""Structured outputs: the shape that an output must have: a JSON schema, any JSON object, a regex, a choice, a grammar.
 
-What may live here: the wish, with the checks that need nothing else. What may not: whether it can be enforced, which
-the text world finds out when it makes a grammar of it (`router/text/grammar.py`), and masks (`grammar_masks.py`).
+What may live here: the specification, with the checks that need nothing else. What may not: its translation to a
+grammar of llguidance, which finds out whether it can be enforced (`router/text/grammar.py`), and token masks
+(`worker/sampling/grammar_masks.py`).
 """
 
 import json

@@ -1,7 +1,7 @@
-"""How far a request is under suspicion of killing the replicas that run it: what routers tell replicas of it.
+"""Suspicion levels of a request that may have killed the replicas it ran on, as routers report them to replicas.
 
-What may live here: the words. What may not: who judges (`router/dispatch/quarantine.py`) and who keeps suspects apart
-(`suspects.py`).
+What may not live here: the judgement (`router/dispatch/quarantine.py`), and keeping suspects of several routers apart
+(`worker/engine_core/suspects.py`).
 """
 
 from enum import IntEnum
@@ -12,10 +12,10 @@ NUM_STEPS_TO_CLEAR: Final = 8
 
 
 class Suspicion(IntEnum):
-    """As of the moment when the request is submitted."""
+    """Level of suspicion at the moment when the request is submitted."""
 
     NONE = 0
     SUSPECT = 1
     """It has run on replicas that died, and not got on since: if this one dies, it is one too many."""
     ON_TRIAL = 2
-    """If this replica dies, it is the culprit: no suspect of another router may run beside it."""
+    """If this replica dies, this request is the cause: no suspect of another router may run beside it."""

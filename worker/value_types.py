@@ -1,4 +1,4 @@
-"""Type checks of single values: whoever fills in a field, it is of the type that it says.
+"""Type checks of single values, for fields that callers fill in.
 
 What may live here: predicates, and checks that name the field. What may not: the requests, their limits, and which
 sampling parameter is of which type (`parameters.py`).
@@ -54,7 +54,7 @@ def as_float(value: Any) -> float:
 
 
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
-    """Bytes are a sequence of integers to Python, and to nobody who sends a prompt."""
+    """Bytes are excluded: to Python they are a sequence of integers, as a prompt they are a mistake."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
 
 

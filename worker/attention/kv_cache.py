@@ -1,7 +1,7 @@
-"""The paged KV cache of one rank: for each attention layer one pool of keys and one of values, cut into blocks.
+"""Paged KV cache of one rank: for each attention layer a pool of keys and one of values, cut into blocks.
 
-Which block belongs to which sequence is the scheduler's business (`block_allocator.py`); who reads and writes the
-pools is `attention/`. Here is only the memory.
+Here is only the memory. What may not live here: which block belongs to which sequence (`worker/kv/block_allocator.py`),
+and the kernels that read and write the pools (`paged.py`, `sdpa.py`).
 """
 
 import math

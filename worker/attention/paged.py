@@ -1,11 +1,12 @@
-"""Attention over the paged cache, as a model's attention modules call it: write the new keys, attend to all.
+"""Paged attention, as a model's attention modules call it: write the new keys and values, then attend to all.
 
     context = AttentionContext(cache, tiles)               once per rank
     module.paged_attention = PagedAttention(context, i)    once per attention module
     context.begin(batch); model(...)                       each step
 
-Everything that only depends on the step is worked out in `begin` or by the first layer of a kind, and shared by all
-layers. A rank's state lives in its context: several ranks may run as threads of one process.
+What depends on the step alone is computed in `begin` or by the first layer of a kind, and shared by all layers. A
+rank's state lives in its context: several ranks may run as threads of one process. What may not live here: kernels
+(`sdpa.py`).
 """
 
 from typing import Protocol
@@ -48,10 +49,9 @@ class AttentionContext:
         """[T]: where each token of the step is written, as block * block_size + offset."""
 
     def begin(self, batch: StepBatch) -> None:
-        """The model runs on this step next. Its block copies are made; blocks that it begins and does not fill are
-        cleared.
+        """Prepares a step: makes its block copies, and clears the blocks that it begins and does not fill.
 
-        So what lies beyond a sequence's tokens is zeros or its own: masked keys never bring in NaN from a stranger.
+        So the slots beyond a sequence's tokens hold zeros or its own values: masked keys never bring in another's NaN.
         """
         block_size, device = self.cache.block_size, self.slots.device
         if batch.block_copies.size:

@@ -1,16 +1,16 @@
-"""Which queries of a step meet which keys: the rule that makes attention independent of batch and chunking.
+"""Query tiles: which queries of a step are computed together over which keys, independently of batch and chunking.
 
-Positions are cut into tiles of 64. A query at position p reads the keys up to the end of its own tile, masked beyond
-p; with a sliding window of w it starts at the tile that holds the first key its tile's first query sees. So the number
-of keys that a kernel walks for a query, and where they lie, is a function of p alone.
+Positions are cut into tiles of 64. A query at position p reads the keys up to the end of its own tile, masked beyond p;
+with a sliding window of w it starts at the tile that holds the first key its tile's first query sees. So the number of
+keys that a kernel walks for a query, and where they lie, is a function of p alone.
 
     positions   0         64        128       192
     queries                         [ . q q ]            a chunk, 130 to 131
     keys        [ k k k k k k k k k k k k k k ]          0 to 191: what is beyond each query is masked
 
-The query heads that share a key-value head are laid out as rows of one tile, token by token, and the rows are padded
-to a size that the row rule allows. Tiles of equal shape share a call, whichever sequences they belong to. All of this
-is numpy, made once per step for all layers of a kind.
+The query heads that share a key-value head are laid out as rows of one tile, token by token, and the rows are padded to
+a size that the row rule allows. Tiles of equal shape share a call, whichever sequences they belong to. All of this is
+numpy, made once per step for all layers of a kind.
 """
 
 import itertools
@@ -30,7 +30,7 @@ _MAX_CALL_VALUES: Final = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileCall:
-    """Tiles of equal shape: one call of a kernel."""
+    """One kernel call: tiles of equal shape."""
 
     num_tiles: int
     num_rows: int

@@ -1,7 +1,8 @@
-"""Attention with torch's own kernels: gather the blocks, attend tile by tile. For CPUs, and the oracle elsewhere.
+"""Attention backend on torch's own kernels: gather the blocks, then attend tile by tile.
 
-Works on any device and for every kind of layer. Layers with a softcap or sinks, which torch's fused kernel does not
-know, take an explicit softmax; both follow the position rule of `query_tiles.py`. Nothing here writes to the cache.
+It serves CPUs and GPUs, and every kind of layer. Layers with a softcap or sinks, which torch's fused kernel does not
+support, use an explicit softmax; both follow the position rule of `query_tiles.py`. What may not live here: writing to
+the cache (`paged.py`).
 """
 
 from collections.abc import Iterable
@@ -127,7 +128,7 @@ class _TiledAttention:
 
 
 class _MaskTable:
-    """What a query sees of the keys before the end of its tile, by its offset in the tile: 0, or -inf where nothing.
+    """Attention masks by a query's offset in its tile, over the keys up to the tile's end: 0, or -inf where hidden.
 
     One table serves any number of keys, since its columns count from the end. It grows when a step needs more.
     """

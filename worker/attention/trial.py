@@ -1,8 +1,9 @@
-"""How many rows an attention kernel may be called with: found by trial, like the rules of linears in `row_tiles.py`.
+"""Row trials of attention kernels: how many rows a kernel may be called with, found by trial on this machine.
 
-A tile of 64 queries is computed whole, and again in chunks and in company. Two kinds of data make a difference show in
-nearly every value, where with ordinary numbers the rounding to bfloat16 would hide most of them: scores that are
-nothing but rounding error, blown up; and equal weights over values that cancel.
+`worker/layers/row_tiles.py` does the same for linears. A tile of 64 queries is computed whole, and again in chunks and
+beside other sequences. Two kinds of data make a difference show in nearly every value, where with ordinary numbers the
+rounding to bfloat16 would hide most of them: scores that are nothing but magnified rounding errors; and equal weights
+over values that cancel.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,11 +46,11 @@ _CHUNKS: Final = (
 """Tokens of a chunk, and how many sequences run it in one step."""
 
 _BLOWN_UP: Final = 2.0**20
-"""Makes of rounding errors scores that matter."""
+"""Scales scores that are rounding errors up until they matter."""
 
 
 class Kernel(Protocol):
-    """What is tried: see `AttentionBackend`."""
+    """The kernel under trial: see `AttentionBackend`."""
 
     def begin(self, batch: StepBatch) -> None: ...
 
@@ -75,7 +76,7 @@ def choose_rule(
 
 
 def rows_agree(kernel: Kernel, spec: KVSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a query's output has the same bits in a whole tile and in chunks of it, alone and in company."""
+    """Whether a query's output has the same bits in a whole tile and in chunks of it, alone and beside others."""
     (layer,) = KVCache.allocate([spec], max(_NUM_KEYS) // TILE_TOKENS, TRIAL_BLOCK_SIZE, dtype, device).layers
     return all(
         _chunks_agree(kernel, layer, data, num_keys - TILE_TOKENS)

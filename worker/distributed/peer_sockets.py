@@ -1,8 +1,8 @@
 """Direct TCP connections between the ranks of one replica, for the small messages of decoding on CPUs.
 
-A sum of one decoded token is a few hundred bytes, and there are two in every layer. gloo hands each message to threads
-of its own, which have to be woken on both sides; a blocking send and receive on the calling thread needs no other. So
-small messages take this way, and large ones, where bandwidth counts, stay with gloo. What may not live here: sums.
+The all-reduce of one decoded token is a few hundred bytes, and there are two in every layer. gloo hands each message to
+threads of its own, which have to be woken on both sides; a blocking send and receive on the calling thread needs none.
+Large messages, where bandwidth counts, stay with gloo. What may not live here: sums (`tensor_parallel.py`).
 """
 
 import secrets
@@ -88,7 +88,7 @@ def _call(address: str, rank: int, token: bytes, timeout_s: float) -> socket.soc
 
 
 def _answer(server: socket.socket, token: bytes, timeout_s: float) -> tuple[int, socket.socket]:
-    """The next caller's rank and connection; -1 for a stranger, who is hung up on."""
+    """The next caller's rank and connection; -1 for a caller without the token, whose connection is closed."""
     connection, _ = server.accept()
     _tune(connection, timeout_s)
     hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)

@@ -1,10 +1,10 @@
-"""What every rank needs of a plan, as arrays: how a step travels from the leader to the others.
+"""Step batch: a plan as arrays, in the form in which the leader broadcasts a step to the other ranks.
 
     packed:  [S, T, B, C, P, step id | S first positions | S token counts | S draw counts | S block counts | T ids |
               B blocks | C sources | C destinations | C slot counts | P rows]
 
-All of it is one int64 array, in which C block copies and P rows that tell prompt logprobs are nearly always none. No
-torch here: the runner turns what it needs into tensors.
+It is one int64 array. C, the block copies, and P, the rows that give prompt log-probabilities, are nearly always 0.
+What may not live here: torch; the model turns arrays into tensors.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
-"""How the ranks of one replica talk: sums and gathers of activations, and the leader's orders.
+"""Tensor-parallel group: all-reduce and all-gather of activations between ranks, and the leader's broadcasts.
 
 Sums are taken in rank order, so every rank gets the same bits, and a value's bits depend neither on the size of the
-message nor on its place in it. Half types are added in float32 and rounded once. Nothing here knows of models.
+message nor on its place in it. Half types are added in float32 and rounded once. What may not live here: models.
 """
 
 import socket
@@ -26,7 +26,7 @@ FIRST_PART = 1024
 """Words of a broadcast's first part: its length, then as much of the message as fits. A second part takes the rest."""
 
 _CONTROL_TIMEOUT = timedelta(days=365)
-"""Followers wait for orders as long as nobody sends a request."""
+"""Followers wait for the next broadcast for as long as there are no requests."""
 
 
 class TensorParallelGroup(Protocol):

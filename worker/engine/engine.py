@@ -1,8 +1,8 @@
-"""The engine: one thread that plans, runs, commits and delivers, step after step, until it is stopped or fails.
+"""Engine: the thread that plans, runs and commits one step after another and delivers the updates.
 
-What may live here: the loop, its inbox and its end. What may not: whose request is whose and who is told what
-(`engine_core.py`), what a step does (`scheduler.py`), arithmetic (`model_runner.py`), wires and event loops
-(`link.py`).
+What may live here: the loop, its inbox and its end. What may not: which request belongs to which listener
+(`worker/engine_core/engine_core.py`), what a step does (`worker/scheduling/scheduler.py`), arithmetic
+(`model_runner.py`), wires and event loops (`worker/replica/link.py`).
 
     submit, abort ──► inbox ──► core ─► plan ─► runner.run ─► commit ──► listener.on_update
                                   └───────────── one turn ─────────────┘
@@ -71,18 +71,18 @@ class Engine:
             self._thread.join()
 
     def attach(self, listener: StepListener) -> None:
-        """From now on `listener` hears of every step. Raises `ReplicaError` if the engine has ended."""
+        """From now on `listener` gets an update after every step. Raises `ReplicaError` if the engine has ended."""
         self._inbox.put(lambda: self._core.attach(listener))
 
     def follow_cache(self, listener: StepListener) -> None:
         """From now on the updates of an attached listener say what the prefix cache holds: all of it, then changes.
 
-        As long as nobody follows, nothing is kept for it.
+        Nothing is kept for this as long as no listener follows the cache.
         """
         self._inbox.put_unless_closed(lambda: self._core.follow_cache(listener))
 
     def detach(self, listener: StepListener) -> None:
-        """`listener` hears nothing more, and its requests are aborted."""
+        """`listener` gets no more updates, and its requests are aborted."""
         self._inbox.put_unless_closed(lambda: self._core.detach(listener))
 
     def submit(self, request: EngineRequest, listener: StepListener, attempt: Hashable = None) -> None:
@@ -150,7 +150,7 @@ class Engine:
             self._end(error)
 
     def _take_commands(self) -> None:
-        """Runs everything in the inbox; with nothing to do, waits for the first command."""
+        """Runs all commands in the inbox; with nothing to do, waits for the first command."""
         if not self._core.has_work and self._inbox.is_empty:
             first = self._inbox.wait(self._idle_s) or self._runner.keep_alive
             first()

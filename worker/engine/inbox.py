@@ -1,4 +1,4 @@
-"""The way into a thread: commands that others leave for it, until it ends.
+"""Command queue of a thread: other threads put commands in until it is closed.
 
 What may live here: the queue and its closing. What may not: what the commands do (`engine.py`).
 """

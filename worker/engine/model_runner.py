@@ -1,7 +1,8 @@
-"""Runs steps on one rank: the leader's and the followers' sides of it, and the check before the first request.
+"""Model runner of one rank: runs steps, as the leader or as a follower, and the self-check before the first request.
 
-What may live here: one step's way through a rank, and the orders between ranks. What may not: what a step should
-contain (`scheduler.py`), how a model is loaded (`loading.py`), and processes (`rank.py`).
+What may live here: one step's way through a rank, and the messages between ranks. What may not: what a step contains
+(`worker/scheduling/scheduler.py`), how a model is loaded (`worker/model/loading.py`), and processes
+(`worker/replica/rank.py`).
 """
 
 import logging
@@ -22,7 +23,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.self_check import SelfCheck
 from holdfast.worker.errors import ReplicaError, UnsupportedModelError
-from holdfast.worker.model.loading import Parts, load_parts
+from holdfast.worker.model.loading import LoadedModel, load_model
 from holdfast.worker.model.model import choose_device
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.draws import draws_of
@@ -50,7 +51,7 @@ _STOP: Final = -1
 
 
 class _Outcome(IntEnum):
-    """What came of the self check, as the leader tells the others."""
+    """The result of the self-check, as the leader broadcasts it."""
 
     REFUSED = 0
     BITS_DIFFER = 1
@@ -60,12 +61,12 @@ class _Outcome(IntEnum):
 class ModelRunner:
     """One rank of a loaded model. Used by one thread at a time."""
 
-    def __init__(self, parts: Parts, rank: int) -> None:
-        self.info: ModelInfo = parts.info
+    def __init__(self, loaded: LoadedModel, rank: int) -> None:
+        self.info: ModelInfo = loaded.info
         """The same on all ranks."""
-        self._model = parts.model
-        self._context = parts.context
-        self.draft = parts.draft
+        self._model = loaded.model
+        self._context = loaded.context
+        self.draft = loaded.draft
         self._is_leader = rank == 0
 
     @classmethod
@@ -81,14 +82,14 @@ class ModelRunner:
         Raises `ConfigurationError` or `UnsupportedModelError`, on every rank, where the model cannot be served so.
         """
         progress = progress or _silent
-        parts = load_parts(config, group, device or choose_device(config.model), progress)
-        runner = cls(parts, group.rank)
+        loaded = load_model(config, group, device or choose_device(config.model), progress)
+        runner = cls(loaded, group.rank)
         progress("check", 0, 1)
-        row_invariant = _self_check(runner, group, parts.cache) and parts.tiles.report.row_invariant
+        row_invariant = _self_check(runner, group, loaded.cache) and loaded.tiles.report.row_invariant
         progress("check", 1, 1)
         if not row_invariant:
             logger.warning("on this machine a token's last bits depend on its batch: replays may differ")
-        runner.info = replace(parts.info, row_invariant=row_invariant)
+        runner.info = replace(loaded.info, row_invariant=row_invariant)
         return runner
 
     @property
@@ -130,7 +131,7 @@ class LeaderRunner:
         return logits
 
     def _masks(self, waiting: "Future[dict[int, bytes]]") -> dict[int, bytes]:
-        """The first grammar of a replica has to read the tokenizer, which takes a second if it is large: that is
+        """The first grammar of a replica has to load the tokenizer, which takes a second if it is large: that counts as
         progress, though nothing else moves.
         """
         for _ in range(_MASK_LOOKS):
@@ -141,7 +142,7 @@ class LeaderRunner:
         raise ReplicaError(f"the masks of a grammar took more than {_MASK_LOOKS * _MASK_LOOK_S:.0f} s")
 
     def keep_alive(self) -> None:
-        """Shows idle followers a live leader."""
+        """Tells idle followers that the leader is alive."""
         self._group.broadcast(_order(_KEEP_ALIVE))
 
     def close(self) -> None:
@@ -189,7 +190,7 @@ def _lead_check(check: SelfCheck, leader: LeaderRunner, group: TensorParallelGro
 def step_result(plan: StepPlan, logits: Tensor, masks: Mapping[int, bytes] | None = None) -> StepResult:
     """What a step's `logits` [rows wanted, vocab], float32, come to. `masks` are those of rows that have a grammar.
 
-    Rows that are no numbers come to `NO_TOKEN`, and leave the others as they are.
+    Rows with NaN or infinity give `NO_TOKEN`; the other rows are not affected.
     """
     draws = draws_of(plan)
     drawn_from, prompt_logits = logits[: len(draws)], logits[len(draws) :]
@@ -208,7 +209,7 @@ def step_result(plan: StepPlan, logits: Tensor, masks: Mapping[int, bytes] | Non
 
 
 def _prompt_logprobs(plan: StepPlan, logits: Tensor) -> tuple[tuple[TokenLogprob, ...], ...]:
-    """What the rows that tell prompt logprobs say, for each sequence of a plan."""
+    """The prompt logprobs of each sequence of a plan."""
     wanted = [sequence.prompt_logprobs for sequence in plan.sequences if sequence.prompt_logprobs is not None]
     told = iter(token_logprobs_of_prompts(logits, wanted))
     counts = (len(sequence.prompt_logprobs.token_ids) if sequence.prompt_logprobs else 0 for sequence in plan.sequences)

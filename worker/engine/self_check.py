@@ -1,8 +1,8 @@
-"""The last gate, on the loaded model itself: a token's logits may depend on its own sequence and on nothing else.
+"""Start-up self-check of a loaded model: a token's logits must depend on its own sequence alone.
 
 Two short random sequences are run alone, packed together, in chunks and token by token. If that changes the numbers,
-the model mixes tokens outside attention and is refused. If it changes only bits, the model serves, but a replay may
-differ from the first run. What may not live here: how steps reach the other ranks (`model_runner.py`).
+the model mixes tokens outside attention and is refused. If it changes only the last bits, the model serves, but a
+replay may differ from the first run. What may not live here: how steps reach the other ranks (`model_runner.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -53,9 +53,9 @@ class SelfCheck:
         return torch.tensor([block for blocks, n in zip(self._blocks, used, strict=True) for block in blocks[:n]])
 
     def passes_bitwise(self) -> bool:
-        """Whether every row has the same bits in any company.
+        """Whether every row has the same bits whatever else is in its step.
 
-        Raises `UnsupportedModelError` where the company changes the numbers, or where they are not finite.
+        Raises `UnsupportedModelError` where other tokens of the step change the numbers, or where they are not finite.
         """
         long, short = map(len, self._tokens)
         self._alone = [self._rows([[(0, 0, long)]])[0], self._rows([[(1, 0, short)]])[1]]

@@ -1,9 +1,9 @@
-"""The engine without its thread: a state machine that takes requests and results, and says who must be told what.
+"""Engine core, the engine without its thread: a state machine over the scheduler and the listeners' output queues.
 
-What may live here: the order in which scheduler, output queues and counts are moved. What may not: threads, clocks,
-running a plan, and calling a listener (`engine.py` does that, and the simulator in virtual time).
+What may live here: the order in which scheduler, output queues and counts change. What may not: threads, clocks,
+running a plan, and calling a listener (`worker/engine/engine.py` does that, and the simulator in virtual time).
 
-    submit, abort ─► plan ─► (whoever has a runner runs it) ─► commit ─► take_updates
+    submit, abort ─► plan ─► (the caller runs it) ─► commit ─► take_updates
 """
 
 from collections.abc import Hashable, Iterable
@@ -25,7 +25,7 @@ STATS_EVERY_STEPS: Final = 32
 
 
 class EngineCore:
-    """A scheduler, and who listens to it. Not thread-safe, but for `load`, `has_work` and `listeners`."""
+    """A scheduler and its listeners' output queues. Not thread-safe, but for `load`, `has_work` and `listeners`."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -44,34 +44,34 @@ class EngineCore:
 
     @property
     def listeners(self) -> list[StepListener]:
-        """Those who are attached now, in the order in which they came."""
+        """The listeners that are attached now, in order of attaching."""
         return self._output_queues.listeners
 
     def attach(self, listener: StepListener) -> None:
-        """From now on `listener` hears of every step."""
+        """From now on `listener` gets an update after every step."""
         self._output_queues.attach(listener)
 
     def detach(self, listener: StepListener) -> None:
-        """`listener` hears nothing more, and its requests are aborted."""
+        """`listener` gets no more updates, and its requests are aborted."""
         for attempt in self._output_queues.detach(listener):
             self.abort(attempt)
 
     def follow_cache(self, listener: StepListener) -> None:
         """The updates of an attached listener say what the prefix cache holds: all of it, then changes."""
-        # Events from before that nobody has taken yet follow, and say the same of each block as this does.
+        # Earlier events that have not been taken follow, and agree with this on each block.
         self._output_queues.follow_cache(listener, self._scheduler.cached_block_hashes())
 
     # --- requests ---
 
     def submit(self, request: EngineRequest, listener: StepListener, now: float, attempt: Hashable = None) -> None:
-        """Takes in a request of `listener`, who hears of it whatever becomes of it. `now` as for `plan`.
+        """Takes in a request of `listener`, which is told its outcome in any case. `now` as for `plan`.
 
         `attempt` is the key that the request is known by from here on, None its own id.
         """
         attempt = request.request_id if attempt is None else attempt
         self._num_requests += 1
         if not self._output_queues.is_attached(listener):
-            return  # detached meanwhile: nobody waits for an answer
+            return  # detached meanwhile: no one waits for an answer
         try:
             self._suspects.check(request.suspicion, listener)
             finished = self._scheduler.add(request, now, attempt)
@@ -109,7 +109,7 @@ class EngineCore:
     def commit(self, plan: StepPlan, result: StepResult, step_s: float) -> int:
         """Takes in what the outstanding plan drew, and the seconds that took. Returns how many tokens were gained.
 
-        Raises `ReplicaError` if the model does not compute numbers any more, whatever the request.
+        Raises `ReplicaError` if the model's logits are NaN or infinite whatever the request.
         """
         self._step_id = plan.step_id
         self._step_time_s += step_s
@@ -145,7 +145,7 @@ class EngineCore:
         """Of the next step. To be called between two."""
         self._scheduler.limits = limits
 
-    # --- what can be asked ---
+    # --- state ---
 
     @property
     def load(self) -> EngineLoad:
@@ -178,7 +178,7 @@ class EngineCore:
         num_alive, num_owned = load.num_running + load.num_waiting, self._output_queues.num_owned
         assert num_alive == num_owned, f"{num_alive} requests are alive, and {num_owned} are waited for"
 
-    # --- inside ---
+    # --- internals ---
 
     def _update(self, listener: StepListener, output_queue: OutputQueue, stats: EngineStats | None) -> StepUpdate:
         load = self._suspects.load_for(listener, self._load)

@@ -1,8 +1,8 @@
-"""Requests whose logits are no numbers: what they are told, and when the fault is the replica's and not theirs.
+"""NaN and infinity in logits: the error that such a request gets, and when the replica is at fault and not the request.
 
-A request that makes the model overflow does so on every replica, so it fails, and its neighbours go on. Weights or
-memory that have gone bad are the replica's, and fail everyone: then it ends, and its requests go on elsewhere. What may
-not live here: finding such logits (`finite_rows.py`).
+A request that makes the model overflow does so on every replica: it fails, and the others go on. Corrupt weights or
+memory are the replica's fault and affect every request: the replica ends, and its requests continue on others. What may
+not live here: finding such logits (`worker/sampling/finite_rows.py`).
 """
 
 from collections.abc import Hashable, Sequence
@@ -16,14 +16,14 @@ NUM_ALONE_TO_END: Final = 3
 
 
 class LostNumbers:
-    """Looks at each step of a replica."""
+    """Counts the requests of a replica whose logits were NaN or infinite, step by step."""
 
     def __init__(self) -> None:
         self._in_a_row: list[Hashable] = []
 
     def note_step(self, broken: Sequence[EngineRequest], *, has_others: bool) -> None:
-        """`broken` came to no token in this step, and others did or did not. Raises `ReplicaError` if it is the
-        replica: several had their turn and nobody's logits were numbers.
+        """The `broken` requests got no token in this step; `has_others`: other requests did. Raises `ReplicaError` if
+        the replica is at fault: several requests ran and none had finite logits.
         """
         if has_others:
             self._in_a_row.clear()
@@ -36,5 +36,5 @@ class LostNumbers:
 
 
 def no_numbers() -> InternalError:
-    """What a request is told."""
+    """The error that such a request gets."""
     return InternalError("the model's logits for this request are no numbers (NaN or infinite), so no token can follow")

@@ -1,29 +1,29 @@
-"""Who listens to an engine, whose request is whose, and what each listener has not been told yet.
+"""Output queues: per listener, the deltas, rejections and prefix-cache changes that it has not been sent yet.
 
-What may live here: sorting news into the output queues of listeners. What may not: calling a listener, and deciding
-when (`engine_core.py`).
+What may live here: which listener owns which request, and sorting news into the queues. What may not: calling a
+listener, and deciding when (`engine_core.py`).
 """
 
 from collections.abc import Hashable, Iterable, Sequence
 
+from holdfast.worker.block_hash import short_hash
 from holdfast.worker.errors import HoldfastError
-from holdfast.worker.kv.cache_events import CacheFeed
-from holdfast.worker.kv.prefix_cache import CacheEvent
+from holdfast.worker.kv.prefix_cache import BlockStored, CacheEvent
 from holdfast.worker.request import EngineLoad, TokenDelta
 from holdfast.worker.stats import EngineStats
-from holdfast.worker.step_update import NO_CHANGES, Rejection, StepListener, StepUpdate
+from holdfast.worker.step_update import NO_CHANGES, CacheChanges, Rejection, StepListener, StepUpdate
 
 
 class OutputQueues:
-    """One for each attached listener. Not thread-safe, but for `listeners`."""
+    """One output queue for each attached listener. Not thread-safe, but for `listeners`."""
 
     def __init__(self) -> None:
         self._of: dict[StepListener, OutputQueue] = {}
-        self._owner: dict[Hashable, StepListener] = {}  # by the keys of requests that have had no last word
+        self._owner: dict[Hashable, StepListener] = {}  # by the keys of requests that have not ended
 
     @property
     def listeners(self) -> list[StepListener]:
-        """Those who are attached now, in the order in which they came."""
+        """The listeners that are attached now, in order of attaching."""
         return list(self._of)
 
     def items(self) -> list[tuple[StepListener, "OutputQueue"]]:
@@ -35,7 +35,7 @@ class OutputQueues:
         self._of.setdefault(listener, OutputQueue())
 
     def detach(self, listener: StepListener) -> list[Hashable]:
-        """Takes its queue away; returns the requests that it leaves behind, whose last words will reach nobody."""
+        """Takes its queue away; returns the requests that it leaves behind, whose last deltas will reach nobody."""
         self._of.pop(listener, None)
         return [attempt for attempt, owner in self._owner.items() if owner is listener]
 
@@ -44,11 +44,11 @@ class OutputQueues:
 
     @property
     def num_owned(self) -> int:
-        """Requests that still wait for their last word."""
+        """Requests whose last delta or rejection is still to come."""
         return len(self._owner)
 
     def own(self, attempt: Hashable, listener: StepListener) -> None:
-        """From now on, what is said of the request is for `listener`."""
+        """From now on, deltas and rejections of the request go to `listener`."""
         self._owner[attempt] = listener
 
     def put(self, delta: TokenDelta) -> None:
@@ -61,17 +61,17 @@ class OutputQueues:
             output_queue.deltas.append(delta)
 
     def reject(self, attempt: Hashable, error: HoldfastError) -> None:
-        """Keeps the last word on an owned request that will not be finished."""
+        """Keeps a rejection of an owned request, which ends it."""
         self.refuse(attempt, error, self._owner.pop(attempt))
 
     def refuse(self, attempt: Hashable, error: HoldfastError, listener: StepListener) -> None:
-        """Keeps the answer to a request that was never owned."""
+        """Keeps a rejection of a request that was never owned."""
         output_queue = self._of.get(listener)
         if output_queue is not None:
             output_queue.rejections.append(Rejection(attempt=attempt, error=error))
 
     def follow_cache(self, listener: StepListener, block_hashes: Iterable[bytes]) -> None:
-        """From now on an attached listener hears of the cache, which holds `block_hashes` now."""
+        """From now on an attached listener gets the changes of the cache, which holds `block_hashes` now."""
         output_queue = self._of.get(listener)
         if output_queue is not None:
             output_queue.cache = CacheFeed(block_hashes)
@@ -81,7 +81,7 @@ class OutputQueues:
         return any(output_queue.cache is not None for output_queue in self._of.values())
 
     def note_cache_events(self, events: Sequence[CacheEvent]) -> None:
-        """Keeps what the cache did for those who follow it."""
+        """Keeps the cache's events for the listeners that follow it."""
         for output_queue in self._of.values():
             if output_queue.cache is not None:
                 output_queue.cache.note(events)
@@ -93,7 +93,7 @@ class OutputQueues:
 
 
 class OutputQueue:
-    """What a listener has not been told yet."""
+    """What one listener has not been sent yet."""
 
     def __init__(self) -> None:
         self.is_new = True
@@ -116,3 +116,32 @@ class OutputQueue:
         )
         self.is_new, self.deltas, self.rejections = False, [], []
         return update
+
+
+class CacheFeed:
+    """The prefix-cache changes that one listener has not been sent yet: first the whole cache, then what changed.
+
+    A block's latest event replaces an earlier one, so events need no order, and what is kept is bounded by the number
+    of blocks that were stored or evicted since the last `take`.
+    """
+
+    def __init__(self, block_hashes: Iterable[bytes]) -> None:
+        """`block_hashes` are those of all blocks in the cache now."""
+        self._is_stored = dict.fromkeys(map(short_hash, block_hashes), True)
+
+    def note(self, events: Iterable[CacheEvent]) -> None:
+        """Take in the events since the last call, in order."""
+        for event in events:
+            self._is_stored[short_hash(event.block_hash)] = isinstance(event, BlockStored)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._is_stored)
+
+    def take(self) -> CacheChanges:
+        """The changes since the last call."""
+        changes, self._is_stored = self._is_stored, {}
+        return CacheChanges(
+            stored=[block for block, is_stored in changes.items() if is_stored],
+            evicted=[block for block, is_stored in changes.items() if not is_stored],
+        )

@@ -1,8 +1,8 @@
-"""The suspects that a replica has of several routers, none of which knows those of the others.
+"""Suspects in one replica: its requests that are suspected of killing replicas, by the router that sent them.
 
-Each router blames a death on its own requests alone, so the replica helps it out: it tells how many suspects of others
-are there, and keeps a request on trial apart from them. What may live here: who is under suspicion here, and for how
-long. What may not: judging (`router/dispatch/quarantine.py`).
+Each router knows only its own requests, so the replica reports how many suspects of other routers it has, and keeps a
+request on trial apart from them. What may live here: which requests are under suspicion here, and for how long. What
+may not: judging them (`router/dispatch/quarantine.py`).
 """
 
 from collections.abc import Hashable
@@ -26,7 +26,7 @@ class Suspects(Generic[Owner]):
         self._suspects: dict[Hashable, tuple[Owner, Suspicion]] = {}
         self._num_steps: dict[Hashable, int] = {}
         self.has_news = False
-        """One has come in that nobody has been told of. It must be told before it runs: it may be the last word."""
+        """A suspect was added and not reported. It must be reported before it runs: the replica may die of it."""
 
     def check(self, suspicion: Suspicion, owner: Owner) -> None:
         """Raises `QueueFullError` while such a request must not run beside another router's suspects."""
@@ -55,6 +55,6 @@ class Suspects(Generic[Owner]):
             del self._num_steps[attempt]
 
     def load_for(self, owner: Owner | None, load: EngineLoad) -> EngineLoad:
-        """The replica's load as this owner is to hear of it; None has nothing here."""
+        """The replica's load as reported to this owner; None: an owner without requests here."""
         num_foreign = sum(other is not owner for other, _ in self._suspects.values())
         return load if num_foreign == load.num_foreign_suspects else replace(load, num_foreign_suspects=num_foreign)

@@ -1,8 +1,8 @@
-"""Who owns which block of the paged KV cache: ids and reference counts, in plain integers.
+"""Block allocator of the paged KV cache: ids and reference counts, in plain integers.
 
-What may not live here: tensors, sequences, policy. Callers allocate, share and free; which free block is handed out
-is this file's own affair. A free block may still hold a prefix that others can find (`prefix_cache.py`): it counts as
-free, and is evicted in `allocate` without the caller noticing.
+What may not live here: tensors, sequences, policy. Callers allocate, share and free; the allocator chooses which free
+block to hand out. A free block may still hold a cached prefix (`prefix_cache.py`): it counts as free, and `allocate`
+evicts it when no blank one is left.
 """
 
 from collections import OrderedDict

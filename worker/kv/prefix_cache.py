@@ -1,7 +1,8 @@
-"""Which block holds which tokens, so that a prefix that was computed once need not be computed again.
+"""Prefix cache: a table from block hashes to blocks, so that a prefix that was computed once is not computed again.
 
-A full block is known by a hash (`block_hash.py`), and equal hashes mean equal keys and values. What may not live here:
-who owns a block and which one is evicted next (`block_allocator.py`), and sequences (`queues.py`).
+A full block is known by its hash (`worker/block_hash.py`), and equal hashes mean equal keys and values. What may not
+live here: reference counts and the order of eviction (`block_allocator.py`), and sequences
+(`worker/scheduling/queues.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ from holdfast.worker.block_hash import HashChain
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStored:
-    """A prefix that ends with this block can be had here from now on."""
+    """A prefix that ends with this block is cached from now on."""
 
     block_hash: bytes
     parent_hash: bytes
@@ -21,7 +22,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEvicted:
-    """This block can no longer be had here."""
+    """This block is not cached any more."""
 
     block_hash: bytes
 
@@ -48,13 +49,13 @@ class PrefixCache:
         return block_id in self._contents
 
     def hash_in(self, block_id: int) -> bytes | None:
-        """What the block is found by, if it is."""
+        """The hash by which the block is found; None if it is not cached."""
         content = self._contents.get(block_id)
         return content.block_hash if content else None
 
     @property
     def block_hashes(self) -> Iterable[bytes]:
-        """What can be found now."""
+        """The hashes of all cached blocks."""
         return self._block_ids.keys()
 
     def find(self, chain: HashChain, token_ids: Sequence[int], max_num_blocks: int) -> list[int]:
@@ -88,10 +89,10 @@ class PrefixCache:
         self._note(BlockEvicted(block_hash=block_hash), BlockStored)
 
     def take_events(self) -> list[CacheEvent]:
-        """What came and went since the last call; at the first call, all that is stored.
+        """The events since the last call; at the first call, all blocks that are stored.
 
-        A block that came and went in between is not told, so what is kept is bounded by the number of blocks. Nothing
-        is kept before the first call.
+        A block that was stored and evicted in between is left out, so what is kept is bounded by the number of blocks.
+        Nothing is kept before the first call.
         """
         events: list[CacheEvent] = list(self._contents.values() if self._changes is None else self._changes.values())
         self._changes = {}

@@ -1,4 +1,4 @@
-"""Activation functions whose bits do not depend on how many rows they are called with."""
+"""Row-invariant activation functions: a row's bits do not depend on how many rows share the call."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,6 +1,6 @@
-"""The two ends of a model, split over the vocabulary: token ids to hidden states, hidden states to logits.
+"""Vocabulary-parallel embedding and output head: token ids to hidden states, hidden states to logits.
 
-The table is padded to a multiple of the ranks; a rank holds an equal, contiguous share of its rows.
+The table is padded to a multiple of the number of ranks; a rank holds an equal, contiguous share of its rows.
 """
 
 import torch.nn.functional as F

@@ -1,8 +1,8 @@
-"""Mixtures of experts on a CPU, with the same bits for a token in any company.
+"""Mixture-of-experts layers for CPUs, row-invariant: a token's bits do not depend on the other tokens of the step.
 
-Hugging Face's own ways (a loop, a batched or a grouped matmul) call kernels with as many rows as happen to choose an
-expert. Here each expert has row-invariant linears, and routers are called with a fixed number of rows. On a GPU the
-grouped matmul stays, for its speed.
+Hugging Face's own implementations (a loop, a batched or a grouped matmul) call kernels with as many rows as happen to
+choose an expert. Here each expert has row-invariant linears, and expert routers are called with a fixed number of rows.
+On a GPU the grouped matmul stays, for its speed.
 """
 
 from typing import Any, Final
@@ -20,8 +20,8 @@ _TENSORS = {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "dow
 ROUTER_ROWS: Final = 32
 
 
-class Router(nn.Module):
-    """Calls a Hugging Face router with `ROUTER_ROWS` rows at a time, filled up with zeros."""
+class ExpertRouter(nn.Module):
+    """An expert router: calls Hugging Face's with `ROUTER_ROWS` rows at a time, filled up with zeros."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Router(nn.Module):
 
     @staticmethod
     def can_replace(module: nn.Module) -> bool:
-        """Whether this is a router that multiplies by a weight of its own, past our linears."""
+        """Whether this is an expert router that multiplies by a weight of its own, past our linears."""
         weight = getattr(module, "weight", None)
         return type(module).__name__.endswith("Router") and isinstance(weight, Tensor) and weight.dim() == 2
 

@@ -1,7 +1,7 @@
-"""Linear layers over this rank's slice of a weight: row-invariant, packed where that pays, split over the ranks.
+"""Row-invariant linear layers over one rank's slice of a weight, column- and row-parallel, packed where that pays.
 
-A weight is kept once, packed or plain, never both. How many rows a kernel is called with is decided in
-`row_tiles.py`; which slice of a checkpoint belongs to a rank is decided by whoever builds these layers.
+A weight is kept once, packed or plain, never both. What may not live here: how many rows a kernel is called with
+(`row_tiles.py`), and which slice of a checkpoint a rank has (`worker/model/parallel_plan.py`).
 """
 
 import torch
@@ -24,7 +24,7 @@ PACKED_FOR_ROWS = 32
 
 
 class Linear(nn.Module):
-    """y = x W^T + b for x [..., in_features], with the same bits for a row in any company.
+    """y = x W^T + b for x [..., in_features], with the same bits for a row whatever other rows are in the call.
 
     `weight` is [out_features, in_features]. The layer keeps it, or a packed copy instead, as no parameter or buffer:
     drop other references, and do not move or cast the layer.

@@ -1,12 +1,12 @@
-"""The one place that decides how many rows a matmul is called with, so that a row's bits never depend on its company.
+"""Row tiling for batch invariance: how many rows a matmul is called with, so that no row's bits depend on the others.
 
 Matrix kernels pick their order of summing by the number of rows, so a token computed alone and the same token in a
 batch may differ in the last bit, and then the text differs. Which numbers of rows agree is a property of the kernel,
-the shape and the machine, so it is not assumed but tried: `RowTiles` walks a list of rules, cheapest first, and takes
-the first one under which rows come out equal bit for bit at many sizes, places and among other neighbours.
+the shape and the machine, so it is tried and not assumed: `RowTiles` walks a list of rules, cheapest first, and takes
+the first one under which rows come out equal bit for bit at many sizes, places and among other rows.
 
-The list is fixed and nothing is timed: equal machines decide equally, so a request may move between them.
-What may not live here: the kernels themselves (`linear.py`, `attention/`).
+The list is fixed and nothing is timed: equal machines decide equally, so a request may move between them. What may not
+live here: the kernels themselves (`linear.py`, `worker/attention/`).
 """
 
 import logging

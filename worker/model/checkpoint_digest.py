@@ -1,6 +1,6 @@
-"""A short name for the weights in a folder: equal copies have equal names, on every machine.
+"""Checkpoint digest: a short hash that names the weights in a folder, equal for equal copies on every machine.
 
-It samples files instead of reading gigabytes. What may not live here: tensors, or any meaning of the files.
+It samples the files instead of reading gigabytes. What may not live here: tensors, or any meaning of the files.
 """
 
 from hashlib import blake2b

@@ -1,7 +1,7 @@
-"""The gates: what would run silently wrong is refused, by name, with the reason and a way out.
+"""Model checks: a model that would silently compute wrong results is refused, with the reason and a way out.
 
 What may live here: checks of a Hugging Face config, of what loading reported and of what a dry run saw. What may not:
-loading, changing a model, and refusals that only a computation can find (`self_check.py`).
+loading, changing a model, and the checks that need a computation (`dry_run.py`, `worker/engine/self_check.py`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +17,7 @@ OTHER_ENGINE: Final = "Serve a model of another family, or this one with Hugging
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, short enough to be part of another message."""
+    """The first line of an error's message, to be part of another message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -1,9 +1,10 @@
-"""The draft model: a second, small model on the leading rank that guesses what the large one will draw.
+"""Draft model of speculative decoding: a second, small model on rank 0 that guesses what the large one will draw.
 
 It has a cache of its own with as many blocks, and every block id means the same tokens in both. It draws with the same
-noise as the large model (`sampler.py`), position by position, so that two distributions that are close draw the same
-token nearly as often as they can (Daliri, Musco, Suresh 2024). What may not live here: what to read and how much to
-guess (`model_drafts.py`), and whether a guess is kept.
+noise as the large model (`worker/sampling/sampler.py`), position by position, so two distributions that are close draw
+the same token nearly as often as is possible (Daliri, Musco, Suresh 2024). What may not live here: what it reads and
+how many tokens it guesses (`worker/speculation/model_drafts.py`), and whether a guess is kept
+(`worker/scheduling/sequence.py`).
 """
 
 import json

@@ -1,7 +1,7 @@
-"""One forward without a cache, to find out what a model's attention layers keep and whether the cache would see it.
+"""Dry run of a model: one forward pass without a cache, which finds its attention layers and what each of them caches.
 
-Each token attends to itself alone, so that values flow as they later will. What may not live here: refusals that a
-config shows (`checks.py`) or that need the real cache (`self_check.py`).
+Each token attends to itself alone, so that values flow as they later will. What may not live here: refusals that follow
+from a config (`checks.py`) or that need the real cache (`worker/engine/self_check.py`).
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,7 @@
-"""From settings to the parts of a runner, in order: model, size of the cache, cache, facts.
+"""Model loading: from settings to a loaded model, in order: model, size of the cache, cache, model info.
 
-What may live here: the order, and the full step that a GPU is measured with. What may not: running requests.
+What may live here: the order, and the full step that a GPU's activation memory is measured with. What may not: running
+requests (`worker/engine/model_runner.py`).
 """
 
 import logging
@@ -42,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What a runner is made of."""
+class LoadedModel:
+    """One rank's share of a loaded model, with its cache: what a model runner needs."""
 
     model: RankModel
     context: AttentionContext
@@ -54,9 +55,9 @@ class Parts:
     """On the leading rank of a replica that has one."""
 
 
-def load_parts(
+def load_model(
     config: WorkerConfig, group: TensorParallelGroup, device: torch.device, progress: Callable[[str, int, int], None]
-) -> Parts:
+) -> LoadedModel:
     """Loads this rank's share. All ranks of the group call this together; `info.row_invariant` is not known yet.
 
     Raises `ConfigurationError` or `UnsupportedModelError` where the model cannot be served so.
@@ -92,7 +93,7 @@ def load_parts(
         checkpoint_digest=checkpoint_digest(folder),
     )
     context = _attach(model, cache, target)
-    return Parts(model=model, context=context, cache=cache, tiles=target.tiles, info=info, draft=draft)
+    return LoadedModel(model=model, context=context, cache=cache, tiles=target.tiles, info=info, draft=draft)
 
 
 def _load_draft(config: WorkerConfig, folder: Path, vocab_size: int, target: Target) -> DraftModel | None:

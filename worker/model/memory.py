@@ -1,4 +1,4 @@
-"""How much memory a model needs, told before it is loaded, and how many KV blocks a rank gets once it is.
+"""Memory of a model: how much it needs, estimated before it is loaded, and how many KV-cache blocks a rank gets.
 
 What may live here: arithmetic over configs and plans, and asking the machine what is free. What may not: allocating.
 All sizes are bytes of one rank.
@@ -26,7 +26,8 @@ CPU_CACHE_SHARE: Final = 0.1
 
 PREFIX_CACHE_FACTOR: Final = 4
 """With prefix caching, a CPU's cache has room for this many times what running sequences can use: three quarters for
-prefixes of earlier ones. A larger cache costs no time at the start (`kv_cache.py`); its memory is bounded as above."""
+prefixes of earlier ones. A larger cache costs no time at the start (`worker/attention/kv_cache.py`); its memory
+is bounded as above."""
 
 MIN_BLOCKS: Final = 2
 """The check before the first request runs two sequences side by side."""

@@ -1,7 +1,7 @@
-"""One rank's model: Hugging Face's modeling code with our attention, linears and embedding, ready to run.
+"""Model of one rank: Hugging Face's modeling code with Holdfast's attention, linears and embedding, ready to run.
 
-What may live here: the attention function registered with transformers, building, and the forward call. What may
-not: the cache (`kv_cache.py`) and who runs what when (`model_runner.py`).
+What may live here: the attention function registered with transformers, building, and the forward call. What may not:
+the cache (`worker/attention/kv_cache.py`) and the order of steps (`worker/engine/model_runner.py`).
 """
 
 import inspect

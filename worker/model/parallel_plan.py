@@ -1,8 +1,8 @@
-"""Which ranks hold which part of a model: Hugging Face's tensor-parallel plan, read into cuts of parameters.
+"""Tensor-parallel plan of a model: Hugging Face's plan, read as cuts of its parameters.
 
 What may live here: the styles that are understood, plans for families that bring none (or a wasteful one), and the
 arithmetic of a cut. What may not: changing a model (`parallelize.py`). An unknown style is an error: a layer that is
-repeated by mistake next to one that is split gives wrong numbers without a sound.
+replicated by mistake next to one that is split silently gives wrong numbers.
 """
 
 import re
@@ -135,8 +135,11 @@ LOCAL_COUNTS: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A stretch of a dimension in `num_chunks` equal chunks. With fewer chunks than ranks, neighbours share one."""
+class Segment:
+    """A contiguous stretch of a dimension, in `num_chunks` equal chunks, such as the queries of a fused QKV.
+
+    With fewer chunks than ranks, neighbouring ranks hold the same chunk.
+    """
 
     length: int
     num_chunks: int
@@ -144,25 +147,25 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one dimension of a parameter is shared: each rank takes its chunk of every part."""
+    """How one dimension of a parameter is shared: each rank takes its chunk of every segment."""
 
     dim: int
-    parts: tuple[Part, ...]
+    segments: tuple[Segment, ...]
 
     def take(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        """This rank's share: a view where there is one part, else a new tensor."""
+        """This rank's share: a view where there is one segment, else a new tensor."""
         pieces, start = [], 0
-        for part in self.parts:
-            chunk = part.length // part.num_chunks
-            pieces.append(whole.narrow(self.dim, start + chunk * (rank * part.num_chunks // size), chunk))
-            start += part.length
+        for segment in self.segments:
+            chunk = segment.length // segment.num_chunks
+            pieces.append(whole.narrow(self.dim, start + chunk * (rank * segment.num_chunks // size), chunk))
+            start += segment.length
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     @property
     def share(self) -> float:
-        """The part of the parameter that one rank holds."""
-        kept = sum(part.length // part.num_chunks for part in self.parts)
-        return kept / sum(part.length for part in self.parts)
+        """The fraction of the parameter that one rank holds."""
+        kept = sum(segment.length // segment.num_chunks for segment in self.segments)
+        return kept / sum(segment.length for segment in self.segments)
 
 
 class ParallelPlan:
@@ -208,25 +211,25 @@ class ParallelPlan:
         if style.split not in (Split.COLUMNS, Split.ROWS):
             return None
         dim = len(shape) - 1 if style.split is Split.ROWS or len(shape) == 1 else len(shape) - 2
-        cut = Cut(dim, self._parts(name, style, shape[dim], head_dim))
-        for part in cut.parts:
-            if part.length % part.num_chunks:
-                reason = f"{part.length} features of {name} cannot be shared by {self.size} ranks"
+        cut = Cut(dim, self._segments(name, style, shape[dim], head_dim))
+        for segment in cut.segments:
+            if segment.length % segment.num_chunks:
+                reason = f"{segment.length} features of {name} cannot be shared by {self.size} ranks"
                 raise UnsupportedModelError(self.config.model_type, reason, "Choose another tensor_parallel_size")
         return cut
 
-    def _parts(self, name: str, style: Style, length: int, head_dim: int | None) -> tuple[Part, ...]:
+    def _segments(self, name: str, style: Style, length: int, head_dim: int | None) -> tuple[Segment, ...]:
         num_heads = self.config.num_attention_heads
         if style.packed_heads:
             assert head_dim is not None, "heads are fused in attention modules, and those know their size"
             queries = num_heads * head_dim
-            keys = Part((length - queries) // 2, min((length - queries) // 2 // head_dim, self.size))
-            return Part(queries, self.size), keys, keys
+            keys = Segment((length - queries) // 2, min((length - queries) // 2 // head_dim, self.size))
+            return Segment(queries, self.size), keys, keys
         is_kv = bool({"k_proj", "v_proj"} & set(name.split("."))) and not style.whole_activations
         if is_kv and style.split is Split.COLUMNS:
             num_kv_heads = getattr(self.config, "num_key_value_heads", None) or num_heads
-            return (Part(length, min(length // head_dim if head_dim else num_kv_heads, self.size)),)
-        return (Part(length // style.num_packed, self.size),) * style.num_packed
+            return (Segment(length, min(length // head_dim if head_dim else num_kv_heads, self.size)),)
+        return (Segment(length // style.num_packed, self.size),) * style.num_packed
 
     def _check(self) -> None:
         unknown = sorted(set(self._rules.values()) - set(STYLES))

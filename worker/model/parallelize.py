@@ -1,8 +1,8 @@
-"""Turns a Hugging Face model into one rank of a tensor-parallel group, module by module.
+"""Tensor parallelism of a Hugging Face model: replaces its modules by one rank's share of them.
 
-What may live here: replacing linears, the vocabulary's embedding and head, and experts by ours, and cutting the
-parameters that stay. What may not: which part belongs to whom (`parallel_plan.py`), arithmetic (`linear.py`,
-`embedding.py`, `experts.py`). One whole parameter is held at a time, and only if it does not come from a mapped file.
+What may live here: replacing linears, the vocabulary's embedding and head, and experts, and cutting the parameters that
+stay. What may not: which slice belongs to which rank (`parallel_plan.py`), arithmetic (`worker/layers/`). One whole
+parameter is held at a time, and only if it does not come from a mapped file.
 """
 
 import copy
@@ -17,7 +17,7 @@ from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.layers.activation import RowActivation
 from holdfast.worker.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from holdfast.worker.layers.experts import Experts, Router
+from holdfast.worker.layers.experts import ExpertRouter, Experts
 from holdfast.worker.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from holdfast.worker.layers.row_tiles import RowTiles
 from holdfast.worker.model.parallel_plan import LOCAL_COUNTS, ParallelPlan, Split, Style, is_transposed_linear
@@ -111,8 +111,8 @@ class _Share:
     def _row_invariant(self, module: nn.Module) -> nn.Module:
         if RowActivation.can_replace(module):
             return RowActivation(module)
-        if Router.can_replace(module):
-            return Router(module)
+        if ExpertRouter.can_replace(module):
+            return ExpertRouter(module)
         return Experts(module, tiles=self._target.tiles) if Experts.can_replace(module) else module
 
     def _check_partial_sum(self, name: str, module: nn.Module) -> None:

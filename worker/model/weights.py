@@ -1,8 +1,8 @@
-"""Where weights come from: a local Hugging Face folder, the hub, or a seeded generator.
+"""Weights and configs of models: from a local Hugging Face folder, from the hub, or from a seeded generator.
 
 What may live here: finding files, building the Hugging Face model around them, and reading one whole parameter at a
-time. What may not: which part of it a rank keeps (`parallel_plan.py`). A checkpoint is memory-mapped: until a rank
-takes its slices nothing is read, and all ranks of a machine share the page cache.
+time. What may not: which slice of it a rank keeps (`parallel_plan.py`). A checkpoint is memory-mapped: nothing is read
+until a rank takes its slices, and all ranks of a machine share the page cache.
 """
 
 import hashlib

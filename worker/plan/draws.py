@@ -1,7 +1,7 @@
-"""What the draws of a plan are, and which tokens they must not give: all that follows from a plan without any logits.
+"""Draws of a step plan: the draw parameters of each logits row, and the tokens that each must not give.
 
-What may not live here: logits and noise (`logits_processors.py`, `sampler.py`), and the masks of grammars, which take
-reading the output (`grammar_matchers.py`).
+All of it follows from the plan without any logits. What may not live here: logits and noise (`worker/sampling/`), and
+the masks of grammars, which depend on the output so far (`grammar_matchers.py`).
 """
 
 from dataclasses import replace

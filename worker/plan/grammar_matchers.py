@@ -1,8 +1,8 @@
-"""Grammar matchers, which follow outputs through their grammars, step after step, to say which tokens may come next.
+"""Grammar matchers: they follow each output through its grammar and mask the tokens that may not come next.
 
-What may live here: who has read how much, and what is taken back. What may not: what a grammar means (a `Matcher`, in
-`grammar_masks.py` llguidance's), logits, threads. A mask is a function of the grammar and the output so far; a matcher
-that is kept from step to step only saves reading the output again.
+What may live here: how much of each output a matcher has consumed, and rolling it back. What may not: the grammar
+itself (a `Matcher`; llguidance's is made in `worker/sampling/grammar_masks.py`), logits, threads. A mask is a function
+of the grammar and the output so far; a matcher kept from step to step only saves consuming the output again.
 """
 
 import logging

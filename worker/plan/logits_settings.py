@@ -1,8 +1,8 @@
-"""Settings of a request's logits processors, which edit its logits before a token is drawn: bans, biases and penalties.
+"""Logits settings: a request's bans, biases and penalties, resolved to token ids once for a sequence.
 
-What may live here: the settings, resolved to token ids once for a sequence. What may not: state, and tensors
-(`logits_processors.py`). What a processor does is a function of the settings and the tokens so far, so a sequence feels
-the same whether it runs through, is replayed, goes on elsewhere or is drafted.
+What may not live here: state, and tensors (`worker/sampling/logits_processors.py`). The effect of a logits processor is
+a function of these settings and the tokens so far, so it is the same whether a sequence runs through, is replayed,
+continues on another replica or is drafted.
 """
 
 from array import array

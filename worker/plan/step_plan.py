@@ -1,7 +1,8 @@
-"""The contract between scheduler and runner: a plan says what one step does, a result says what came of it.
+"""Step plans and step results: the contract between the scheduler and the model runner.
 
-A plan is complete and frozen when the scheduler returns it; the runner only reads it, and the result returns values.
-Nothing is filled in by several owners in turn. No torch here: plans cross process borders as plain integers.
+A plan says which tokens of which sequences one step computes, in which blocks; a result holds what was drawn. Both are
+frozen once made, and plain integers, since plans go to other processes. What may not live here: torch, and deciding
+what is planned (`worker/scheduling/`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from holdfast.worker.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawParams:
-    """All that a draw depends on besides the logits. A draw is a pure function of these (see `sampler.py`)."""
+    """All that a draw depends on besides the logits: it is a pure function of both (`worker/sampling/sampler.py`)."""
 
     seed: int
     first_output_index: int
@@ -56,12 +57,12 @@ class DrawParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobParams:
-    """Which prompt tokens a step says the logprobs of: the row of the token before tells each."""
+    """The prompt tokens whose logprobs a step reports. Each is read off the logits row of the token before it."""
 
     first_row: int
-    """Of the sequence's rows in the step, the first that tells one; the others follow without a gap."""
+    """The first such row among the sequence's rows in the step; the others follow without a gap."""
     token_ids: tuple[int, ...]
-    """Whose logprobs the rows tell. The last one may belong to the next step."""
+    """The tokens whose logprobs are reported. The last one may belong to the next step."""
     num_logprobs: int
     """Best tokens to report with each."""
 
@@ -101,7 +102,7 @@ class ScheduledSequence:
     num_draws: int = 0
     """How many of the last rows are drawn from: 1 when `draw` is set; more when drafted tokens are verified."""
     prompt_logprobs: PromptLogprobParams | None = None
-    """None for nearly all: no logprobs of prompt tokens are asked for."""
+    """None where no logprobs of prompt tokens are asked for, which is nearly always."""
     drafting: Drafting | None = None
     """Work for the draft model, where there is one. What it guesses, the step then verifies (`with_drafts`)."""
 
@@ -112,7 +113,7 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What one step does. Never empty."""
+    """The sequences that one step computes, and the block copies before it. Never empty."""
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
@@ -133,7 +134,7 @@ class StepPlan:
 
 
 NO_TOKEN: Final = -1
-"""Drawn where the logits are no numbers."""
+"""In place of a drawn token where the logits are NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +144,9 @@ class StepResult:
     step_id: int
     token_ids: tuple[tuple[int, ...], ...]
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
-    """For each sequence, one for each of its tokens, or none where it asks for none. Empty where nobody asks."""
+    """For each sequence, one for each of its tokens, or none where it asks for none. Empty where no sequence asks."""
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
-    """For each sequence, one for each token of its `prompt_logprobs`. Empty where nobody asks."""
+    """For each sequence, one for each token of its `prompt_logprobs`. Empty where no sequence asks."""
     drafts: tuple[tuple[int, ...], ...] = ()
     """What the draft model guessed for each sequence and the step verified. Empty where there was none."""
 

@@ -1,8 +1,8 @@
-"""The replica's end of the link: `holdfast.v1.Engine` over gRPC, one stream per router, one message per step.
+"""Link server of a replica: `holdfast.v1.Engine` over gRPC, one stream per router, one message per step.
 
-What may live here: the stubs, and the hand-over between the engine's thread and the event loop. What may not: what
-messages mean (`worker/wire/link_codec.py`), decisions. When a router's stream ends, for whatever reason, all that came
-through it is aborted.
+What may live here: the stubs, and the hand-over between the engine's thread and the event loop. What may not: the
+meaning of messages (`worker/wire/link_codec.py`), decisions. When a router's stream ends, for whatever reason, all
+requests that came through it are aborted.
 """
 
 import asyncio
@@ -131,7 +131,7 @@ class RouterLink:
     # --- on the event loop ---
 
     async def read(self, requests: AsyncIterator[engine_pb2.LinkRequest]) -> None:
-        """Passes on what the router says until it falls silent; then ends the stream."""
+        """Takes in the router's messages until its side of the stream ends; then ends the stream."""
         try:
             async for request in requests:
                 self._take(request)
@@ -143,7 +143,7 @@ class RouterLink:
             self._outbox.put_nowait(None)
 
     async def beat(self, every_s: float) -> None:
-        """Tells the router, while there is work, how far it has come. The engine cannot hold this loop up."""
+        """Sends heartbeats with the progress so far while there is work. The engine cannot block this loop."""
         progress = self._engine.progress
         while True:
             await asyncio.sleep(every_s)
@@ -171,7 +171,7 @@ class RouterLink:
                 raise LinkMessageError("the router has sent a message of a kind that is not known here")
 
     def _submit(self, submit: engine_pb2.Submit) -> None:
-        """What cannot be run is answered, and the link goes on."""
+        """A request that cannot be run is rejected, and the link goes on."""
         attempt = AttemptKey(self._name, submit.attempt)
         try:
             request = engine_request(submit, self._name, self._vocab_size)

@@ -1,8 +1,8 @@
-"""One rank of a tensor-parallel group, and the ways to start the ranks that are not the leader.
+"""Rank of a tensor-parallel group: the life of a rank that is not the leader, and the launchers of such ranks.
 
-The leader (rank 0) lives in the process that serves the link. The others are started by a launcher: child processes
-here, Ray actors in `cluster/serve/placement_groups.py`. They know nothing but the settings, their number and where to
-meet.
+The leader (rank 0) lives in the process that serves the link. The others are started by a launcher: as child processes
+here, as Ray actors in `cluster/serve/placement_groups.py`. They are given the settings, their number and the rendezvous
+address, and nothing else.
 """
 
 import logging

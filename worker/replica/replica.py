@@ -1,6 +1,6 @@
-"""One replica: a tensor-parallel group, its engine, and the watch over its ranks, in the leader's process.
+"""Replica: a tensor-parallel group, its engine, and the supervision of its ranks, in the leader's process.
 
-What may live here: starting the parts in order, noticing that one has died, stopping them in order. What may not:
+What may live here: starting the components in order, noticing that one has died, stopping them in order. What may not:
 Ray, gRPC and everything else that decides where a replica runs and who talks to it.
 """
 
@@ -145,7 +145,7 @@ class Replica:
         return self._heartbeat_pipe
 
     def wind_down(self) -> None:
-        """It asks itself nothing any more, so that it is idle once others have nothing for it to do."""
+        """Stops the known-answer check, so that the replica is idle once no other request is left."""
         if self._known_answer_check is not None:
             self._known_answer_check.stop()
 
@@ -175,7 +175,7 @@ class Replica:
         self._watchdog.start()
 
     def _release(self, known_answer_check: KnownAnswerCheck) -> None:
-        """What it answers first is a fact of this replica. Not watched yet: how long a step takes is not known."""
+        """The first result's digest is part of the model info. The watchdog starts later: no step time is known yet."""
         digest = known_answer_check.begin()
         self.info = replace(self.info, answers_digest=digest)
         if digest:
@@ -188,7 +188,7 @@ class Replica:
         self._fail(error)
 
     def _condemn(self, still_s: float) -> None:
-        """A frozen rank holds all others up, and nobody can tell which it is: the group goes as a whole."""
+        """A frozen rank blocks all others, and which one it is cannot be told: the whole group is ended."""
         error = ReplicaError(f"the replica is frozen: no progress for {still_s:.1f} s while there is work")
         self._fail(error)
         self.engine.give_up(error)

@@ -1,7 +1,7 @@
-"""Rows of logits that are numbers, and those that are not: what no token can be drawn from.
+"""NaN and infinity checks of logits rows: no token can be drawn from a row that is not finite.
 
-What may live here: finding them, and standing in for them. What may not: what becomes of their requests
-(`scheduler.py`, `engine_core.py`).
+What may live here: finding such rows, and replacing them. What may not: what happens to their requests
+(`worker/scheduling/scheduler.py`, `worker/engine_core/lost_numbers.py`).
 """
 
 import torch

@@ -1,7 +1,8 @@
-"""Which tokens may come next in an output that must match a grammar, by llguidance, on the leader alone.
+"""Grammar masks by llguidance, on the leader alone: which tokens may come next in an output that must match a grammar.
 
-What may live here: the model's tokenizer as llguidance reads it, and the thread that makes the masks while the model
-runs. What may not: who has read how much (`grammar_matchers.py`), and logits (`logits_processors.py`).
+What may live here: the model's tokenizer as llguidance reads it, and the thread that computes masks while the model
+runs. What may not: how much of each output was consumed (`worker/plan/grammar_matchers.py`), and logits
+(`logits_processors.py`).
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,8 +1,8 @@
-"""Logits processors: edit the rows of requests that ask for it, before a token is drawn.
+"""Logits processors: edits of the logits rows of requests that ask for them, before a token is drawn.
 
 The order is grammar, allowed tokens, bad words and the minimum length, bias, then repetition, frequency and presence
-penalty. Nearly all of it touches single logits; only grammar and allowed tokens rewrite a whole row. Every edit is made
-of one row's own numbers, in float32, element by element, so no row feels its neighbours.
+penalty. Nearly all of it touches single logits; only grammar and allowed tokens rewrite a whole row. Every edit uses
+its row's own numbers, in float32, element by element, so a row does not depend on the others.
 """
 
 from array import array

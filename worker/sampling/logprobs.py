@@ -1,8 +1,8 @@
-"""How likely the model itself found tokens, drawn ones and a prompt's: raw log-probabilities, ranks, best alternatives.
+"""Log-probabilities of drawn tokens and of prompt tokens, with ranks and the best alternatives.
 
-All of it is read off the logits as the model gave them; nothing here changes a draw. Rows that ask for none cost
-nothing. A row never feels its neighbours: the softmax is taken in float64 and rounded once, and tokens are put in one
-total order, so which of several equal logits comes first does not depend on how a device searches.
+They are taken from the logits as the model gave them, and do not affect a draw. Rows that ask for none cost nothing. A
+row does not depend on the others: the softmax is taken in float64 and rounded once, and tokens are put in one total
+order, so which of several equal logits comes first does not depend on the device's search.
 """
 
 from collections.abc import Sequence

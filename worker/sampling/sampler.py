@@ -1,14 +1,13 @@
-"""Logits to tokens, as a pure function of (logits, parameters, seed, output position).
+"""Sampler: logits to tokens, as a pure function of (logits, parameters, seed, output position).
 
-A draw is a race: each token that passed the filters gets an exponential time, its rate the token's probability, and the
-earliest wins, which draws from exactly those probabilities. The noise is a hash of (seed, output position, stream,
-token id). No generator advances, so a draw can be repeated anywhere: after a preemption, on another replica, when
-drafted tokens are verified.
+A draw is an exponential race, equivalent to the Gumbel-max trick: each token that passed the filters gets an
+exponential time, its rate the token's probability, and the earliest wins, which samples from exactly those
+probabilities. The noise is a hash of (seed, output position, stream, token id). No generator advances, so a draw can be
+repeated anywhere: after a preemption, on another replica, when drafted tokens are verified.
 
-A row's logits processors (`logits_processors.py`) come before everything; then temperature, min-p, top-k and top-p, in
-this order.
-Each filter is a small function of the rows that use it. A row never feels its neighbours: sums and logarithms that
-decide between tokens are taken in float64, where no order of computing shows. Greedy rows pay for an argmax alone.
+A row's logits processors (`logits_processors.py`) come first; then temperature, min-p, top-k and top-p, in this order.
+Each filter is a small function of the rows that use it. A row does not depend on the others: sums and logarithms that
+decide between tokens are taken in float64, where no order of computing shows. Greedy rows cost only an argmax.
 """
 
 from collections.abc import Mapping, Sequence

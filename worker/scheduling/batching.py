@@ -1,7 +1,7 @@
-"""How the sequences of each step are chosen: the interface of a batching policy, and continuous batching.
+"""Batching policies: the interface, and continuous batching with chunked prefill and preemption.
 
-What may live here: decisions about tokens, places and blocks of the coming step. What may not: requests, results and
-counters (`scheduler.py`), and how blocks change hands (`queues.py`).
+What may live here: decisions about the tokens, places and blocks of the coming step. What may not: requests, results
+and counters (`scheduler.py`), and how blocks change owners (`queues.py`).
 """
 
 from collections.abc import Callable, Iterable
@@ -42,7 +42,7 @@ MakePolicy = Callable[[StepLimits], BatchingPolicy]
 
 
 class ContinuousBatching:
-    """Every step takes whoever can use it: decodes first, then, class by class, chunks of prefill and newcomers.
+    """Fills every step: decodes first, then, class by class, chunks of prefill and newly admitted sequences.
 
     Blocks are allocated for the tokens that a sequence has, not for those it may draw. When they run out, one of the
     worst class among those running is preempted: the one with the fewest tokens computed, the newest of several, but
@@ -134,7 +134,7 @@ class ContinuousBatching:
         return shares
 
     def _has_place(self, queues: SequenceQueues) -> bool:
-        """Whether one more may run; then each of those who run can have a token of a step."""
+        """Whether one more sequence may run and still every running one get a token of each step."""
         return len(queues.running) < min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
 
     def _has_memory(self, queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> bool:

@@ -1,6 +1,6 @@
-"""Whose time is up: past the deadline, or still waiting when it is too late to come to a first token in time.
+"""Deadlines of requests: those that have passed, and waiting requests that can no longer reach a first token in time.
 
-What may live here: when a request has become hopeless. What may not: a clock, and dropping requests (`scheduler.py`).
+What may live here: when a request is hopeless. What may not: a clock, and dropping requests (`scheduler.py`).
 """
 
 import math
@@ -11,7 +11,7 @@ from holdfast.worker.service_order.timers import Timers
 
 
 class DeadlineWatch:
-    """The deadlines of all who are alive."""
+    """The deadlines of all requests that have not ended."""
 
     def __init__(self, queues: SequenceQueues) -> None:
         self._queues = queues
@@ -38,7 +38,7 @@ class DeadlineWatch:
         return None
 
     def _latest_start_s(self, sequence: Sequence) -> float:
-        """When it must have begun to run at the latest: a bound for the best case, in which nobody else is served."""
+        """The latest time to begin running: a bound for the best case, in which no other request is served."""
         is_new = sequence.status is SequenceStatus.WAITING and sequence.num_output_tokens == 0
         if self.tokens_per_s is None or not is_new:
             return sequence.deadline_s

@@ -1,9 +1,8 @@
-"""The scheduler's port for speculative decoding: what a drafter adds to a step, and the drafter that adds nothing.
+"""Drafter interface: what speculative decoding adds to a step, and `NoDrafter`, which adds nothing.
 
-What may live here: the contract. What may not: guessing, and when guesses pay (`worker/speculation/`).
+What may live here: the contract. What may not: proposing drafts, and when they pay (`worker/speculation/`).
 """
 
-from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -47,7 +46,7 @@ class Drafter(Protocol):
     def num_remembered(self) -> int:
         """Sequences that it keeps something of; 0 when none is alive."""
 
-    def drafts(self, shares: Ordered[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
+    def drafts(self, shares: list[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
         """Drafts for each share of a step, within the step's limits and the blocks that are free."""
 
     def settle(
@@ -67,7 +66,7 @@ class NoDrafter:
     num_speculative_tokens = 0
     num_remembered = 0
 
-    def drafts(self, shares: Ordered[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
+    def drafts(self, shares: list[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
         return [NO_DRAFTS] * len(shares)
 
     def settle(

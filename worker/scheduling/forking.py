@@ -1,7 +1,8 @@
-"""Sequences of one request share their prompt: the first computes it, the others fork from it.
+"""Prompt sharing by forking: one sequence of a request computes the prompt, and the others fork from it.
 
-What may live here: whom a waiting sequence can fork from, how much they have in common, and when it is worth waiting
-for. What may not: how blocks change hands (`queues.py`), and places, tokens and free blocks (`batching.py`).
+What may live here: which running sequence a waiting one can fork from, how long their common prefix is, and when it is
+worth waiting for. What may not: how blocks change owners (`queues.py`), and places, tokens and free blocks
+(`batching.py`).
 """
 
 from collections import defaultdict

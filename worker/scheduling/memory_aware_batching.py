@@ -1,4 +1,4 @@
-"""Memory-aware batching: continuous batching that admits by what the running sequences will need at their peak."""
+"""Memory-aware batching: continuous batching that admits by the estimated peak memory of the running sequences."""
 
 from holdfast.worker.scheduling.batching import ContinuousBatching
 from holdfast.worker.scheduling.queues import SequenceQueues, SharedPrefix
@@ -13,7 +13,7 @@ class MemoryAwareBatching(ContinuousBatching):
     Scheduling for LLM Inference with KV Cache Constraints", 2025). The estimate is the running mean of the output
     lengths that finished so far, at most a request's own bound; the bound itself before anything has finished, and for
     one that has outrun the mean. All peaks are taken to come at once, and prefixes in common are not counted on. So
-    while no estimate is too low, memory preempts nobody; where one is, preemption goes on as in continuous batching. A
+    while no estimate is too low, nothing is preempted for memory; else preemption works as in continuous batching. A
     better class preempts worse ones as there, too, and nobody starves by the same argument: alone, all fit.
     """
 

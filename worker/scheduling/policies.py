@@ -1,4 +1,4 @@
-"""The batching policies that a setting can name. What may not live here: how they decide, and any other policy."""
+"""Registry of the batching policies that a setting can name. What may not live here: the policies themselves."""
 
 from collections.abc import Mapping
 from typing import Final

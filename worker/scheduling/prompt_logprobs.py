@@ -1,6 +1,7 @@
-"""Which tokens of a prompt a step says the logprobs of, and how many in all: their logits take memory.
+"""Prompt log-probabilities: which prompt tokens a step reports them for, and the bound on their number.
 
-What may live here: that arithmetic. What may not: the logprobs themselves (`logprobs.py`).
+Each takes a row of logits, and so memory. What may not live here: computing log-probabilities
+(`worker/sampling/logprobs.py`).
 """
 
 from typing import Final

@@ -1,7 +1,7 @@
-"""Who waits and who runs, in order of service, and the blocks they own.
+"""Sequence queues: the waiting and the running sequences in order of service, and the blocks they own.
 
-The one place where a sequence changes its status and where blocks change hands; each method keeps `check_integrity`
-true. What may not live here: deciding who is admitted or preempted, and when (`batching.py`).
+Only here does a sequence change its status, and only here are blocks allocated to sequences and freed; each method
+keeps `check_integrity` true. What may not live here: deciding who is admitted or preempted, and when (`batching.py`).
 """
 
 import math
@@ -23,7 +23,7 @@ class SharedPrefix:
     """What a sequence can begin with and need not compute."""
 
     block_ids: tuple[int, ...] = ()
-    """Full blocks of others."""
+    """Full blocks of other sequences, or cached ones."""
     num_tokens: int = 0
     """Those in `block_ids` and, in a fork, those that the parent has in its next block as well: they are copied."""
     parent: Sequence | None = None
@@ -129,7 +129,7 @@ class SequenceQueues:
         sequence.status = SequenceStatus.FINISHED
 
     def forget_prefix(self, sequence: Sequence) -> None:
-        """Let nobody find what a running sequence has computed, nor what it has found."""
+        """Evict a running sequence's blocks from the prefix cache, both those it computed and those it found."""
         for block_id in sequence.block_ids:
             if block_id in self.allocator.prefix_cache:
                 self.allocator.prefix_cache.evict(block_id)
@@ -201,7 +201,7 @@ class SequenceQueues:
         """
         if parent is not None:
             self.num_forked_tokens += sequence.num_computed_tokens
-        if sequence.num_discarded_tokens > 0:  # whoever was preempted had computed a token
+        if sequence.num_discarded_tokens > 0:  # a preempted sequence had computed a token
             return
         if parent is not None:
             sequence.num_cached_tokens = min(parent.num_cached_tokens, sequence.num_computed_tokens)

@@ -1,4 +1,4 @@
-"""The worker's decider, a state machine without IO: requests come in, plans go out, results come back as tokens.
+"""Scheduler of one replica, a state machine without IO: requests come in, step plans go out, results come back.
 
 What may live here: the life of requests, from `add` to their last token. What may not: clocks, threads, torch, and how
 a step is filled (`batching.py`). The loop around it is `plan = plan()`, `result = run(plan)`, `deltas = commit(plan,
@@ -15,9 +15,7 @@ from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResu
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.scheduling.batching import MakePolicy
 from holdfast.worker.scheduling.deadlines import DeadlineWatch
-from holdfast.worker.scheduling.deltas import advance, last_delta
 from holdfast.worker.scheduling.drafting import Drafter, Drafts, NoDrafter
-from holdfast.worker.scheduling.fit import check_fits
 from holdfast.worker.scheduling.policies import POLICIES
 from holdfast.worker.scheduling.prompt_logprobs import bound_prompt_logprobs, prompt_logprob_params
 from holdfast.worker.scheduling.queues import SequenceQueues
@@ -90,9 +88,9 @@ class Scheduler:
         )
         if (reason := sequence.finish_reason) is not None and request.output_token_ids:
             self._num_finished += 1
-            return last_delta(sequence, reason)
+            return sequence.last_delta(reason)
         num_slots = self._allocator.num_blocks * self._allocator.block_size
-        check_fits(sequence, num_slots=num_slots, max_model_len=self._max_model_len)
+        sequence.check_fits(num_slots=num_slots, max_model_len=self._max_model_len)
         if len(self._queues.waiting) >= self._max_num_waiting:
             raise QueueFullError(f"{len(self._queues.waiting)} requests are waiting, and no more may")
         self._num_added += 1
@@ -113,7 +111,7 @@ class Scheduler:
             return None
         self._drop(sequence)
         self._num_aborted += 1
-        return last_delta(sequence, FinishReason.ABORT)
+        return sequence.last_delta(FinishReason.ABORT)
 
     def abort_all(self) -> list[TokenDelta]:
         """`abort` for every request."""
@@ -161,7 +159,7 @@ class Scheduler:
                 continue
             if likely_prompt and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += likely_prompt
-            delta = advance(sequence, scheduled, drawn, likely)
+            delta = sequence.commit(scheduled, drawn, likely)
             if sequence.is_broken:
                 self._drop_broken(sequence)
                 continue
@@ -174,7 +172,7 @@ class Scheduler:
         return deltas
 
     def take_expired(self) -> list[Hashable]:
-        """Requests that have been dropped since the last call, for their time was up. There is no delta for them.
+        """Requests that have been dropped since the last call, because their time was up. There is no delta for them.
 
         Besides those past their deadline, waiting ones that could not have come to their first token in time; this
         takes `tokens_per_s`.
@@ -183,8 +181,8 @@ class Scheduler:
         return expired
 
     def take_broken(self) -> list[tuple[Hashable, EngineRequest]]:
-        """Requests that have been dropped since the last call, for their logits were no numbers. There is no delta for
-        them.
+        """Requests that have been dropped since the last call, because their logits were NaN or infinite. There is no
+        delta for them.
         """
         broken, self._broken = self._broken, []
         return broken
@@ -197,7 +195,7 @@ class Scheduler:
         return self._allocator.prefix_cache.take_events()
 
     def cached_block_hashes(self) -> Iterable[bytes]:
-        """All prefixes that are cached now, whoever has taken which events. To be read before the next step."""
+        """All prefixes that are cached now, whichever events have been taken. To be read before the next step."""
         return self._allocator.prefix_cache.block_hashes
 
     # --- State ---
@@ -272,7 +270,7 @@ class Scheduler:
             assert self._allocator.num_used == 0, f"{self._allocator.num_used} blocks are used by no request"
             assert self._drafter.num_remembered == 0, "speculation remembers sequences that have ended"
 
-    # --- Parts ---
+    # --- Internals ---
 
     def _scheduled(self, sequence: Sequence, num_tokens: int, drafts: Drafts) -> ScheduledSequence:
         first = sequence.num_computed_tokens
@@ -306,7 +304,7 @@ class Scheduler:
             self._num_expired += 1
 
     def _drop_broken(self, sequence: Sequence) -> None:
-        """What it has computed is no numbers either, as far as anybody knows: nobody else is to begin with it."""
+        """Its keys and values may be NaN or infinite too, so no other sequence may reuse its cached prefix."""
         self._queues.forget_prefix(sequence)
         self._drop(sequence)
         self._broken.append((sequence.attempt, sequence.request))

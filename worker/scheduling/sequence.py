@@ -1,7 +1,7 @@
-"""The state of one request inside a worker: its tokens, how far they are computed, and its blocks.
+"""Sequence: the state of one request inside a worker: its tokens, how many of them are computed, and its blocks.
 
-What may live here: what one sequence can know of itself, above all when it ends. What may not: other sequences, the
-block allocator, and decisions about who runs (`batching.py`).
+What may live here: what follows from one sequence alone: when it ends, its deltas, whether it can ever fit. What may
+not: other sequences, the block allocator, and decisions about who runs (`batching.py`).
 """
 
 import math
@@ -10,9 +10,10 @@ from enum import Enum
 from typing import ClassVar
 
 from holdfast.worker.block_hash import HashChain
+from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, ScheduledSequence
-from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
+from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from holdfast.worker.service_order.tenants import Tenant
 from holdfast.worker.service_order.waiting_queue import RETRY_FOR_S
 
@@ -43,7 +44,7 @@ class Sequence:
     tenant: Tenant
     """Whom its tokens are charged to; set whenever it stands in line."""
     standing: ClassVar[int] = 0
-    """Nobody goes before the others of a class: whoever was preempted has its old place in its tenant's line."""
+    """No sequence goes before the others of its class: a preempted one has its old place in its tenant's line."""
 
     __slots__ = (
         "attempt",
@@ -89,7 +90,7 @@ class Sequence:
         self.attempt = request.request_id if attempt is None else attempt
         self.status = SequenceStatus.WAITING
         self.is_broken = False
-        """Its logits came out as no numbers: no token can follow."""
+        """Its logits came out as NaN or infinity: no token can follow."""
         time_left_s = math.inf if request.time_left_s is None else max(0.0, request.time_left_s)
         self.deadline_s = arrived_s + time_left_s
         """Nobody waits for it any more after this time."""
@@ -119,7 +120,7 @@ class Sequence:
         goes_on = params.ignore_eos and not request.grammar
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if goes_on else eos_token_ids)
         self.logits_settings = LogitsSettings.of(request, eos_token_ids)
-        """What the request does to its logits; None: nothing."""
+        """Settings of its logits processors; None: there are none."""
         asks = params.prompt_logprobs is not None and not request.output_token_ids
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
         """Of the prompt's second token and on, told with the first output token; None: not asked for, or told."""
@@ -186,7 +187,7 @@ class Sequence:
         """Take in what a step computed and drew for this sequence; returns the tokens that it gained.
 
         Tokens after one that ends the sequence, or after a draft that turned out wrong, are dropped, and the positions
-        computed for them count as not computed. A draw that came to no token breaks the sequence.
+        computed for them count as not computed. A draw without a token (`NO_TOKEN`) breaks the sequence.
         """
         old_len = len(self.token_ids)
         for token_id in _confirmed(scheduled.token_ids, drawn):
@@ -199,6 +200,52 @@ class Sequence:
         num_run = scheduled.first_position + len(scheduled.token_ids)
         self.num_computed_tokens = min(num_run, len(self.token_ids) - 1)
         return tuple(self.token_ids[old_len:])
+
+    def commit(
+        self, scheduled: ScheduledSequence, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+    ) -> TokenDelta | None:
+        """`advance`, as a delta to report; None if the sequence gained no token.
+
+        The log-probabilities of dropped tokens are dropped with them.
+        """
+        first_token_index = self.num_output_tokens
+        token_ids = self.advance(scheduled, drawn)
+        if not token_ids:
+            return None
+        return TokenDelta(
+            attempt=self.attempt,
+            first_token_index=first_token_index,
+            token_ids=token_ids,
+            finish_reason=self.finish_reason,
+            num_cached_tokens=self.num_cached_tokens if first_token_index == 0 else 0,
+            logprobs=logprobs[: len(token_ids)],
+            prompt_logprobs=self.take_prompt_logprobs() if first_token_index == 0 else (),
+        )
+
+    def last_delta(self, reason: FinishReason) -> TokenDelta:
+        """The last delta of a request that ends without another token."""
+        return TokenDelta(
+            attempt=self.attempt, first_token_index=self.num_output_tokens, token_ids=(), finish_reason=reason
+        )
+
+    def check_fits(self, *, num_slots: int, max_model_len: int) -> None:
+        """Raises `InvalidRequestError` if the request could not run to its end even with the whole cache to itself.
+
+        `num_slots` is the number of tokens that the KV cache holds.
+        """
+        num_prompt_tokens = self.num_prompt_tokens
+        max_prompt_tokens = min(max_model_len - 1, num_slots)
+        if num_prompt_tokens > max_prompt_tokens:
+            limit = f"must be at most {max_prompt_tokens} tokens: the context holds {max_model_len} with the output"
+            raise InvalidRequestError(
+                "prompt", f"{num_prompt_tokens} tokens", f"{limit}, and the KV cache {num_slots} in all"
+            )
+        if self.max_num_slots > num_slots:
+            limit = f"must be at most {num_slots + 1 - num_prompt_tokens} after a prompt of {num_prompt_tokens} tokens"
+            max_tokens = self.request.sampling_params.max_tokens
+            raise InvalidRequestError(
+                "sampling_params.max_tokens", max_tokens, f"{limit}: the KV cache holds {num_slots} in all"
+            )
 
 
 def _confirmed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, ...]:

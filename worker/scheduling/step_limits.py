@@ -1,6 +1,6 @@
-"""How much one step may do: the limits that a batching policy keeps, and that may be changed between two steps.
+"""Step limits: the most that one step may do. A batching policy keeps to them; they may be replaced between two steps.
 
-What may not live here: who decides on them. They begin as the settings say (`config.py`).
+They start as the settings say (`worker/config.py`). What may not live here: choosing other ones (`worker/tuning/`).
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""How much service each tenant has had: the virtual token counters of Sheng et al., "Fairness in Serving Large Language
-Models" (OSDI 2024).
+"""Virtual token counters: how much service each tenant has had, for fair scheduling.
 
-What may live here: the counters. What may not: who waits and in which order (`waiting_queue.py`).
+After Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). What may live here: the counters. What may
+not: the order of the requests that wait (`waiting_queue.py`).
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Tenant:
         self.share = share
         """Its weight: of two tenants who always have requests waiting, one with twice the share gets twice as much."""
         self.counter = 0.0
-        """Weighted tokens served, over the share. Never falls; whoever has the smallest is served next."""
+        """Weighted tokens served, over the share. Never falls; the tenant with the smallest is served next."""
         self.num_waiting = 0
 
     def charge(self, num_prompt_tokens: int, num_output_tokens: int) -> None:

@@ -1,6 +1,7 @@
-"""Timers: when each of some keys is due, as a heap with lazy deletion, which is swept before what was dropped piles up.
+"""Timers: at most one due time for each key, as a heap with lazy deletion.
 
-No clock here: times are passed in, in seconds of whatever clock the caller goes by.
+Entries of dropped keys are swept before they pile up. No clock here: times are passed in, in seconds of the caller's
+clock.
 """
 
 import heapq

@@ -1,8 +1,8 @@
-"""The waiting queue: who waits, in order of service: by class, then by tenant, then by due time, then by arrival.
+"""Waiting queue in order of service: by priority class, then by tenant, then by due time, then by arrival.
 
 What may live here: the order, and aging, which moves those who have waited long to a better class. What may not:
-whether there is room for the first (the worker's `batching.py`, the router's `placement.py`), what waits beyond what
-`Waiter` says, and a clock: the time is passed in.
+whether there is room for the first (`worker/scheduling/batching.py`, `router/dispatch/placement.py`), state of a
+waiting request beyond `Waiter`, and a clock: the time is passed in.
 """
 
 import heapq
@@ -39,7 +39,7 @@ class Waiter(Protocol):
 
     @property
     def standing(self) -> int:
-        """Of one class, the smaller goes first, whoever's it is. Does not change while it waits."""
+        """Of one class, the smaller goes first, whichever tenant's it is. Does not change while it waits."""
 
     @property
     def urgency(self) -> tuple[float, int]:
@@ -124,7 +124,7 @@ class WaitingQueue(Generic[AnyWaiter]):
         self._aside.clear()
 
     def advance(self, now: float) -> None:
-        """Time has passed: whoever has waited long enough moves to the next better class."""
+        """Aging: those that have waited long enough by `now` move to the next better class."""
         self._now = max(self._now, now)
         while (waiter := self._promotions.pop(self._now)) is not None:
             self._lane(waiter).remove(waiter)

@@ -1,6 +1,6 @@
-"""How many tokens to guess ahead for one request: as many as lately came true, and fewer the more requests there are.
+"""Draft length of one request: it follows the acceptance rate, and is shorter the more sequences decode.
 
-A state machine without clock or chance. What may not live here: who guesses, and what room a step has.
+A state machine without clock or randomness. What may not live here: proposing drafts, and how much room a step has.
 """
 
 from typing import Final
@@ -25,13 +25,13 @@ def longest_for(num_decoding: int) -> int:
 
 
 class DraftLength:
-    """One sequence's length. While hardly any guess comes true it sleeps, and tries a short one now and then, more and
-    more rarely as long as that fails."""
+    """Draft length of one sequence. While hardly any draft is accepted it drafts nothing, and probes with a short draft
+    now and then, more and more rarely as long as that fails."""
 
     __slots__ = ("_acceptance", "_least_acceptance", "_num_steps_asleep", "_sleep")
 
     def __init__(self, least_acceptance: float = 0.15) -> None:
-        """With a smaller share of drafts that come true, guessing costs more than it saves. Below 0.5."""
+        """Below this acceptance rate drafting costs more than it saves. Less than 0.5."""
         self._least_acceptance = least_acceptance
         self._acceptance = _START
         self._sleep = _FIRST_SLEEP
@@ -45,7 +45,7 @@ class DraftLength:
         return min(longest, _PROBE_TOKENS) if self._num_steps_asleep > self._sleep else 0
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """So many drafts were verified, at least one, and so many of them came true."""
+        """So many drafts were verified, at least one, and so many of them accepted."""
         was_probe = self._acceptance < self._least_acceptance
         self._acceptance += _WEIGHT * (num_accepted / num_drafts - self._acceptance)
         self._num_steps_asleep = 0

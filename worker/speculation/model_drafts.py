@@ -1,8 +1,8 @@
-"""What the draft model is to do in a step, and how far it has read each sequence.
+"""Draft-model progress: how many tokens of each sequence the draft model has computed, and its work for the next step.
 
-Its keys and values lie in blocks of the same ids as the model's own, so whoever shares a prefix shares it for both.
-What may not live here: the draft model (`draft_model.py`). Where it has not kept up, in a prefix that was computed
-while drafts did not pay, its guesses are poor and nothing else is.
+Its keys and values lie in blocks of the same ids as the large model's, so sequences that share a prefix share it in
+both caches. Where it has not kept up, in a prefix that was computed while drafts did not pay, its drafts are poor, and
+nothing else suffers. What may not live here: the draft model itself (`worker/model/draft_model.py`).
 """
 
 from holdfast.worker.plan.step_plan import Drafting

@@ -1,7 +1,7 @@
-"""Drafts from the request's own text: what followed the last time that its last few tokens came up.
+"""N-gram drafts: the tokens that followed the last occurrence of a sequence's last few tokens.
 
-Prompt lookup (Saxena 2023), as vLLM's `ngram`: the longest match counts, and of several the most recent one. A table
-from n-grams to their last place grows with the sequence, so a step costs as much as it has new tokens.
+Prompt lookup (Saxena 2023), as vLLM's `ngram`. The longest match counts, and of several the most recent one. A table
+from n-grams to their last place grows with the sequence, so a step's cost is proportional to its new tokens.
 """
 
 from holdfast.worker.scheduling.sequence import Sequence

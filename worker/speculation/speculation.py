@@ -1,12 +1,12 @@
-"""Speculative decoding, the deciding half: which sequences get drafts in a step, how many, and what became of them.
+"""Speculative decoding, the scheduler's side: which sequences get drafts in a step, how many, and their acceptance.
 
-A drafted token is kept only if the model itself draws the same one there (`Sequence.advance`), so drafts cost or save
-time and change nothing else. Here are the limits: only sequences that decode, within the step's tokens and rows of
-logits, within their own end, and in blocks that are free: nobody is preempted for a draft. What may not live here: how
-tokens are guessed (`*_drafts.py`), how long drafts pay (`draft_length.py`), and the draft model (`draft_model.py`).
+A drafted token is kept only if the model itself draws the same one there (`Sequence.advance`), so drafts change the
+speed and nothing else. The limits: only sequences that decode get drafts, within the step's tokens and rows of logits,
+within their own maximum length, and in blocks that are free: nobody is preempted for a draft. What may not live here:
+proposing tokens (`ngram_drafts.py`, `suffix_drafts.py`), how long a draft pays (`draft_length.py`), and the draft model
+(`worker/model/draft_model.py`).
 """
 
-from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -37,7 +37,7 @@ class Proposer(Protocol):
 
 _LOOKUP_PAYS_FROM: Final = 0.15
 _MODEL_PAYS_FROM: Final = 0.3
-"""Share of drafts that must come true: a wrong one costs a row of the step, or a pass of the draft model as well."""
+"""Acceptance rate from which drafts pay: a wrong draft costs a row of the step, or also a draft-model pass."""
 
 
 def max_num_draws(scheduler: SchedulerConfig, speculation: SpeculationConfig) -> int:
@@ -71,7 +71,7 @@ class Speculation:
         """Sequences that it keeps something of; 0 when none is alive."""
         return len(self._lengths)
 
-    def drafts(self, shares: Ordered[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
+    def drafts(self, shares: list[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
         """Drafts for each share of a step, from what its sequences leave of tokens, rows and blocks.
 
         For a draft model, whose guesses take time of their own, a batch counts as twice as large.

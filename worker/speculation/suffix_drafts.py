@@ -1,12 +1,11 @@
-"""Drafts from earlier outputs: what most often followed the last few tokens, in this request and in those before it.
+"""Suffix drafts: the tokens that most often followed a sequence's last tokens, in its own text and in earlier outputs.
 
-After SuffixDecoding (Oliaro et al. 2024): continuations are counted, the longest context known decides, and a draft
-ends where it becomes unlikely. Contexts of a few fixed lengths take the place of a suffix tree, which bounds what is
-kept. Two replicas know different outputs and draft differently; tokens do not depend on drafts.
+After SuffixDecoding (Oliaro et al. 2024). Continuations are counted, the longest known context decides, and a draft
+ends where it becomes unlikely. Contexts of a few fixed lengths stand in for a suffix tree, which bounds the memory. Two
+replicas have seen different outputs and draft differently; tokens do not depend on drafts.
 """
 
 from collections import deque
-from collections.abc import Sequence as TokenIds
 from typing import Final
 
 from holdfast.worker.scheduling.sequence import Sequence
@@ -36,7 +35,7 @@ class SuffixProposer:
         own = self._own.setdefault(sequence.sequence_id, ContinuationCounts())
         own.read(sequence.token_ids)
         corpus = self._corpora.get(sequence.request.cache_salt)
-        sources = (own,) if corpus is None else (own, corpus)
+        sources: tuple[ContinuationCounts, ...] = (own,) if corpus is None else (own, corpus)
         tail = sequence.token_ids[-_CONTEXT_LENGTHS[0] :]
         num_before = len(tail)
         probability = 1.0
@@ -117,7 +116,7 @@ class ContinuationCounts:
                 del self._counts[context]
 
 
-def _likeliest(sources: TokenIds[ContinuationCounts], tail: list[int]) -> tuple[int, float]:
+def _likeliest(sources: tuple[ContinuationCounts, ...], tail: list[int]) -> tuple[int, float]:
     """The token that most often followed the longest known end of `tail`, and its share; a share of 0 if none is.
 
     For the same length the first source that knows it decides. Equal counts: the lowest token id.

@@ -1,10 +1,11 @@
-"""The hang supervisor's program: a small process beside a leader, or a router, which ends it when it hangs as a whole.
+"""Hang supervisor: a small process that kills a leader and its ranks, or a router, when the whole process hangs.
 
-    main()      # with arguments: limit_s leader rank ...; beats come in on descriptor 0
+    main()      # with arguments: limit_s leader rank ...; heartbeats come in on descriptor 0
 
 A process that is stopped, or whose interpreter is stuck in a call, can neither notice nor end itself. A leader's ranks
-go with it, because a group with a hole computes nothing. What may not live here: anything that takes long to load, so
-nothing but the standard library; the rule (`progress.py`); starting a hang supervisor (`heartbeat_pipe.py`).
+are killed with it, because an incomplete group computes nothing. What may not live here: imports beyond the standard
+library and the rule of `worker/progress.py`, which would take long to load; starting the supervisor
+(`heartbeat_pipe.py`).
 """
 
 import os
@@ -24,7 +25,7 @@ _MANY: Final = 4096
 
 
 def main() -> None:
-    """A hang supervisor's whole life: at most as long as its leader's."""
+    """The supervisor's program. It ends with its leader at the latest."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the leader decides what it means
     limit_s = float(sys.argv[1])
     leader, *ranks = map(ProcessId.parse, sys.argv[2:])

@@ -1,7 +1,7 @@
-"""The line from a leader, or a router, to its hang supervisor: starts it, keeps beating, and is cut at an end in peace.
+"""Heartbeat pipe from a leader, or a router, to its hang supervisor: starts the supervisor and sends it heartbeats.
 
-What may live here: this side of the pipe. What may not: what is done to who falls silent (`hang_supervisor.py`), and
-whether a process may be ended at all, which its host alone knows.
+What may live here: this side of the pipe. What may not: what happens to a process that sends none
+(`hang_supervisor.py`), and whether a process may be killed at all, which its host alone knows.
 """
 
 import asyncio
@@ -63,8 +63,8 @@ class HeartbeatPipe:
 
     def cut(self) -> None:
         """Ends the hang supervisor: this process, which ends its ranks, if any, itself, is not watched any more. Safe
-        to call
-        twice."""
+        to call twice.
+        """
         with self._lock:
             self._is_cut = True
             self._dismiss()

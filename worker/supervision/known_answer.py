@@ -1,7 +1,7 @@
-"""A question whose answer never changes: what is asked, what an answer says, and where two answers part.
+"""Known answer: a fixed request, its result, and the first difference between two results of it.
 
-What may live here: the question and its answers, as plain data. What may not: when it is asked and what is done about a
-wrong answer (`known_answer_check.py`).
+What may live here: the request and its results, as plain data. What may not: when it is run and what happens after a
+wrong result (`known_answer_check.py`).
 """
 
 import struct
@@ -20,7 +20,7 @@ NUM_PROMPT_TOKENS: Final = 80
 NUM_OUTPUT_TOKENS: Final = 8
 
 NAME: Final = "self-check"
-"""Of the question, and of the tenant that asks it: nobody else's share pays for it."""
+"""Of the request and of its tenant: it is charged to no other tenant."""
 
 _DIGEST_BYTES: Final = 4
 
@@ -45,8 +45,8 @@ def make_question(vocab_size: int, max_sequence_len: int) -> EngineRequest:
 
 
 @dataclass(slots=True)
-class Answer:
-    """What has been said so far."""
+class KnownAnswer:
+    """The output so far: tokens and log-probabilities."""
 
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """From the second token on."""
@@ -66,7 +66,7 @@ class Answer:
             digest.update(packed)
         return digest.digest()
 
-    def difference(self, right: "Answer") -> str:
+    def difference(self, right: "KnownAnswer") -> str:
         """The first place where this answer is not the right one, in words; empty if it is right."""
         parts = (
             ("prompt token", self.prompt_logprobs, right.prompt_logprobs),

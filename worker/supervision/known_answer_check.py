@@ -1,8 +1,8 @@
-"""The self-check of a replica that serves: one question, asked again and again in the middle of whatever runs.
+"""Known-answer check of a serving replica: one fixed request, run again and again beside all others.
 
-A token's bits do not depend on its batch, so an answer that was right once is the only right one, at any time. A wrong
-one means that weights, memory or arithmetic have changed since. What may live here: when it is asked, and the verdict.
-What may not: the question (`known_answer.py`), and what is done about a wrong answer (`replica.py`).
+A token's bits do not depend on its batch, so the first result is the only right one, at any time. A different one means
+that weights, memory or arithmetic have changed since. What may live here: when it is run, and the verdict. What may
+not: the request (`known_answer.py`), and what happens after a wrong result (`worker/replica/replica.py`).
 """
 
 import logging
@@ -17,7 +17,7 @@ from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.request import FinishReason
 from holdfast.worker.step_update import StepUpdate
-from holdfast.worker.supervision.known_answer import NAME, Answer, make_question
+from holdfast.worker.supervision.known_answer import NAME, KnownAnswer, make_question
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ class KnownAnswerCheck:
         self.num_asked = 0
         self.num_right = 0
         """Answers that were compared, and found right."""
-        self._open: Answer | None = None
+        self._open: KnownAnswer | None = None
         """Set by whoever asks, when it is None; cleared by the engine's thread, when the question has been answered."""
-        self._first: Future[Answer | None] = Future()
+        self._first: Future[KnownAnswer | None] = Future()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="known_answer_check", daemon=True)
 
@@ -70,7 +70,7 @@ class KnownAnswerCheck:
         """Asks once, without waiting; False if the last question is still open. Raises if the engine has ended."""
         if self._open is not None:
             return False
-        self._open = Answer()
+        self._open = KnownAnswer()
         self.num_asked += 1
         question = replace(
             self._question, request_id=f"{NAME}/{self.num_asked}", cache_salt=f"{self._salt}/{self.num_asked}"
@@ -104,7 +104,7 @@ class KnownAnswerCheck:
         if has_answer and isinstance(error, InternalError):
             self._on_wrong(ReplicaError(f"the replica failed its self-check: {error}"))
 
-    def _take(self, answer: Answer | None) -> None:
+    def _take(self, answer: KnownAnswer | None) -> None:
         """The question is answered; by nothing if it was refused or aborted."""
         self._open = None
         if not self._first.done():

@@ -1,6 +1,6 @@
-"""Which process is meant: its number and when it began, because a number alone may be another's by the time it is used.
+"""Process identity: a pid with its start time, because a pid alone may belong to another process by the time of use.
 
-What may live here: the standard library's os and signal. A hang supervisor loads this, and has to be up at once.
+What may live here: the standard library's os and signal. A hang supervisor loads this file, and has to start fast.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""A thread of its own that watches an engine's progress, and calls out when the engine is frozen.
+"""Watchdog of an engine: a thread that watches its progress and reports when it is frozen.
 
-What may live here: looking, at regular times. What may not: the rule (`progress.py`), and what is done about it
-(`replica.py`). The engine cannot hold this thread up: it waits for nothing that the engine holds.
+What may live here: looking, at regular times. What may not: the rule (`worker/progress.py`), and what happens then
+(`worker/replica/replica.py`). The engine cannot block this thread: it waits for nothing that the engine holds.
 """
 
 import logging
@@ -18,7 +18,7 @@ LOOK_EVERY_S: Final = 0.1
 
 
 class Watchdog:
-    """Watches from `start` until `stop`, or until it has called out, which it does once."""
+    """Watches from `start` until `stop`, or until it has called `on_frozen`, which it does once."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """It will not call out any more, unless it is just about to."""
+        """`on_frozen` is not called any more, unless the call is just about to be made."""
         self._stopped.set()
 
     def look(self) -> bool:

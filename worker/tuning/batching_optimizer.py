@@ -1,7 +1,7 @@
-"""Self-tuning: which limits of a step would meet a target time from token to token, and why.
+"""Batching optimizer: which step limits would meet a target time per output token, and why.
 
-What may live here: what the steps of a while say about `max_num_seqs`, `max_num_batched_tokens` and the length of
-drafts. What may not: clocks, plans (`step_tuner.py`), and how a setting is kept from swinging (`hysteresis.py`).
+What may live here: what a window of measured steps says about `max_num_seqs`, `max_num_batched_tokens` and the draft
+length. What may not: clocks, plans (`step_tuner.py`), and what keeps a setting from oscillating (`hysteresis.py`).
 """
 
 from dataclasses import dataclass, replace

@@ -1,6 +1,6 @@
-"""Hysteresis for a setting that is turned by what is measured, and that stands still on a steady load.
+"""Hysteresis of a tuned setting: it changes on a lasting change of load, and stays constant on a steady one.
 
-What may live here: when a wish is strong enough to turn a setting. What may not: where wishes come from
+What may live here: when requested values are strong enough to change a setting. What may not: where they come from
 (`batching_optimizer.py`).
 """
 
@@ -10,7 +10,7 @@ DEAD_BAND: Final = 1.25
 """A wish within this factor of the value changes nothing: measurements differ by less than this on a steady load.
 To go back on the last turn takes the square of it, because what was too much for one may be noise."""
 NUM_IN_A_ROW: Final = 3
-"""Wishes in a row that must point the same way: a burst is no load."""
+"""Wishes in a row that must point the same way: a burst is no change of load."""
 COOL_DOWN: Final = 4
 """Wishes after a turn that are not listened to: they are still about the time before it, or about going over to it."""
 

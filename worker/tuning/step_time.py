@@ -1,9 +1,9 @@
-"""How long a step takes: a model of four coefficients that is fitted while steps are measured.
+"""Step-time model: a linear model of four coefficients, fitted while steps are measured.
 
     step_s = base + per_decode * decodes + per_token * tokens + per_context_token * context tokens
 
-What may live here: the fit, the prediction and its inverse. What may not: clocks, and what anyone does with the
-answers (`step_tuner.py`, `batching_optimizer.py`).
+What may live here: the fit, the prediction and its inverse. What may not: clocks, and the use of the predictions
+(`step_tuner.py`, `batching_optimizer.py`).
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Keeps the limits of every step to the target: what the engine tells of its steps, and what it gets for it.
+"""Step tuner: it learns from an engine's measured steps and sets the limits of the next one to meet the target time.
 
-What may live here: reading a plan as the samples that the model and the optimizer learn from, and the share of prompts
-in the next step. What may not: clocks, and the decisions about lasting settings (`batching_optimizer.py`).
+What may live here: turning a plan into samples for the model and the optimizer, and the prefill budget of the next
+step. What may not: clocks, and decisions about lasting settings (`batching_optimizer.py`).
 """
 
 from dataclasses import dataclass, replace

@@ -1,10 +1,10 @@
-"""The codec of the link between routers and replicas: plain data to messages and back, for both ends.
+"""Codec of the link between routers and replicas: plain data to protobuf messages and back, for both ends.
 
-What may live here: field by field conversion, kept lean, for it runs once a step or more, and what makes a message
-unreadable. What may not: decisions, IO (`worker/replica/link.py`, `router/links/link.py`), the public API.
+What may live here: field by field conversion, kept lean, for it runs at least once a step, and the checks of messages.
+What may not: decisions, IO (`worker/replica/link.py`, `router/links/link.py`), the public API.
 
-An attempt crosses the wire as its number alone, which is the router's key of it; the replica puts the link's name
-before it (`AttemptKey`), since each router counts for itself. Groups likewise.
+An attempt crosses the wire as its number alone, which is the router's key of it; the replica combines it with the
+link's name (`AttemptKey`), since each router counts for itself. The same holds for groups.
 """
 
 import math

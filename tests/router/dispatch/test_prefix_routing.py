@@ -9,7 +9,7 @@ from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.events import SendSubmit
 from holdfast.router.replicas.prefix_index import PromptPrefix
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.kv.cache_events import CacheFeed
+from holdfast.worker.engine_core.output_queues import CacheFeed
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduling.scheduler import Scheduler

@@ -8,7 +8,7 @@ from holdfast.worker.config import CacheConfig, SchedulerConfig
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follow
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.model.loading import load_parts
+from holdfast.worker.model.loading import load_model
 from holdfast.worker.model.memory import PREFIX_CACHE_FACTOR
 from holdfast.worker.plan.step_plan import DrawParams, StepPlan
 from tests.fake_group import run_ranks
@@ -61,15 +61,18 @@ def test_loading_reports_its_progress(folder):
 
 def test_the_check_leaves_a_clean_cache(folder):
     group = SingleRank()
-    parts = load_parts(worker_config(folder), group, CPU, lambda *progress: None)
+    loaded = load_model(worker_config(folder), group, CPU, lambda *progress: None)
     written = []
-    clear = parts.cache.clear
-    parts.cache.clear = lambda blocks: (written.append(parts.cache.layers[0].keys[blocks].any().item()), clear(blocks))
+    clear = loaded.cache.clear
+    loaded.cache.clear = lambda blocks: (
+        written.append(loaded.cache.layers[0].keys[blocks].any().item()),
+        clear(blocks),
+    )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("holdfast.worker.engine.model_runner.load_parts", lambda *args: parts)
+        patch.setattr("holdfast.worker.engine.model_runner.load_model", lambda *args: loaded)
         ModelRunner.load(worker_config(folder), group, device=CPU)
     assert written[-1], "the check did write"
-    for layer in parts.cache.layers:
+    for layer in loaded.cache.layers:
         assert not layer.keys.any()
         assert not layer.values.any()
 

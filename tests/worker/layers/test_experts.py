@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from holdfast.worker.layers.activation import RowActivation
-from holdfast.worker.layers.experts import Experts, Router
+from holdfast.worker.layers.experts import ExpertRouter, Experts
 from holdfast.worker.layers.row_tiles import RowTiles
 
 E, H, INNER = 4, 16, 24
@@ -98,12 +98,12 @@ class SomeRouter(nn.Module):
 
 def test_a_router_is_always_called_with_the_same_number_of_rows():
     plain = SomeRouter()
-    assert Router.can_replace(plain)
+    assert ExpertRouter.can_replace(plain)
     x = torch.randn(1, 70, 8192)
-    results = Router(plain)(x, 2.0)
+    results = ExpertRouter(plain)(x, 2.0)
     assert plain.seen == [32, 32, 32]
     assert [len(result) for result in results] == [70, 70, 70]
-    for result, alone in zip(results, Router(plain)(x[:, 33:34], 2.0), strict=True):
+    for result, alone in zip(results, ExpertRouter(plain)(x[:, 33:34], 2.0), strict=True):
         assert torch.equal(result[33:34], alone)
 
 

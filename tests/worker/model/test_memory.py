@@ -5,7 +5,7 @@ from holdfast.worker.config import CacheConfig, SchedulerConfig, SpeculationConf
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.layers.row_tiles import RowTiles
-from holdfast.worker.model.loading import _activation_bytes, full_step, load_parts
+from holdfast.worker.model.loading import _activation_bytes, full_step, load_model
 from holdfast.worker.model.memory import (
     CPU_CACHE_LIMIT,
     PREFIX_CACHE_FACTOR,
@@ -50,9 +50,9 @@ def test_estimates_are_what_loading_finds(family, size, folder_of, monkeypatch):
 
     monkeypatch.setattr(_Share, "_place", place)
     config = worker_config(folder_of(family), size)
-    parts = run_ranks(size, lambda group: load_parts(config, group, CPU, lambda *progress: None))
+    loaded = run_ranks(size, lambda group: load_model(config, group, CPU, lambda *progress: None))
     estimator = MemoryEstimator(config)
-    assert {estimator.kv_bytes_per_token} == {part.info.kv_bytes_per_token for part in parts}
+    assert {estimator.kv_bytes_per_token} == {model.info.kv_bytes_per_token for model in loaded}
     assert [estimator.weight_bytes] * size == placed
 
 
@@ -89,7 +89,7 @@ def test_a_cpus_cache_has_room_for_prefixes_of_earlier_sequences(folder_of, monk
     without = config.model_copy(update={"cache": CacheConfig(block_size=4, enable_prefix_caching=False)})
     for chosen, factor in ((config, PREFIX_CACHE_FACTOR), (without, 1)):
         num_blocks = factor * 3 * 128 // 4
-        assert load_parts(chosen, SingleRank(), CPU, lambda *progress: None).info.num_blocks == num_blocks
+        assert load_model(chosen, SingleRank(), CPU, lambda *progress: None).info.num_blocks == num_blocks
         estimator = MemoryEstimator(chosen)
         estimated = estimator.default_cache_bytes(chosen, 2**30, is_gpu=False)
         assert estimator.num_blocks(estimated) == num_blocks, "the estimate is what loading finds"
@@ -101,7 +101,7 @@ def test_a_cache_without_room_for_two_blocks_is_a_wrong_setting_on_every_rank(fo
         config = worker_config(folder_of("llama"), 2)
         config = config.model_copy(update={"cache": CacheConfig(block_size=4, kv_cache_memory=memory)})
         with pytest.raises(ConfigurationError, match="would have 1 blocks of 512 bytes, and needs 2"):
-            load_parts(config, group, CPU, lambda *progress: None)
+            load_model(config, group, CPU, lambda *progress: None)
         return True
 
     assert run_ranks(2, load) == [True, True]

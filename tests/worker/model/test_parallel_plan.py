@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.worker.model.parallel_plan import Cut, ParallelPlan, Part
+from holdfast.worker.model.parallel_plan import Cut, ParallelPlan, Segment
 
 CONFIG = SimpleNamespace(model_type="some_model", num_attention_heads=4, num_key_value_heads=2)
 RULES = {
@@ -25,15 +25,15 @@ def rows_of(cut: Cut, length: int, size: int) -> list[list[int]]:
 
 def test_columns_are_cut_in_rank_order():
     cut = ParallelPlan(CONFIG, RULES, 2).cut(LAYER + "self_attn.q_proj.weight", (8, 3), 2)
-    assert cut == Cut(0, (Part(8, 2),))
+    assert cut == Cut(0, (Segment(8, 2),))
     assert rows_of(cut, 8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_rows_are_cut_along_the_inputs_and_their_bias_stays_whole():
     plan = ParallelPlan(CONFIG, RULES, 2)
-    assert plan.cut(LAYER + "self_attn.o_proj.weight", (3, 8), 2) == Cut(1, (Part(8, 2),))
+    assert plan.cut(LAYER + "self_attn.o_proj.weight", (3, 8), 2) == Cut(1, (Segment(8, 2),))
     assert plan.cut(LAYER + "self_attn.o_proj.bias", (3,), 2) is None
-    assert plan.cut(LAYER + "mlp.experts.down_proj", (5, 3, 8), None) == Cut(2, (Part(8, 2),))
+    assert plan.cut(LAYER + "mlp.experts.down_proj", (5, 3, 8), None) == Cut(2, (Segment(8, 2),))
 
 
 def test_each_of_two_packed_matrices_is_cut():
@@ -70,8 +70,8 @@ def test_gathered_keys_are_computed_by_all_ranks(style, splits):
 def test_together_the_ranks_hold_everything(log_size, chunk_lengths, data):
     size = 2**log_size
     counts = [2 ** data.draw(st.integers(0, log_size)) for _ in chunk_lengths]
-    cut = Cut(0, tuple(Part(length * n, n) for length, n in zip(chunk_lengths, counts, strict=True)))
-    total = sum(part.length for part in cut.parts)
+    cut = Cut(0, tuple(Segment(length * n, n) for length, n in zip(chunk_lengths, counts, strict=True)))
+    total = sum(segment.length for segment in cut.segments)
     shares = rows_of(cut, total, size)
     assert {row for share in shares for row in share} == set(range(total))
     assert {len(share) for share in shares} == {round(cut.share * total)}

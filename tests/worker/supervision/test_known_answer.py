@@ -6,15 +6,15 @@ from copy import deepcopy
 import pytest
 
 from holdfast.worker.request import Priority, TokenDelta, TokenLogprob
-from holdfast.worker.supervision.known_answer import NUM_OUTPUT_TOKENS, NUM_PROMPT_TOKENS, Answer, make_question
+from holdfast.worker.supervision.known_answer import NUM_OUTPUT_TOKENS, NUM_PROMPT_TOKENS, KnownAnswer, make_question
 
 
 def rated(token_id: int, logprob: float) -> TokenLogprob:
     return TokenLogprob(token_id=token_id, logprob=logprob, rank=2, top=((9, -0.25),))
 
 
-def an_answer() -> Answer:
-    answer = Answer()
+def an_answer() -> KnownAnswer:
+    answer = KnownAnswer()
     first = {"prompt_logprobs": (rated(4, -2.5),), "token_ids": (7,), "logprobs": (rated(7, -1.5),)}
     answer.take(TokenDelta(attempt="q", first_token_index=0, **first))
     answer.take(TokenDelta(attempt="q", first_token_index=1, token_ids=(8,), logprobs=(rated(8, -1.0),)))

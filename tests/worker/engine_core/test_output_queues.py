@@ -1,7 +1,7 @@
-"""What a follower of the prefix cache has not been told: merged, complete, in pieces."""
+"""Output queues: the changes of the prefix cache that a listener has not been sent are merged, complete, in pieces."""
 
 from holdfast.worker.block_hash import short_hash
-from holdfast.worker.kv.cache_events import CacheFeed
+from holdfast.worker.engine_core.output_queues import CacheFeed
 from holdfast.worker.kv.prefix_cache import BlockEvicted, BlockStored
 from holdfast.worker.step_update import CacheChanges
 
