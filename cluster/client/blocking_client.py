@@ -1,6 +1,6 @@
-"""The client for programs without asyncio: an `AsyncClient` on an event loop of its own, in a thread of its own.
+"""Blocking client, for programs without asyncio: an `AsyncClient` on an event loop in a thread of its own.
 
-What may live here: the bridge between threads. What may not: anything of a request (`client.py`).
+What may live here: the bridge between threads. What may not: what becomes of a request (`async_client.py`).
 """
 
 import asyncio

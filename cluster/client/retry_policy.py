@@ -1,6 +1,6 @@
-"""Whether a client asks again when a call has failed, how long it goes on, and how long it pauses in between.
+"""Retry policy of a client: which failures are retried, for how long, and with what pauses.
 
-No clock or randomness here: time and draws are passed in.
+No clock and no randomness: time and draws are passed in. What may not live here: calls (`async_client.py`).
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How calls travel from a client to routers: one method, over gRPC unless a test brings another.
+"""Transport of a client: how calls reach routers. One method, over gRPC unless a test brings another.
 
 What may live here: channels and their options. What may not: what is asked and answered, and when to ask again
 (`async_client.py`).

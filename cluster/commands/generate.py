@@ -1,4 +1,7 @@
-"""`holdfast generate`: completions of a prompt, a single one shown as it comes; here, or on a server."""
+"""Command `holdfast generate`: completes a prompt, in this process or on a server; a single completion is streamed.
+
+What may not live here: the form of the output (`printing.py`), and the flags of sampling (`sampling_flags.py`).
+"""
 
 import asyncio
 import sys

@@ -1,4 +1,7 @@
-"""`holdfast stats`: how busy a running cluster's replicas are, and what their caches do, as one router knows it."""
+"""Command `holdfast stats`: load and cache figures of a running cluster's replicas, as one router knows them.
+
+What may not live here: counting (`worker/stats.py`).
+"""
 
 import asyncio
 import sys

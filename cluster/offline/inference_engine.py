@@ -1,7 +1,7 @@
-"""The whole system in one process, without Ray or gRPC: text in, text out, from any thread or event loop.
+"""Inference engine in one process, without Ray or gRPC: text in, text out, from any thread or event loop.
 
-What may live here: a replica and the router in front of it, started and stopped, and what callers say as a request of
-the router's. What may not: what becomes of a request (`local_router.py`).
+What may live here: starting and stopping a replica and the router in front of it, and turning a caller's arguments into
+a request of the router's. What may not: running requests (`local_router.py`, `local_request.py`).
 """
 
 import asyncio

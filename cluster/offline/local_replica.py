@@ -1,4 +1,4 @@
-"""The link to a replica in this process: a port for the dispatch host, and a listener for the engine.
+"""In-process link to a replica: a port for the dispatch host, and a listener for the engine.
 
 What may live here: the hand-over between the engine's thread and the event loop. What may not: decisions, and what
 becomes of a request (`router/dispatch/`).

@@ -1,7 +1,7 @@
-"""One request of an offline caller: who waits for it, and what it has come to.
+"""Offline request: its way through the router, its output so far, and the caller who waits for it.
 
-What may live here: reading an answer of the router, and telling of it. What may not: threads and other requests
-(`local_router.py`), what an output looks like (`rendering.py`).
+What may live here: reading an answer of the router, and passing it to the future and the callback. What may not:
+threads and other requests (`local_router.py`), and the form of an output (`rendering.py`).
 """
 
 import asyncio

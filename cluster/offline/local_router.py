@@ -1,7 +1,7 @@
-"""A router in one process: its request processor and dispatch host on an event loop, on a thread of their own.
+"""In-process router: request processor and dispatch host on an event loop, in a thread of their own.
 
-What may live here: the thread, its start and its end, and the requests that are open on it. What may not: what a
-request goes through (`router/requests/`), and what its caller is told (`local_request.py`).
+What may live here: the thread, its start and end, and the open requests. What may not: the stages of a request
+(`router/requests/`), and what its caller is told (`local_request.py`).
 """
 
 import asyncio

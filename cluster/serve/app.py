@@ -1,4 +1,4 @@
-"""The Serve application: one directory, replicas, and routers in front of them.
+"""Ray Serve application: one directory, replicas, and routers in front of them.
 
     serve.run(build_app({"model": {"model": "demo"}, "cluster": {"replicas": 2}}))
 

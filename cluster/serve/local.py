@@ -1,4 +1,7 @@
-"""A connection to Ray: to a cluster that is there, or to one of our own on this machine, which ends with us."""
+"""Connection to Ray: to an existing cluster, or to a private one on this machine, which ends with this process.
+
+What may not live here: Serve, and what runs on the cluster (`app.py`).
+"""
 
 import functools
 import os

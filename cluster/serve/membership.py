@@ -1,6 +1,6 @@
-"""The two ways to use the directory from afar: keep a lease in it, and watch it for a router.
+"""Clients of the lease directory: `Lease` renews a member's entry, `WatchedDirectory` follows it for a router.
 
-`handle` is the Serve handle of `DirectoryDeployment`. What may not live here: what members are (`directory.py`).
+`handle` is the Serve handle of `DirectoryDeployment`. What may not live here: what a member is (`directory.py`).
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Where ranks run: the bundles that Ray sets aside for a replica, and the ranks as Ray actors inside them.
+"""Ray placement groups of replicas: one bundle per rank, and the ranks as Ray actors inside them.
 
 The replica's actor is the leader and sits in bundle 0; rank i is a child actor in bundle i. What may not live here:
 anything of Serve, and what a rank does (`worker/replica/rank.py`).

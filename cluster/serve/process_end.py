@@ -1,8 +1,7 @@
-"""How the process of a router or a replica ends by itself: when memory has run out, and when its replica has failed.
+"""Self-termination of a router's or replica's process: when memory has run out, and when its replica has failed.
 
-Where an allocation fails, what was being done is half done, and the telling of it may fail as well. Routers and
-replicas hold nothing that others cannot make good, so the whole process goes rather than linger half alive. What may
-not live here: ends that are ordered.
+After a failed allocation a process is in an unknown state, and even reporting may fail. Routers and replicas hold
+nothing that others cannot rebuild, so the whole process ends. What may not live here: ordered ends (`termination.py`).
 """
 
 import errno

@@ -1,4 +1,4 @@
-"""A cluster that serves, seen from the process that started it: bring it up, know its addresses, take it down.
+"""Launcher of a cluster, in the process that starts it: bring it up, know its addresses, take it down.
 
 What may live here: driving Ray and Serve from outside. What may not: what runs inside them (`app.py`).
 """

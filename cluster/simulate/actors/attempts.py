@@ -1,7 +1,7 @@
-"""A second set of books: which attempts a router has running, by what it has said and heard alone.
+"""Attempt ledger of a simulated router: which attempts it has running, by its messages alone.
 
-Kept beside the dispatch core to catch it at losing sight of one: an attempt that nobody waits for holds blocks until it
-has run to its end. What may not live here: what the core believes.
+It is kept beside the dispatch core, to detect that the core has lost sight of an attempt: one that nobody waits for
+holds blocks until it has run to its end. What may not live here: the core's own records.
 """
 
 from collections.abc import Hashable, Iterable

@@ -1,4 +1,4 @@
-"""The real dispatch host, looked at: whatever it carries out is entered in a second set of books, and needs a reason.
+"""Audited dispatch host: the real one, whose every action is entered in an attempt ledger and needs a reason.
 
 What may live here: checks. What may not: anything that changes what the dispatch host does.
 """

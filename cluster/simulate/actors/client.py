@@ -1,7 +1,7 @@
-"""A client that is simulated: one request, followed to its last word across the deaths of routers.
+"""Simulated client: one request, followed to its end across the deaths of routers.
 
-Everything that it receives is compared at once with the one right output. What may not live here: drawing requests
-(`traffic.py`).
+Everything it receives is compared at once with the expected completion (`cluster/simulate/oracle/oracle.py`). What may
+not live here: drawing requests (`cluster/simulate/world/traffic.py`).
 """
 
 import random
@@ -13,7 +13,7 @@ from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.actors.stragglers import Straggler
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.promises import Violation, require
-from holdfast.cluster.simulate.oracle.oracle import Completion, right_completion
+from holdfast.cluster.simulate.oracle.oracle import ExpectedCompletion, right_completion
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Deliver, Fail, Usage
 from holdfast.router.resume import Progress, Resume
@@ -52,10 +52,10 @@ class Wish:
 
 
 @dataclass(slots=True)
-class Sequence:
+class CheckedSequence:
     """What has arrived of one completion, and what is right."""
 
-    right: Completion
+    right: ExpectedCompletion
     num_tokens: int = 0
     text: str = ""
     is_finished: bool = False
@@ -88,7 +88,7 @@ class SimulatedClient:
         self._routers = routers
         self._router = rng.randrange(len(routers))
         self._max_model_len = max_model_len
-        self._sequences: list[Sequence] = []
+        self._sequences: list[CheckedSequence] = []
         self._fingerprint = ""
         self._connection: Connection | None = None
         self._deadline_s = 0.0
@@ -102,7 +102,7 @@ class SimulatedClient:
         self._deadline_s = self._timeline.now + self.wish.timeout_s
         self._timeline.at(self._deadline_s + self.wish.grace_s, self._time_up)
         rights = [right_completion(sibling, self._max_model_len) for sibling in siblings(self.wish.request)]
-        self._sequences = [Sequence(right) for right in rights]
+        self._sequences = [CheckedSequence(right) for right in rights]
         if self.wish.cancel_after == 0:
             self._timeline.after(0.05, self._leave)
         self._connect()
@@ -190,7 +190,7 @@ class SimulatedClient:
         elif self.wish.cancel_after is not None and self.num_tokens >= self.wish.cancel_after:
             self._leave()
 
-    def _take_news(self, sequence: Sequence, delivery: Deliver) -> None:
+    def _take_news(self, sequence: CheckedSequence, delivery: Deliver) -> None:
         right = sequence.right
         first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
         if first != sequence.num_tokens:
@@ -212,7 +212,7 @@ class SimulatedClient:
             reason = delivery.finish_reason
             require(reason is right.finish_reason, f"{self}: ended by {reason}, right is {right}")
 
-    def _check_reports(self, right: Completion, delivery: Deliver) -> None:
+    def _check_reports(self, right: ExpectedCompletion, delivery: Deliver) -> None:
         """Each token comes with its logprobs, and those of the prompt come once, with the first."""
         first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
         if delivery.logprobs != right.logprobs[first:end]:

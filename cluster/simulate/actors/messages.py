@@ -1,8 +1,8 @@
-"""What simulated processes say to each other, besides the words of the router's core
-(`router/events.py`) and those of the link (`worker/step_update.py`).
+"""Messages between simulated processes, besides those of the router's core (`router/events.py`) and of the link
+(`worker/step_update.py`).
 
-Replica to router: `Hello`, then `StepUpdate` and `Retiring`. Router to replica: `Dial`, then `SendSubmit` and
-`SendAbort`. Client to router: `Generate`. Router to client: `Deliver` and `Fail`.
+Replica to router: `Hello`, then `StepUpdate` and `Retiring`. Router to replica: `DialReplica`, then `SendSubmit` and
+`SendAbort`. Client to router: `Generate`. Router to client: `Deliver` and `Fail`. Plain data.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from holdfast.worker.request import EngineRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dial:
+class DialReplica:
     """A router asks a replica to take it on."""
 
 

@@ -1,7 +1,7 @@
-"""A replica's end of one simulated link: what `worker/replica/link.py` is, with plain data for a wire.
+"""Replica's end of a simulated link: the counterpart of `worker/replica/link.py`, with plain data for a wire.
 
-What may live here: the keys of attempts, and whether updates are what `StepListener` promises. What may not: whose
-request is whose (`worker/engine_core/engine_core.py`).
+What may live here: the keys of attempts, and the check that updates are what `StepListener` promises. What may not:
+which request belongs to which listener (`worker/engine_core/engine_core.py`).
 """
 
 from collections.abc import Hashable
@@ -16,7 +16,7 @@ from holdfast.worker.request import AttemptKey, EngineRequest, GroupKey
 from holdfast.worker.step_update import StepUpdate
 
 
-class ReplicaLink:
+class SimulatedReplicaLink:
     """One router's connection: a `StepListener` that sends on what it hears."""
 
     def __init__(self, name: str, replica: Process, connection: Connection) -> None:

@@ -1,6 +1,6 @@
-"""What the replicas of a simulation are like: the settings of their schedulers, what runs a step, how long it takes.
+"""Settings of simulated replicas: their schedulers, what runs a step, how long a step takes.
 
-What may not live here: their lives (`replica.py`), and drawing settings (`scenario.py`).
+What may not live here: their lives (`replica.py`), and drawing settings (`cluster/simulate/world/scenario.py`).
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Calls that were held up on their way, and reach a router after the client has come again.
+"""Delayed calls: those that reach a router after their client has submitted the same request again.
 
-Proxies and networks that are overfull do that. The client has long gone on elsewhere, or at the same router, so that an
+Overloaded proxies and networks delay calls like this. The client has gone on elsewhere, or at the same router, so an
 older submission arrives after a newer one: it must be turned away, and disturb nothing. What may not live here: what a
 client makes of its answers (`client.py`).
 """

@@ -1,4 +1,4 @@
-"""The clock of a process that is simulated, as an asyncio event loop would be one. It can be set, and alarms go by it.
+"""Clock of a simulated process, with the timers of an asyncio event loop. It can be set, and its alarms follow it.
 
 What may not live here: what the time is (`process.py`).
 """

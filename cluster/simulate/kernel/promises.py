@@ -1,4 +1,7 @@
-"""The word for a broken promise. What is promised, is said where it is checked."""
+"""Violation error of the simulator, and the assertion that raises it.
+
+What may not live here: the invariants, which stand where they are checked.
+"""
 
 
 class Violation(Exception):

@@ -1,4 +1,4 @@
-"""The one right token after any output, and what is to be said of it, worked out from the request alone.
+"""The oracle's draws: the expected next token after any output, and its log-probability, from the request alone.
 
 Nothing is carried along: counts, grammars and bad words are read off the whole output each time. It shares the model
 with what it judges (`pseudo_model.py`), and no code that decides.

@@ -1,4 +1,4 @@
-"""Who guesses tokens ahead in simulated replicas: the real lookup, one that is nearly always right, one that never is.
+"""Draft proposers of simulated replicas: the real n-gram lookup, one that is nearly always right, one that never is.
 
 Whatever they guess, the output must be the same. What may not live here: verification, which is the scheduler's.
 """

@@ -1,8 +1,8 @@
-"""What must hold of a cluster whatever happens to it.
+"""Invariants of a simulated cluster: what must hold whatever happens to it.
 
-Cheap checks run after every event, deep ones now and then and at the end. What each client gets is checked where it
-arrives (`client.py`), what each router does where it does it (`audit.py`). What may not live here: making things
-happen.
+Cheap checks run after every event, deep ones every `EVENTS_PER_DEEP_CHECK` events and at the end. What a client
+receives is checked in `client.py`, what a router does in `audit.py` (`cluster/simulate/actors/`). What may not live
+here: making things happen.
 """
 
 from typing import Final
