@@ -1,4 +1,4 @@
-"""The batching policies against each other, on the same mixed-length load, in one run.
+"""Benchmark of the batching policies, on the same mixed-length load, in one run.
 
     python -m benchmarks.batching [--policies static bucketed memory_aware continuous] [--num-blocks N]
                                   [--requests 96] [--max-num-seqs 16] [--model demo] [--rounds 3] [--threads N]

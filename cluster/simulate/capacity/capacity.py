@@ -1,7 +1,7 @@
-"""What a cluster would make of a load: the real router and schedulers in virtual time, without faults and without text.
+"""Capacity simulation: a load on the real router and schedulers in virtual time, without faults and without text.
 
-What may not live here: where loads come from (`trace.py`), how long a step takes (`worker/tuning/step_time.py`),
-printing.
+What may not live here: where loads come from (`trace.py`), how long a step takes (`worker/tuning/step_time.py`), and
+printing (`capacity_report.py`).
 """
 
 import random

@@ -1,6 +1,6 @@
-"""Ways to choose a replica that capacity questions compare: the router's own, and the usual baselines.
+"""Routing policies that capacity simulations compare: the router's own, and the usual baselines.
 
-Each has the signature of `router/replicas/policy.py`: from replicas with room and a random_index to one of them.
+Each has the signature of `router/replicas/policy.py`: from the replicas with room and a `random_index` to one of them.
 """
 
 from collections.abc import Callable, Sequence

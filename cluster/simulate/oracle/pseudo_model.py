@@ -1,9 +1,9 @@
 """Pseudo-model of the simulator: the score of each token is a hash of the tokens before it, the seed and the position.
 
-It is for checking whole requests against the oracle, with text, grammars, penalties and log-probabilities; unit
-tests of schedulers use the plainer `tests/pseudo_model.py`. A wrong prefix, seed or position changes the output. The tokenizer
-has tokens that are parts of characters, and letters that make stop strings likely. What may not live here: running
-plans (`pseudo_runner.py`), and what a request does to the scores (`pseudo_draws.py`, `oracle_draws.py`).
+It is for checking whole requests against the oracle, with text, grammars, penalties and log-probabilities; unit tests
+of schedulers use the plainer `tests/pseudo_model.py`. A wrong prefix, seed or position changes the output. The
+tokenizer has tokens that are parts of characters, and letters that make stop strings likely. What may not live here:
+running plans (`pseudo_runner.py`), and what a request does to the scores (`pseudo_draws.py`, `oracle_draws.py`).
 """
 
 import struct
