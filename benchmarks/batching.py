@@ -35,10 +35,10 @@ from holdfast.worker.scheduling.policies import POLICIES as CHOOSABLE
 from holdfast.worker.scheduling.scheduler import Scheduler
 
 _PIPE_WIDTH = 120
-"""Columns of the output that nobody looks at: no row is broken."""
+"""Columns where the output is no terminal: wide enough that no row is broken."""
 
 BASELINES: Final[dict[str, MakePolicy]] = {"static": StaticBatching, "bucketed": BucketedBatching}
-"""As they were in their day: without prefix caching."""
+"""They run without prefix caching, as such systems did."""
 POLICIES: Final = (*BASELINES, "memory_aware", "continuous")
 
 

@@ -74,7 +74,7 @@ async def a_leader(cluster: Serving, application: str) -> int:
 
 
 async def a_router(cluster: Serving, application: str) -> int:
-    """The one that has the streams."""
+    """The router that has the streams."""
     num_open = {}
     for address in cluster.routers:
         async with AsyncClient(address) as client:
@@ -114,7 +114,7 @@ async def strike(
 
 
 async def until_whole(cluster: Serving) -> None:
-    """Every router answers, and has all replicas."""
+    """Waits until every router answers and is linked to all replicas."""
     for address in cluster.routers:
         async with AsyncClient(address) as client:
             while await _num_replicas(client) < NUM_REPLICAS:

@@ -230,8 +230,8 @@ def submission(
     request_id: str,
     **service: Unpack[ServiceOptions],
 ) -> GenerationRequest:
-    """The first of a request. What its tokens depend on is settled here, wherever it goes on: its id, because an
-    unseeded request draws by it, and when a chat is. Raises `InvalidRequestError`.
+    """The first submission of a request. It fixes what the tokens depend on, for every router that continues it: the
+    id, by which an unseeded request draws, and the time that a chat template sees. Raises `InvalidRequestError`.
     """
     if (prompt is None) == (messages is None):
         raise InvalidRequestError("prompt", prompt, "exactly one of prompt and messages must be given")

@@ -124,5 +124,5 @@ async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
 async def _made(
     address: str | Sequence[str], connect_s: float, reconnect_s: float, draw: Callable[[], float]
 ) -> AsyncClient:
-    """Channels belong to the loop that they are made on."""
+    """Made on the loop: gRPC channels belong to the loop that they are made on."""
     return AsyncClient(address, connect_s=connect_s, reconnect_s=reconnect_s, draw=draw)

@@ -16,7 +16,7 @@ KEEPALIVE_MS: Final = 1_200
 """Silence after which a router is pinged. Routers take no more than one ping in a second."""
 
 PING_TIMEOUT_MS: Final = 1_500
-"""A router that has not answered a ping for so long is left: at worst it was busy, and another one goes on as well."""
+"""A router that has not answered a ping for so long is left: at worst it was busy, and another continues as well."""
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),

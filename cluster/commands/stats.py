@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 _PIPE_WIDTH = 200
-"""Columns of the output that nobody looks at: a row is never broken."""
+"""Columns where the output is no terminal: wide enough that no row is broken."""
 
 _COLUMNS = (
     "replica", "running", "waiting", "used", "cached", "free", "wasted", "hit rate", "shared", "drafts", "evictions",

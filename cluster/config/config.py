@@ -59,7 +59,7 @@ CustomResources = Annotated[dict[str, Amount], BeforeValidator(_read_resources),
 
 
 class ClusterConfig(Settings):
-    """How many of what, and on which Ray cluster."""
+    """Settings of the cluster: numbers of replicas and routers, addresses, resources, Ray."""
 
     replicas: int = Field(1, ge=1, description="copies of the model")
     routers: int = Field(2, ge=1, description="front doors; on one machine they take one port each")

@@ -27,7 +27,7 @@ Tree = TypeVar("Tree", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value and where it came from, in the words that a user knows it by (`--tp`, `serve.yaml`, a variable)."""
+    """A value and where it came from, as a user knows it (`--tp`, `serve.yaml`, a variable)."""
 
     value: object
     source: str
@@ -47,7 +47,7 @@ def leaves(tree: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Field
 
 
 def said(text: str, field: FieldInfo) -> str | None:
-    """What a variable or a flag says of a setting: `none` unsets it, unless that is one of its choices."""
+    """The value that a variable or a flag gives a setting: `none` unsets it, unless that is one of its choices."""
     return None if text.lower() == "none" and "none" not in get_args(field.annotation) else text
 
 

@@ -40,7 +40,7 @@ def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
             include_dashboard=False,
             **quiet,
         )
-    signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place, which exits on the spot
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray has installed its own handler, which exits at once
     try:
         yield
     finally:

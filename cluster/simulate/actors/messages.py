@@ -13,12 +13,12 @@ from holdfast.worker.request import EngineRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DialReplica:
-    """A router asks a replica to take it on."""
+    """A router opens a link to a replica, which answers with `Hello`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retiring:
-    """A replica takes nothing new, or does so again."""
+    """A replica stops admitting requests, or admits them again."""
 
     is_retiring: bool
 

@@ -25,7 +25,7 @@ from holdfast.worker.tuning.step_time import shape_of
 
 MODEL: Final = "pseudo"
 WATCH_S: Final = 0.2
-"""Between two looks of the supervisor at a replica."""
+"""Seconds between two checks of a frozen replica by its supervisor."""
 RESTART_S: Final = 0.5
 
 
@@ -64,7 +64,7 @@ class SimulatedReplica(Process):
     # --- what the world does to it ---
 
     def freeze(self) -> None:
-        """Its supervisor watches how long it stands still."""
+        """Stops it; its supervisor watches how long it makes no progress."""
         super().freeze()
         self.timeline.after(WATCH_S, self._watch, self.num_lives)
 
@@ -176,7 +176,7 @@ class SimulatedReplica(Process):
 
     @property
     def num_unanswered(self) -> int:
-        """Attempts of routers that are there, and that have had no last word."""
+        """Attempts of connected routers that have had no final answer."""
         return sum(link.num_unanswered for link in self._links.values())
 
     def check_integrity(self) -> None:

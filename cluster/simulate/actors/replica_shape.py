@@ -15,7 +15,7 @@ from holdfast.worker.tuning.step_time import StepCosts
 
 
 class Runner(Protocol):
-    """What runs a plan, in no time."""
+    """Runs a plan; virtual time does not pass."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
 

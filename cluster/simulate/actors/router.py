@@ -1,8 +1,8 @@
 """Simulated router: the real dispatch host, dispatch core and calls in virtual time.
 
-Written anew is only what asyncio and gRPC would bring: dialling, hearing of a lost connection (for `link.py` and
-`link_pool.py` in `router/links/`), and waiting for calls (for `request_processor.py` and `answer.py` in
-`router/requests/`). What may not live here: decisions.
+Written anew is only what asyncio and gRPC would bring: dialling, hearing of a lost connection (in place of
+`router/links/link.py` and `router/links/link_pool.py`), and waiting for calls (in place of
+`router/requests/request_processor.py` and `router/requests/answer.py`). What may not live here: decisions.
 """
 
 import random
@@ -115,7 +115,7 @@ class SimulatedRouter(Process):
             require(num_open == 0, f"{self}: {num_open} requests were not handed over")
 
     def replace(self) -> None:
-        """If it was to go, it goes, and the next one comes."""
+        """If it is stopping, ends it and starts the next one."""
         if self.is_up and self.is_stopping:
             self.kill()
             self.timeline.after(RESTART_S, self.revive)
@@ -187,7 +187,7 @@ class SimulatedRouter(Process):
             raise Violation(f"{self}: {request.request_id} is queued beyond {self._limits.max_queued}")
 
     def _note_news(self, connection: Connection) -> None:
-        """Some time later, what has come is read."""
+        """Schedules the reading of what has come."""
         if not self._unread:
             self.after(self._max_lag_s * self._rng.random() ** 8, self._read_all)
         self._unread[connection] = None

@@ -15,7 +15,7 @@ from holdfast.worker.errors import RequestSupersededError
 
 
 class Straggler:
-    """One such call, on a connection of its own."""
+    """One delayed call, on a connection of its own."""
 
     def __init__(self, call: Generate, network: Network, path: Path, router: Process) -> None:
         self.was_turned_away = False
@@ -26,7 +26,7 @@ class Straggler:
         self._is_given_up = False
 
     def arrive(self) -> None:
-        """The call comes through, with the end of the line if nobody waits at it any more."""
+        """The call arrives, followed by its end if the client has given it up."""
         self._has_arrived = True
         self._connection.send(self, self._call)
         if self._is_given_up:

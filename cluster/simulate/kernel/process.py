@@ -11,7 +11,7 @@ from holdfast.cluster.simulate.kernel.network import KEEPALIVE_S, Connection, Ne
 
 
 class Process:
-    """Something with a life. Subclasses say what happens at `on_start`, `on_message` and `on_closed`."""
+    """One simulated process. Subclasses implement `on_start`, `on_message` and `on_closed`."""
 
     def __init__(self, site: str, network: Network) -> None:
         self.site = site

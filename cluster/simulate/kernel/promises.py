@@ -5,7 +5,7 @@ What may not live here: the invariants, which stand where they are checked.
 
 
 class Violation(Exception):
-    """A promise was broken. The message says which, and what was found."""
+    """An invariant does not hold. The message says which, and what was found."""
 
 
 def require(holds: bool, promise: str) -> None:

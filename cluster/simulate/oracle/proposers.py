@@ -14,7 +14,7 @@ from holdfast.worker.speculation.speculation import Proposer
 
 
 class InformedProposer:
-    """Knows the model and the request. Every `errs_every`th guess is wrong, by one."""
+    """Proposes what the model will draw. Every `errs_every`th guess is wrong, by one."""
 
     def __init__(self, errs_every: int) -> None:
         self._errs_every = errs_every

@@ -18,7 +18,7 @@ from holdfast.worker.plan.step_plan import BlockCopy, DrawParams, ScheduledSeque
 from holdfast.worker.request import TokenLogprob
 
 _EMPTY: Final = b"\xff"
-"""What slots hold that nobody has written: no token."""
+"""Content of slots that were never written: no token."""
 
 Row = tuple[DrawParams, bytes | None]
 """A draw and the mask of its grammar."""

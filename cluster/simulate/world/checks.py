@@ -33,13 +33,13 @@ class Checks:
             self.deep()
 
     def deep(self) -> None:
-        """The books of every process agree with themselves."""
+        """Checks that the records of every process are consistent."""
         for process in (*self._routers, *self._replicas):
             if process.is_up:
                 process.check_integrity()
 
     def at_end(self) -> None:
-        """All is answered and healed: nothing may be left anywhere."""
+        """Checks, once all is answered and healed, that nothing is left anywhere."""
         self.deep()
         for router in self._routers:
             require(router.is_up and not router.is_frozen, f"{router} did not come back")

@@ -57,7 +57,7 @@ def draw_faults(rng: random.Random, span_s: float, num_routers: int, num_replica
 
 
 def strike(cluster: Cluster, fault: SimulatedFault) -> None:
-    """Does it, and schedules its end."""
+    """Applies a fault, and schedules its end."""
     KINDS[fault.kind](cluster, fault)
 
 
@@ -74,7 +74,7 @@ def _kill_replica(cluster: Cluster, fault: SimulatedFault) -> None:
 
 
 def _freeze_replica(cluster: Cluster, fault: SimulatedFault) -> None:
-    """Whoever has work and makes no progress is condemned: killed, and started anew."""
+    """A replica that has work and makes no progress is condemned: killed, and started anew."""
     replica = cluster.replicas[fault.replica]
     if replica.is_up and not replica.is_frozen:
         replica.freeze()
@@ -82,7 +82,7 @@ def _freeze_replica(cluster: Cluster, fault: SimulatedFault) -> None:
 
 
 def _drain_replica(cluster: Cluster, fault: SimulatedFault) -> None:
-    """It is to go, and goes when its time is up; or it is called back."""
+    """It drains, and is replaced at the end of the fault, or is called back."""
     replica = cluster.replicas[fault.replica]
     replica.retire(True)
     if fault.size < 0.3:
@@ -112,7 +112,7 @@ def _freeze_router(cluster: Cluster, fault: SimulatedFault) -> None:
 
 
 def _drain_router(cluster: Cluster, fault: SimulatedFault) -> None:
-    """It is to go, and hands its calls over if there is another; else they have their time."""
+    """It drains: its calls end at once if another router can take them, else they have their time."""
     router = cluster.routers[fault.router]
     if router.is_up and not router.is_frozen:
         others = [other for other in cluster.routers if other is not router]

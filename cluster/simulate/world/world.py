@@ -32,7 +32,7 @@ LOSSES: Final = frozenset(
 ANSWER_S: Final = 60.0
 """After the last fault is over and the last request has come, everyone has an answer within so many seconds."""
 MAX_EVENTS: Final = 200_000
-"""Many times what any simulation needs: beyond it, processes keep each other busy for nothing."""
+"""Many times what any simulation needs: beyond it, processes are in a livelock."""
 MAX_LAG_S: Final = 0.05
 """Longest time that a router's event loop lets the reader of a call wait."""
 SETTLE_S: Final = 2 * KEEPALIVE_S + 5.0
@@ -204,7 +204,7 @@ class World:
             require(not (is_plain and client.is_wronged), f"{client} was taken for poison")
 
     def _check_calm(self) -> None:
-        """Where nothing goes wrong, requests do each other no harm, however many come and however short their time."""
+        """Checks that without faults requests do each other no harm, however many come and however short their time."""
         if not self.scenario.is_calm:
             return
         for router in self.routers:
