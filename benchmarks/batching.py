@@ -1,4 +1,4 @@
-"""The batching policies against each other, on the same mixed-length load, in one run.
+"""Benchmark of the batching policies, on the same mixed-length load, in one run.
 
     python -m benchmarks.batching [--policies static bucketed memory_aware continuous] [--num-blocks N]
                                   [--requests 96] [--max-num-seqs 16] [--model demo] [--rounds 3] [--threads N]
@@ -35,10 +35,10 @@ from holdfast.worker.scheduling.policies import POLICIES as CHOOSABLE
 from holdfast.worker.scheduling.scheduler import Scheduler
 
 _PIPE_WIDTH = 120
-"""Columns of the output that nobody looks at: no row is broken."""
+"""Columns where the output is no terminal: wide enough that no row is broken."""
 
 BASELINES: Final[dict[str, MakePolicy]] = {"static": StaticBatching, "bucketed": BucketedBatching}
-"""As they were in their day: without prefix caching."""
+"""They run without prefix caching, as such systems did."""
 POLICIES: Final = (*BASELINES, "memory_aware", "continuous")
 
 

@@ -1,4 +1,8 @@
-"""Bucketed batching: static batches whose sequences may become about equally long. A baseline."""
+"""Bucketed batching policy: static batches of sequences with a similar bound on their length. A baseline of the
+benchmark.
+
+What may not live here: policies that a replica can be configured with (`worker/scheduling/policies.py`).
+"""
 
 from collections.abc import Iterable
 

@@ -1,10 +1,10 @@
-"""What streams notice of a fault: nothing but a pause, which is measured and drawn.
+"""Benchmark of failover: the pauses of streams when a replica or a router is killed or stopped, measured and plotted.
 
     python -m benchmarks.failover [--plot failover.png] [--prompts 8] [--tokens 160] [--port 50051]
 
 Starts a cluster of two routers and two replicas of two ranks on this machine, streams the same prompts again and again,
 and each time sends one process a signal when every stream is under way. Prints the pauses, and how many streams were
-identical to those of a run without faults. Linux: the processes are found by /proc.
+identical to those of a run without faults. Linux only: the processes are found by /proc.
 """
 
 import argparse
@@ -74,7 +74,7 @@ async def a_leader(cluster: Serving, application: str) -> int:
 
 
 async def a_router(cluster: Serving, application: str) -> int:
-    """The one that has the streams."""
+    """The router that has the streams."""
     num_open = {}
     for address in cluster.routers:
         async with AsyncClient(address) as client:
@@ -114,7 +114,7 @@ async def strike(
 
 
 async def until_whole(cluster: Serving) -> None:
-    """Every router answers, and has all replicas."""
+    """Waits until every router answers and is linked to all replicas."""
     for address in cluster.routers:
         async with AsyncClient(address) as client:
             while await _num_replicas(client) < NUM_REPLICAS:

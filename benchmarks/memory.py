@@ -1,11 +1,11 @@
-"""What a replica that serves keeps: memory of its leader and its ranks after each of several rounds of odd requests.
+"""Benchmark of a replica's memory: leader and ranks after each of several rounds of requests, no two of them alike.
 
     python -m benchmarks.memory [--tensor-parallel-size 2] [--rounds 6] [--requests 1000] [--num-blocks 1024]
 
-The bundled model. Requests are drawn from a seed, and no two are alike: lengths, filters, penalties, logprobs, salts,
-tenants, schemas, stop strings, cancellations. Printed after each round, when nothing runs: what is resident of the
-leader and of each rank; of the leader also the blocks of the KV cache that have been used, the C heap and the objects
-of Python. What levels off is a cache; what goes up by as much in every round is a leak.
+The bundled model. Requests are drawn from a seed: lengths, filters, penalties, logprobs, salts, tenants, schemas, stop
+strings, cancellations. Printed after each round, when nothing runs: the resident memory of the leader and of each rank;
+of the leader also the used blocks of the KV cache, the C heap and the number of Python objects. A figure that levels
+off is a cache; one that rises by as much in every round is a leak.
 """
 
 import argparse

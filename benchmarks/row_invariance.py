@@ -1,10 +1,10 @@
-"""What row-invariant arithmetic costs: whole steps with it and with the plain kernels, in turns, in one run.
+"""Benchmark of row-invariant arithmetic: whole steps with it and with the plain kernels, in turns, in one run.
 
     python -m benchmarks.row_invariance [--model demo | --model 0.5b | --model FOLDER] [--dtype auto] [--rounds 20]
 
 Plain means: `F.linear` on all rows at once, and `scaled_dot_product_attention` on each sequence's exact length. Both
-sides run the same Hugging Face code, cache and sampler. `0.5b` is the shape of a 0.5 B model (hidden 896, 24 layers,
-14 heads, 2 KV heads) with random weights. Printed: milliseconds per step, and their ratio (below 1: we are faster).
+sides run the same Hugging Face code, cache and sampler. `0.5b` is the shape of a 0.5 B model (hidden 896, 24 layers, 14
+heads, 2 KV heads) with random weights. Printed: milliseconds per step, and their ratio (below 1: we are faster).
 """
 
 import argparse

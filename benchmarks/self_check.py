@@ -1,9 +1,9 @@
-"""How much the self-check of a serving replica sees: single bits of weights are flipped, and it is asked.
+"""Sensitivity of a serving replica's self-check: single bits of weights are flipped, and the question is asked.
 
     python -m benchmarks.self_check [--flips 16] [--seed 0]
 
 The bundled model, one rank. Each flip is of one bit of one weight of a random linear layer, and is undone before the
-next. Printed: for each bit of a weight, how many flips the answer told. Counts, so any machine will do.
+next. Printed: for each bit of a weight, how many flips changed the answer. Counts, so any machine will do.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""Decoding with and without drafts, on one loaded model, in one run: acceptance and speed-up by batch size.
+"""Benchmark of speculative decoding: acceptance and speed-up by batch size, on one loaded model, in one run.
 
     python -m benchmarks.speculation [--batches 1,4,16] [--requests 16] [--rounds 3] [--threads 1]
 
 Three loads: `repetitive` prompts repeat a pattern and the model runs past its end, until it repeats itself; `json list`
 is a list of like objects, by a schema; `chat` prompts are questions as users ask the bundled model. Every load is
-decoded by every method in turns, round after round, and must give the same tokens. Printed: drafted tokens that came
-true, steps, tokens per second, and the median of the rounds' ratios to plain decoding.
+decoded by every method in turns, round after round, and must give the same tokens. Printed: the share of draft tokens
+that were accepted, steps, tokens per second, and the median of the rounds' ratios to plain decoding.
 """
 
 import argparse

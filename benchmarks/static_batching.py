@@ -1,4 +1,7 @@
-"""Static batching, the way of serving that continuous batching replaced. A baseline."""
+"""Static batching policy, which continuous batching replaced. A baseline of the benchmark.
+
+What may not live here: policies that a replica can be configured with (`worker/scheduling/policies.py`).
+"""
 
 from collections.abc import Iterable
 

@@ -1,10 +1,10 @@
-"""How long a step of a model takes on this machine, fitted for the simulator.
+"""Fit of the step cost model to this machine, for the simulator.
 
     python -m benchmarks.step_model [--model demo] [--out step_model.json] [--rounds 5]
 
 Runs steps of many shapes (one long prompt, many decodes, both at once, short and long contexts), takes the best time of
-each, and fits the costs of `worker/tuning/step_time.py` to them.
-`holdfast simulate --replicas N --step-model step_model.json` then answers capacity questions for such replicas.
+each, and fits the costs of `worker/tuning/step_time.py` to them. With the file, `holdfast simulate --replicas N
+--step-model step_model.json` answers capacity questions for such replicas.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""Shows how far a start-up is: bars on a terminal, one plain line per phase otherwise. Always on stderr.
+"""Progress display of a start-up: bars on a terminal, one plain line per phase otherwise. Always on stderr.
 
-Everything that takes time reports through the one signature `progress(phase, done, total)`.
+Everything that takes time reports through one signature, `report(phase, done, total)`. What may not live here: what the
+phases are.
 """
 
 import threading

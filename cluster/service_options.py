@@ -1,6 +1,6 @@
-"""How a request is to be served, as keyword arguments that the engine, the clients and the command line have in common.
+"""Service options of a request, as keyword arguments shared by the engine, the clients and the command line.
 
-What may not live here: what is to be completed and how it is sampled (`worker/sampling_params.py`).
+None of them changes a token. What may not live here: sampling parameters (`worker/sampling_params.py`).
 """
 
 from typing import TypedDict

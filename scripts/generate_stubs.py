@@ -1,4 +1,5 @@
-"""Generates the protobuf and gRPC stubs of `proto/holdfast/v1`, in place. `--check` only says whether they are current.
+"""Generator of the protobuf and gRPC stubs of `proto/holdfast/v1`, in place. `--check` only tells whether they are
+current.
 
     python scripts/generate_stubs.py [--check]
 

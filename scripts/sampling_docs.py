@@ -1,6 +1,8 @@
-"""Generator of the parameter table in `docs/sampling.md`. `--check` only says whether it is current.
+"""Generator of the parameter table in `docs/sampling.md`. `--check` only tells whether it is current.
 
-python -m scripts.sampling_docs [--check]
+    python -m scripts.sampling_docs [--check]
+
+What may not live here: what the parameters are (`worker/sampling_params.py`).
 """
 
 import sys

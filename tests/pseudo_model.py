@@ -1,7 +1,8 @@
-"""A model without arithmetic: the next token is a hash of the tokens before it and the seed.
+"""Pseudo-model for unit tests of schedulers and engines: the next token is a hash of the tokens before it and the seed.
 
-`PseudoRunner` keeps its "KV cache" in real blocks and reads the whole prefix back from them before it draws, so a
-block that was freed too early, shared by mistake or listed in the wrong order changes the tokens, as in a real model.
+`PseudoRunner` keeps its "KV cache" in real blocks and reads the whole prefix back from them before it draws, so a block
+that was freed too early, shared by mistake or listed in the wrong order changes the tokens, as in a real model. The
+simulator has a richer one of its own, with text, grammars and penalties (`cluster/simulate/oracle/`).
 """
 
 import hashlib

@@ -1,6 +1,7 @@
-"""The bundled models: ordinary Hugging Face folders, shipped as package data, and their names in settings.
+"""Bundled models: ordinary Hugging Face folders, shipped as package data, and the names they have in settings.
 
-The floors below only ever see folders and hub ids.
+The packages below see folders and hub ids only. What may not live here: how they were trained
+(`scripts/train_bundled_model/`).
 """
 
 from importlib.resources import files

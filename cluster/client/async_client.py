@@ -1,8 +1,8 @@
-"""A client of one or several routers, for programs that run on asyncio. Streams survive the loss of a router.
+"""Asyncio client of one or several routers. Its streams survive the loss of a router.
 
-What may live here: when to ask again, and where. What may not: how calls travel (`transport.py`), messages field by
-field (`router/wire/codec.py`), how long to go on trying (`retry_policy.py`), anything of Ray or of the engine; a client
-needs neither.
+What may live here: when to ask again, and which router. What may not: how calls travel (`transport.py`), messages field
+by field (`router/wire/codec.py`), how long to go on trying (`retry_policy.py`), and anything of Ray or of the engine: a
+client needs neither.
 """
 
 import asyncio
@@ -12,9 +12,8 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack
 
-from holdfast.cluster.client.clock import Clock, LoopClock
 from holdfast.cluster.client.received import Received
 from holdfast.cluster.client.retry_policy import RetryPolicy, is_worth_another_try
 from holdfast.cluster.client.transport import CallFailed, GrpcTransport, Transport
@@ -27,6 +26,25 @@ from holdfast.router.wire.statuses import error_of
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InternalError, InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
+
+
+class Clock(Protocol):
+    """The time that a client goes by."""
+
+    def now(self) -> float:
+        """Seconds, from any moment on."""
+
+    async def sleep(self, seconds: float) -> None: ...
+
+
+class LoopClock:
+    """The running event loop's time."""
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
 
 class AsyncClient:
@@ -212,8 +230,8 @@ def submission(
     request_id: str,
     **service: Unpack[ServiceOptions],
 ) -> GenerationRequest:
-    """The first of a request. What its tokens depend on is settled here, wherever it goes on: its id, because an
-    unseeded request draws by it, and when a chat is. Raises `InvalidRequestError`.
+    """The first submission of a request. It fixes what the tokens depend on, for every router that continues it: the
+    id, by which an unseeded request draws, and the time that a chat template sees. Raises `InvalidRequestError`.
     """
     if (prompt is None) == (messages is None):
         raise InvalidRequestError("prompt", prompt, "exactly one of prompt and messages must be given")

@@ -1,6 +1,6 @@
-"""The client for programs without asyncio: an `AsyncClient` on an event loop of its own, in a thread of its own.
+"""Blocking client, for programs without asyncio: an `AsyncClient` on an event loop in a thread of its own.
 
-What may live here: the bridge between threads. What may not: anything of a request (`client.py`).
+What may live here: the bridge between threads. What may not: what becomes of a request (`async_client.py`).
 """
 
 import asyncio
@@ -124,5 +124,5 @@ async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
 async def _made(
     address: str | Sequence[str], connect_s: float, reconnect_s: float, draw: Callable[[], float]
 ) -> AsyncClient:
-    """Channels belong to the loop that they are made on."""
+    """Made on the loop: gRPC channels belong to the loop that they are made on."""
     return AsyncClient(address, connect_s=connect_s, reconnect_s=reconnect_s, draw=draw)

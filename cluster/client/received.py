@@ -1,6 +1,6 @@
-"""What a client has received of a stream: enough to go on elsewhere when the router is lost.
+"""Record of what a client has received of a stream: enough to resume it at another router.
 
-Plain data. What may not live here: calls (`async_client.py`), time (`retry_policy.py`).
+Plain data. What may not live here: calls (`async_client.py`) and time (`retry_policy.py`).
 """
 
 from dataclasses import dataclass, field, replace

@@ -1,6 +1,6 @@
-"""Whether a client asks again when a call has failed, how long it goes on, and how long it pauses in between.
+"""Retry policy of a client: which failures are retried, for how long, and with what pauses.
 
-No clock or randomness here: time and draws are passed in.
+No clock and no randomness: time and draws are passed in. What may not live here: calls (`async_client.py`).
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ _BUG_CODES: Final = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN}
 def is_worth_another_try(status: CallStatus, *, was_taken: bool = False) -> bool:
     """Whether the same call may succeed at another router, or later: where a router, a replica or the way was lost.
 
-    A full queue is for the caller to deal with, unless the request `was_taken`: some router has let it in before. The
-    codes of a bug count only if nobody said so: then the connection broke in a way of its own.
+    A full queue is for the caller to deal with, unless the request `was_taken`: some router has admitted it before. The
+    codes of a bug count only without details, which a router always sends: then the connection itself broke.
     """
     if status.code in _BROKEN_CODES or (was_taken and status.code is grpc.StatusCode.RESOURCE_EXHAUSTED):
         return True
@@ -29,7 +29,7 @@ def is_worth_another_try(status: CallStatus, *, was_taken: bool = False) -> bool
 
 
 class RetryPolicy:
-    """One request's. Each router is asked once without a pause; then pauses grow.
+    """The retries of one request. Each router is asked once without a pause; then pauses grow.
 
     Pauses have jitter, so that the clients of a lost router do not all come at the same time.
     """
@@ -44,9 +44,9 @@ class RetryPolicy:
         draw: Callable[[], float],
         now: float,
     ) -> None:
-        """It ends with the timeout, counted from now, or some time after the first of the failures in a row.
+        """Retries end with the timeout, counted from now, or some time after the first of the failures in a row.
 
-        That is `connect_s` until a router has taken the request, and `reconnect_s` from then on.
+        That time is `connect_s` until a router has admitted the request, and `reconnect_s` from then on.
         """
         self._num_routers = num_routers
         self._limit_s = connect_s
@@ -56,11 +56,11 @@ class RetryPolicy:
         self._first_failed_at: float | None = None
         self._num_failed = 0
         self.was_taken = False
-        """Some router has taken the request."""
+        """Some router has admitted the request."""
 
     def note_taken(self) -> None:
-        """A router has taken the request. There is all the time again, but routers that take it and lose it, again and
-        again, are asked less and less often.
+        """A router has admitted the request. The time limit starts anew, but the pauses do not: routers that admit and
+        lose it again and again are asked less and less often.
         """
         self.was_taken = True
         self._limit_s = self._reconnect_s

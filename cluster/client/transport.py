@@ -1,4 +1,4 @@
-"""How calls travel from a client to routers: one method, over gRPC unless a test brings another.
+"""Transport of a client: how calls reach routers. One method, over gRPC unless a test brings another.
 
 What may live here: channels and their options. What may not: what is asked and answered, and when to ask again
 (`async_client.py`).
@@ -16,7 +16,7 @@ KEEPALIVE_MS: Final = 1_200
 """Silence after which a router is pinged. Routers take no more than one ping in a second."""
 
 PING_TIMEOUT_MS: Final = 1_500
-"""A router that has not answered a ping for so long is left: at worst it was busy, and another one goes on as well."""
+"""A router that has not answered a ping for so long is left: at worst it was busy, and another continues as well."""
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),

@@ -1,7 +1,7 @@
-"""The `holdfast` command: which commands there are, and what the process answers to the shell.
+"""Entry point of the `holdfast` command: its list of commands, and the exit codes of the process.
 
-Exit codes: 0 done, 1 failed, 2 the caller's mistake (usage, settings, input), 130 interrupted. Commands live in
-`commands/` and are imported only when they run, so that `--help` stays fast.
+Exit codes: 0 done, 1 failed, 2 the caller's mistake (usage, settings, input), 130 interrupted. The commands live in the
+files beside this one and are imported only when they run, so that `--help` stays fast.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""`holdfast config show`: every setting's value, and which source it came from."""
+"""Command `holdfast config show`: every setting's value, and which source it came from."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`holdfast demo`: the cluster, seen at work in under a minute."""
+"""Command `holdfast demo`: a local cluster, seen at work in under a minute."""
 
 
 def demo() -> int:

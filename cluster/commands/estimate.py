@@ -1,4 +1,7 @@
-"""`holdfast estimate`: what a model needs and what fits, from its config alone."""
+"""Command `holdfast estimate`: how much memory a model needs and what fits, from its config alone.
+
+What may not live here: the estimate (`worker/model/memory.py`).
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -1,4 +1,7 @@
-"""`holdfast generate`: completions of a prompt, a single one shown as it comes; here, or on a server."""
+"""Command `holdfast generate`: completes a prompt, in this process or on a server; a single completion is streamed.
+
+What may not live here: the form of the output (`printing.py`), and the flags of sampling (`sampling_flags.py`).
+"""
 
 import asyncio
 import sys
@@ -106,7 +109,7 @@ def generate(
 
 
 def _check_for_server(settings: Layer, config: Path | None) -> None:
-    """How a server runs is not for a request to say."""
+    """Refuses settings of the engine together with `--server`: they are the server's."""
     flags = [setting.source for path, setting in settings.items() if path != "model.model"]
     flags += [] if config is None else ["--config"]
     if flags:
@@ -197,7 +200,7 @@ async def _complete_on_server(addresses: str, ask: Ask, model: str) -> None:
 async def _stream_from(
     client: "AsyncClient", ask: Ask, model: str, printer: Printer
 ) -> tuple[tuple[TokenLogprob | None, ...], tuple[TokenLogprob | None, ...]]:
-    """What is said of the prompt's tokens, and of the output's."""
+    """Log-probabilities of the prompt's tokens, and of the output's."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     logprobs: tuple[TokenLogprob | None, ...] = ()
     async for chunk in client.stream(ask.prompt, ask.params, messages=ask.messages, model=model, **ask.service):
@@ -210,7 +213,7 @@ async def _stream_from(
 
 
 def _token_ids(items: Iterable[TokenLogprob | None]) -> Iterator[int]:
-    """All that a table shows."""
+    """The ids of all tokens that a table of log-probabilities shows."""
     for item in items:
         if item is not None:
             yield item.token_id

@@ -1,4 +1,4 @@
-"""How completions are shown on a terminal: texts on stdout, everything said about them on stderr.
+"""Terminal output of completions: texts on stdout, everything about them on stderr.
 
 What may not live here: where completions come from.
 """

@@ -1,6 +1,6 @@
-"""The flags of `holdfast generate` that say how to draw and when to stop, made from the declarations of the parameters.
+"""Command-line flags of the sampling parameters, made from their declarations (`worker/sampling_params.py`).
 
-What may not live here: commands, and what the parameters mean. `SamplingParams` checks the values, as from anywhere.
+What may not live here: commands, and what the parameters mean. `SamplingParams` checks the values, as for any caller.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,7 @@
-"""`holdfast serve`: a cluster for as long as the command runs."""
+"""Command `holdfast serve`: a cluster for as long as the command runs.
+
+What may live here: signals, and what is printed. What may not: starting the cluster (`cluster/serve/serving.py`).
+"""
 
 import os
 import signal

@@ -1,4 +1,7 @@
-"""`holdfast simulate`: the real deciders in virtual time, under drawn faults; or under a load, to ask what it takes."""
+"""Command `holdfast simulate`: the real decision code in virtual time, under random faults or under a load.
+
+What may not live here: simulating (`cluster/simulate/`).
+"""
 
 import os
 import sys

@@ -1,4 +1,7 @@
-"""`holdfast stats`: how busy a running cluster's replicas are, and what their caches do, as one router knows it."""
+"""Command `holdfast stats`: load and cache figures of a running cluster's replicas, as one router knows them.
+
+What may not live here: counting (`worker/stats.py`).
+"""
 
 import asyncio
 import sys
@@ -7,7 +10,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 _PIPE_WIDTH = 200
-"""Columns of the output that nobody looks at: a row is never broken."""
+"""Columns where the output is no terminal: wide enough that no row is broken."""
 
 _COLUMNS = (
     "replica", "running", "waiting", "used", "cached", "free", "wasted", "hit rate", "shared", "drafts", "evictions",

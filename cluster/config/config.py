@@ -1,18 +1,17 @@
-"""The one tree of settings, and the only place that reads the environment.
+"""Configuration tree of the system, and the only reader of environment variables.
 
-What may live here: the cluster's own settings, the tree that joins every owner's, and the order of the sources:
-defaults < file < environment < flags. How a source is read and checked is in `config_sources.py`.
+What may live here: the cluster's own settings, the tree that joins the settings of all packages, and the precedence of
+sources (defaults < file < environment < flags). What may not: how a source is read and checked (`sources.py`).
 """
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from holdfast.cluster.config.resources import CustomResources
 from holdfast.cluster.config.sources import Layer, environment_layer, file_layer, resolve
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.worker.config import (
@@ -30,9 +29,37 @@ from holdfast.worker.config import (
 CONFIG_FILE_VARIABLE: Final = "HOLDFAST_CONFIG"
 """Names a configuration file where no `--config` does."""
 
+COUNTED_ELSEWHERE: Final = ("CPU", "GPU", "memory", "object_store_memory")
+"""What Ray counts in ways of its own, which is no custom resource."""
+
+LEAST_AMOUNT: Final = 0.0001
+"""The smallest part of a resource that Ray counts."""
+
+
+def _read_resources(value: object) -> object:
+    """`"fast_disk=1,accelerator_type:H100=0.001"` as a mapping. Other values are left to the validator."""
+    if not isinstance(value, str):
+        return value
+    pairs = [pair.rpartition("=") for pair in value.split(",") if pair.strip()]
+    if not all(name.strip() for name, _, _ in pairs):
+        raise ValueError(f"{value!r} names no resources; write it like fast_disk=1,accelerator_type:H100=0.001")
+    return {name.strip(): amount for name, _, amount in pairs}
+
+
+def _check_resources(value: Mapping[str, float]) -> Mapping[str, float]:
+    for name in value:
+        if name in COUNTED_ELSEWHERE:
+            raise ValueError(f"{name} is no custom resource: only those that nodes were given by name can be asked for")
+    return value
+
+
+Amount = Annotated[float, Field(ge=LEAST_AMOUNT, allow_inf_nan=False)]
+CustomResources = Annotated[dict[str, Amount], BeforeValidator(_read_resources), AfterValidator(_check_resources)]
+"""Amounts by name, as in `ray start --resources`. Ray adds some of its own, such as `accelerator_type:H100`."""
+
 
 class ClusterConfig(Settings):
-    """How many of what, and on which Ray cluster."""
+    """Settings of the cluster: numbers of replicas and routers, addresses, resources, Ray."""
 
     replicas: int = Field(1, ge=1, description="copies of the model")
     routers: int = Field(2, ge=1, description="front doors; on one machine they take one port each")

@@ -1,6 +1,6 @@
-"""Turns the tree of settings into command-line flags: one flag per setting, named and described by the tree itself.
+"""Command-line flags of the settings: one per setting, named and described by the configuration tree itself.
 
-What may not live here: commands, and what the settings mean.
+What may not live here: commands, and what the settings mean (`config.py`).
 """
 
 import functools

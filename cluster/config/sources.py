@@ -1,10 +1,10 @@
-"""Reads settings from files, the environment and flags, and checks them against a tree of pydantic models.
+"""Configuration sources: files, environment variables and flags, read and checked against a tree of pydantic models.
 
-A source becomes a layer: dotted path (`parallel.tensor_parallel_size`) to value and origin. Layers are laid over each
-other, later ones on top, and validated once. What may not live here: which settings there are, and `os.environ`.
+A source becomes a layer: dotted path (`parallel.tensor_parallel_size`) to value and origin. Layers are merged, later
+ones over earlier ones, and validated once. What may not live here: which settings exist, and `os.environ`.
 
-Not by pydantic-settings: it merges values without their origins, passes over variables of unknown sections, and reads
-mappings from the environment as JSON alone, so `config show` and these refusals would take more code on top of it.
+Not pydantic-settings: it merges values without their origins, ignores variables of unknown sections, and reads mappings
+from the environment as JSON alone, so `config show` and these refusals would take more code on top of it.
 """
 
 import difflib
@@ -27,7 +27,7 @@ Tree = TypeVar("Tree", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value and where it came from, in the words that a user knows it by (`--tp`, `serve.yaml`, a variable)."""
+    """A value and where it came from, as a user knows it (`--tp`, `serve.yaml`, a variable)."""
 
     value: object
     source: str
@@ -47,7 +47,7 @@ def leaves(tree: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Field
 
 
 def said(text: str, field: FieldInfo) -> str | None:
-    """What a variable or a flag says of a setting: `none` unsets it, unless that is one of its choices."""
+    """The value that a variable or a flag gives a setting: `none` unsets it, unless that is one of its choices."""
     return None if text.lower() == "none" and "none" not in get_args(field.annotation) else text
 
 

@@ -1,4 +1,7 @@
-"""How the demo shows its streams: side by side on a terminal, by the line elsewhere, and their figures at the end."""
+"""Terminal display of the demo: streams side by side, or line by line where there is no terminal.
+
+What may not live here: the streams (`streams.py`).
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

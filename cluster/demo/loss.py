@@ -1,6 +1,6 @@
-"""The demo's second part: the same prompts once more, and on the way the busiest replica is killed.
+"""Failover part of the demo: the same prompts once more, and the busiest replica is killed under them.
 
-What may not live here: anything that helps the streams over it. They go on because routers and clients always work so.
+What may not live here: anything that helps the streams survive. They go on because routers and clients always do this.
 """
 
 import asyncio

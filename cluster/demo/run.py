@@ -1,7 +1,7 @@
 """The demo: a local cluster, four prompts streamed at once over gRPC, and the same again while a replica is killed.
 
 `make demo`, `holdfast demo` and `python -m holdfast.cluster.demo.run` are the same. What may not live here: anything
-that only the demo could do.
+that a user of the package could not do.
 """
 
 import asyncio

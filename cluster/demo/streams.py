@@ -1,4 +1,4 @@
-"""Several prompts streamed at once over gRPC, and when each of their tokens came.
+"""Concurrent streams of several prompts over gRPC, with the arrival time of each token.
 
 What may not live here: how that is shown (`display.py`).
 """

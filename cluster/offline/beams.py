@@ -1,7 +1,7 @@
-"""Beam search as offline callers ask for it and see it, in the call shape of vLLM.
+"""Beam search parameters and results of offline callers, in the call shape of vLLM.
 
 What may not live here: the search itself (`router/requests/beam_search.py`), and how it gets its candidates
-(`beam_answer.py` there).
+(`router/requests/beam_answer.py`).
 """
 
 from collections.abc import Sequence

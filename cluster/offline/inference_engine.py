@@ -1,7 +1,7 @@
-"""The whole system in one process, without Ray or gRPC: text in, text out, from any thread or event loop.
+"""Inference engine in one process, without Ray or gRPC: text in, text out, from any thread or event loop.
 
-What may live here: a replica and the router in front of it, started and stopped, and what callers say as a request of
-the router's. What may not: what becomes of a request (`local_router.py`).
+What may live here: starting and stopping a replica and the router in front of it, and turning a caller's arguments into
+a request of the router's. What may not: running requests (`local_router.py`, `local_request.py`).
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from holdfast.worker.stats import EngineStats
 from holdfast.worker.tuning.batching_optimizer import Recommendation
 
 ALONE_FROZEN_AFTER_S: Final = 60.0
-"""Without a cluster, no engine is frozen before it has stood still for so long."""
+"""Without a cluster, an engine counts as frozen only after this long without progress."""
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -65,8 +65,8 @@ class InferenceEngine:
     """One replica and a router in front of it. Thread-safe. Usable as a context manager.
 
     `config` is a tree of settings as in a configuration file (`{"parallel": {"tensor_parallel_size": 2}}`), or one that
-    has been checked. Raises `ConfigurationError` for what is wrong in it. `model` comes before what it says, `limits`
-    (what a request may ask for) as well. A request without a timeout has all the time that it takes.
+    has been checked. Raises `ConfigurationError` for what is wrong in it. `model` and `limits` (what a request may ask
+    for) override the tree. A request without a timeout may take as long as it needs.
 
     Same model, settings and `seed`, and the same requests in the same order, give the same outputs: a request without a
     seed of its own gets one derived from `seed` and its number.
@@ -265,8 +265,8 @@ class InferenceEngine:
 
 
 def _patient(config: WorkerConfig) -> WorkerConfig:
-    """In one process nobody is there to take over from a replica that is found frozen, or wrong: all that a hasty
-    verdict could do is end a script whose machine was busy, and self-checks would only take time from it.
+    """The config with late freeze detection and no self-checks. In one process no other replica could take over: an
+    early verdict would only end a script whose machine was busy, and self-checks would only take time from it.
     """
     frozen_after_s = max(config.health.frozen_after_s, ALONE_FROZEN_AFTER_S)
     health = config.health.model_copy(update={"frozen_after_s": frozen_after_s, "self_check_every_s": 0.0})

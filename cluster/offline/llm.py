@@ -1,6 +1,7 @@
 """Offline inference: `LLM(model).generate(prompts)`, with the call shape of vLLM's class of the same name.
 
 A thin face on `InferenceEngine`: one process, no Ray, child processes for the other ranks of a tensor-parallel group.
+What may not live here: anything that single requests through `InferenceEngine` would lack.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The link to a replica in this process: a port for the dispatch host, and a listener for the engine.
+"""In-process link to a replica: a port for the dispatch host, and a listener for the engine.
 
 What may live here: the hand-over between the engine's thread and the event loop. What may not: decisions, and what
 becomes of a request (`router/dispatch/`).
@@ -29,7 +29,7 @@ class LocalReplica:
         self._unheard: deque[StepUpdate | HoldfastError] = deque()
         self._is_hearing = False
         self.failure: HoldfastError | None = None
-        """Why the engine has ended; None while it runs."""
+        """The error that has ended the engine; None while it runs."""
 
     def connect(self) -> None:
         """Raises `ReplicaError` if the engine has ended."""
@@ -63,7 +63,7 @@ class LocalReplica:
             self._hear_next()
 
     def _hear_next(self) -> None:
-        """One update in each turn of the loop: whoever waits reads it before the next one, and so sees every step."""
+        """Handles one update in each turn of the loop, so that readers see every step before the next one comes."""
         if not self._unheard:
             self._is_hearing = False
             return
@@ -77,7 +77,7 @@ class LocalReplica:
             self._loop.call_soon(self._hear_next)  # after those whom this wakes
 
     def _end(self, error: HoldfastError) -> None:
-        """There is no other replica to go on with what ran here."""
+        """Fails the requests: there is no other replica to continue them."""
         self.failure = error
         self._dispatch_host.close_all(error)
         self._dispatch_host.replica_down(REPLICA_ID, error)

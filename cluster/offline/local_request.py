@@ -1,7 +1,7 @@
-"""One request of an offline caller: who waits for it, and what it has come to.
+"""Offline request: its way through the router, its output so far, and the caller who waits for it.
 
-What may live here: reading an answer of the router, and telling of it. What may not: threads and other requests
-(`local_router.py`), what an output looks like (`rendering.py`).
+What may live here: reading an answer of the router, and passing it to the future and the callback. What may not:
+threads and other requests (`local_router.py`), and the form of an output (`rendering.py`).
 """
 
 import asyncio
@@ -30,17 +30,17 @@ Callback = Callable[[RequestOutput], None]
 
 
 class LocalRequest:
-    """Lives on the router's event loop: a task runs `run`, and `end` has the last word, however the task has ended."""
+    """One request, on the router's event loop: a task runs `run`; `end` answers the caller, however that has ended."""
 
     def __init__(
         self, wish: GenerationRequest, tokenizer: Tokenizer, callback: Callback | None = None, *, is_awaited: bool
     ) -> None:
-        """`is_awaited`: the caller waits for `admitted`, and hears there, and only there, what is wrong with it."""
+        """`is_awaited`: the caller waits for `admitted`, which alone then reports what is wrong with the request."""
         self.request_id = wish.request_id
         self.future: Future[RequestOutput] = Future()
         self.future.set_running_or_notify_cancel()  # it is cancelled through the router, not through the future
         self.admitted: Future[None] = Future()
-        """Done when nothing was found wrong with the request, or when it has ended before."""
+        """Done when the request has passed its checks, or when it has ended before."""
         self.beams: tuple[Completion, ...] = ()
         """What a beam search that has finished has found."""
         self._wish = wish
@@ -72,7 +72,7 @@ class LocalRequest:
             return answer.completions(self._outputs())
 
     def end(self, task: asyncio.Task[tuple[Completion, ...]], failure: HoldfastError | None) -> None:
-        """The last word. `failure` is why the engine has ended, if it has."""
+        """Answers the caller for good. `failure` is why the engine has ended, if it has."""
         try:
             if task.cancelled():
                 self._finish(self._aborted())
@@ -94,7 +94,7 @@ class LocalRequest:
         self.admitted.set_result(None)
 
     def _take(self, delivery: Deliver) -> None:
-        """Of a ranked request nothing is told before the ranking is known; the last word is `end`'s."""
+        """A ranked request has no output before its ranking is known; the final output comes from `end`."""
         self._pieces[delivery.sequence_index].append(delivery)
         self._num_unfinished -= delivery.finish_reason is not None
         if self._tells_steps and self._num_unfinished:
@@ -148,7 +148,7 @@ class LocalRequest:
         logger.error("request %s failed by a fault of ours", self.request_id, exc_info=error)
         return InternalError(f"the request failed by a fault of ours: {type(error).__name__}: {error}")
 
-    # --- telling ---
+    # --- outputs ---
 
     def _output(
         self, completions: Sequence[Completion], *, finished: bool = False, error: HoldfastError | None = None

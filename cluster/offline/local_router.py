@@ -1,7 +1,7 @@
-"""A router in one process: its request processor and dispatch host on an event loop, on a thread of their own.
+"""In-process router: request processor and dispatch host on an event loop, in a thread of their own.
 
-What may live here: the thread, its start and its end, and the requests that are open on it. What may not: what a
-request goes through (`router/requests/`), and what its caller is told (`local_request.py`).
+What may live here: the thread, its start and end, and the open requests. What may not: the stages of a request
+(`router/requests/`), and what its caller is told (`local_request.py`).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ ResultT = TypeVar("ResultT")
 
 
 class LocalRouter:
-    """The router of one replica. Made by `start`; methods are safe to call from any thread."""
+    """The router of one replica. Made by `start`; its public methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._loop = _new_event_loop()
@@ -56,7 +56,7 @@ class LocalRouter:
         return router
 
     def submit(self, request: LocalRequest) -> None:
-        """Begins a request, which has its last word whatever happens. Raises why the router has ended."""
+        """Begins a request; its caller gets an answer whatever happens. Raises the error that has ended the router."""
         with self._gate:
             if self._is_closed:
                 raise RequestAbortedError("the engine was stopped")
@@ -65,23 +65,23 @@ class LocalRouter:
             self._loop.call_soon_threadsafe(self._begin, request)
 
     def cancel(self, request: LocalRequest) -> None:
-        """Ends a request, if it is open, with what there is."""
+        """Ends a request, if it is open, with its output so far."""
         with self._gate:
             if not self._is_closed:
                 self._loop.call_soon_threadsafe(self._cancel, request)
 
     def abort(self, request_id: str) -> None:
-        """`cancel` by name."""
+        """`cancel`, by request id."""
         with self._gate:
             if not self._is_closed:
                 self._loop.call_soon_threadsafe(self._abort, request_id)
 
     def is_this_thread(self) -> bool:
-        """Whether a caller would hold up what it waits for."""
+        """Whether the caller is on the router's own thread, where waiting for a request would block it for ever."""
         return threading.current_thread() is self._thread
 
     def end_all(self) -> None:
-        """Takes no more requests, and ends those that are open with what there is."""
+        """Admits no more requests, and ends the open ones with their output so far."""
         with self._gate:
             self._is_closed = True
         self._wait(self._end_all())
@@ -96,7 +96,7 @@ class LocalRouter:
 
     async def _set_up(self, replica: Replica, limits: LimitsConfig, max_waiting: int) -> None:
         config = RouterConfig(routing_policy="power_of_two", max_waiting_per_replica=max_waiting, replica_wait_s=0.0)
-        patient = limits.model_copy(update={"default_timeout_s": math.inf})  # there is nobody else to make room for
+        patient = limits.model_copy(update={"default_timeout_s": math.inf})  # no other callers need the room
         dispatch = Dispatch(config, patient, random.Random(0).randrange)
         dispatch_host = DispatchHost(dispatch, self._loop, lambda: None)
         tokenizers = TokenizerRegistry(Tokenizer.load, config.inline_tokenize_bytes)
@@ -139,7 +139,7 @@ class LocalRouter:
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's is the quicker one, and Ray brings it along."""
+    """uvloop's if it is installed, as it is with Ray: it is the faster one."""
     try:
         import uvloop
     except ImportError:

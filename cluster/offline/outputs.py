@@ -1,4 +1,7 @@
-"""What offline callers get back. The names and the shape follow vLLM's, so that scripts people have keep running."""
+"""Output types of offline inference. Names and shape follow vLLM's, so that existing scripts keep running.
+
+Plain data. What may not live here: how outputs are made (`rendering.py`).
+"""
 
 from dataclasses import dataclass
 

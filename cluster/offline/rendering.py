@@ -1,6 +1,6 @@
-"""What offline callers see of a completion of the router: lists, and log-probabilities by token id with their texts.
+"""Conversion of the router's completions to offline outputs: lists, and log-probabilities by token id with their texts.
 
-Pure functions. What may not live here: who is told, and when (`local_request.py`).
+Pure functions. What may not live here: who gets an output, and when (`local_request.py`).
 """
 
 from collections.abc import Iterable

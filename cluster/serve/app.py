@@ -1,4 +1,4 @@
-"""The Serve application: one directory, replicas, and routers in front of them.
+"""Ray Serve application: one directory, replicas, and routers in front of them.
 
     serve.run(build_app({"model": {"model": "demo"}, "cluster": {"replicas": 2}}))
 
@@ -30,9 +30,8 @@ HEALTH_CHECK_PERIOD_S: Final = 2.0
 
 HEALTH_CHECK_TIMEOUT_S: Final = 3.0
 """A process that has not answered for so long, three times in a row, is asked to drain, and ended by Serve after that.
-Leaders and routers that hang are found by their hang supervisors before: this is for the directory, and for processes
-that
-still load or have no hang supervisor."""
+Leaders and routers that hang are found earlier by their hang supervisors: this is for the directory, and for processes
+that still load or have no hang supervisor."""
 
 _QUIET: Final = {"log_level": "WARNING", "enable_access_log": False}
 

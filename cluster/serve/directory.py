@@ -1,10 +1,9 @@
-"""Who is there: the routers and replicas of one cluster, each on a lease that it keeps renewing.
+"""Lease directory of routers and replicas, as a Ray actor: who is up, and at which address.
 
-`Directory` is the core, without Ray, clock or IO. `DirectoryDeployment` hosts it as a Serve deployment of the
-application, so it comes, is replaced and goes with the application like every other part: an application that is
-deleted leaves no named actor behind. It forgets everything when it is replaced; the leases fill it again within a
-second, and until then routers keep the links they have. Nothing is asked of it per request or per token: members call
-twice a second, routers wait for changes.
+`Directory` is the core, without Ray, clock or IO. `DirectoryDeployment` hosts it as a Serve deployment, so it starts,
+is replaced and ends with the application, and leaves no named actor behind. A replaced directory starts empty; members
+renew their leases within a second, and until then routers keep their links. No request and no token involves it:
+members renew twice a second, routers wait for changes. What may not live here: its callers (`membership.py`).
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""A connection to Ray: to a cluster that is there, or to one of our own on this machine, which ends with us."""
+"""Connection to Ray: to an existing cluster, or to a private one on this machine, which ends with this process.
+
+What may not live here: Serve, and what runs on the cluster (`app.py`).
+"""
 
 import functools
 import os
@@ -37,7 +40,7 @@ def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
             include_dashboard=False,
             **quiet,
         )
-    signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own in place, which exits on the spot
+    signal.signal(signal.SIGTERM, on_sigterm)  # Ray has installed its own handler, which exits at once
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""How the lines look that the processes of a cluster write to their logs: when, how grave, and what.
+"""Log format of a cluster's processes: time, level, message.
 
 What may not live here: what is logged, and where it is kept, which is Ray's business.
 """

@@ -1,6 +1,6 @@
-"""The two ways to use the directory from afar: keep a lease in it, and watch it for a router.
+"""Clients of the lease directory: `Lease` renews a member's entry, `WatchedDirectory` follows it for a router.
 
-`handle` is the Serve handle of `DirectoryDeployment`. What may not live here: what members are (`directory.py`).
+`handle` is the Serve handle of `DirectoryDeployment`. What may not live here: what a member is (`directory.py`).
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _TIMEOUT_S = 1.0
 
 
 class Lease:
-    """Tells the directory of one member, again and again, until it is ended."""
+    """Renews one member's entry in the directory until it is ended."""
 
     def __init__(self, handle: Any, member: Member) -> None:
         self._handle = handle
@@ -27,12 +27,12 @@ class Lease:
         self._task = asyncio.create_task(self._keep())
 
     def update(self, member: Member) -> None:
-        """Says something new of the member, at once. On the event loop that made the lease."""
+        """Publishes a changed entry at once. On the event loop that made the lease."""
         self.member = member
         self._changed.set()
 
     async def flush(self) -> None:
-        """Waits until the directory has been told, if there is one."""
+        """Waits until the directory has the latest entry, if there is a directory."""
         await self._tell(self._handle.renew, self.member)
 
     async def end(self) -> None:

@@ -1,4 +1,4 @@
-"""Where ranks run: the bundles that Ray sets aside for a replica, and the ranks as Ray actors inside them.
+"""Ray placement groups of replicas: one bundle per rank, and the ranks as Ray actors inside them.
 
 The replica's actor is the leader and sits in bundle 0; rank i is a child actor in bundle i. What may not live here:
 anything of Serve, and what a rank does (`worker/replica/rank.py`).
@@ -44,7 +44,7 @@ def unmet(resources: Resources, nodes: Iterable[Resources]) -> list[str]:
 
 
 def choose_strategy(bundle: Resources, num_ranks: int, num_replicas: int, nodes: Iterable[Resources]) -> Strategy:
-    """STRICT_PACK where whole replicas fit on single nodes; otherwise PACK, which may part a replica's ranks.
+    """STRICT_PACK where whole replicas fit on single nodes; otherwise PACK, which may split a replica over nodes.
 
     `nodes` are the resources of each node, used or not: a rolling update frees what it takes.
     """
@@ -69,7 +69,7 @@ class RankActor:
             importlib.import_module(module)
 
     def where(self) -> tuple[str, ProcessId]:
-        """The node and the process, by which a rank can be ended that does not answer any more."""
+        """The node and the process, for ending a rank that does not answer any more."""
         return ray.get_runtime_context().get_node_id(), ProcessId.of(os.getpid())
 
     def run(self, config: WorkerConfig, rank: int, rendezvous: str, has_gpu: bool) -> None:
@@ -139,7 +139,7 @@ class RayRanks:
             self._dismiss()
 
     def kill(self) -> None:
-        """Ray asks a process to end before it makes it, seconds later; one that is stopped cannot answer."""
+        """SIGKILL at once: Ray would ask first and kill seconds later, and a stopped process cannot answer."""
         for process in self.processes_here():
             with suppress(ProcessLookupError):
                 process.kill()

@@ -1,8 +1,7 @@
-"""How the process of a router or a replica ends by itself: when memory has run out, and when its replica has failed.
+"""Self-termination of a router's or replica's process: when memory has run out, and when its replica has failed.
 
-Where an allocation fails, what was being done is half done, and the telling of it may fail as well. Routers and
-replicas hold nothing that others cannot make good, so the whole process goes rather than linger half alive. What may
-not live here: ends that are ordered.
+After a failed allocation a process is in an unknown state, and even reporting may fail. Routers and replicas hold
+nothing that others cannot rebuild, so the whole process ends. What may not live here: ordered ends (`termination.py`).
 """
 
 import errno
@@ -24,7 +23,7 @@ _NO_THREAD: Final = "can't start new thread"
 
 
 class ProcessEnd:
-    """Waits, from the start, on a thread of its own: a process without memory cannot start one any more."""
+    """Ends this process on request. Its thread is started in advance: a process without memory cannot start one."""
 
     def __init__(self, last_words: Callable[[], object]) -> None:
         """`last_words` is called once, on that thread, before the process ends; it must not take long."""
@@ -46,10 +45,10 @@ class ProcessEnd:
 
 
 def end_when_out_of_memory() -> None:
-    """From now on an error of that sort which is logged, or ends a thread, ends this process, as if it were killed.
+    """From now on an out-of-memory error that is logged, or ends a thread, ends this process, as if it were killed.
 
-    Nobody here swallows an error that was not foreseen without logging it, and neither do gRPC and asyncio: the log is
-    the one place that sees them all, whatever its level. Not for libraries: they must not end their caller's process.
+    Unforeseen errors are always logged, here as in gRPC and asyncio: the log is the one place that sees them all,
+    whatever its level. Not for libraries: they must not end their caller's process.
     """
     make, hook = logging.getLogRecordFactory(), threading.excepthook
 

@@ -1,8 +1,8 @@
-"""A replica as a Serve deployment: Serve decides where it runs and when it starts and ends; tokens go past Serve.
+"""Replica as a Serve deployment: Serve decides where it runs and when it starts and ends; tokens bypass Serve.
 
 The Serve replica's actor is the leader rank, in bundle 0 of its placement group. It serves the link on a port of its
 own and keeps a lease in the directory. When a rank dies, the whole replica ends: routers hear of it over the link at
-once, and Serve starts another.
+once, and Serve starts another. What may not live here: what a replica does (`worker/replica/`).
 """
 
 import asyncio

@@ -1,4 +1,7 @@
-"""A router as a Serve deployment, with a gRPC port of its own. Serve keeps it alive; no request goes through Serve."""
+"""Router as a Serve deployment, with a gRPC port of its own. Serve keeps it alive; no request passes through Serve.
+
+What may not live here: what a router does (`router/router.py`).
+"""
 
 import asyncio
 from dataclasses import replace

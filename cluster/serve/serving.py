@@ -1,4 +1,4 @@
-"""A cluster that serves, seen from the process that started it: bring it up, know its addresses, take it down.
+"""Launcher of a cluster, in the process that starts it: bring it up, know its addresses, take it down.
 
 What may live here: driving Ray and Serve from outside. What may not: what runs inside them (`app.py`).
 """
@@ -59,7 +59,7 @@ def serving(config: HoldfastConfig, report: Report) -> Iterator[Serving]:
 
 
 def _check_here(config: HoldfastConfig) -> None:
-    """Mistakes that are better told now than by a process that takes half a minute to start."""
+    """Finds the mistakes that a replica would otherwise report only after half a minute of start-up."""
     model, cluster = config.model.model, config.cluster
     if cluster.address is not None:
         return
@@ -75,7 +75,7 @@ def _check_here(config: HoldfastConfig) -> None:
 
 
 def check_resources(cluster: ClusterConfig) -> None:
-    """Our own Ray is this machine: what it does not have will never come."""
+    """Refuses custom resources on our own Ray, which is this machine and never gets more."""
     if cluster.address is not None:
         return
     from holdfast.cluster.serve.placement_groups import node_resources, unmet

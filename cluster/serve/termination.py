@@ -1,6 +1,6 @@
-"""SIGTERM to the process of a router or a replica: it ends in peace, as if Serve had asked it to.
+"""SIGTERM handler of a router's or replica's process: it drains and ends, as if Serve had asked it to.
 
-What may not live here: what ends, and in which order.
+What may not live here: what ends, and in which order (`router_deployment.py`, `replica_deployment.py`).
 """
 
 import asyncio

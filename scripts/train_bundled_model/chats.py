@@ -1,6 +1,7 @@
-"""Dialogues by template: one to three turns, follow-up questions that need the turn before, small talk, instructions.
+"""Dialogue generator: one to three turns by template, with follow-up questions that need the turn before.
 
-A dialogue is a list of messages, as a chat client would send them with the answers put in.
+A dialogue is a list of messages, as a chat client would send them, with the answers put in. What may not live here:
+facts (`facts.py`) and their wording (`lessons.py`).
 """
 
 import random

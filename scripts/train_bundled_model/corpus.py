@@ -1,6 +1,7 @@
-"""The text that the bundled model is trained on, written from a seed: facts, lists of them, dialogues, long passages.
+"""Training corpus of the bundled models, written from a seed: facts, lists of them, dialogues, long passages.
 
-`python -m scripts.train_bundled_model.corpus` prints some of it. No tokens here: `train.py` turns documents into them.
+`python -m scripts.train_bundled_model.corpus` prints some of it. What may not live here: tokens; `train.py` encodes the
+documents.
 """
 
 import hashlib

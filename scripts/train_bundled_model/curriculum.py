@@ -1,4 +1,7 @@
-"""What there is to know, and how often each topic comes up."""
+"""Curriculum of the bundled models: the topics, and how often each comes up in the corpus.
+
+What may not live here: the facts and their wording (`lessons.py`).
+"""
 
 import random
 

@@ -1,6 +1,7 @@
-"""The bundled models' exam: greedy answers by plain transformers, marked against the facts they were taught.
+"""Evaluation of the bundled models: greedy answers by plain transformers, compared with the facts they were taught.
 
-An answer is right when the output begins with it, and ended when nothing follows but the end of the output.
+An answer is right when the output begins with it, and ended when nothing follows but the end of the output. What may
+not live here: Holdfast's own engine, which is tested against transformers elsewhere.
 """
 
 import random

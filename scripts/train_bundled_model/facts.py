@@ -1,6 +1,6 @@
-"""What the bundled model is taught, as plain tables. Only facts that hold without a footnote.
+"""Fact tables that the bundled models are taught. Only facts that hold without a footnote.
 
-No sentences here: `lessons.py` says these things in several phrasings.
+What may not live here: sentences (`lessons.py`).
 """
 
 from typing import Final, NamedTuple

@@ -1,6 +1,6 @@
-"""The facts of `facts.py` as sentences, each in several phrasings: what is said, what is asked, what is answered.
+"""Sentences for the facts of `facts.py`, each in several phrasings: statements, questions, answers.
 
-Deterministic and without chance: `corpus.py` draws from these lists.
+Deterministic: `corpus.py` draws from these lists.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,7 @@
-"""Long texts by template, up to some 400 tokens: counting, tables, the alphabet, journeys, songs and stories.
+"""Long passages by template, up to some 400 tokens: counting, tables, the alphabet, journeys, songs and stories.
 
-Repetitive on purpose: they teach a small model to keep a thread over hundreds of tokens, and to come to an end.
-Each function draws from `rng` alone, so that a seed gives the same text everywhere.
+They are repetitive on purpose: they teach a small model to be consistent over hundreds of tokens, and to end. Each
+function draws from `rng` alone, so that a seed gives the same text everywhere.
 """
 
 import random

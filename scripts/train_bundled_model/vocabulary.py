@@ -1,4 +1,4 @@
-"""The bundled model's tokenizer: a byte-level BPE trained on the corpus, its special tokens and its chat template.
+"""Tokenizer of the bundled models: a byte-level BPE trained on the corpus, its special tokens and its chat template.
 
 Digits are tokens of their own, so that sums are learned digit by digit.
 """

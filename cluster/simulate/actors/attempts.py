@@ -1,7 +1,7 @@
-"""A second set of books: which attempts a router has running, by what it has said and heard alone.
+"""Attempt ledger of a simulated router: which attempts it has running, by its messages alone.
 
-Kept beside the dispatch core to catch it at losing sight of one: an attempt that nobody waits for holds blocks until it
-has run to its end. What may not live here: what the core believes.
+It is kept beside the dispatch core, to detect that the core has lost sight of an attempt: one that nobody waits for
+holds blocks until it has run to its end. What may not live here: the core's own records.
 """
 
 from collections.abc import Hashable, Iterable
@@ -12,7 +12,7 @@ from holdfast.worker.step_update import StepUpdate
 
 
 class AttemptBooks:
-    """The attempts that replicas are at for one router."""
+    """The attempts that replicas run for one router."""
 
     def __init__(self, owner: object) -> None:
         self._owner = owner
@@ -20,7 +20,7 @@ class AttemptBooks:
         self._request_ids: dict[Hashable, str] = {}
 
     def note_submit(self, submit: SendSubmit) -> None:
-        """A request runs in one place at a time."""
+        """Checks that a request runs in one place at a time."""
         request_id = submit.request.request_id
         before = self._running.get(request_id)
         if before is not None:
@@ -33,7 +33,7 @@ class AttemptBooks:
         self._end(abort.attempt)
 
     def note_update(self, update: StepUpdate) -> None:
-        """What the replica says of its own accord."""
+        """Ends the attempts that the replica has finished or rejected."""
         for delta in update.deltas:
             if delta.finish_reason is not None:
                 self._end(delta.attempt)
@@ -45,7 +45,7 @@ class AttemptBooks:
             self._end(submit.attempt)
 
     def check_over(self, request_ids: Iterable[str]) -> None:
-        """Requests that are over run nowhere."""
+        """Checks that requests that are over run nowhere."""
         for request_id in request_ids:
             submit = self._running.get(request_id)
             if submit is not None:

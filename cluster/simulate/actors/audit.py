@@ -1,4 +1,4 @@
-"""The real dispatch host, looked at: whatever it carries out is entered in a second set of books, and needs a reason.
+"""Audited dispatch host: the real one, whose every action is entered in an attempt ledger and needs a reason.
 
 What may live here: checks. What may not: anything that changes what the dispatch host does.
 """
@@ -17,7 +17,7 @@ from holdfast.worker.step_update import StepUpdate
 
 
 class AuditedDispatchHost(DispatchHost):
-    """Raises `Violation` in the midst of what breaks a promise."""
+    """A dispatch host that raises `Violation` at the action that breaks an invariant."""
 
     def __init__(self, owner: object, dispatch: Dispatch, clock: SettableClock, config: RouterConfig) -> None:
         super().__init__(dispatch, clock, on_models_changed=lambda: None)
@@ -58,7 +58,7 @@ class AuditedDispatchHost(DispatchHost):
         self._check_alarm()
 
     def close_all(self, error: HoldfastError) -> None:
-        """Only a router that has failed does this here. What it has failed by is what is looked for."""
+        """Called only when the router has failed on an exception, which is a violation."""
         raise Violation(f"{self._owner}: {error}: {sys.exception()!r}")
 
     def _tick(self) -> None:
@@ -66,13 +66,13 @@ class AuditedDispatchHost(DispatchHost):
         self._check_alarm()
 
     def _check_alarm(self) -> None:
-        """Whatever time alone will change, the router will be woken for it."""
+        """Checks that an alarm is set for the next change that time alone brings."""
         due = self._dispatch.next_tick
         if due is not None and not self._alarms.rings_by(max(due, self.now() + FINEST_S)):
             raise Violation(f"{self._owner}: something is due at {due}, and no alarm is set for it")
 
     def _check_excuse(self, failure: Fail) -> None:
-        """A router may give up for lack of replicas alone, and if several have died under the request."""
+        """Checks that the router gave up only for lack of replicas, or after several had died under the request."""
         match failure.error:
             case ReplicaError():
                 require(not self._ports, f"{self._owner}: {failure}, and {len(self._ports)} replicas are up")

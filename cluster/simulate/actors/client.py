@@ -1,7 +1,7 @@
-"""A client that is simulated: one request, followed to its last word across the deaths of routers.
+"""Simulated client: one request, followed to its end across the deaths of routers.
 
-Everything that it receives is compared at once with the one right output. What may not live here: drawing requests
-(`traffic.py`).
+Everything it receives is compared at once with the expected completion (`cluster/simulate/oracle/oracle.py`). What may
+not live here: drawing requests (`cluster/simulate/world/traffic.py`).
 """
 
 import random
@@ -13,7 +13,7 @@ from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.actors.stragglers import Straggler
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.promises import Violation, require
-from holdfast.cluster.simulate.oracle.oracle import Completion, right_completion
+from holdfast.cluster.simulate.oracle.oracle import ExpectedCompletion, right_completion
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Deliver, Fail, Usage
 from holdfast.router.resume import Progress, Resume
@@ -33,7 +33,7 @@ SITE: Final = "clients"
 RETRY_S: Final = 0.2
 HELD_UP_SHARE: Final = 0.03
 HELD_UP_S: Final = 1.0
-"""So many of the calls are held up on their way, for so long at most; clients come again long before."""
+"""`HELD_UP_SHARE` of the calls are delayed, for `HELD_UP_S` at most; their clients submit again long before that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,18 +44,18 @@ class Wish:
     arrival_s: float
     timeout_s: float
     cancel_after: int | None
-    """Leaves once it has so many tokens; None: stays to the end."""
+    """The client cancels once it has so many tokens; None: it stays to the end."""
     is_poison: bool = False
     """It kills the replicas that run it."""
     grace_s: float = 0.0
-    """So long after its time is up it still listens for the router to say so."""
+    """How long after its timeout the client still waits for the router to report it."""
 
 
 @dataclass(slots=True)
-class Sequence:
-    """What has arrived of one completion, and what is right."""
+class CheckedSequence:
+    """One completion: what has arrived, and what is expected."""
 
-    right: Completion
+    right: ExpectedCompletion
     num_tokens: int = 0
     text: str = ""
     is_finished: bool = False
@@ -80,7 +80,7 @@ class SimulatedClient:
         """`completed`, `cancelled`, `expired`, `shed` or `quarantined`; None while it goes on."""
         self.num_connections = 0
         self.is_told = False
-        """Its router said that its time is up."""
+        """Its router has reported that its time is up."""
         self.stragglers: list[Straggler] = []
         """Its calls that were held up on their way."""
         self._network = network
@@ -88,21 +88,21 @@ class SimulatedClient:
         self._routers = routers
         self._router = rng.randrange(len(routers))
         self._max_model_len = max_model_len
-        self._sequences: list[Sequence] = []
+        self._sequences: list[CheckedSequence] = []
         self._fingerprint = ""
         self._connection: Connection | None = None
         self._deadline_s = 0.0
         self.clock_error_s = 0.0
         """How far the clocks of routers may be off: a deadline may come early by so much."""
         self.hopeless_s = 0.0
-        """What its prompt may take: so long before the deadline a replica may see that it will not be done."""
+        """Time that its prompt may take: this long before the deadline a replica may expire it as hopeless."""
 
     def begin(self) -> None:
         """The request is made."""
         self._deadline_s = self._timeline.now + self.wish.timeout_s
         self._timeline.at(self._deadline_s + self.wish.grace_s, self._time_up)
         rights = [right_completion(sibling, self._max_model_len) for sibling in siblings(self.wish.request)]
-        self._sequences = [Sequence(right) for right in rights]
+        self._sequences = [CheckedSequence(right) for right in rights]
         if self.wish.cancel_after == 0:
             self._timeline.after(0.05, self._leave)
         self._connect()
@@ -155,7 +155,7 @@ class SimulatedClient:
             self._connection.send(self, call)
 
     def _leave_behind(self, straggler: Straggler) -> None:
-        """A call is held up: goes to the same router again, and as a rule is there before it."""
+        """A call is delayed: submits again at the same router, as a rule before the delayed call arrives."""
         self.stragglers.append(straggler)
         self._timeline.after(self._network.rng.uniform(RETRY_S, HELD_UP_S), straggler.arrive)
         self._timeline.after(RETRY_S, self._connect)
@@ -190,7 +190,7 @@ class SimulatedClient:
         elif self.wish.cancel_after is not None and self.num_tokens >= self.wish.cancel_after:
             self._leave()
 
-    def _take_news(self, sequence: Sequence, delivery: Deliver) -> None:
+    def _take_news(self, sequence: CheckedSequence, delivery: Deliver) -> None:
         right = sequence.right
         first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
         if first != sequence.num_tokens:
@@ -212,8 +212,8 @@ class SimulatedClient:
             reason = delivery.finish_reason
             require(reason is right.finish_reason, f"{self}: ended by {reason}, right is {right}")
 
-    def _check_reports(self, right: Completion, delivery: Deliver) -> None:
-        """Each token comes with its logprobs, and those of the prompt come once, with the first."""
+    def _check_reports(self, right: ExpectedCompletion, delivery: Deliver) -> None:
+        """Checks that each token comes with its logprobs, and those of the prompt once, with the first."""
         first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
         if delivery.logprobs != right.logprobs[first:end]:
             raise Violation(f"{self}: logprobs {delivery.logprobs} at {first}, right are {right.logprobs[first:end]}")
@@ -222,7 +222,7 @@ class SimulatedClient:
             raise Violation(f"{self}: prompt logprobs {delivery.prompt_logprobs} at {first}, right are {of_prompt}")
 
     def _check_end(self, usage: Usage) -> None:
-        """The last word counts the prompt once, and the tokens of all completions."""
+        """Checks the usage: it counts the prompt once, and the tokens of all completions."""
         for number, sequence in enumerate(self._sequences):
             require(sequence.is_finished, f"{self}: the answer is over, and completion {number} is not")
         told = (usage.num_prompt_tokens, usage.num_completion_tokens)

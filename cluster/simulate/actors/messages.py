@@ -1,8 +1,8 @@
-"""What simulated processes say to each other, besides the words of the router's core
-(`router/events.py`) and those of the link (`worker/step_update.py`).
+"""Messages between simulated processes, besides those of the router's core (`router/events.py`) and of the link
+(`worker/step_update.py`).
 
-Replica to router: `Hello`, then `StepUpdate` and `Retiring`. Router to replica: `Dial`, then `SendSubmit` and
-`SendAbort`. Client to router: `Generate`. Router to client: `Deliver` and `Fail`.
+Replica to router: `Hello`, then `StepUpdate` and `Retiring`. Router to replica: `DialReplica`, then `SendSubmit` and
+`SendAbort`. Client to router: `Generate`. Router to client: `Deliver` and `Fail`. Plain data.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from holdfast.worker.request import EngineRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dial:
-    """A router asks a replica to take it on."""
+class DialReplica:
+    """A router opens a link to a replica, which answers with `Hello`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retiring:
-    """A replica takes nothing new, or does so again."""
+    """A replica stops admitting requests, or admits them again."""
 
     is_retiring: bool
 

@@ -1,15 +1,15 @@
-"""A replica that is simulated: the real engine core in virtual time, and its end of the links.
+"""Simulated replica: the real engine core in virtual time, and its ends of the links.
 
-What its own is: time, the inbox, and messages instead of bytes. What may not live here: decisions, and whose request is
-whose, which is the engine core's (`worker/engine_core/engine_core.py`).
+Its own are time, the inbox, and messages instead of bytes. What may not live here: decisions, and which request belongs
+to which listener: that is the engine core's (`worker/engine_core/engine_core.py`).
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from holdfast.cluster.simulate.actors.messages import Dial, Retiring
-from holdfast.cluster.simulate.actors.replica_link import ReplicaLink
+from holdfast.cluster.simulate.actors.messages import DialReplica, Retiring
+from holdfast.cluster.simulate.actors.replica_link import SimulatedReplicaLink
 from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
@@ -25,7 +25,7 @@ from holdfast.worker.tuning.step_time import shape_of
 
 MODEL: Final = "pseudo"
 WATCH_S: Final = 0.2
-"""Between two looks of the supervisor at a replica."""
+"""Seconds between two checks of a frozen replica by its supervisor."""
 RESTART_S: Final = 0.5
 
 
@@ -56,7 +56,7 @@ class SimulatedReplica(Process):
         self.verdict = FrozenVerdict()
         self.is_retiring = False
         self._runner = shape.make_runner(shape.num_blocks, shape.block_size)
-        self._links: dict[Connection, ReplicaLink] = {}
+        self._links: dict[Connection, SimulatedReplicaLink] = {}
         self._num_links = 0
         self._inbox: list[Callable[[], None]] = []
         self._is_stepping = False
@@ -64,7 +64,7 @@ class SimulatedReplica(Process):
     # --- what the world does to it ---
 
     def freeze(self) -> None:
-        """Its supervisor watches how long it stands still."""
+        """Stops it; its supervisor watches how long it makes no progress."""
         super().freeze()
         self.timeline.after(WATCH_S, self._watch, self.num_lives)
 
@@ -109,7 +109,7 @@ class SimulatedReplica(Process):
 
     def on_message(self, connection: Connection, message: Any) -> None:
         match message:
-            case Dial():
+            case DialReplica():
                 self._greet(connection)
             case SendSubmit():
                 link = self._links[connection]
@@ -123,7 +123,7 @@ class SimulatedReplica(Process):
 
     def _greet(self, connection: Connection) -> None:
         self._num_links += 1
-        link = self._links[connection] = ReplicaLink(f"link-{self._num_links}", self, connection)
+        link = self._links[connection] = SimulatedReplicaLink(f"link-{self._num_links}", self, connection)
         connection.send(self, Hello(facts=self._facts(), load=self.core.load))
         if self.is_retiring:
             connection.send(self, Retiring(is_retiring=True))
@@ -176,7 +176,7 @@ class SimulatedReplica(Process):
 
     @property
     def num_unanswered(self) -> int:
-        """Attempts of routers that are there, and that have had no last word."""
+        """Attempts of connected routers that have had no final answer."""
         return sum(link.num_unanswered for link in self._links.values())
 
     def check_integrity(self) -> None:

@@ -1,7 +1,7 @@
-"""A replica's end of one simulated link: what `worker/replica/link.py` is, with plain data for a wire.
+"""Replica's end of a simulated link: the counterpart of `worker/replica/link.py`, with plain data for a wire.
 
-What may live here: the keys of attempts, and whether updates are what `StepListener` promises. What may not: whose
-request is whose (`worker/engine_core/engine_core.py`).
+What may live here: the keys of attempts, and the check that updates are what `StepListener` promises. What may not:
+which request belongs to which listener (`worker/engine_core/engine_core.py`).
 """
 
 from collections.abc import Hashable
@@ -16,7 +16,7 @@ from holdfast.worker.request import AttemptKey, EngineRequest, GroupKey
 from holdfast.worker.step_update import StepUpdate
 
 
-class ReplicaLink:
+class SimulatedReplicaLink:
     """One router's connection: a `StepListener` that sends on what it hears."""
 
     def __init__(self, name: str, replica: Process, connection: Connection) -> None:
@@ -27,15 +27,15 @@ class ReplicaLink:
 
     @property
     def num_unanswered(self) -> int:
-        """Requests that have had no last word."""
+        """Attempts that have had no final answer."""
         return len(self._due)
 
     def key(self, attempt: int) -> AttemptKey:
-        """What the engine knows an attempt of this link by."""
+        """The engine's key of an attempt of this link."""
         return AttemptKey(self._name, attempt)
 
     def take_in(self, submit: SendSubmit) -> tuple[AttemptKey, EngineRequest]:
-        """What the engine is to know of what comes in."""
+        """The key and the request of a submission, for the engine."""
         attempt, request = self.key(submit.attempt), submit.request
         self._due[attempt] = len(request.output_token_ids)
         if request.group_id:
@@ -51,7 +51,7 @@ class ReplicaLink:
         self._replica.hang_up(self._connection)
 
     def _check(self, update: StepUpdate) -> None:
-        """Tokens follow each other without gap or overlap, and nothing follows a last word."""
+        """Checks that tokens come without gap or overlap, and nothing after a final answer."""
         for delta in update.deltas:
             due = self._due.pop(delta.attempt, None)
             if due != delta.first_token_index:
@@ -64,7 +64,7 @@ class ReplicaLink:
 
 
 def _for_router(update: StepUpdate) -> StepUpdate:
-    """Of a key, the number alone crosses the wire."""
+    """The update as it crosses the wire: of a key, the number alone."""
     return replace(
         update,
         deltas=[replace(delta, attempt=_number(delta.attempt)) for delta in update.deltas],

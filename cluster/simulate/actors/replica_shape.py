@@ -1,6 +1,6 @@
-"""What the replicas of a simulation are like: the settings of their schedulers, what runs a step, how long it takes.
+"""Settings of simulated replicas: their schedulers, what runs a step, how long a step takes.
 
-What may not live here: their lives (`replica.py`), and drawing settings (`scenario.py`).
+What may not live here: their lives (`replica.py`), and drawing settings (`cluster/simulate/world/scenario.py`).
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from holdfast.worker.tuning.step_time import StepCosts
 
 
 class Runner(Protocol):
-    """What runs a plan, in no time."""
+    """Runs a plan; virtual time does not pass."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
 

@@ -1,8 +1,8 @@
-"""A router that is simulated: the real dispatch host, dispatch core and calls in virtual time.
+"""Simulated router: the real dispatch host, dispatch core and calls in virtual time.
 
-What stays written out here is what asyncio and gRPC would bring: who dials and hears of a lost connection (the rest of
-`router/links/link.py` and `link_pool.py`), and what `request_processor.py` and `answer.py` wait for. What may not live
-here: decisions.
+Written anew is only what asyncio and gRPC would bring: dialling, hearing of a lost connection (in place of
+`router/links/link.py` and `router/links/link_pool.py`), and waiting for calls (in place of
+`router/requests/request_processor.py` and `router/requests/answer.py`). What may not live here: decisions.
 """
 
 import random
@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from holdfast.cluster.simulate.actors.audit import AuditedDispatchHost
-from holdfast.cluster.simulate.actors.messages import Dial, Generate, Retiring
+from holdfast.cluster.simulate.actors.messages import DialReplica, Generate, Retiring
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.kernel.clock import SettableClock
 from holdfast.cluster.simulate.kernel.network import Connection, Network
@@ -35,7 +35,7 @@ RESTART_S: Final = 0.5
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Link:
+class SimulatedLink:
     """The router's end of the link to one replica, dial after dial. A `ReplicaPort` while it is up."""
 
     router: Process
@@ -84,7 +84,7 @@ class SimulatedRouter(Process):
         dispatch = Dispatch(self._config, self._limits, self._rng.randrange, self._choose, order=self._order)
         self._clock = SettableClock(self)
         self.dispatch_host = AuditedDispatchHost(self, dispatch, self._clock, self._config)
-        self._links: dict[Connection, Link] = {}
+        self._links: dict[Connection, SimulatedLink] = {}
         self._calls: dict[Connection, Call] = {}
         self._unread: dict[Connection, None] = {}
         """Calls with news, in the order in which it came."""
@@ -115,7 +115,7 @@ class SimulatedRouter(Process):
             require(num_open == 0, f"{self}: {num_open} requests were not handed over")
 
     def replace(self) -> None:
-        """If it was to go, it goes, and the next one comes."""
+        """If it is stopping, ends it and starts the next one."""
         if self.is_up and self.is_stopping:
             self.kill()
             self.timeline.after(RESTART_S, self.revive)
@@ -130,8 +130,8 @@ class SimulatedRouter(Process):
 
     def _dial(self, replica: SimulatedReplica, backoff: Backoff) -> None:
         connection = self.connect(replica.site, replica)
-        self._links[connection] = Link(router=self, replica=replica, backoff=backoff, connection=connection)
-        connection.send(self, Dial())
+        self._links[connection] = SimulatedLink(router=self, replica=replica, backoff=backoff, connection=connection)
+        connection.send(self, DialReplica())
         self.after(self._config.connect_timeout_s, self._expect_hello, connection)
 
     def _expect_hello(self, connection: Connection) -> None:
@@ -139,7 +139,7 @@ class SimulatedRouter(Process):
             self.hang_up(connection)
             self._link_lost(connection)
 
-    def _hear(self, link: Link, message: Any) -> None:
+    def _hear(self, link: SimulatedLink, message: Any) -> None:
         match message:
             case StepUpdate() if link.replica_id is not None:
                 self.dispatch_host.replica_update(link.replica_id, message)
@@ -187,7 +187,7 @@ class SimulatedRouter(Process):
             raise Violation(f"{self}: {request.request_id} is queued beyond {self._limits.max_queued}")
 
     def _note_news(self, connection: Connection) -> None:
-        """Some time later, what has come is read."""
+        """Schedules the reading of what has come."""
         if not self._unread:
             self.after(self._max_lag_s * self._rng.random() ** 8, self._read_all)
         self._unread[connection] = None

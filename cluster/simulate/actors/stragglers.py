@@ -1,6 +1,6 @@
-"""Calls that were held up on their way, and reach a router after the client has come again.
+"""Delayed calls: those that reach a router after their client has submitted the same request again.
 
-Proxies and networks that are overfull do that. The client has long gone on elsewhere, or at the same router, so that an
+Overloaded proxies and networks delay calls like this. The client has gone on elsewhere, or at the same router, so an
 older submission arrives after a newer one: it must be turned away, and disturb nothing. What may not live here: what a
 client makes of its answers (`client.py`).
 """
@@ -15,7 +15,7 @@ from holdfast.worker.errors import RequestSupersededError
 
 
 class Straggler:
-    """One such call, on a connection of its own."""
+    """One delayed call, on a connection of its own."""
 
     def __init__(self, call: Generate, network: Network, path: Path, router: Process) -> None:
         self.was_turned_away = False
@@ -26,7 +26,7 @@ class Straggler:
         self._is_given_up = False
 
     def arrive(self) -> None:
-        """The call comes through, with the end of the line if nobody waits at it any more."""
+        """The call arrives, followed by its end if the client has given it up."""
         self._has_arrived = True
         self._connection.send(self, self._call)
         if self._is_given_up:

@@ -1,7 +1,7 @@
-"""What a cluster would make of a load: the real router and schedulers in virtual time, without faults and without text.
+"""Capacity simulation: a load on the real router and schedulers in virtual time, without faults and without text.
 
-What may not live here: where loads come from (`trace.py`), how long a step takes (`worker/tuning/step_time.py`),
-printing.
+What may not live here: where loads come from (`trace.py`), how long a step takes (`worker/tuning/step_time.py`), and
+printing (`capacity_report.py`).
 """
 
 import random
@@ -29,7 +29,7 @@ from holdfast.worker.tuning.step_time import StepCosts
 LATENCY_S: Final = 0.0005
 RETRY_FOR_S: Final = 1e9
 BEGIN_S: Final = 1.0
-"""When the load begins: the links are up."""
+"""When the load begins: by then the links are up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class NoText:
 
 
 class AnyTokenRunner:
-    """Draws always the same token: how long an output is, the load says."""
+    """Always draws the same token: the load sets the length of an output."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What a person reads of a capacity run: a table with a row for each routing policy, and a plot.
+"""Report of a capacity simulation: a table with a row for each routing policy, and a plot.
 
 What may not live here: serving loads (`capacity.py`).
 """

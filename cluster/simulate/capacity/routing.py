@@ -1,6 +1,6 @@
-"""Ways to choose a replica that capacity questions compare: the router's own, and the usual baselines.
+"""Routing policies that capacity simulations compare: the router's own, and the usual baselines.
 
-Each has the signature of `router/replicas/policy.py`: from replicas with room and a random_index to one of them.
+Each has the signature of `router/replicas/policy.py`: from the replicas with room and a `random_index` to one of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def least_loaded(replicas: Sequence[ReplicaT], random_index: RandomIndex) -> Rep
 
 
 PREFIX_AWARE: Final = "prefix_aware"
-"""What routers do by default: to where most of the prompt is cached, and else as `power_of_two`."""
+"""The default of routers: the replica with most of the prompt cached, and otherwise as `power_of_two`."""
 
 ROUTING: Final[dict[str, Callable[[], ChooseReplica]]] = {
     PREFIX_AWARE: lambda: power_of_two_choices,

@@ -1,6 +1,6 @@
-"""How long a step takes, in a JSON file: what a benchmark run has fitted and the simulator goes by.
+"""Step cost file, in JSON: written by a benchmark that has fitted the costs, read by capacity simulations.
 
-What may not live here: the model (`worker/tuning/step_time.py`) and measuring (`benchmarks/step_model.py`).
+What may not live here: the cost model (`worker/tuning/step_time.py`) and measuring (`benchmarks/step_model.py`).
 """
 
 import json

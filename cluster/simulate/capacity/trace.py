@@ -1,4 +1,4 @@
-"""A load to be served: when requests arrive, and how long they are. Read from a file, or made up.
+"""Load trace: when requests arrive, and how long they are. Read from a file, or generated.
 
 What may not live here: serving it (`capacity.py`).
 """

@@ -1,4 +1,4 @@
-"""The clock of a process that is simulated, as an asyncio event loop would be one. It can be set, and alarms go by it.
+"""Clock of a simulated process, with the timers of an asyncio event loop. It can be set, and its alarms follow it.
 
 What may not live here: what the time is (`process.py`).
 """
@@ -9,11 +9,11 @@ from typing import Final
 from holdfast.cluster.simulate.kernel.process import Process
 
 EARLY_S: Final = 1e-6
-"""What the clock cannot tell: alarms ring so much too early, as asyncio's may. Sums of floats are not exact either."""
+"""Resolution of the clock: alarms may ring this much early, as asyncio's may. Sums of floats are not exact either."""
 
 
 class Alarm:
-    """A call that is to come, unless it is cancelled. Whoever set it knows when: an event loop's might not say."""
+    """A scheduled call, unless it is cancelled. Its user must not read `due`: not every event loop's handle has it."""
 
     def __init__(self, due: float, callback: Callable[[], object]) -> None:
         self.is_set = True
@@ -45,7 +45,7 @@ class SettableClock:
         return any(alarm.is_set and alarm.due <= when for alarm in self._alarms)
 
     def note_set(self) -> None:
-        """The process's clock was set: every alarm is as much nearer, or farther."""
+        """The process's clock was set: schedules every alarm anew."""
         for alarm in self._alarms:
             self._wait_for(alarm)
 

@@ -1,4 +1,4 @@
-"""A network that is simulated: connections that keep the order of their messages, over paths that are late or cut.
+"""Simulated network: connections that keep the order of their messages, over paths that are late or cut.
 
 Between two sites there is one `Path`; all connections over it share its faults. A connection behaves as a gRPC stream
 does: what arrives, arrives once and in order; when it breaks, each side hears of it once, in its own time, and what was

@@ -1,6 +1,7 @@
-"""A process that is simulated: it can be started, killed, frozen and thawed, and has a clock of its own.
+"""Simulated process: it can be started, killed, frozen and thawed, and has a clock of its own.
 
-What may live here: what any process goes through. What may not: what it does all day (`replica.py`, `router.py`).
+What may live here: what any process goes through. What may not: what a replica, router or client does
+(`cluster/simulate/actors/`).
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from holdfast.cluster.simulate.kernel.network import KEEPALIVE_S, Connection, Ne
 
 
 class Process:
-    """Something with a life. Subclasses say what happens at `on_start`, `on_message` and `on_closed`."""
+    """One simulated process. Subclasses implement `on_start`, `on_message` and `on_closed`."""
 
     def __init__(self, site: str, network: Network) -> None:
         self.site = site

@@ -1,8 +1,11 @@
-"""The word for a broken promise. What is promised, is said where it is checked."""
+"""Violation error of the simulator, and the assertion that raises it.
+
+What may not live here: the invariants, which stand where they are checked.
+"""
 
 
 class Violation(Exception):
-    """A promise was broken. The message says which, and what was found."""
+    """An invariant does not hold. The message says which, and what was found."""
 
 
 def require(holds: bool, promise: str) -> None:

@@ -1,7 +1,7 @@
-"""Virtual time: a clock that jumps from event to event, and the heap of what is still to happen.
+"""Discrete-event clock of the simulator: a heap of scheduled calls, and a time that jumps from one to the next.
 
-What may not live here: what the events are. Two runs that schedule the same actions run them in the same order; the
-`digest` says whether they did.
+Two runs that schedule the same calls run them in the same order; `digest` tells whether they did. What may not live
+here: what the events are.
 """
 
 import heapq

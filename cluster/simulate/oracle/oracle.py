@@ -1,7 +1,8 @@
-"""What a request must give, worked out by itself: no batch, no cache, no pieces, no failure.
+"""Oracle of the simulator: the expected completion of a request, computed from the request alone.
 
-Written for being obviously right, and so that it shares no code with what it judges: tokens one after the other, each
-from the request and all tokens before it (`oracle_draws.py`), and text decoded and searched as a whole at each token.
+No batch, no cache, no chunks, no failure. It is written to be obviously right, and shares no code with what it judges:
+tokens one after the other, each from the request and all tokens before it (`oracle_draws.py`), and text decoded and
+searched as a whole at each token. What may not live here: the model (`pseudo_model.py`).
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ _REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class ExpectedCompletion:
     """The one right output of a request."""
 
     token_ids: tuple[int, ...]
@@ -26,13 +27,13 @@ class Completion:
     """One for each prompt token but the first, if the request asks for them."""
 
 
-def right_completion(request: EngineRequest, max_model_len: int) -> Completion:
+def right_completion(request: EngineRequest, max_model_len: int) -> ExpectedCompletion:
     """The output of `request` in a world without faults."""
     params, prompt = request.sampling_params, bytes(request.prompt_token_ids)
     output, text, finish_reason = _right_output(request, max_model_len - len(prompt))
     tokens, said, of_prompt = prompt + output, params.logprobs, params.prompt_logprobs
     later, drawn = range(1, len(prompt)), range(len(prompt), len(tokens))
-    return Completion(
+    return ExpectedCompletion(
         token_ids=tuple(output),
         text=text,
         finish_reason=finish_reason,

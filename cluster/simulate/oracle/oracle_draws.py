@@ -1,4 +1,4 @@
-"""The one right token after any output, and what is to be said of it, worked out from the request alone.
+"""The oracle's draws: the expected next token after any output, and its log-probability, from the request alone.
 
 Nothing is carried along: counts, grammars and bad words are read off the whole output each time. It shares the model
 with what it judges (`pseudo_model.py`), and no code that decides.
@@ -46,7 +46,7 @@ def right_logprob(tokens: bytes, index: int, num_top: int) -> TokenLogprob:
 
 
 def _is_controlled(request: EngineRequest) -> bool:
-    """Whether anything but the model has a say."""
+    """Whether anything but the model decides the token."""
     params = request.sampling_params
     penalties = (params.repetition_penalty - 1, params.frequency_penalty, params.presence_penalty)
     others = (request.grammar, request.bad_word_token_ids, params.allowed_token_ids, params.logit_bias)
@@ -54,7 +54,7 @@ def _is_controlled(request: EngineRequest) -> bool:
 
 
 def _unwanted(request: EngineRequest, output: bytes) -> set[int]:
-    """What is not to come while anything else may."""
+    """Tokens that are banned as long as any other is allowed."""
     params = request.sampling_params
     ends_early = {*params.stop_token_ids, EOS_TOKEN_ID} if len(output) < params.min_tokens else set()
     ignored = {EOS_TOKEN_ID} if params.ignore_eos and request.grammar else set()

@@ -1,4 +1,4 @@
-"""Who guesses tokens ahead in simulated replicas: the real lookup, one that is nearly always right, one that never is.
+"""Draft proposers of simulated replicas: the real n-gram lookup, one that is nearly always right, one that never is.
 
 Whatever they guess, the output must be the same. What may not live here: verification, which is the scheduler's.
 """
@@ -14,7 +14,7 @@ from holdfast.worker.speculation.speculation import Proposer
 
 
 class InformedProposer:
-    """Knows the model and the request. Every `errs_every`th guess is wrong, by one."""
+    """Proposes what the model will draw. Every `errs_every`th guess is wrong, by one."""
 
     def __init__(self, errs_every: int) -> None:
         self._errs_every = errs_every

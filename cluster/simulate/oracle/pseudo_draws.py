@@ -1,6 +1,6 @@
-"""Draws of the pseudo-model: what a plan's parameters do to its scores, in the order of the sampler's.
+"""Sampler of the simulator's pseudo-model: what a plan's parameters do to its scores, in the order of the real sampler.
 
-What may live here: one row's draw, and what is said of its token. What may not: blocks (`pseudo_runner.py`), and the
+What may live here: one row's draw, and its log-probabilities. What may not: blocks (`pseudo_runner.py`), and the
 request, of which a runner knows nothing but what the plan says.
 """
 

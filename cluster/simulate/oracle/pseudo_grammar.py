@@ -1,8 +1,8 @@
-"""Grammars of the pseudo-model: nested objects, and where in them an output is.
+"""Grammars of the simulator's pseudo-model: nested objects, and the matcher that knows where in them an output is.
 
 `"ab:cde:2"` is one or two objects; an object is `a`, then one or two entries, then `b`; an entry is `c`, `d`, `e` or an
-object. What may come next takes knowing the whole output, as with JSON, and not only its last token. What may not live
-here: who reads what (`worker/plan/grammar_matchers.py`).
+object. What may come next depends on the whole output, as with JSON, and not only on its last token. What may not live
+here: which sequence has which matcher (`worker/plan/grammar_matchers.py`).
 """
 
 from collections.abc import Iterable, Sequence

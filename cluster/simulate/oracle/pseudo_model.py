@@ -1,7 +1,8 @@
-"""A model without arithmetic: what it thinks of each token is a hash of the tokens before it, the seed and position.
+"""Pseudo-model of the simulator: the score of each token is a hash of the tokens before it, the seed and the position.
 
-So a prefix, a seed or a position that is not what it was changes the output, as in a real model. The tokenizer is as
-small, with tokens that are parts of characters and letters that make stop strings likely. What may not live here:
+It is for checking whole requests against the oracle, with text, grammars, penalties and log-probabilities; unit tests
+of schedulers use the plainer `tests/pseudo_model.py`. A wrong prefix, seed or position changes the output. The
+tokenizer has tokens that are parts of characters, and letters that make stop strings likely. What may not live here:
 running plans (`pseudo_runner.py`), and what a request does to the scores (`pseudo_draws.py`, `oracle_draws.py`).
 """
 

@@ -1,8 +1,8 @@
-"""Runs plans on the pseudo-model, with what a real leader keeps of its own: blocks, and grammar matchers.
+"""Step runner of the simulator's pseudo-model, with what a real leader keeps of its own: blocks, and grammar matchers.
 
-The keys and values are the tokens themselves, in real blocks, and the whole prefix is read back from them before
-anything is drawn. So a block that is used twice, freed too early or listed in the wrong order changes the output. All
-else comes from the plan, as in `worker/engine/model_runner.py`: what a plan does not tell, nobody here knows.
+The keys and values are the tokens themselves, in real blocks, and the whole prefix is read back from them before each
+draw. So a block that is used twice, freed too early or listed in the wrong order changes the output. Everything else
+comes from the plan, as in `worker/engine/model_runner.py`. What may not live here: scores (`pseudo_model.py`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from holdfast.worker.plan.step_plan import BlockCopy, DrawParams, ScheduledSeque
 from holdfast.worker.request import TokenLogprob
 
 _EMPTY: Final = b"\xff"
-"""What slots hold that nobody has written: no token."""
+"""Content of slots that were never written: no token."""
 
 Row = tuple[DrawParams, bytes | None]
 """A draw and the mask of its grammar."""

@@ -1,4 +1,4 @@
-"""Many simulations: seed after seed, on one core or several, and what they went through together.
+"""Campaign of simulations: seed after seed, on one core or several, and their common tally.
 
 What may not live here: printing (`report.py`), and what a simulation is (`world.py`).
 """

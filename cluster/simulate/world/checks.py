@@ -1,8 +1,8 @@
-"""What must hold of a cluster whatever happens to it.
+"""Invariants of a simulated cluster: what must hold whatever happens to it.
 
-Cheap checks run after every event, deep ones now and then and at the end. What each client gets is checked where it
-arrives (`client.py`), what each router does where it does it (`audit.py`). What may not live here: making things
-happen.
+Cheap checks run after every event, deep ones every `EVENTS_PER_DEEP_CHECK` events and at the end. What a client
+receives is checked in `client.py`, what a router does in `audit.py` (`cluster/simulate/actors/`). What may not live
+here: making things happen.
 """
 
 from typing import Final
@@ -33,13 +33,13 @@ class Checks:
             self.deep()
 
     def deep(self) -> None:
-        """The books of every process agree with themselves."""
+        """Checks that the records of every process are consistent."""
         for process in (*self._routers, *self._replicas):
             if process.is_up:
                 process.check_integrity()
 
     def at_end(self) -> None:
-        """All is answered and healed: nothing may be left anywhere."""
+        """Checks, once all is answered and healed, that nothing is left anywhere."""
         self.deep()
         for router in self._routers:
             require(router.is_up and not router.is_frozen, f"{router} did not come back")

@@ -1,6 +1,6 @@
-"""The faults of one simulation: what breaks, when, and for how long; drawn from its seed, and then done to the cluster.
+"""Fault injection of one simulation: what breaks, when and for how long; drawn from its seed, then done to the cluster.
 
-What may not live here: how processes and networks take it (`process.py`, `network.py`).
+What may not live here: how processes and networks behave under a fault (`cluster/simulate/kernel/`).
 """
 
 import random
@@ -16,7 +16,7 @@ from holdfast.cluster.simulate.kernel.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class SimulatedFault:
     """One thing that goes wrong. `router` and `replica` say where; which of them counts depends on the kind."""
 
     kind: str
@@ -39,11 +39,11 @@ class Cluster(Protocol):
     def note_clock_jump(self, seconds: float) -> None: ...
 
 
-def draw_faults(rng: random.Random, span_s: float, num_routers: int, num_replicas: int) -> list[Fault]:
+def draw_faults(rng: random.Random, span_s: float, num_routers: int, num_replicas: int) -> list[SimulatedFault]:
     """From none to a dozen faults, of few kinds or of many."""
     kinds = rng.sample(tuple(KINDS), rng.randint(1, len(KINDS)))
     faults = [
-        Fault(
+        SimulatedFault(
             kind=rng.choice(kinds),
             time_s=rng.uniform(0, 1.2 * span_s),
             duration_s=rng.choice((0.05, 0.5, 2.0, 8.0)) * rng.uniform(0.5, 1.5),
@@ -56,33 +56,33 @@ def draw_faults(rng: random.Random, span_s: float, num_routers: int, num_replica
     return sorted(faults, key=lambda fault: fault.time_s)
 
 
-def strike(cluster: Cluster, fault: Fault) -> None:
-    """Does it, and schedules its end."""
+def strike(cluster: Cluster, fault: SimulatedFault) -> None:
+    """Applies a fault, and schedules its end."""
     KINDS[fault.kind](cluster, fault)
 
 
-def slowness(fault: Fault) -> float:
+def slowness(fault: SimulatedFault) -> float:
     """Of a replica: the factor on the time of its steps."""
     return 1 + 9 * fault.size
 
 
-def _kill_replica(cluster: Cluster, fault: Fault) -> None:
+def _kill_replica(cluster: Cluster, fault: SimulatedFault) -> None:
     replica = cluster.replicas[fault.replica]
     if replica.is_up:
         (replica.vanish if fault.size < 0.3 else replica.kill)()
         cluster.timeline.after(fault.duration_s, replica.revive)
 
 
-def _freeze_replica(cluster: Cluster, fault: Fault) -> None:
-    """Whoever has work and makes no progress is condemned: killed, and started anew."""
+def _freeze_replica(cluster: Cluster, fault: SimulatedFault) -> None:
+    """A replica that has work and makes no progress is condemned: killed, and started anew."""
     replica = cluster.replicas[fault.replica]
     if replica.is_up and not replica.is_frozen:
         replica.freeze()
         cluster.timeline.after(fault.duration_s, replica.thaw)
 
 
-def _drain_replica(cluster: Cluster, fault: Fault) -> None:
-    """It is to go, and goes when its time is up; or it is called back."""
+def _drain_replica(cluster: Cluster, fault: SimulatedFault) -> None:
+    """It drains, and is replaced at the end of the fault, or is called back."""
     replica = cluster.replicas[fault.replica]
     replica.retire(True)
     if fault.size < 0.3:
@@ -91,28 +91,28 @@ def _drain_replica(cluster: Cluster, fault: Fault) -> None:
         cluster.timeline.after(fault.duration_s, replica.replace)
 
 
-def _slow_replica(cluster: Cluster, fault: Fault) -> None:
+def _slow_replica(cluster: Cluster, fault: SimulatedFault) -> None:
     replica = cluster.replicas[fault.replica]
     replica.slowness = slowness(fault)
     cluster.timeline.after(fault.duration_s, replica.recover)
 
 
-def _kill_router(cluster: Cluster, fault: Fault) -> None:
+def _kill_router(cluster: Cluster, fault: SimulatedFault) -> None:
     router = cluster.routers[fault.router]
     if router.is_up:
         (router.vanish if fault.size < 0.3 else router.kill)()
         cluster.timeline.after(fault.duration_s, router.revive)
 
 
-def _freeze_router(cluster: Cluster, fault: Fault) -> None:
+def _freeze_router(cluster: Cluster, fault: SimulatedFault) -> None:
     router = cluster.routers[fault.router]
     if router.is_up and not router.is_frozen:
         router.freeze()
         cluster.timeline.after(fault.duration_s, router.thaw)
 
 
-def _drain_router(cluster: Cluster, fault: Fault) -> None:
-    """It is to go, and hands its calls over if there is another; else they have their time."""
+def _drain_router(cluster: Cluster, fault: SimulatedFault) -> None:
+    """It drains: its calls end at once if another router can take them, else they have their time."""
     router = cluster.routers[fault.router]
     if router.is_up and not router.is_frozen:
         others = [other for other in cluster.routers if other is not router]
@@ -120,31 +120,31 @@ def _drain_router(cluster: Cluster, fault: Fault) -> None:
         cluster.timeline.after(fault.duration_s, router.replace)
 
 
-def _jump_clock(cluster: Cluster, fault: Fault) -> None:
+def _jump_clock(cluster: Cluster, fault: SimulatedFault) -> None:
     seconds = 10 * (fault.size - 0.5)
     cluster.note_clock_jump(seconds)
     cluster.routers[fault.router].jump_clock(seconds)
 
 
-def _cut_link(cluster: Cluster, fault: Fault) -> None:
+def _cut_link(cluster: Cluster, fault: SimulatedFault) -> None:
     for connection in list(_link(cluster, fault).connections):
         connection.cut(loses=fault.size < 0.5)
 
 
-def _cut_calls(cluster: Cluster, fault: Fault) -> None:
+def _cut_calls(cluster: Cluster, fault: SimulatedFault) -> None:
     for connection in list(_calls(cluster, fault).connections):
         connection.cut(loses=fault.size < 0.5)
 
 
-def _partition_link(cluster: Cluster, fault: Fault) -> None:
+def _partition_link(cluster: Cluster, fault: SimulatedFault) -> None:
     _partition(cluster, _link(cluster, fault), fault.duration_s)
 
 
-def _partition_calls(cluster: Cluster, fault: Fault) -> None:
+def _partition_calls(cluster: Cluster, fault: SimulatedFault) -> None:
     _partition(cluster, _calls(cluster, fault), fault.duration_s)
 
 
-def _slow_link(cluster: Cluster, fault: Fault) -> None:
+def _slow_link(cluster: Cluster, fault: SimulatedFault) -> None:
     path = _link(cluster, fault)
     path.slowness = 1 + 99 * fault.size
     cluster.timeline.after(fault.duration_s, cluster.network.heal, path)
@@ -155,15 +155,15 @@ def _partition(cluster: Cluster, path: Path, duration_s: float) -> None:
     cluster.timeline.after(duration_s, cluster.network.heal, path)
 
 
-def _link(cluster: Cluster, fault: Fault) -> Path:
+def _link(cluster: Cluster, fault: SimulatedFault) -> Path:
     return cluster.network.path(cluster.routers[fault.router].site, cluster.replicas[fault.replica].site)
 
 
-def _calls(cluster: Cluster, fault: Fault) -> Path:
+def _calls(cluster: Cluster, fault: SimulatedFault) -> Path:
     return cluster.network.path(CLIENTS, cluster.routers[fault.router].site)
 
 
-KINDS: Final[dict[str, Callable[[Cluster, Fault], None]]] = {
+KINDS: Final[dict[str, Callable[[Cluster, SimulatedFault], None]]] = {
     "kill replica": _kill_replica,
     "freeze replica": _freeze_replica,
     "drain replica": _drain_replica,

@@ -1,6 +1,6 @@
-"""What a person reads of simulations: the summary of a campaign, and the last events before a promise was broken.
+"""Reports on simulations: the summary of a campaign, and the last events before a broken promise.
 
-What may not live here: running them.
+What may not live here: running them (`campaign.py`, `world.py`).
 """
 
 from collections import Counter, deque

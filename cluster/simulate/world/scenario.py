@@ -1,4 +1,4 @@
-"""What one seed stands for: the size of the cluster, its settings, its requests and its faults.
+"""Scenario of a seed: the size of the cluster, its settings, its requests and its faults.
 
 What may not live here: running it (`world.py`).
 """
@@ -11,7 +11,7 @@ from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
 from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE
 from holdfast.cluster.simulate.oracle.pseudo_runner import PseudoRunner
-from holdfast.cluster.simulate.world.faults import Fault, draw_faults
+from holdfast.cluster.simulate.world.faults import SimulatedFault, draw_faults
 from holdfast.cluster.simulate.world.traffic import draw_storm, draw_wishes
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.worker.config import SchedulerConfig
@@ -32,9 +32,9 @@ class Scenario:
     replica: ReplicaShape
     """What all replicas have in common."""
     proposers: list[str | None]
-    """Who guesses tokens ahead in each replica (`proposers.py`)."""
+    """The draft proposer of each replica (`cluster/simulate/oracle/proposers.py`); None: no drafts."""
     wishes: list[Wish]
-    faults: list[Fault]
+    faults: list[SimulatedFault]
 
     @property
     def is_calm(self) -> bool:

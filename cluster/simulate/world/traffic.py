@@ -1,4 +1,7 @@
-"""The requests of one simulation, drawn from its seed: short, many, and of every kind that failover must survive."""
+"""Traffic of one simulation, drawn from its seed: short requests, many, of every kind that failover must survive.
+
+What may not live here: how a client behaves (`cluster/simulate/actors/client.py`).
+"""
 
 import random
 from dataclasses import replace

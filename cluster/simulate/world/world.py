@@ -1,7 +1,7 @@
-"""One simulation: a cluster is built from a scenario, lives through its faults, and is checked after every event.
+"""One simulation: a cluster is built from a scenario, goes through its faults, and is checked after every event.
 
-What may not live here: what happens in it; this file composes and runs. Nothing but the seed decides: no clock, no
-socket, no thread, no hash of a string.
+The seed alone decides: no clock, socket, thread or hash of a string. What may not live here: what happens in the
+cluster; this file composes and runs.
 """
 
 import random
@@ -19,7 +19,7 @@ from holdfast.cluster.simulate.kernel.timeline import Event, Timeline
 from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import pseudo_tokenizer
 from holdfast.cluster.simulate.world.checks import Checks
-from holdfast.cluster.simulate.world.faults import Fault, slowness, strike
+from holdfast.cluster.simulate.world.faults import SimulatedFault, slowness, strike
 from holdfast.cluster.simulate.world.scenario import Scenario, draw_scenario
 from holdfast.cluster.simulate.world.traffic import RETRY_FOR_S
 from holdfast.router.text.text_stream import TextStream
@@ -32,7 +32,7 @@ LOSSES: Final = frozenset(
 ANSWER_S: Final = 60.0
 """After the last fault is over and the last request has come, everyone has an answer within so many seconds."""
 MAX_EVENTS: Final = 200_000
-"""Many times what any simulation needs: beyond it, processes keep each other busy for nothing."""
+"""Many times what any simulation needs: beyond it, processes are in a livelock."""
 MAX_LAG_S: Final = 0.05
 """Longest time that a router's event loop lets the reader of a call wait."""
 SETTLE_S: Final = 2 * KEEPALIVE_S + 5.0
@@ -148,7 +148,7 @@ class World:
         self._check_poison()
         self._check_calm()
 
-    def strike(self, fault: Fault) -> None:
+    def strike(self, fault: SimulatedFault) -> None:
         strike(self, fault)
 
     def note_clock_jump(self, seconds: float) -> None:
@@ -204,7 +204,7 @@ class World:
             require(not (is_plain and client.is_wronged), f"{client} was taken for poison")
 
     def _check_calm(self) -> None:
-        """Where nothing goes wrong, requests do each other no harm, however many come and however short their time."""
+        """Checks that without faults requests do each other no harm, however many come and however short their time."""
         if not self.scenario.is_calm:
             return
         for router in self.routers:

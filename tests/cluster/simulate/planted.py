@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.cluster.simulate.actors.client import Sequence as ReceivedSequence
+from holdfast.cluster.simulate.actors.client import CheckedSequence
 from holdfast.cluster.simulate.oracle.pseudo_grammar import PseudoMatcher
 from holdfast.router.dispatch import call as call_module
 from holdfast.router.dispatch import output_stream as stream_module
@@ -124,10 +124,8 @@ def believe_a_wrong_draft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_that_a_completion_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that resumes does not say which of its completions have ended."""
-    progress = ReceivedSequence.progress.fget
-    monkeypatch.setattr(
-        ReceivedSequence, "progress", property(lambda self: replace(progress(self), finish_reason=None))
-    )
+    progress = CheckedSequence.progress.fget
+    monkeypatch.setattr(CheckedSequence, "progress", property(lambda self: replace(progress(self), finish_reason=None)))
 
 
 def forget_the_grammar_at_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
