@@ -42,7 +42,7 @@ from holdfast.worker.errors import (
 )
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
-from holdfast.worker.service_order.waiting_queue import RETRY_FOR_S
+from holdfast.worker.service_order.waiting_queue import DUE_AFTER_S
 from holdfast.worker.step_update import StepUpdate
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Dispatch:
         """
         self._check_admissible(model, deadline, now)
         self._num_submitted += 1
-        urgency = (min(deadline, now + RETRY_FOR_S), self._num_submitted)
+        urgency = (min(deadline, now + DUE_AFTER_S), self._num_submitted)
         record = RequestState.opened(request, model, text, caught_up, client_attempt, urgency)
         replica = self._placement.admit(record, now)
         self._requests.add(record, deadline)

@@ -15,7 +15,7 @@ from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, ScheduledSequence
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from holdfast.worker.service_order.tenants import Tenant
-from holdfast.worker.service_order.waiting_queue import RETRY_FOR_S
+from holdfast.worker.service_order.waiting_queue import DUE_AFTER_S
 
 
 class SequenceStatus(Enum):
@@ -94,7 +94,7 @@ class Sequence:
         time_left_s = math.inf if request.time_left_s is None else max(0.0, request.time_left_s)
         self.deadline_s = arrived_s + time_left_s
         """Nobody waits for it any more after this time."""
-        self.due_s = arrived_s + min(time_left_s, RETRY_FOR_S)
+        self.due_s = arrived_s + min(time_left_s, DUE_AFTER_S)
         """Of one tenant and class, whoever is due first is served first."""
         self.service_class = request.priority
         """The class it is served as: its priority, or a better one after a long wait (`service_order/`)."""

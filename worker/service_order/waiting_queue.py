@@ -15,7 +15,7 @@ from holdfast.worker.request import EngineRequest, Priority
 from holdfast.worker.service_order.tenants import Tenant, TenantCounters
 from holdfast.worker.service_order.timers import Timers
 
-RETRY_FOR_S: Final = 600.0
+DUE_AFTER_S: Final = 600.0
 """A request that names no deadline, or a later one, stands in line as if it were due so long after its arrival. That
 every place in line is finite keeps those without a deadline from starving behind an endless stream of deadlines."""
 

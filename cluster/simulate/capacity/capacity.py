@@ -27,7 +27,7 @@ from holdfast.worker.stats import SchedulerStats
 from holdfast.worker.tuning.step_time import StepCosts
 
 LATENCY_S: Final = 0.0005
-RETRY_FOR_S: Final = 1e9
+LONGEST_S: Final = 1e9
 BEGIN_S: Final = 1.0
 """When the load begins: by then the links are up."""
 
@@ -128,7 +128,7 @@ class MeteredClient:
         )
         path = self._network.path("clients", self._router.site)
         connection = Connection(self._network, path, (self, self._router))
-        connection.send(self, Generate(request=request, resume=None, timeout_s=RETRY_FOR_S))
+        connection.send(self, Generate(request=request, resume=None, timeout_s=LONGEST_S))
 
     def receive(self, connection: Connection, message: Any) -> None:
         if isinstance(message, Deliver) and message.token_ids:

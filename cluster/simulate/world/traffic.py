@@ -14,7 +14,7 @@ from holdfast.worker.sampling_params import SamplingParams
 
 _GRAMMARS = ("ab:cde:2", "ab:cdefgh:3", "ch:abdefg:4", "gh:a:1")
 _STOPS = ("ab", "ba", "cd", "abc", "dd", "e", "éa", "a.", "hgf", "bb ")
-RETRY_FOR_S = 600.0
+LONGEST_S = 600.0
 """Of those who would rather wait: longer than any simulation takes."""
 GRACE_S = 5.0
 """So long after its time some of a storm's clients still listen for the router to say that it is up."""
@@ -33,7 +33,7 @@ def draw_wishes(rng: random.Random, num_requests: int, span_s: float, max_model_
             Wish(
                 request=request,
                 arrival_s=arrival_s,
-                timeout_s=rng.uniform(0.05, 3.0) if rng.random() < 0.05 else RETRY_FOR_S,
+                timeout_s=rng.uniform(0.05, 3.0) if rng.random() < 0.05 else LONGEST_S,
                 cancel_after=rng.randint(0, 6) if rng.random() < 0.05 else None,
             )
         )
@@ -70,7 +70,7 @@ def _draw_poison(rng: random.Random, request_id: str, arrival_s: float) -> Wish:
         prompt_token_ids=(POISON_TOKEN_ID, *rng.choices(WHOLE_TOKEN_IDS, k=3)),
         sampling_params=SamplingParams(seed=rng.getrandbits(40), max_tokens=16, ignore_eos=True),
     )
-    return Wish(request=request, arrival_s=arrival_s, timeout_s=RETRY_FOR_S, cancel_after=None, is_poison=True)
+    return Wish(request=request, arrival_s=arrival_s, timeout_s=LONGEST_S, cancel_after=None, is_poison=True)
 
 
 def _draw_request(rng: random.Random, request_id: str, prefix: tuple[int, ...], max_model_len: int) -> EngineRequest:

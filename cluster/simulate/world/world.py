@@ -21,7 +21,7 @@ from holdfast.cluster.simulate.oracle.pseudo_model import pseudo_tokenizer
 from holdfast.cluster.simulate.world.checks import Checks
 from holdfast.cluster.simulate.world.faults import SimulatedFault, slowness, strike
 from holdfast.cluster.simulate.world.scenario import Scenario, draw_scenario
-from holdfast.cluster.simulate.world.traffic import RETRY_FOR_S
+from holdfast.cluster.simulate.world.traffic import LONGEST_S
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.tuning.step_time import StepShape
 
@@ -211,7 +211,7 @@ class World:
             num_lost = router.dispatch_host.num_replicas_lost
             require(num_lost == 0, f"{router} lost {num_lost} replicas to nothing")
         for client in self.clients:
-            is_patient = client.wish.timeout_s == RETRY_FOR_S
+            is_patient = client.wish.timeout_s == LONGEST_S
             require(not is_patient or client.outcome != "expired", f"{client} had time, and expired")
             is_heard = client.outcome != "expired" or client.is_told or not client.wish.grace_s
             require(is_heard, f"{client} listened for {client.wish.grace_s:g} s, and was not told that its time was up")

@@ -3,7 +3,7 @@
 from holdfast.worker.request import Priority
 from holdfast.worker.scheduling.sequence import Sequence
 from holdfast.worker.service_order.tenants import TenantCounters
-from holdfast.worker.service_order.waiting_queue import RETRY_FOR_S, WaitingQueue
+from holdfast.worker.service_order.waiting_queue import DUE_AFTER_S, WaitingQueue
 from tests.worker.schedulers import make_request
 
 
@@ -55,8 +55,8 @@ def test_of_one_tenant_the_earliest_deadline_goes_first_then_the_earliest_arriva
 def test_an_endless_stream_of_deadlines_does_not_hold_up_one_without():
     line = Line(aging_s=1e9)
     line.add("patient")
-    line.add("soon", now=RETRY_FOR_S - 31, time_left_s=30.0)
-    line.add("later", now=RETRY_FOR_S - 29, time_left_s=30.0)
+    line.add("soon", now=DUE_AFTER_S - 31, time_left_s=30.0)
+    line.add("later", now=DUE_AFTER_S - 29, time_left_s=30.0)
     assert line.serve_all() == ["soon", "patient", "later"]
 
 
