@@ -116,10 +116,12 @@ class GenerationRequest:
             raise InvalidRequestError("sampling_params.bad_words", words, limit)
 
     def _check_structure(self, limits: LimitsConfig) -> None:
-        wish = self.sampling_params.structure
-        if wish is not None and wish.num_chars > limits.max_grammar_length:
+        structure = self.sampling_params.structure
+        if structure is not None and structure.num_chars > limits.max_grammar_length:
             limit = f"must have at most {limits.max_grammar_length} characters (limits.max_grammar_length)"
-            raise InvalidRequestError(f"sampling_params.structured_outputs.{wish.kind}", wish.text[:100], limit)
+            raise InvalidRequestError(
+                f"sampling_params.structured_outputs.{structure.kind}", structure.text[:100], limit
+            )
 
     def _check_sequences(self, limits: LimitsConfig) -> None:
         params = self.sampling_params

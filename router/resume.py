@@ -50,7 +50,7 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class NewSequence:
     """One of a request's completions, about to be opened: a request of its own, brought to where its client is."""
 
     request: EngineRequest
@@ -58,13 +58,15 @@ class Part:
     caught_up: CaughtUp = FRESH
 
 
-def part_of(sibling: EngineRequest, text: TextState, resume: Resume | None, index: int, echo_length: int = 0) -> Part:
+def new_sequence(
+    sibling: EngineRequest, text: TextState, resume: Resume | None, index: int, echo_length: int = 0
+) -> NewSequence:
     """Completion `index` of a request; `text` is new. Raises what `catch_up` raises."""
     if resume is None:
-        return Part(request=sibling, text=text)
+        return NewSequence(request=sibling, text=text)
     caught_up = catch_up(text, resume, index, echo_length)
     continued = replace(sibling, output_token_ids=resume.progress(index).token_ids)
-    return Part(request=continued, text=text, caught_up=caught_up)
+    return NewSequence(request=continued, text=text, caught_up=caught_up)
 
 
 def catch_up(text: TextState, resume: Resume, index: int, echo_length: int = 0) -> CaughtUp:
@@ -99,7 +101,7 @@ def check_ends(field: str, token_ids: Sequence[int], request: EngineRequest, eos
             raise InvalidRequestError(field, token_id, f"must have nothing after token {index}, which ends the output")
 
 
-def last_words(request: EngineRequest, caught_up: CaughtUp) -> Deliver:
+def final_delivery(request: EngineRequest, caught_up: CaughtUp) -> Deliver:
     """The end of an output that is over already."""
     num_tokens = len(request.output_token_ids)
     return Deliver(

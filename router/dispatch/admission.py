@@ -37,39 +37,39 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def push(self, record: RequestState, now: float) -> None:
+    def push(self, state: RequestState, now: float) -> None:
         """Queues a request that has just come. Raises `QueueFullError` with an estimate of when to come back."""
-        num_before = self._num_resumed if record.standing is Standing.RESUMED else self._num_waiting
+        num_before = self._num_resumed if state.standing is Standing.RESUMED else self._num_waiting
         if num_before >= self._max_queued:
             message = f"{num_before} requests wait for a replica already (limits.max_queued)"
             raise QueueFullError(message, self.retry_after_s())
-        self._enter(record, now)
+        self._enter(state, now)
 
-    def put_back(self, record: RequestState, now: float) -> None:
+    def put_back(self, state: RequestState, now: float) -> None:
         """Queues a request that was admitted before, whatever the bound. A suspect is held until it is popped."""
-        if record.status is RequestStatus.HELD:
-            self._held.setdefault(record.model, {})[record] = None
+        if state.status is RequestStatus.HELD:
+            self._held.setdefault(state.model, {})[state] = None
             self._num_waiting += 1
         else:
-            self._enter(record, now)
+            self._enter(state, now)
 
-    def pass_by(self, record: RequestState, now: float) -> None:
+    def pass_by(self, state: RequestState, now: float) -> None:
         """Opens the account of a request that need not wait, as if it had waited for no time."""
-        self._enter(record, now)
-        self.remove(record)
+        self._enter(state, now)
+        self.remove(state)
 
-    def pop(self, record: RequestState, now: float) -> None:
+    def pop(self, state: RequestState, now: float) -> None:
         """Takes out a request that goes to a replica. `now` keeps the estimate of the pace."""
-        self.remove(record)
+        self.remove(state)
         self._note_departure(now)
 
-    def remove(self, record: RequestState) -> None:
+    def remove(self, state: RequestState) -> None:
         """Takes out a request that waits here and will not wait any longer. Its status still says that it waits."""
-        if record.status is RequestStatus.HELD:
-            del self._held[record.model][record]
+        if state.status is RequestStatus.HELD:
+            del self._held[state.model][state]
         else:
-            self._queues[record.model].remove(record)
-            self._num_resumed -= record.standing is Standing.RESUMED
+            self._queues[state.model].remove(state)
+            self._num_resumed -= state.standing is Standing.RESUMED
         self._num_waiting -= 1
 
     def advance(self, model: str, now: float) -> None:
@@ -106,25 +106,25 @@ class AdmissionQueue:
         found: list[RequestState] = []
         for model in {*self._queues, *self._held}:
             waiting = list(self.waiting(model))
-            assert all(record.model == model and record.status.is_waiting for record in waiting)
-            assert all(record.status is RequestStatus.HELD for record in self._held.get(model, ()))
+            assert all(state.model == model and state.status.is_waiting for state in waiting)
+            assert all(state.status is RequestStatus.HELD for state in self._held.get(model, ()))
             found += waiting
         for queue in self._queues.values():
             queue.check_integrity()
         assert len(found) == self._num_waiting, f"{len(found)} are here, {self._num_waiting} were counted"
-        in_order = [record.standing for record in found if record.status is not RequestStatus.HELD]
+        in_order = [state.standing for state in found if state.status is not RequestStatus.HELD]
         assert in_order.count(Standing.ARRIVED) <= self._max_queued
         assert in_order.count(Standing.RESUMED) == self._num_resumed <= self._max_queued
 
-    def _enter(self, record: RequestState, now: float) -> None:
-        queue = self._queues.get(record.model)
+    def _enter(self, state: RequestState, now: float) -> None:
+        queue = self._queues.get(state.model)
         if queue is None:
             tenants = TenantCounters(self._order.tenant_shares)
-            queue = self._queues[record.model] = WaitingQueue(tenants, self._order.aging_s, len(Standing))
+            queue = self._queues[state.model] = WaitingQueue(tenants, self._order.aging_s, len(Standing))
         queue.advance(now)
-        queue.add(record)
+        queue.add(state)
         self._num_waiting += 1
-        self._num_resumed += record.standing is Standing.RESUMED
+        self._num_resumed += state.standing is Standing.RESUMED
 
     def _note_departure(self, now: float) -> None:
         """Pauses count only while somebody waits: an idle night says nothing of the pace."""

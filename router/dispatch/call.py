@@ -13,7 +13,7 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.dispatch.parallel_sampling import merged_usage
 from holdfast.router.events import Deliver, Usage
-from holdfast.router.resume import Part, last_words
+from holdfast.router.resume import NewSequence, final_delivery
 from holdfast.worker.errors import RequestAbortedError
 
 STOPPED_RETRY_S: Final = 1.0
@@ -47,7 +47,7 @@ class Call:
     def await_ends(self) -> None:
         """From here on the reader is told of a completion's end alone, which spares it to be woken by every step."""
         for stream in self._streams.values():
-            stream.tells_steps = False
+            stream.notifies_each_step = False
 
     def poll(self) -> Deliver | None:
         """News of one completion, if there is any; completions take turns.
@@ -83,27 +83,27 @@ class Call:
 def open_call(
     dispatch_host: DispatchHost,
     request_id: str,
-    parts: Sequence[Part],
+    sequences: Sequence[NewSequence],
     *,
     model: str,
     deadline: float,
-    on_news: Callable[[], None],
+    on_output: Callable[[], None],
     client_attempt: int = 0,
     echo: str = "",
 ) -> Call:
-    """Opens all parts of a request, or none. Raises what `DispatchHost.open` raises.
+    """Opens all sequences of a request, or none. Raises what `DispatchHost.open` raises.
 
-    `on_news` is that of the call's streams. `echo` comes before the text of each completion.
+    `on_output` is that of the call's streams. `echo` comes before the text of each completion.
     """
     streams = []
     with ExitStack() as opened:
-        for part in parts:
-            if part.caught_up.finish_reason is not None:
-                stream = OutputStream(part.request.request_id, on_news)
-                stream.push(last_words(part.request, part.caught_up))
+        for sequence in sequences:
+            if sequence.caught_up.finish_reason is not None:
+                stream = OutputStream(sequence.request.request_id, on_output)
+                stream.push(final_delivery(sequence.request, sequence.caught_up))
             else:
                 stream = dispatch_host.open(
-                    part, model=model, deadline=deadline, client_attempt=client_attempt, on_news=on_news
+                    sequence, model=model, deadline=deadline, client_attempt=client_attempt, on_output=on_output
                 )
                 opened.callback(dispatch_host.close, stream)
             streams.append(stream)

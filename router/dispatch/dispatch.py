@@ -85,16 +85,16 @@ class Dispatch:
 
         One with output goes on after it: `text` has had that pushed, and `caught_up` says what came of it. Its id must
         not be open: see `supersede`. `client_attempt` is above 0 if its client comes again when it is told to. Raises,
-        and then has recorded nothing: `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for too long),
+        and then has kept nothing: `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for too long),
         `DeadlineExceededError`.
         """
         self._check_admissible(model, deadline, now)
         self._num_submitted += 1
         urgency = (min(deadline, now + RETRY_FOR_S), self._num_submitted)
-        record = RequestState.opened(request, model, text, caught_up, client_attempt, urgency)
-        replica = self._placement.admit(record, now)
-        self._requests.add(record, deadline)
-        actions = [] if replica is None else [self._placement.send(record, replica, now)]
+        state = RequestState.opened(request, model, text, caught_up, client_attempt, urgency)
+        replica = self._placement.admit(state, now)
+        self._requests.add(state, deadline)
+        actions = [] if replica is None else [self._placement.send(state, replica, now)]
         return actions + self._placement.drain_all(now)  # a submission fills the budget for retries of whatever model
 
     def supersede(self, request_id: str, client_attempt: int, now: float) -> list[Action]:
@@ -103,21 +103,21 @@ class Dispatch:
         The newer one is that with the higher number; of equal ones, the one that comes later. Raises
         `RequestSupersededError` if that is the one which is open: the submission was late.
         """
-        record = self._requests.get(request_id)
-        if record is None:
+        state = self._requests.get(request_id)
+        if state is None:
             return []
-        if record.client_attempt > client_attempt:
-            told = f"submission {client_attempt} of request {request_id} came after submission {record.client_attempt}"
+        if state.client_attempt > client_attempt:
+            told = f"submission {client_attempt} of request {request_id} came after submission {state.client_attempt}"
             raise RequestSupersededError(f"{told}, which goes on")
         error = RequestSupersededError(f"request {request_id} was submitted again; the newer submission goes on")
-        return [*self._fail(record, error), *self._placement.drain(record.model, now)]
+        return [*self._fail(state, error), *self._placement.drain(state.model, now)]
 
     def cancel(self, request_id: str, now: float) -> list[Action]:
         """The client has gone. An id that is not open is ignored."""
-        record = self._requests.get(request_id)
-        if record is None:
+        state = self._requests.get(request_id)
+        if state is None:
             return []
-        return [*self._close(record, RequestEvent.CANCEL), *self._placement.drain(record.model, now)]
+        return [*self._close(state, RequestEvent.CANCEL), *self._placement.drain(state.model, now)]
 
     # --- events from replicas ---
 
@@ -140,8 +140,8 @@ class Dispatch:
         if replica is None:
             return []
         actions: list[Action] = []
-        for record in self._placement.lose_all(replica, now):
-            actions += self._fail(record, _quarantined(record, error), replica_has_it=False)
+        for state in self._placement.lose_all(replica, now):
+            actions += self._fail(state, _quarantined(state, error), replica_has_it=False)
         return actions + self._placement.drain(replica.facts.model, now)
 
     def step(self, replica_id: str, update: StepUpdate, now: float) -> list[Action]:
@@ -153,13 +153,13 @@ class Dispatch:
         replica.note_memory(update)
         actions: list[Action] = []
         for delta in update.deltas:
-            record = self._requests.running(replica, delta.attempt)
-            if record is not None:
-                actions += self._advance(record, delta, now)
+            state = self._requests.running(replica, delta.attempt)
+            if state is not None:
+                actions += self._advance(state, delta, now)
         for rejection in update.rejections:
-            record = self._requests.running(replica, rejection.attempt)
-            if record is not None:
-                actions += self._refuse(record, rejection.error, now)
+            state = self._requests.running(replica, rejection.attempt)
+            if state is not None:
+                actions += self._refuse(state, rejection.error, now)
         return actions + self._placement.drain(replica.facts.model, now)
 
     # --- time, and the end ---
@@ -189,7 +189,7 @@ class Dispatch:
 
     def hand_over(self, error: HoldfastError) -> list[Action]:
         """Ends with `error` every open request whose client will go on with it at another router."""
-        handed_over = [record for record in self._requests if record.client_attempt > 0]
+        handed_over = [state for state in self._requests if state.client_attempt > 0]
         return self._fail_all(handed_over, error, RequestEvent.HAND_OVER)
 
     def close_all(self, error: HoldfastError) -> list[Action]:
@@ -235,75 +235,75 @@ class Dispatch:
         if now >= deadline:
             raise DeadlineExceededError("the request's time was up before it could be queued")
 
-    def _advance(self, record: RequestState, delta: TokenDelta, now: float) -> list[Action]:
+    def _advance(self, state: RequestState, delta: TokenDelta, now: float) -> list[Action]:
         """Takes one delta in. A fault of ours ends this request alone, not the others of the link."""
         replica_has_it = delta.finish_reason is None
-        num_seen = len(record.output_token_ids) - delta.first_token_index
+        num_seen = len(state.output_token_ids) - delta.first_token_index
         if num_seen < 0:
             gap = f"{-num_seen} output tokens are missing before token {delta.first_token_index}"
-            return self._fail(record, InternalError(gap), replica_has_it=replica_has_it)
+            return self._fail(state, InternalError(gap), replica_has_it=replica_has_it)
         if delta.finish_reason is FinishReason.ABORT:
-            return self._refuse(record, ReplicaError("the replica gave the request up"), now)
-        if not record.output_token_ids:
-            record.num_cached_tokens = delta.num_cached_tokens
+            return self._refuse(state, ReplicaError("the replica gave the request up"), now)
+        if not state.output_token_ids:
+            state.num_cached_tokens = delta.num_cached_tokens
         try:
             token_ids, logprobs = delta.token_ids[num_seen:], delta.logprobs[num_seen:]
-            delivery = record.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
+            delivery = state.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
         except Exception as bug:
-            logger.exception("request %s: its tokens could not be turned into text", record.request_id)
+            logger.exception("request %s: its tokens could not be turned into text", state.request_id)
             error = InternalError(f"the output could not be turned into text: {type(bug).__name__}")
-            return self._fail(record, error, replica_has_it=replica_has_it)
+            return self._fail(state, error, replica_has_it=replica_has_it)
         if delivery is None:
             return []
-        self._placement.note_step(record, len(delivery.token_ids))
+        self._placement.note_step(state, len(delivery.token_ids))
         if delivery.finish_reason is None:
             return [delivery]
-        return [delivery, *self._close(record, RequestEvent.FINISH, replica_has_it=replica_has_it)]
+        return [delivery, *self._close(state, RequestEvent.FINISH, replica_has_it=replica_has_it)]
 
-    def _refuse(self, record: RequestState, error: HoldfastError, now: float) -> list[Action]:
+    def _refuse(self, state: RequestState, error: HoldfastError, now: float) -> list[Action]:
         """A replica that is up will not run an attempt, or gave it up. Another may do better."""
-        is_taken_back = self._placement.take_back(record, error, now)
-        return [] if is_taken_back else self._fail(record, error, replica_has_it=False)
+        is_taken_back = self._placement.take_back(state, error, now)
+        return [] if is_taken_back else self._fail(state, error, replica_has_it=False)
 
-    def _expire(self, record: RequestState) -> list[Action]:
-        state = "waited for a replica" if record.status.is_waiting else "ran"
-        num_tokens = len(record.output_token_ids)
-        error = DeadlineExceededError(f"time was up while the request {state}, after {num_tokens} output tokens")
-        return self._fail(record, error)
+    def _expire(self, state: RequestState) -> list[Action]:
+        doing = "waited for a replica" if state.status.is_waiting else "ran"
+        num_tokens = len(state.output_token_ids)
+        error = DeadlineExceededError(f"time was up while the request {doing}, after {num_tokens} output tokens")
+        return self._fail(state, error)
 
     def _fail_all(
-        self, records: list[RequestState], error: HoldfastError, event: RequestEvent = RequestEvent.FAIL
+        self, states: list[RequestState], error: HoldfastError, event: RequestEvent = RequestEvent.FAIL
     ) -> list[Action]:
-        return [action for record in records for action in self._fail(record, error, event)]
+        return [action for state in states for action in self._fail(state, error, event)]
 
     def _fail(
         self,
-        record: RequestState,
+        state: RequestState,
         error: HoldfastError,
         event: RequestEvent = RequestEvent.FAIL,
         *,
         replica_has_it: bool = True,
     ) -> list[Action]:
-        closing = self._close(record, event, replica_has_it=replica_has_it)
-        return [Fail(request_id=record.request_id, error=error), *closing]
+        closing = self._close(state, event, replica_has_it=replica_has_it)
+        return [Fail(request_id=state.request_id, error=error), *closing]
 
-    def _close(self, record: RequestState, event: RequestEvent, *, replica_has_it: bool = True) -> list[Action]:
+    def _close(self, state: RequestState, event: RequestEvent, *, replica_has_it: bool = True) -> list[Action]:
         """Forgets a request. Its replica is told if it may still be at it."""
         actions: list[Action] = []
-        if record.status.is_waiting:
-            self._queue.remove(record)
+        if state.status.is_waiting:
+            self._queue.remove(state)
         else:
-            attempt = self._requests.end_attempt(record)
+            attempt = self._requests.end_attempt(state)
             if replica_has_it:
                 actions.append(SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number))
-        self._placement.quarantine.end_trial(record)
-        record.note(event)
-        self._requests.remove(record)
+        self._placement.quarantine.end_trial(state)
+        state.note(event)
+        self._requests.remove(state)
         return actions
 
 
-def _quarantined(record: RequestState, error: HoldfastError) -> RequestQuarantinedError:
-    num_lost, num_tokens = record.num_replicas_lost, len(record.output_token_ids)
+def _quarantined(state: RequestState, error: HoldfastError) -> RequestQuarantinedError:
+    num_lost, num_tokens = state.num_replicas_lost, len(state.output_token_ids)
     return RequestQuarantinedError(
         f"{num_lost} replicas were lost while they ran this request, which has {num_tokens} output tokens; it is not "
         f"tried again (router.max_replicas_lost). The last one: {error}"

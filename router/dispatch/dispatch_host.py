@@ -20,7 +20,7 @@ from holdfast.router.events import (
     SendAbort,
     SendSubmit,
 )
-from holdfast.router.resume import Part
+from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import HoldfastError, InternalError
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import EngineLoad
@@ -77,24 +77,30 @@ class DispatchHost:
         return self._clock.time()
 
     def open(
-        self, part: Part, *, model: str, deadline: float, on_news: Callable[[], None], client_attempt: int = 0
+        self,
+        sequence: NewSequence,
+        *,
+        model: str,
+        deadline: float,
+        on_output: Callable[[], None],
+        client_attempt: int = 0,
     ) -> OutputStream:
         """Opens a request. Raises what `Dispatch.submit` and `supersede` raise. Whoever opens a stream closes it.
 
         An open request of the same id ends first: most likely its client has lost the connection and comes again.
         """
-        request = part.request
+        request = sequence.request
         self.perform(self._dispatch.supersede(request.request_id, client_attempt, self.now()))
         actions = self._dispatch.submit(
             request,
             model=model,
-            text=part.text,
+            text=sequence.text,
             deadline=deadline,
             now=self.now(),
-            caught_up=part.caught_up,
+            caught_up=sequence.caught_up,
             client_attempt=client_attempt,
         )
-        stream = OutputStream(request.request_id, on_news)
+        stream = OutputStream(request.request_id, on_output)
         self._streams[request.request_id] = stream
         self.perform(actions)
         return stream

@@ -16,22 +16,22 @@ MERGED_AT: Final = 64
 
 
 class OutputStream:
-    """Filled by `push` and `fail`, emptied by `poll`. `on_news` is called whenever there is something to poll.
+    """Filled by `push` and `fail`, emptied by `poll`. `on_output` is called whenever there is something to poll.
 
     It is called in the midst of other work, so it takes note, and does not read by itself.
     """
 
-    def __init__(self, request_id: str, on_news: Callable[[], None]) -> None:
+    def __init__(self, request_id: str, on_output: Callable[[], None]) -> None:
         self.request_id = request_id
-        self.tells_steps = True
+        self.notifies_each_step = True
         """False: its reader wants to hear of the end alone."""
-        self._on_news = on_news
+        self._on_news = on_output
         self._pending: list[Deliver] = []
         self._error: HoldfastError | None = None
 
     def push(self, delivery: Deliver) -> None:
         self._pending.append(delivery)
-        if self.tells_steps or delivery.finish_reason is not None:
+        if self.notifies_each_step or delivery.finish_reason is not None:
             self._on_news()
         elif len(self._pending) >= MERGED_AT:
             self._pending = [merged(self._pending)]

@@ -45,22 +45,22 @@ class Placement:
 
     # --- attempts begin ---
 
-    def admit(self, record: RequestState, now: float) -> ReplicaState | None:
+    def admit(self, state: RequestState, now: float) -> ReplicaState | None:
         """Where a new request can go at once; None if it must wait, and then it is queued. Raises `QueueFullError`."""
-        replica = None if self.queue.first(record.model) is not None else self._choose(record)
+        replica = None if self.queue.first(state.model) is not None else self._choose(state)
         if replica is None:
-            self.queue.push(record, now)
+            self.queue.push(state, now)
         else:
-            self.queue.pass_by(record, now)
+            self.queue.pass_by(state, now)
         self._budget.note_submission()
         return replica
 
-    def send(self, record: RequestState, replica: ReplicaState, now: float) -> SendSubmit:
+    def send(self, state: RequestState, replica: ReplicaState, now: float) -> SendSubmit:
         """Begins an attempt: the request goes on after its output so far."""
-        attempt = self._requests.begin_attempt(record, replica, now)
+        attempt = self._requests.begin_attempt(state, replica, now)
         replica.breaker.note_sent(now)
-        time_left_s = max(0.0, self._requests.deadlines.of(record.request_id) - now)
-        request = record.continuation(time_left_s, self.quarantine.suspicion(record))
+        time_left_s = max(0.0, self._requests.deadlines.of(state.request_id) - now)
+        request = state.continuation(time_left_s, self.quarantine.suspicion(state))
         return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
 
     def drain(self, model: str, now: float) -> list[Action]:
@@ -68,13 +68,13 @@ class Placement:
         actions = self._vacate(model, now)
         self.queue.advance(model, now)
         while (found := self._next(model, now)) is not None:
-            record, replica = found
-            self.queue.pop(record, now)
-            if record.status is RequestStatus.HELD:
-                self.quarantine.begin_trial(record)
-            if record.status.is_retry:
+            state, replica = found
+            self.queue.pop(state, now)
+            if state.status is RequestStatus.HELD:
+                self.quarantine.begin_trial(state)
+            if state.status.is_retry:
                 self._budget.spend()
-            actions.append(self.send(record, replica, now))
+            actions.append(self.send(state, replica, now))
         return actions
 
     def drain_all(self, now: float) -> list[Action]:
@@ -85,42 +85,42 @@ class Placement:
 
     # --- attempts come to something, or to nothing ---
 
-    def note_step(self, record: RequestState, num_new_tokens: int) -> None:
+    def note_step(self, state: RequestState, num_new_tokens: int) -> None:
         """An attempt has brought something: to the credit of request and replica, and on the tenant's account."""
-        assert record.attempt is not None
-        record.note(RequestEvent.OUTPUT)
-        record.num_refusals = 0
-        record.tenant.charge(0, num_new_tokens)
-        self.quarantine.note_step(record)
-        if record.num_steps == 1:
-            record.attempt.replica.breaker.note_success()
+        assert state.attempt is not None
+        state.note(RequestEvent.OUTPUT)
+        state.num_refusals = 0
+        state.tenant.charge(0, num_new_tokens)
+        self.quarantine.note_step(state)
+        if state.num_steps == 1:
+            state.attempt.replica.breaker.note_success()
 
-    def take_back(self, record: RequestState, error: HoldfastError, now: float) -> bool:
+    def take_back(self, state: RequestState, error: HoldfastError, now: float) -> bool:
         """A replica that is up will not run an attempt, or gave it up: by its own fault, or for lack of room.
 
         False if no other should try it, because the request is wrong, or the likelier cause: then it is to end.
         """
-        assert record.attempt is not None
-        breaker = record.attempt.replica.breaker
+        assert state.attempt is not None
+        breaker = state.attempt.replica.breaker
         if isinstance(error, CapacityError):
             breaker.rest_until(now + min(error.retry_after_s or 1.0, MAX_FULL_S))
-            self.put_back(record, RequestEvent.GIVE_BACK, now)
+            self.put_back(state, RequestEvent.GIVE_BACK, now)
             return True
         if error.fault is not Fault.REPLICA:
             return False
         breaker.note_failure(now)
-        record.num_refusals += 1
-        if record.num_refusals > MAX_REFUSALS:
+        state.num_refusals += 1
+        if state.num_refusals > MAX_REFUSALS:
             return False
-        self.put_back(record, RequestEvent.LOSE, now)
+        self.put_back(state, RequestEvent.LOSE, now)
         return True
 
-    def put_back(self, record: RequestState, event: RequestEvent, now: float) -> None:
+    def put_back(self, state: RequestState, event: RequestEvent, now: float) -> None:
         """Ends an attempt that came to nothing. The request waits before new ones of its class, or for its trial."""
-        self._requests.end_attempt(record)
-        self.quarantine.end_trial(record)
-        record.note(event)
-        self.queue.put_back(record, now)
+        self._requests.end_attempt(state)
+        self.quarantine.end_trial(state)
+        state.note(event)
+        self.queue.put_back(state, now)
 
     def lose_all(self, replica: ReplicaState, now: float) -> list[RequestState]:
         """A replica was lost. Puts back what ran there, but for what must not be tried again: that is returned.
@@ -132,9 +132,9 @@ class Placement:
         culprits = self.quarantine.culprits(lost, now, replica.load.num_foreign_suspects) if is_sudden else []
         if is_sudden:
             replica.breaker.note_failure(now)
-        for record in lost:
-            if record not in culprits:
-                self.put_back(record, self._loss(record) if is_sudden else RequestEvent.GIVE_BACK, now)
+        for state in lost:
+            if state not in culprits:
+                self.put_back(state, self._loss(state) if is_sudden else RequestEvent.GIVE_BACK, now)
         return culprits
 
     # --- time ---
@@ -158,23 +158,23 @@ class Placement:
         self.quarantine.check_integrity()
         num_running = sum(len(replica.attempts) for replica in self._registry)
         assert len(self._requests) == len(self.queue) + num_running
-        num_waiting = sum(record.status.is_waiting for record in self._requests)
+        num_waiting = sum(state.status.is_waiting for state in self._requests)
         assert num_waiting == len(self.queue), f"{num_waiting} requests wait, {len(self.queue)} of them in the queue"
 
     # --- inside ---
 
-    def _loss(self, record: RequestState) -> RequestEvent:
+    def _loss(self, state: RequestState) -> RequestEvent:
         """What the sudden death of its replica is for a request that is to go on. A trial that told nothing is lost."""
-        is_new = record.status is not RequestStatus.ON_TRIAL and self.quarantine.is_suspect(record)
+        is_new = state.status is not RequestStatus.ON_TRIAL and self.quarantine.is_suspect(state)
         return RequestEvent.SUSPECT if is_new else RequestEvent.LOSE
 
-    def _choose(self, record: RequestState) -> ReplicaState | None:
-        is_trial = self.quarantine.is_suspect(record)
-        return self._beside(record, is_trial) or self._registry.choose(record.model, record.prefix, is_trial=is_trial)
+    def _choose(self, state: RequestState) -> ReplicaState | None:
+        is_trial = self.quarantine.is_suspect(state)
+        return self._beside(state, is_trial) or self._registry.choose(state.model, state.prefix, is_trial=is_trial)
 
-    def _beside(self, record: RequestState, is_trial: bool) -> ReplicaState | None:
+    def _beside(self, state: RequestState, is_trial: bool) -> ReplicaState | None:
         """Where the request's first sibling runs, while there is room: siblings share their prompt there."""
-        group_id = record.request.group_id
+        group_id = state.request.group_id
         first = self._requests.get(first_sibling_id(group_id)) if group_id else None
         home = None if first is None or first.attempt is None else first.attempt.replica
         return home if home is not None and self._registry.takes_more(home, is_trial=is_trial) else None
@@ -186,14 +186,14 @@ class Placement:
         for which no replica is right holds nobody up.
         """
         suspect = self.queue.first_held(model) if self.quarantine.is_free(model) else None
-        for record in (suspect, self.queue.first(model)):
-            if record is None:
+        for state in (suspect, self.queue.first(model)):
+            if state is None:
                 continue
-            if record.status.is_retry and not self._budget.has_token(now):
+            if state.status.is_retry and not self._budget.has_token(now):
                 return None
-            replica = self._choose(record)
+            replica = self._choose(state)
             if replica is not None:
-                return record, replica
+                return state, replica
         return None
 
     def _vacate(self, model: str, now: float) -> list[Action]:
@@ -203,13 +203,13 @@ class Placement:
         """
         actions: list[Action] = []
         for replica in self._registry.retiring(model):
-            for record in self._requests.on(replica):
-                target = self._choose(record)
-                if target is None and record.status is RequestStatus.ON_TRIAL:
+            for state in self._requests.on(replica):
+                target = self._choose(state)
+                if target is None and state.status is RequestStatus.ON_TRIAL:
                     continue
                 if target is None:
                     return actions
-                attempt = self._requests.end_attempt(record)
+                attempt = self._requests.end_attempt(state)
                 actions.append(SendAbort(replica_id=replica.facts.replica_id, attempt=attempt.number))
-                actions.append(self.send(record, target, now))
+                actions.append(self.send(state, target, now))
         return actions

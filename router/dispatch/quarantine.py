@@ -42,47 +42,47 @@ class Quarantine:
 
         With suspects of other routers there, it may have been one of those: the death makes suspects, and no culprit.
         """
-        for record in lost:
-            record.num_replicas_lost += 1
-            record.num_replicas_lost_in_a_row += 1
-        suspects = [record for record in lost if self.is_suspect(record)]
-        on_trial = [record for record in lost if record.status is RequestStatus.ON_TRIAL]
+        for state in lost:
+            state.num_replicas_lost += 1
+            state.num_replicas_lost_in_a_row += 1
+        suspects = [state for state in lost if self.is_suspect(state)]
+        on_trial = [state for state in lost if state.status is RequestStatus.ON_TRIAL]
         if on_trial and not num_foreign_suspects:
             return on_trial
         is_certain = len(suspects) == 1 and not on_trial and not num_foreign_suspects and _has_run(suspects[0], now)
         limit = LIFETIME_FACTOR * self._max_lost
-        return [record for record in lost if record.num_replicas_lost >= limit or (is_certain and record in suspects)]
+        return [state for state in lost if state.num_replicas_lost >= limit or (is_certain and state in suspects)]
 
-    def is_suspect(self, record: RequestState) -> bool:
+    def is_suspect(self, state: RequestState) -> bool:
         """Whether it may run on trial only."""
-        return record.num_replicas_lost_in_a_row >= self._max_lost
+        return state.num_replicas_lost_in_a_row >= self._max_lost
 
-    def suspicion(self, record: RequestState) -> Suspicion:
+    def suspicion(self, state: RequestState) -> Suspicion:
         """What the replica should know that has just got it."""
-        if record.status is RequestStatus.ON_TRIAL:
+        if state.status is RequestStatus.ON_TRIAL:
             return Suspicion.ON_TRIAL
-        num_lost = record.num_replicas_lost_in_a_row
+        num_lost = state.num_replicas_lost_in_a_row
         is_next_too_many = num_lost > 0 and num_lost + 1 >= self._max_lost
         return Suspicion.SUSPECT if is_next_too_many else Suspicion.NONE
 
-    def note_step(self, record: RequestState) -> None:
+    def note_step(self, state: RequestState) -> None:
         """An attempt brought output."""
-        record.num_steps += 1
-        if record.num_steps == NUM_STEPS_TO_CLEAR and record.num_replicas_lost_in_a_row:
-            record.num_replicas_lost_in_a_row = 0
-            if record.status is RequestStatus.ON_TRIAL:
-                record.note(RequestEvent.CLEAR)
-            self.end_trial(record)
+        state.num_steps += 1
+        if state.num_steps == NUM_STEPS_TO_CLEAR and state.num_replicas_lost_in_a_row:
+            state.num_replicas_lost_in_a_row = 0
+            if state.status is RequestStatus.ON_TRIAL:
+                state.note(RequestEvent.CLEAR)
+            self.end_trial(state)
 
-    def begin_trial(self, record: RequestState) -> None:
-        assert record.status is RequestStatus.HELD
-        assert self.is_free(record.model)
-        self._on_trial[record.model] = record
+    def begin_trial(self, state: RequestState) -> None:
+        assert state.status is RequestStatus.HELD
+        assert self.is_free(state.model)
+        self._on_trial[state.model] = state
 
-    def end_trial(self, record: RequestState) -> None:
+    def end_trial(self, state: RequestState) -> None:
         """If the request was on trial: it is over, or waits again, or was cleared."""
-        if self._on_trial.get(record.model) is record:
-            del self._on_trial[record.model]
+        if self._on_trial.get(state.model) is state:
+            del self._on_trial[state.model]
 
     def is_free(self, model: str) -> bool:
         """Whether the model has no trial under way."""
@@ -90,13 +90,13 @@ class Quarantine:
 
     def check_integrity(self) -> None:
         """Asserts that whoever is on trial is a suspect that runs."""
-        for model, record in self._on_trial.items():
-            assert record.model == model
-            assert record.status is RequestStatus.ON_TRIAL
-            assert self.is_suspect(record)
+        for model, state in self._on_trial.items():
+            assert state.model == model
+            assert state.status is RequestStatus.ON_TRIAL
+            assert self.is_suspect(state)
 
 
-def _has_run(record: RequestState, now: float) -> bool:
+def _has_run(state: RequestState, now: float) -> bool:
     """Whether the attempt that has just been lost came to anything, or had the time to."""
-    assert record.attempt is not None, "it was running"
-    return record.num_steps > 0 or now - record.attempt.sent_at >= PROOF_S
+    assert state.attempt is not None, "it was running"
+    return state.num_steps > 0 or now - state.attempt.sent_at >= PROOF_S

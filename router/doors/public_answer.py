@@ -6,7 +6,7 @@ each completion knows whether its own tokens are certain.
 
 from holdfast.router.events import Deliver
 from holdfast.router.generation import Chunk, GeneratedSequence, Generation
-from holdfast.router.requests.answer import Answer, Completion
+from holdfast.router.requests.answer import CompletedRequest, Completion
 from holdfast.worker.request import TokenLogprob
 
 
@@ -26,7 +26,7 @@ def public_chunk(delivery: Deliver) -> Chunk:
     )
 
 
-def public_generation(answer: Answer) -> Generation:
+def public_generation(answer: CompletedRequest) -> Generation:
     """What is said of the prompt is on the first completion."""
     first = answer.completions[0].output
     return Generation(

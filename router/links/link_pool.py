@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 WATCH_AGAIN_S: Final = 1.0
 
 
-class Links:
+class LinkPool:
     """All links of one router."""
 
     def __init__(self, dispatch_host: DispatchHost, tokenizers: TokenizerRegistry, config: RouterConfig) -> None:

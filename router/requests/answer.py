@@ -1,6 +1,6 @@
 """The answer to one client's request: its completions, read together as they are drawn, or all at once.
 
-What may live here: waiting for news of a call, and what is told of its completions in the end. What may not: gRPC, and
+What may live here: waiting for output of a call, and what is told of its completions in the end. What may not: gRPC, and
 how a completion comes about (`call.py`).
 """
 
@@ -28,7 +28,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CompletedRequest:
     """All that a request has come to."""
 
     request_id: str
@@ -40,14 +40,14 @@ class Answer:
 class SampledAnswer:
     """A call for one task that reads it, which either iterates or asks for the whole.
 
-    Iterating gives what `Call.poll` gives, and raises what it raises, as soon as there is something. `news` is set
-    whenever there may be.
+    Iterating gives what `Call.poll` gives, and raises what it raises, as soon as there is something. `has_output` is set
+    whenever there may be some.
     """
 
     def __init__(
         self,
         call: Call,
-        news: asyncio.Event,
+        has_output: asyncio.Event,
         model: str,
         params: SamplingParams,
         prompt_token_ids: tuple[int, ...] = (),
@@ -57,7 +57,7 @@ class SampledAnswer:
         self.prompt_token_ids = prompt_token_ids
         """What is kept of the prompt."""
         self._call = call
-        self._news = news
+        self._has_output = has_output
         self._params = params
 
     def __aiter__(self) -> "SampledAnswer":
@@ -67,11 +67,11 @@ class SampledAnswer:
         if self._call.is_over:
             raise StopAsyncIteration
         while True:
-            self._news.clear()
+            self._has_output.clear()
             delivery = self._call.poll()
             if delivery is not None:
                 return delivery
-            await self._news.wait()
+            await self._has_output.wait()
 
     def await_ends(self) -> None:
         """Iterating gives what comes of a completion when that has ended, instead of every step."""
@@ -90,10 +90,12 @@ class SampledAnswer:
             pieces[delivery.sequence_index].append(delivery)
         return [merged(deliveries) for deliveries in pieces]
 
-    async def whole(self) -> Answer:
+    async def whole(self) -> CompletedRequest:
         """All completions; with `best_of`, the best ones, best first."""
         completions = self.completions(await self.outputs())
-        return Answer(request_id=self.request_id, model=self.model, completions=completions, usage=self._call.usage)
+        return CompletedRequest(
+            request_id=self.request_id, model=self.model, completions=completions, usage=self._call.usage
+        )
 
     def completions(self, outputs: Sequence[Deliver]) -> tuple[Completion, ...]:
         """What is told of all outputs in the end, each in one delivery."""

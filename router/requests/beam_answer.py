@@ -8,9 +8,9 @@ from typing import Final
 from holdfast.router.dispatch.call import open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import Deliver, Usage
-from holdfast.router.requests.answer import Answer, Completion, SampledAnswer
+from holdfast.router.requests.answer import CompletedRequest, Completion, SampledAnswer
 from holdfast.router.requests.beam_search import Beam, BeamSearch, extension
-from holdfast.router.resume import Part
+from holdfast.router.resume import NewSequence
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.request import EngineRequest, FinishReason
@@ -51,13 +51,13 @@ class BeamAnswer:
         self._fingerprints: list[str] = []
         """Of all whose candidates were looked at, in that order, each once."""
 
-    async def whole(self) -> Answer:
+    async def whole(self) -> CompletedRequest:
         """The best beams, best first. Raises what ended one of the requests with an error."""
         while self._search.live:
             outputs = await self._extend(self._search.live)
             self._search.advance([output.logprobs[0].top for output in outputs])
         beams = self._search.best(self._request.sampling_params.n)
-        return Answer(
+        return CompletedRequest(
             request_id=self.request_id,
             model=self.model,
             completions=tuple(self._completion(index, beam) for index, beam in enumerate(beams)),
@@ -66,28 +66,28 @@ class BeamAnswer:
 
     async def _extend(self, beams: Sequence[Beam]) -> list[Deliver]:
         """One token after each beam, all of them asked for together."""
-        parts, news = [self._extension(beam) for beam in beams], asyncio.Event()
+        sequences, has_output = [self._extension(beam) for beam in beams], asyncio.Event()
         call = open_call(
             self._dispatch_host,
             self.request_id,
-            parts,
+            sequences,
             model=self.model,
             deadline=self._deadline,
-            on_news=news.set,
+            on_output=has_output.set,
             client_attempt=self._client_attempt,
         )
         with closing(call):
-            outputs = await SampledAnswer(call, news, self.model, _AS_IT_IS).outputs()
+            outputs = await SampledAnswer(call, has_output, self.model, _AS_IT_IS).outputs()
         seen = dict.fromkeys([*self._fingerprints, *(output.fingerprint for output in outputs)])
         self._fingerprints = list(seen)
         if not beams[0].token_ids:
             self._num_cached_tokens = call.usage.num_cached_tokens
         return outputs
 
-    def _extension(self, beam: Beam) -> Part:
+    def _extension(self, beam: Beam) -> NewSequence:
         request = extension(self._request, beam, self._num_extensions, self._search.num_candidates)
         self._num_extensions += 1
-        return Part(request=request, text=TextStream(self._tokenizer, _AS_IT_IS))
+        return NewSequence(request=request, text=TextStream(self._tokenizer, _AS_IT_IS))
 
     def _completion(self, index: int, beam: Beam) -> Completion:
         params = self._request.sampling_params

@@ -29,22 +29,22 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._path = tokenizer.json_path
 
-    def compile(self, wish: StructuredOutputs | None) -> str:
-        """The grammar of a wish; empty for none. May take a second for the first of a model, or for a very large one.
+    def compile(self, structure: StructuredOutputs | None) -> str:
+        """The grammar of a structure; empty for none. May take a second for the first of a model, or for a very large one.
 
-        Raises `InvalidRequestError`, naming the field, where the wish cannot be enforced, here or at all.
+        Raises `InvalidRequestError`, naming the field, where the structure cannot be enforced, here or at all.
         """
-        if wish is None:
+        if structure is None:
             return ""
-        field = f"{FIELD}.{wish.kind}"
+        field = f"{FIELD}.{structure.kind}"
         try:
-            grammar = _grammar(wish)
+            grammar = _grammar(structure)
         except ValueError as error:
-            raise InvalidRequestError(field, wish.text, f"cannot be read: {error}") from None
-        self._check(grammar, field, wish.text, None)
+            raise InvalidRequestError(field, structure.text, f"cannot be read: {error}") from None
+        self._check(grammar, field, structure.text, None)
         if self._path is None:
-            raise InvalidRequestError(FIELD, wish.kind, "is not possible here: the model has no tokenizer.json")
-        self._check(grammar, field, wish.text, self._tokenizer)
+            raise InvalidRequestError(FIELD, structure.kind, "is not possible here: the model has no tokenizer.json")
+        self._check(grammar, field, structure.text, self._tokenizer)
         return grammar
 
     def check_output(self, field: str, grammar: str, token_ids: Sequence[int], eos_token_ids: Collection[int]) -> None:
@@ -82,16 +82,16 @@ class GrammarCompiler:
             raise InvalidRequestError(field, text, f"cannot be enforced: {'; '.join(messages)}")
 
 
-def _grammar(wish: StructuredOutputs) -> str:
+def _grammar(structure: StructuredOutputs) -> str:
     """Raises ValueError for a schema that is no JSON object."""
-    if wish.json_object:
+    if structure.json_object:
         return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
-    if isinstance(wish.json, str):
-        return LLMatcher.grammar_from_json_schema(wish.json, overrides=_JSON_OPTIONS)
-    if wish.regex is not None:
-        return LLMatcher.grammar_from_regex(wish.regex)
-    if wish.choice is not None:
-        texts = (json.dumps(text, ensure_ascii=False) for text in wish.choice)
+    if isinstance(structure.json, str):
+        return LLMatcher.grammar_from_json_schema(structure.json, overrides=_JSON_OPTIONS)
+    if structure.regex is not None:
+        return LLMatcher.grammar_from_regex(structure.regex)
+    if structure.choice is not None:
+        texts = (json.dumps(text, ensure_ascii=False) for text in structure.choice)
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
-    assert wish.grammar is not None
-    return LLMatcher.grammar_from_lark(wish.grammar)
+    assert structure.grammar is not None
+    return LLMatcher.grammar_from_lark(structure.grammar)

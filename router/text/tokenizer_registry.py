@@ -55,9 +55,9 @@ class TokenizerRegistry:
             return bad_word_token_ids(tokenizer, words)
         return await asyncio.to_thread(bad_word_token_ids, tokenizer, words)
 
-    async def grammar(self, model: str, wish: StructuredOutputs | None) -> str:
+    async def grammar(self, model: str, structure: StructuredOutputs | None) -> str:
         """As `GrammarCompiler.compile`, which is short or long work, and nobody can tell before."""
-        return "" if wish is None else await asyncio.to_thread(self._compilers[model].compile, wish)
+        return "" if structure is None else await asyncio.to_thread(self._compilers[model].compile, structure)
 
     async def check_output(
         self, model: str, field: str, grammar: str, token_ids: Sequence[int], eos_token_ids: Collection[int]

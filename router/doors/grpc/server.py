@@ -40,22 +40,24 @@ class InferenceServicer:
     async def Generate(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
-        wish = generation_request(message)
-        if wish.resume is not None:
+        request = generation_request(message)
+        if request.resume is not None:
             raise InvalidRequestError("resume", "set", "is for GenerateStream; Generate answers with the whole output")
         opening = (
-            self._request_processor.open if wish.sampling_params.beam_width is None else self._request_processor.search
+            self._request_processor.open
+            if request.sampling_params.beam_width is None
+            else self._request_processor.search
         )
-        async with opening(wish, context.time_remaining()) as answer:
+        async with opening(request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
             return generation_message(public_generation(await answer.whole()))
 
     async def GenerateStream(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateStreamResponse, None]:
-        wish = generation_request(message)
-        wish.check_streamable()
-        async with self._request_processor.open(wish, context.time_remaining()) as answer:
+        request = generation_request(message)
+        request.check_streamable()
+        async with self._request_processor.open(request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
             async for delivery in answer:
                 yield chunk_message(public_chunk(delivery))
