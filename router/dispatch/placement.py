@@ -1,7 +1,7 @@
-"""Which request runs where: what waits and in which order, the choice of a replica, and the way from one to another.
+"""Placement: assigns waiting requests to replicas, and moves requests off replicas that are lost or retire.
 
-What may live here: the queue, the retry budget, the trials of suspects, and attempts as they begin and are taken back.
-What may not: how a request ends and what its client hears (`dispatch.py`), IO, clocks.
+What may live here: the use of admission queue, retry budget and quarantine, and attempts as they begin and are taken
+back. What may not: how a request ends and what its client gets (`dispatch.py`), IO, clocks.
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import CapacityError, Fault, HoldfastError
 
 MAX_FULL_S: Final = 1.0
-"""Longest time that a replica gets nothing new after it has said that it is full."""
+"""Longest time that a replica gets no new requests after it refused one for lack of room."""
 
 MAX_REFUSALS: Final = 4
-"""So many attempts in a row may be given up by replicas that stay up. More, and the request is the likelier cause."""
+"""Attempts in a row that replicas which stay up may give up. With more, the request is the likelier cause."""
 
 
 class Placement:
-    """Brings requests and replicas together. Of one request, at most one attempt runs at a time."""
+    """Assigns requests to replicas. At most one attempt of a request runs at a time."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Placement:
     # --- attempts begin ---
 
     def admit(self, state: RequestState, now: float) -> ReplicaState | None:
-        """Where a new request can go at once; None if it must wait, and then it is queued. Raises `QueueFullError`."""
+        """The replica for a new request; None if it must wait, and then it is queued. Raises `QueueFullError`."""
         replica = None if self.queue.first(state.model) is not None else self._choose(state)
         if replica is None:
             self.queue.push(state, now)
@@ -56,7 +56,7 @@ class Placement:
         return replica
 
     def send(self, state: RequestState, replica: ReplicaState, now: float) -> SendSubmit:
-        """Begins an attempt: the request goes on after its output so far."""
+        """Begins an attempt: the request continues after its output so far."""
         attempt = self._requests.begin_attempt(state, replica, now)
         replica.breaker.note_sent(now)
         time_left_s = max(0.0, self._requests.deadlines.of(state.request_id) - now)
@@ -64,7 +64,7 @@ class Placement:
         return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
 
     def drain(self, model: str, now: float) -> list[Action]:
-        """Sends what waits, while there is room; first what runs where it should not stay."""
+        """Moves requests off retiring replicas, then sends waiting requests while there is room."""
         actions = self._vacate(model, now)
         self.queue.advance(model, now)
         while (found := self._next(model, now)) is not None:
@@ -78,15 +78,15 @@ class Placement:
         return actions
 
     def drain_all(self, now: float) -> list[Action]:
-        """Sends what waits for any model."""
+        """Drains the queues of all models."""
         if not len(self.queue):
             return []
         return [action for status in self._registry.models() for action in self.drain(status.name, now)]
 
-    # --- attempts come to something, or to nothing ---
+    # --- attempts bring output, or are taken back ---
 
     def note_step(self, state: RequestState, num_new_tokens: int) -> None:
-        """An attempt has brought something: to the credit of request and replica, and on the tenant's account."""
+        """An attempt has brought output: clears failure counts of request and replica, and charges the tenant."""
         assert state.attempt is not None
         state.note(RequestEvent.OUTPUT)
         state.num_refusals = 0
@@ -96,9 +96,9 @@ class Placement:
             state.attempt.replica.breaker.note_success()
 
     def take_back(self, state: RequestState, error: HoldfastError, now: float) -> bool:
-        """A replica that is up will not run an attempt, or gave it up: by its own fault, or for lack of room.
+        """Requeues a request whose attempt was refused or given up by a replica that is up.
 
-        False if no other should try it, because the request is wrong, or the likelier cause: then it is to end.
+        False if it must not be retried, because the request is invalid or the likelier cause: then the caller ends it.
         """
         assert state.attempt is not None
         breaker = state.attempt.replica.breaker
@@ -116,16 +116,16 @@ class Placement:
         return True
 
     def put_back(self, state: RequestState, event: RequestEvent, now: float) -> None:
-        """Ends an attempt that came to nothing. The request waits before new ones of its class, or for its trial."""
+        """Ends a failed attempt. The request waits ahead of new ones of its class, or for its trial."""
         self._requests.end_attempt(state)
         self.quarantine.end_trial(state)
         state.note(event)
         self.queue.put_back(state, now)
 
     def lose_all(self, replica: ReplicaState, now: float) -> list[RequestState]:
-        """A replica was lost. Puts back what ran there, but for what must not be tried again: that is returned.
+        """A replica was lost. Requeues its requests, except those that must not be retried, which are returned.
 
-        One that was to leave anyway has not died of its requests.
+        The loss of a retiring replica is expected, so its requests are not suspected.
         """
         lost = self._requests.on(replica)
         is_sudden = bool(lost) and not replica.is_retiring
@@ -140,12 +140,12 @@ class Placement:
     # --- time ---
 
     def refresh(self, now: float) -> None:
-        """Ends rests that are over and fills the budget. To be called when `wake_ups` says so."""
+        """Ends rests that are over and fills the retry budget. To be called at the times of `wake_ups`."""
         self._registry.end_rests(now)
         self._budget.has_token(now)
 
     def wake_ups(self) -> Iterator[float]:
-        """When what waits may go on although nothing else happens."""
+        """The times at which waiting requests may be sent although no other event occurs."""
         if not len(self.queue):
             return
         if self._budget.ready_at is not None:
@@ -164,7 +164,7 @@ class Placement:
     # --- inside ---
 
     def _loss(self, state: RequestState) -> RequestEvent:
-        """What the sudden death of its replica is for a request that is to go on. A trial that told nothing is lost."""
+        """The event of a request to be retried after the crash of its replica. A trial without a verdict is only lost."""
         is_new = state.status is not RequestStatus.ON_TRIAL and self.quarantine.is_suspect(state)
         return RequestEvent.SUSPECT if is_new else RequestEvent.LOSE
 
@@ -173,17 +173,17 @@ class Placement:
         return self._beside(state, is_trial) or self._registry.choose(state.model, state.prefix, is_trial=is_trial)
 
     def _beside(self, state: RequestState, is_trial: bool) -> ReplicaState | None:
-        """Where the request's first sibling runs, while there is room: siblings share their prompt there."""
+        """The replica of the request's first sibling, if it has room: siblings share the prompt's KV cache there."""
         group_id = state.request.group_id
         first = self._requests.get(first_sibling_id(group_id)) if group_id else None
         home = None if first is None or first.attempt is None else first.attempt.replica
         return home if home is not None and self._registry.takes_more(home, is_trial=is_trial) else None
 
     def _next(self, model: str, now: float) -> tuple[RequestState, ReplicaState] | None:
-        """What leaves the queue now, and for where.
+        """The request that leaves the queue now, and its replica.
 
-        Those that have lost a replica go before those that arrive, even if the budget then makes all wait. A suspect
-        for which no replica is right holds nobody up.
+        Retries go before new requests, even if the retry budget then makes all of them wait. A suspect for which no
+        replica is eligible does not block the others.
         """
         suspect = self.queue.first_held(model) if self.quarantine.is_free(model) else None
         for state in (suspect, self.queue.first(model)):
@@ -197,9 +197,9 @@ class Placement:
         return None
 
     def _vacate(self, model: str, now: float) -> list[Action]:
-        """Moves requests off replicas that retire. With nowhere to go, they go on where they are.
+        """Moves requests off retiring replicas. Where no other replica has room, they stay.
 
-        A suspect for which no replica is right holds nobody up here either.
+        A suspect for which no replica is eligible does not block the others.
         """
         actions: list[Action] = []
         for replica in self._registry.retiring(model):

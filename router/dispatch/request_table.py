@@ -1,6 +1,7 @@
-"""The table of open requests: one state each, found by request id and by attempt, and their deadlines.
+"""Table of open requests: their states by request id and by attempt, and their deadlines.
 
-What may live here: the books. What may not: what a request is (`request_state.py`), decisions (`dispatch.py`).
+What may live here: these indices, and attempts as they begin and end. What may not: a request's transitions
+(`request_state.py`), decisions (`dispatch.py`, `placement.py`).
 """
 
 from collections.abc import Hashable, Iterator
@@ -11,7 +12,7 @@ from holdfast.worker.service_order.timers import Timers
 
 
 class RequestTable:
-    """The states, by request id and by attempt, and their deadlines."""
+    """The states of all open requests, by request id and by attempt, and their deadlines."""
 
     def __init__(self) -> None:
         self.deadlines = Timers[str]()
@@ -45,7 +46,7 @@ class RequestTable:
         self.deadlines.drop(state.request_id)
 
     def begin_attempt(self, state: RequestState, replica: ReplicaState, now: float) -> Attempt:
-        """It is in the queue no more, or leaves another replica for this one."""
+        """Binds a request that has left the queue, or another replica, to a replica under a new attempt number."""
         assert state.attempt is None, "a request runs in one place at a time"
         is_first = state.status is RequestStatus.QUEUED
         state.note(RequestEvent.SEND if state.status.is_waiting else RequestEvent.MOVE)
@@ -57,12 +58,12 @@ class RequestTable:
         num_tokens = len(state.request.prompt_token_ids) + len(state.output_token_ids)
         num_uncached_tokens = num_tokens - replica.cached.num_cached_tokens(state.prefix)
         replica.note_sent(self._last_attempt, num_uncached_tokens)
-        if is_first:  # what has to be computed again is not the tenant's fault
+        if is_first:  # a tenant is not charged for recomputation after a failover
             state.tenant.charge(num_uncached_tokens, 0)
         return state.attempt
 
     def end_attempt(self, state: RequestState) -> Attempt:
-        """From here on, whatever a replica says of the attempt is not found any more."""
+        """Unbinds a request from its replica. Later messages about the attempt find no request."""
         attempt = state.attempt
         assert attempt is not None, "only an attempt that runs can end"
         state.attempt = None
@@ -75,11 +76,11 @@ class RequestTable:
         return self._by_attempt.get(attempt) if attempt in replica.attempts else None
 
     def on(self, replica: ReplicaState) -> list[RequestState]:
-        """The requests that run on a replica, first sent first."""
+        """The requests that run on a replica, in the order in which they were sent."""
         return [self._by_attempt[attempt] for attempt in sorted(replica.attempts)]
 
     def check_integrity(self) -> None:
-        """Asserts that the books agree with the states."""
+        """Asserts that the indices agree with the states."""
         assert len(self.deadlines) == len(self._states)
         for state in self._states.values():
             assert state.status.is_waiting or state.status.has_attempt, f"{state.request_id} is over and open"

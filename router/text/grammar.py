@@ -1,7 +1,7 @@
-"""Makes grammars of structured outputs, and refuses what cannot be enforced, and outputs that break them, before a
-replica hears of it.
+"""Grammar compiler for structured outputs: a JSON schema, regex, choice or Lark grammar becomes an llguidance grammar.
 
-What may not live here: masks, which are the worker's business. A grammar travels as text, in llguidance's own format.
+What cannot be enforced is refused here, before the request reaches a replica. A grammar is sent to replicas as text, in
+llguidance's format. What may not live here: token masks (`worker/sampling/grammar_masks.py`).
 """
 
 import json
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _JSON_OPTIONS: Final["JsonCompileOptions"] = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
-"""Free whitespace lets a model write blanks for ever; leniency would drop what cannot be enforced in silence."""
+"""Flexible whitespace lets a model emit blanks without end; `lenient` would silently drop what cannot be enforced."""
 
 
 class GrammarCompiler:
-    """Compiles for one model. Threads may share it."""
+    """Compiles grammars for one model. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._path = tokenizer.json_path
 
     def compile(self, structure: StructuredOutputs | None) -> str:
-        """The grammar of a structure; empty for none. May take a second for the first of a model, or for a very large one.
+        """The grammar of `structure`; empty for None. The first one of a model, or a very large one, may take a second.
 
-        Raises `InvalidRequestError`, naming the field, where the structure cannot be enforced, here or at all.
+        Raises `InvalidRequestError`, naming the field, if the structure cannot be enforced, for this model or at all.
         """
         if structure is None:
             return ""
@@ -50,7 +50,7 @@ class GrammarCompiler:
     def check_output(self, field: str, grammar: str, token_ids: Sequence[int], eos_token_ids: Collection[int]) -> None:
         """Raises `InvalidRequestError` for `field` if no output that matches a compiled grammar begins with the tokens.
 
-        The last one may be an end of sequence, where the grammar is fulfilled.
+        The last token may be an end of sequence if the grammar accepts the output there.
         """
         has_ended = bool(token_ids) and token_ids[-1] in eos_token_ids
         rest = list(token_ids[:-1] if has_ended else token_ids)
@@ -58,7 +58,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         num_right = matcher.validate_tokens(known)
         if matcher.is_error():
-            return  # it is too much to be followed so far: a replica ends such an output early
+            return  # llguidance's limits are exceeded: a replica ends such an output early
         is_right = num_right == len(rest)
         if is_right and has_ended:
             is_right = matcher.consume_tokens(rest) and matcher.is_accepting()
@@ -68,7 +68,7 @@ class GrammarCompiler:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        """What a replica will build from the same file, so that no request can be its first to fail."""
+        """Built from the same file as on a replica, so that what compiles here compiles there."""
         assert self._path is not None
         try:
             return LLTokenizer(self._path.read_text(encoding="utf-8"))
