@@ -1,4 +1,4 @@
-"""A whole router: composes the parts, and starts and stops them in order. No decisions here."""
+"""Router: composes its parts, and starts and stops them in order. No decisions here."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ from holdfast.worker.config import ServiceOrderConfig
 logger = logging.getLogger(__name__)
 
 CLOSE_GRACE_S = 1.0
-"""How long calls that were just ended have to say so to their clients."""
+"""Seconds that the server waits for the ended calls to send their status."""
 
 
 class Router:
@@ -72,8 +72,8 @@ class Router:
     async def stop(self, grace_s: float = 0.0, *, hands_over: bool = False) -> None:
         """Stops in order: unhealthy first, then no new requests; open ones have `grace_s` to end and are then ended.
 
-        With `hands_over`, because other routers serve, calls whose clients submit them again are ended at once. Every
-        caller has been answered when it returns.
+        With `hands_over`, for when other routers serve, calls whose clients submit them again are ended at once. Every
+        call has ended when it returns.
         """
         self._health.stop()
         self._request_processor.close()
@@ -95,11 +95,11 @@ class Router:
 
     @property
     def num_open(self) -> int:
-        """Requests that have not had their last word."""
+        """Open requests, queued ones included."""
         return self._dispatch_host.num_open
 
     def check_integrity(self) -> None:
-        """Asserts that the router's books agree with each other."""
+        """Asserts that the router's tables agree with each other."""
         self._dispatch_host.check_integrity()
 
     async def _listen(self, host: str, port: int) -> None:

@@ -164,7 +164,7 @@ class Placement:
     # --- inside ---
 
     def _loss(self, state: RequestState) -> RequestEvent:
-        """The event of a request to be retried after the crash of its replica. A trial without a verdict is only lost."""
+        """The event of a request to retry after the crash of its replica. A trial without a verdict is only lost."""
         is_new = state.status is not RequestStatus.ON_TRIAL and self.quarantine.is_suspect(state)
         return RequestEvent.SUSPECT if is_new else RequestEvent.LOSE
 

@@ -177,7 +177,7 @@ class RequestState:
     prefix: PromptPrefix = field(init=False)
     """Block hashes of the prompt, for prefix-aware routing."""
     fingerprint: str = ""
-    """The model fingerprint of the last replica that it ran on, for a resumed request behind another router at first."""
+    """Model fingerprint of the last replica that it ran on; of a resumed request, perhaps behind another router."""
     identity_guaranteed: bool = True
     num_steps: int = 0
     """Steps with output in the last attempt."""
@@ -285,7 +285,7 @@ class RequestState:
         self.fingerprint = facts.fingerprint
 
     def _of_prompt(self, said: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
-        """The prompt's log-probabilities, if asked for. Raises ValueError unless there is one for each token but the first."""
+        """The prompt's log-probabilities, if asked for. Raises ValueError if their number is wrong."""
         if self.request.sampling_params.prompt_logprobs is None:
             return ()
         if len(said) != len(self.request.prompt_token_ids) - 1:

@@ -41,9 +41,9 @@ class Backoff:
 
 
 def growing_pause_s(num_doublings: int, max_pause_s: float, uniform: float, hint_s: float = 0.0) -> float:
-    """`FIRST_PAUSE_S` doubled `num_doublings` times, at most `max_pause_s`, but at least `hint_s`, which a server asked for.
+    """`FIRST_PAUSE_S` doubled `num_doublings` times, at most `max_pause_s`, but at least `hint_s` of a server.
 
-    Jitter then takes away up to half: `uniform` is a random number in [0, 1). It spreads out clients that failed together.
+    Jitter then takes away up to half, to spread out clients that failed together: `uniform` is random in [0, 1).
     """
     longest_s = max(hint_s, min(FIRST_PAUSE_S * 2.0 ** min(num_doublings, MAX_DOUBLINGS), max_pause_s))
     return longest_s * (1 + uniform) / 2

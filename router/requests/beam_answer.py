@@ -1,4 +1,7 @@
-"""The answer to a request with beams: a `BeamSearch` whose candidates come from ordinary requests of one token each."""
+"""Response of a beam search request: runs a `BeamSearch` whose candidates come from ordinary one-token requests.
+
+What may live here: those requests, and the completions made of the beams. What may not: the search (`beam_search.py`).
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,7 +23,7 @@ _AS_IT_IS: Final = SamplingParams()
 
 
 class BeamAnswer:
-    """One search on a router. Its requests are opened step by step while `whole` runs, and none is left afterwards."""
+    """One beam search on a router. `whole` opens its requests step by step and leaves none open."""
 
     def __init__(
         self,
@@ -34,11 +37,11 @@ class BeamAnswer:
         echo: str = "",
         client_attempt: int = 0,
     ) -> None:
-        """`client_attempt` is above 0 if its client comes again when it is told to."""
+        """`client_attempt` is above 0 if the client submits again when told to."""
         self.request_id = request.request_id
         self.model = model
         self.prompt_token_ids = request.prompt_token_ids
-        """What is kept of the prompt."""
+        """The prompt after `truncate_prompt_tokens`."""
         self._request = request
         self._search = search
         self._dispatch_host = dispatch_host
@@ -49,7 +52,7 @@ class BeamAnswer:
         self._num_extensions = 0
         self._num_cached_tokens = 0
         self._fingerprints: list[str] = []
-        """Of all whose candidates were looked at, in that order, each once."""
+        """Of all replicas that gave candidates, in that order, each once."""
 
     async def whole(self) -> CompletedRequest:
         """The best beams, best first. Raises what ended one of the requests with an error."""
@@ -65,7 +68,7 @@ class BeamAnswer:
         )
 
     async def _extend(self, beams: Sequence[Beam]) -> list[Deliver]:
-        """One token after each beam, all of them asked for together."""
+        """Generates one token after each beam, in one call."""
         sequences, has_output = [self._extension(beam) for beam in beams], asyncio.Event()
         call = open_call(
             self._dispatch_host,
@@ -106,7 +109,7 @@ class BeamAnswer:
         return Completion(output=output, cumulative_logprob=beam.logprob, candidates=beam.candidates)
 
     def _usage(self) -> Usage:
-        """Every token that was asked for counts, on whichever beam it was."""
+        """Every generated token counts, whether its beam was kept or not."""
         return Usage(
             num_prompt_tokens=len(self._request.prompt_token_ids),
             num_completion_tokens=self._num_extensions,

@@ -1,7 +1,7 @@
-"""From a client's request to an open stream: which model, its tokens, the limits that depend on it, the seed.
+"""Request processor: turns a client's request into engine requests and opens them on the dispatch host.
 
-What may live here: everything between a wire format and the dispatch core that every wire format needs. What may not:
-wire formats, decisions about replicas.
+What may live here: the choice of the model, tokenization, the limits that depend on the model, the seed. What may not:
+wire formats (`router/wire/`), decisions about replicas (`router/dispatch/`).
 """
 
 import asyncio
@@ -30,13 +30,13 @@ from holdfast.worker.request import EngineRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Admitted:
-    """A request that nothing is wrong with."""
+    """A request that has passed all checks."""
 
     engine_request: EngineRequest
     model: ModelStatus
     deadline: float
     echo: str
-    """The prompt's text, where the output begins with it."""
+    """The prompt's text if the request asks for `echo`; else empty."""
     attempt: int
 
 
@@ -57,9 +57,9 @@ class RequestProcessor:
     async def open(
         self, request: GenerationRequest, time_remaining_s: float | None = None
     ) -> AsyncIterator[SampledAnswer]:
-        """Opens a request and gives its answer as it comes; leaving the context cancels what has not ended.
+        """Opens a request and yields its response. Leaving the context cancels what has not ended.
 
-        `time_remaining_s` is what the call's own deadline leaves; the earliest limit holds. Raises `HoldfastError`.
+        `time_remaining_s` is the time until the call's own deadline; the earliest limit holds. Raises `HoldfastError`.
         """
         admitted = await self._admit(request, time_remaining_s)
         engine_request, model = admitted.engine_request, admitted.model.name
@@ -88,7 +88,7 @@ class RequestProcessor:
     async def search(
         self, request: GenerationRequest, time_remaining_s: float | None = None
     ) -> AsyncIterator[BeamAnswer]:
-        """As `open`, for a request with a `beam_width`. The search begins when its answer is asked for."""
+        """As `open`, for a request with a `beam_width`. The search begins with `whole`."""
         admitted = await self._admit(request, time_remaining_s)
         engine_request, model = admitted.engine_request, admitted.model
         search = BeamSearch.of(
@@ -109,7 +109,7 @@ class RequestProcessor:
         )
 
     async def tokenize(self, model: str, text: str) -> tuple[int, ...]:
-        """The token ids that a text prompt would have. Raises `HoldfastError`."""
+        """The token ids of a text prompt. Raises `HoldfastError`."""
         check_text(text, self._limits)
         return await self._tokenizers.encode(self.model(model).name, text)
 
@@ -153,7 +153,7 @@ class RequestProcessor:
     async def _new_sequence(
         self, sibling: EngineRequest, index: int, resume: Resume | None, admitted: "_Admitted"
     ) -> NewSequence:
-        """One completion of a request, brought to where the client is."""
+        """One sequence of a request, ready to open. A resumed one continues after what the client has."""
         text = TextStream(self._tokenizers[admitted.model.name], sibling.sampling_params, sibling.prompt_token_ids)
         if resume is None:
             return new_sequence(sibling, text, None, index)
@@ -196,7 +196,7 @@ class RequestProcessor:
         )
 
     async def _prompt_token_ids(self, request: GenerationRequest, model: ModelStatus) -> tuple[int, ...]:
-        """All of them, before any is cut off."""
+        """The token ids of the whole prompt, before `truncate_prompt_tokens`."""
         if request.chat is not None:
             text = await self._tokenizers.render(model.name, request.chat)
             check_text(text, self._limits, "chat")  # a template adds to each message
@@ -207,13 +207,13 @@ class RequestProcessor:
         return request.prompt
 
     async def _echo(self, request: GenerationRequest, model: str, engine_request: EngineRequest) -> str:
-        """What `echo` puts before the output; of a chat, the text of the tokens that the template made of it."""
+        """The text that `echo` puts before the output; of a chat, the rendered prompt."""
         prompt = request.prompt if request.chat is None else engine_request.prompt_token_ids
         return await self._tokenizers.echo(model, prompt, engine_request)
 
 
 def _check_room(field: str, num_received: int, num_prompt_tokens: int, max_model_len: int) -> None:
-    """No output is longer than what the context leaves it."""
+    """Raises `InvalidRequestError` if the received tokens do not fit into the context after the prompt."""
     most = max_model_len - num_prompt_tokens
     if num_received > most:
         limit = f"must have at most {most} tokens: this model's maximum context length is {max_model_len} tokens"
