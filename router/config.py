@@ -32,8 +32,8 @@ class LimitsConfig(Settings):
 class RouterConfig(Settings):
     """Routing, links to replicas, retries, and the router's own port."""
 
-    # Prefix-aware by default: chats and shared system prompts are the common case. A prompt that is cached nowhere costs
-    # one hash and is routed by power of two choices; on the wire, a cached block costs 8 bytes once.
+    # Prefix-aware by default: chats and shared system prompts are the common case. A prompt that is cached nowhere
+    # costs one hash and is routed by power of two choices; on the wire, a cached block costs 8 bytes once.
     routing_policy: Literal["prefix_aware", "power_of_two"] = Field(
         "prefix_aware", description="prefix_aware: to where most of the prompt is cached, unless it is too full there"
     )

@@ -83,9 +83,9 @@ class Dispatch:
         """Opens a request. From here on it ends exactly once: finished, failed or cancelled.
 
         A request with output continues after it: that output was pushed into `text`, and `caught_up` is the result.
-        Its id must not be open: see `supersede`. `client_attempt` above 0: the client can submit again.
-        Raises the following errors and then keeps no state: `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for too long),
-        `DeadlineExceededError`.
+        Its id must not be open: see `supersede`. `client_attempt` is above 0 if the client submits
+        again when told to. Raises the following errors and then keeps no state: `UnknownModelError`, `QueueFullError`,
+        `ReplicaError` (no replica for too long), `DeadlineExceededError`.
         """
         self._check_admissible(model, deadline, now)
         self._num_submitted += 1

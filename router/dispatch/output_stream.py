@@ -25,21 +25,21 @@ class OutputStream:
         self.request_id = request_id
         self.notifies_each_step = True
         """False: `on_output` is called at the end only."""
-        self._on_news = on_output
+        self._on_output = on_output
         self._pending: list[Deliver] = []
         self._error: HoldfastError | None = None
 
     def push(self, delivery: Deliver) -> None:
         self._pending.append(delivery)
         if self.notifies_each_step or delivery.finish_reason is not None:
-            self._on_news()
+            self._on_output()
         elif len(self._pending) >= MERGED_AT:
             self._pending = [merged(self._pending)]
 
     def fail(self, error: HoldfastError) -> None:
         """Ends the stream with an error, which is raised to the reader after all earlier output."""
         self._error = error
-        self._on_news()
+        self._on_output()
 
     def poll(self) -> Deliver | None:
         """All output since the last call, if any. After it, raises the error given to `fail`."""
