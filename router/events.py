@@ -109,7 +109,7 @@ class Deliver:
     fingerprint: str = ""
     """`ModelInfo.fingerprint` of the replica that the tokens come from."""
     identity_guaranteed: bool = True
-    """False once the request continued where equal tokens are not guaranteed: the output is valid; a rerun may differ."""
+    """False once the request continued where equal tokens are not guaranteed: valid output, but a rerun may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
