@@ -284,13 +284,13 @@ class RequestState:
             self.identity_guaranteed = False
         self.fingerprint = facts.fingerprint
 
-    def _of_prompt(self, said: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
+    def _of_prompt(self, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
         """The prompt's log-probabilities, if asked for. Raises ValueError if their number is wrong."""
         if self.request.sampling_params.prompt_logprobs is None:
             return ()
-        if len(said) != len(self.request.prompt_token_ids) - 1:
-            raise ValueError(f"{len(said)} logprobs for a prompt of {len(self.request.prompt_token_ids)} tokens")
-        return said
+        if len(logprobs) != len(self.request.prompt_token_ids) - 1:
+            raise ValueError(f"{len(logprobs)} logprobs for a prompt of {len(self.request.prompt_token_ids)} tokens")
+        return logprobs
 
     def _usage(self) -> Usage:
         num_prompt_tokens, num_completion_tokens = len(self.request.prompt_token_ids), len(self.output_token_ids)

@@ -52,6 +52,6 @@ def _sequence(completion: Completion) -> GeneratedSequence:
     )
 
 
-def _by_position(said: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob | None, ...]:
+def _by_position(logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob | None, ...]:
     """By prompt position: the first token has no log-probability, and the core leaves it out."""
-    return (None, *said) if said else ()
+    return (None, *logprobs) if logprobs else ()

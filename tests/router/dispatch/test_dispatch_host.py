@@ -1,4 +1,4 @@
-"""The shell around the core: streams by request, one timer, and nothing lost when something of ours breaks."""
+"""Dispatch host: streams by request, one timer, and nothing lost when something of ours breaks."""
 
 import asyncio
 from collections.abc import Callable
