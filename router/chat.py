@@ -1,6 +1,6 @@
-"""Chats as plain data: messages, variables for the model's template, and the checks that need no template.
+"""Chat request as plain data: messages, variables of the chat template, and the checks that need no template.
 
-What may not live here: rendering (`text/chat.py`), tokens, wire formats.
+What may not live here: rendering (`router/text/chat.py`), tokens, wire formats.
 """
 
 import re
@@ -12,24 +12,24 @@ from holdfast.router.config import LimitsConfig
 from holdfast.worker.errors import InvalidRequestError
 
 Message: TypeAlias = Mapping[str, Any]
-"""One turn of a chat: `role` and `content`. Over the wire both are texts, and there is nothing else."""
+"""One turn of a chat: `role` and `content`. On the wire both are strings, and there are no other fields."""
 
 _ROLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-"""What a role may look like. Templates paste it between control tokens, so nothing else may get in."""
+"""The allowed roles. Templates insert the role between control tokens, so it must not inject any."""
 
 MAX_NOW_S: Final = 253_402_300_799
-"""The end of the year 9999, the last one that calendars here know."""
+"""The end of the year 9999, the last that `datetime` supports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """A conversation that the model is to go on with."""
+    """A conversation that the model continues."""
 
     messages: Sequence[Message] = field(hash=False)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Further variables of the template. `add_generation_prompt` is true unless it is here."""
     now_s: int | None = None
-    """What templates that tell the date take for the present, in seconds since 1970, UTC; None: the clock."""
+    """The current time for templates that use the date, in seconds since 1970, UTC; None: the router's clock."""
 
     def check(self, limits: LimitsConfig) -> None:
         """Raises `InvalidRequestError`, naming field and limit."""
@@ -42,13 +42,13 @@ class Chat:
 
     @property
     def num_bytes(self) -> int:
-        """Of all roles and contents in UTF-8, and of the variables as they are written."""
+        """Bytes of all roles and contents in UTF-8, and of the `repr` of the variables."""
         parts = [part for message in self.messages for part in (message["role"], message["content"])]
         return sum(map(_num_bytes, (*parts, *self.template_kwargs.items())))
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raises `InvalidRequestError` for what is no list of messages."""
+    """Raises `InvalidRequestError` unless it is a list of valid messages."""
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         raise InvalidRequestError("chat.messages", messages, "must be a list of messages")
     if not messages:

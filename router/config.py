@@ -1,6 +1,6 @@
-"""The router's settings: validated, frozen, in two groups. `cluster/config/` fills them in.
+"""Router configuration: validated, frozen settings in two groups. `cluster/config/` loads them.
 
-What may not live here: reading files or the environment, and anything that is only known once replicas are up.
+What may not live here: reading files or the environment, and values that are known only once replicas are up.
 """
 
 from typing import Literal
@@ -11,7 +11,7 @@ from holdfast.worker.config import Bytes, Settings
 
 
 class LimitsConfig(Settings):
-    """What one caller may ask of a router."""
+    """Limits on requests."""
 
     max_queued: int = Field(1024, ge=0, description="requests that may wait in this router for a replica")
     default_timeout_s: float = Field(600.0, gt=0, description="seconds a request may take if it names no timeout")
@@ -30,10 +30,10 @@ class LimitsConfig(Settings):
 
 
 class RouterConfig(Settings):
-    """How a router deals with its replicas and its own port."""
+    """Routing, links to replicas, retries, and the router's own port."""
 
-    # Prefix-aware by default: chats and shared instructions are the common case, a prompt that is cached nowhere costs
-    # one hash and goes by power of two choices, and on the wire a cached block is 8 bytes once.
+    # Prefix-aware by default: chats and shared system prompts are the common case. A prompt that is cached nowhere
+    # costs one hash and is routed by power of two choices; on the wire, a cached block costs 8 bytes once.
     routing_policy: Literal["prefix_aware", "power_of_two"] = Field(
         "prefix_aware", description="prefix_aware: to where most of the prompt is cached, unless it is too full there"
     )

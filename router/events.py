@@ -1,8 +1,8 @@
-"""The words that go into the dispatch core and come out of it, as plain data; what replicas say is in words of the
-worker (`worker/step_update.py`, `worker/model_info.py`).
+"""Inputs and outputs of the dispatcher core, as plain data. Replica messages are types of the worker
+(`worker/step_update.py`, `worker/model_info.py`).
 
-What may live here: frozen dataclasses, and what each of them promises. What may not: decisions (`dispatch.py`), wire
-formats (`router/wire/`), IO.
+What may live here: protocols and frozen dataclasses, with their guarantees. What may not: decisions
+(`router/dispatch/dispatch.py`), wire formats (`router/wire/`), IO.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from holdfast.worker.stats import EngineStats
 
 
 class TextPiece(Protocol):
-    """What tokens turned into."""
+    """The result of a push of tokens."""
 
     @property
     def text(self) -> str:
@@ -30,11 +30,11 @@ class TextPiece(Protocol):
 
     @property
     def stopped(self) -> bool:
-        """A stop string is complete: the output ends here."""
+        """Whether a stop string is complete: the output ends here."""
 
 
 class TextState(Protocol):
-    """Turns one sequence's tokens into text. A pure function of the tokens pushed so far (see `text_stream.py`)."""
+    """Turns one sequence's tokens into text. A pure function of the tokens so far (`router/text/text_stream.py`)."""
 
     def push(self, token_ids: Sequence[int]) -> TextPiece: ...
 
@@ -44,35 +44,35 @@ class TextState(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaughtUp:
-    """What came of the output that a request begins with, when its tokens were pushed again (see `resume.py`)."""
+    """The result of pushing the tokens of a resumed request into a new text state (see `resume.py`)."""
 
     unsent_text: str = ""
-    """Text that is certain and that the client has not got."""
+    """Final text that the client does not have yet."""
     fingerprint: str = ""
-    """Of where the output came from; empty if not known."""
+    """`ModelInfo.fingerprint` of the replica that the output came from; empty if not known."""
     finish_reason: FinishReason | None = None
-    """Set if the output is complete: there is nothing to go on with."""
+    """Set if the output is complete: there is nothing to continue."""
 
 
 FRESH: Final = CaughtUp()
-"""Of a request without output."""
+"""For a request without output."""
 
-# --- out: what the shell must do ---
+# --- out: actions for the dispatch host ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a request has cost, in tokens."""
+    """The token counts of a request."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int = 0
-    """Those of `num_prompt_tokens` that were cached. As of the first attempt that came to a token."""
+    """Those of `num_prompt_tokens` that were cached, in the first attempt that brought a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSubmit:
-    """Ask a replica to run a request, from the output tokens that it carries on."""
+    """Submit a request to a replica, which continues after the output tokens it carries."""
 
     replica_id: str
     attempt: int
@@ -81,7 +81,7 @@ class SendSubmit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendAbort:
-    """Tell a replica that nobody waits for this attempt any more."""
+    """Tell a replica to abort an attempt."""
 
     replica_id: str
     attempt: int
@@ -89,7 +89,7 @@ class SendAbort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deliver:
-    """Output for the client. The deliveries of one request continue each other without gap or overlap."""
+    """New output of one sequence. Its deliveries follow each other without gap or overlap."""
 
     request_id: str
     first_token_index: int
@@ -103,13 +103,13 @@ class Deliver:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """One for each prompt token from the second on where the request asks for them; on the first delivery alone."""
     sequence_index: int = 0
-    """Which of the client's completions it belongs to."""
+    """The sequence of the client's request that it belongs to."""
     num_cached_tokens: int = 0
-    """As `Usage` says it in the end."""
+    """As in the final `Usage`."""
     fingerprint: str = ""
-    """`ModelInfo.fingerprint` of where the tokens come from."""
+    """`ModelInfo.fingerprint` of the replica that the tokens come from."""
     identity_guaranteed: bool = True
-    """False once the request went on where equal tokens are not certain: the text is sound, another run may differ."""
+    """False once the request continued where equal tokens are not guaranteed: valid output, but a rerun may differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,26 +123,26 @@ class Fail:
 Action = SendSubmit | SendAbort | Deliver | Fail
 
 
-# --- out: what can be asked ---
+# --- out: queries ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatus:
-    """What is known of a model that is, or was, served here."""
+    """The state of a model that is, or was, served here."""
 
     name: str
     facts: ModelInfo
-    """Such that every replica that is up can do it: the smallest length and cache, invariant only if all are."""
+    """What every replica that is up supports: the smallest length and cache; row-invariant only if all are."""
     num_replicas: int
     """Replicas that are up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """How busy a replica is, as it last said."""
+    """The load of a replica, as last reported."""
 
     replica_id: str
     model: str
     load: EngineLoad
     stats: EngineStats | None = None
-    """None until it has told."""
+    """None before its first report."""

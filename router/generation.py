@@ -1,6 +1,6 @@
-"""Answers as plain data: what clients get, chunk by chunk or as a whole. Fields are named as in the public proto.
+"""Responses of the public API as plain data: stream chunks and whole generations. Fields are named as in the proto.
 
-What may not live here: what goes on inside a router before there is an answer (`events.py`), wire formats.
+What may not live here: the dispatcher core's own types (`events.py`), wire formats (`router/wire/`).
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from holdfast.worker.request import FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What is new of a completion. The chunks of one completion continue each other without gap or overlap."""
+    """New output of one completion. Its chunks follow each other without gap or overlap."""
 
     request_id: str
     sequence_index: int = 0
@@ -29,20 +29,20 @@ class Chunk:
     usage: Usage | None = None
     """Set on the very last chunk."""
     replayed_without_guarantee: bool = False
-    """The request was carried on where equal tokens are not certain: nothing is missing, but another run may differ."""
+    """The request continued where equal tokens are not guaranteed: nothing is missing, but a rerun may differ."""
     system_fingerprint: str = ""
-    """Names all that the tokens are a function of, the request aside."""
+    """Identifies everything that the tokens depend on, except the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedSequence:
-    """One whole completion."""
+    """One completion as a whole."""
 
     sequence_index: int
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason | None
-    """None only from servers that say a reason that is not known here."""
+    """None only if the server sent a reason that is not known here."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One for each of `token_ids` where the request asks for them; else empty."""
     cumulative_logprob: float | None = None
@@ -51,15 +51,15 @@ class GeneratedSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """All that a request has come to. With `best_of` and `beam_width` the completions are in order, best first."""
+    """The whole response. With `best_of` and `beam_width` the completions are sorted, best first."""
 
     request_id: str
     model: str
     completions: tuple[GeneratedSequence, ...]
     usage: Usage
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    """One for each prompt token, None for the first, as of `Chunk`."""
+    """One for each prompt token, None for the first, as in `Chunk`."""
     replayed_without_guarantee: bool = False
-    """As of `Chunk`."""
+    """As in `Chunk`."""
     system_fingerprint: str = ""
-    """As of `Chunk`."""
+    """As in `Chunk`."""

@@ -1,7 +1,7 @@
-"""A client's request in the text world: what every wire format is turned into, and the limits that need no model.
+"""Generation request as a client sends it, as plain data, with the checks that need no model.
 
-What may live here: the plain data and its own checks. What may not: wire formats (`router/wire/`), what depends on the
-model (`request_processor.py`).
+What may live here: the data and its own checks. What may not: wire formats (`router/wire/`), checks that depend on the
+model (`router/requests/request_processor.py`).
 """
 
 import hashlib
@@ -22,16 +22,16 @@ EMPTY_PROMPT: Final = "the prompt must not be empty"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What a client asks for. Fields are named as in the public proto.
+    """A request of a client. Fields are named as in the public proto.
 
-    Raises `InvalidRequestError` for a field of a wrong type: wires and callers in process are equal here.
+    Raises `InvalidRequestError` for a field of a wrong type, since callers in process construct it too.
     """
 
     prompt: str | tuple[int, ...] = ()
-    """Text, or token ids that are taken as they are. An empty text is a prompt where the tokenizer begins every text
-    with a token of its own, as for Hugging Face and vLLM."""
+    """Text, or token ids. An empty text is valid if the tokenizer adds a token at the beginning (BOS), as in Hugging
+    Face and vLLM."""
     chat: Chat | None = None
-    """A conversation, instead of a prompt: the model's chat template makes one of it."""
+    """A conversation instead of a prompt; the model's chat template renders it."""
     model: str = ""
     """Empty: the only model that is served."""
     request_id: str = ""
@@ -43,11 +43,11 @@ class GenerationRequest:
     cache_salt: str = ""
     """Cached prefixes are shared only between requests of the same salt."""
     resume: Resume | None = None
-    """What the client has already; None: nothing."""
+    """The output that the client already has; None: not a resumed request."""
     tenant: str = ""
-    """On whose account it runs: tenants get service by their shares."""
+    """The tenant that it is charged to: tenants get service by their shares."""
     attempt: int = 0
-    """Which submission of the request it is, from 1; 0: its client does not come again."""
+    """Number of this submission of the request, from 1; 0: the client does not submit again."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", checked_prompt(self.prompt))
@@ -116,10 +116,12 @@ class GenerationRequest:
             raise InvalidRequestError("sampling_params.bad_words", words, limit)
 
     def _check_structure(self, limits: LimitsConfig) -> None:
-        wish = self.sampling_params.structure
-        if wish is not None and wish.num_chars > limits.max_grammar_length:
+        structure = self.sampling_params.structure
+        if structure is not None and structure.num_chars > limits.max_grammar_length:
             limit = f"must have at most {limits.max_grammar_length} characters (limits.max_grammar_length)"
-            raise InvalidRequestError(f"sampling_params.structured_outputs.{wish.kind}", wish.text[:100], limit)
+            raise InvalidRequestError(
+                f"sampling_params.structured_outputs.{structure.kind}", structure.text[:100], limit
+            )
 
     def _check_sequences(self, limits: LimitsConfig) -> None:
         params = self.sampling_params
@@ -130,13 +132,13 @@ class GenerationRequest:
 
     @property
     def prompt_field(self) -> str:
-        """The field of the proto that the prompt is in."""
+        """The proto field that the prompt is in, for error messages."""
         if self.chat is not None:
             return "chat"
         return "text" if isinstance(self.prompt, str) else "token_ids"
 
     def check_streamable(self) -> None:
-        """Raises `InvalidRequestError` for what can only be answered as a whole."""
+        """Raises `InvalidRequestError` for a request that cannot be streamed."""
         params = self.sampling_params
         if params.beam_width is not None:
             limit = "a beam search cannot be streamed: which beams are returned is known at the end; call Generate"
@@ -147,7 +149,7 @@ class GenerationRequest:
 
 
 def check_text(text: str, limits: LimitsConfig, field: str = "text") -> None:
-    """Raises `InvalidRequestError` for a text that is too large to be tokenized here."""
+    """Raises `InvalidRequestError` for a text above `limits.max_prompt_bytes`."""
     num_bytes = len(text.encode())
     if num_bytes > limits.max_prompt_bytes:
         limit = f"must be at most {limits.max_prompt_bytes} bytes (limits.max_prompt_bytes), not {num_bytes}"
@@ -155,8 +157,8 @@ def check_text(text: str, limits: LimitsConfig, field: str = "text") -> None:
 
 
 def derived_seed(request_id: str) -> int:
-    """The seed of a request that names none: the same on every router, in [0, 2**63).
+    """The seed of a request without one: the same on every router, in [0, 2**63).
 
-    blake2b, because `hash` is salted anew in every process.
+    blake2b, because `hash` has a random salt in every process.
     """
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest()) >> 1

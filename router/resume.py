@@ -1,7 +1,8 @@
-"""A stream that goes on after what its client has already received, be it from this router or from another.
+"""Stream resumption: a request continues after the output that its client already received, from any router.
 
-Nothing is kept for it: the text state is a function of the tokens, so they are pushed again, and what of their text the
-client has not got is sent first. What may not live here: wire formats, how a request is continued (`dispatch.py`).
+Routers keep no state for this. The text state is a function of the tokens, so the received tokens are pushed again, and
+text that the client does not have yet is sent first. What may not live here: wire formats, how replicas continue a
+request (`router/dispatch/dispatch.py`).
 """
 
 from collections.abc import Collection, Sequence
@@ -15,26 +16,26 @@ from holdfast.worker.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a client has of one sequence."""
+    """The output of one sequence that the client already has."""
 
     token_ids: tuple[int, ...] = ()
     text_length: int = 0
     """In characters. The text may lag behind the tokens."""
     finish_reason: FinishReason | None = None
-    """Set if the client has the end of the sequence."""
+    """Set if the client has the sequence's last chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resume:
-    """What a client has of a request."""
+    """The output of a request that the client already has."""
 
     sequences: tuple[Progress, ...] = ()
-    """By sequence index; what is missing has not begun."""
+    """By sequence index; of missing ones the client has nothing."""
     fingerprint: str = ""
-    """Of where the tokens came from; empty if not known."""
+    """`ModelInfo.fingerprint` of the replica that the tokens came from; empty if not known."""
 
     def check(self, request_id: str, params: SamplingParams) -> None:
-        """Raises `InvalidRequestError` for what cannot be a beginning of the request's output."""
+        """Raises `InvalidRequestError` if this cannot be the beginning of the request's output."""
         if len(self.sequences) > params.n:
             raise InvalidRequestError("resume.sequences", len(self.sequences), f"the request has n = {params.n}")
         if not request_id and params.seed is None and params.temperature >= GREEDY_TEMPERATURE:
@@ -50,28 +51,30 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One of a request's completions, about to be opened: a request of its own, brought to where its client is."""
+class NewSequence:
+    """One sequence of a request, ready to open: its engine request, and its text state up to what the client has."""
 
     request: EngineRequest
     text: TextState
     caught_up: CaughtUp = FRESH
 
 
-def part_of(sibling: EngineRequest, text: TextState, resume: Resume | None, index: int, echo_length: int = 0) -> Part:
-    """Completion `index` of a request; `text` is new. Raises what `catch_up` raises."""
+def new_sequence(
+    sibling: EngineRequest, text: TextState, resume: Resume | None, index: int, echo_length: int = 0
+) -> NewSequence:
+    """Sequence `index` of a request; `text` must be a new state. Raises what `catch_up` raises."""
     if resume is None:
-        return Part(request=sibling, text=text)
+        return NewSequence(request=sibling, text=text)
     caught_up = catch_up(text, resume, index, echo_length)
     continued = replace(sibling, output_token_ids=resume.progress(index).token_ids)
-    return Part(request=continued, text=text, caught_up=caught_up)
+    return NewSequence(request=continued, text=text, caught_up=caught_up)
 
 
 def catch_up(text: TextState, resume: Resume, index: int, echo_length: int = 0) -> CaughtUp:
-    """Brings the new text state of one sequence to where the client is. `echo_length` characters of its text are the
-    prompt's, which come with the first token.
+    """Pushes the received tokens of one sequence into its new text state.
 
-    Raises `InvalidRequestError` if the client cannot be there.
+    The first `echo_length` characters of the client's text are the prompt's, which come with the first token. Raises
+    `InvalidRequestError` if the tokens and the text length do not fit each other.
     """
     progress, name = resume.progress(index), f"resume.sequences[{index}]"
     if progress.finish_reason is not None:
@@ -90,7 +93,7 @@ def catch_up(text: TextState, resume: Resume, index: int, echo_length: int = 0) 
 
 
 def check_ends(field: str, token_ids: Sequence[int], request: EngineRequest, eos_token_ids: Collection[int]) -> None:
-    """Raises `InvalidRequestError` for an output that goes on after a token that ends it."""
+    """Raises `InvalidRequestError` for an output that continues after a token that ends it."""
     params = request.sampling_params
     goes_on = params.ignore_eos and not request.grammar
     ends = {*params.stop_token_ids, *(() if goes_on else eos_token_ids)}
@@ -99,8 +102,8 @@ def check_ends(field: str, token_ids: Sequence[int], request: EngineRequest, eos
             raise InvalidRequestError(field, token_id, f"must have nothing after token {index}, which ends the output")
 
 
-def last_words(request: EngineRequest, caught_up: CaughtUp) -> Deliver:
-    """The end of an output that is over already."""
+def final_delivery(request: EngineRequest, caught_up: CaughtUp) -> Deliver:
+    """The last delivery of a resumed sequence that was already complete."""
     num_tokens = len(request.output_token_ids)
     return Deliver(
         request_id=request.request_id,

@@ -1,4 +1,4 @@
-"""A whole router: composes the parts, and starts and stops them in order. No decisions here."""
+"""Router: composes its parts, and starts and stops them in order. No decisions here."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.grpc.health import HealthServicer
 from holdfast.router.doors.grpc.server import InferenceServicer, build_server
-from holdfast.router.links.link_pool import Links
+from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import ReplicaDirectory
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.text.tokenizer import Tokenizer
@@ -22,8 +22,8 @@ from holdfast.worker.config import ServiceOrderConfig
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_S = 1.0
-"""How long calls that were just ended have to say so to their clients."""
+CLOSE_GRACE_S = 1.0
+"""Seconds that the server waits for the ended calls to send their status."""
 
 
 class Router:
@@ -41,7 +41,7 @@ class Router:
         self._dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), self._publish_health)
         tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
         self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits)
-        self._links = Links(self._dispatch_host, tokenizers, config)
+        self._link_pool = LinkPool(self._dispatch_host, tokenizers, config)
         servicer = InferenceServicer(self._request_processor, self._dispatch_host)
         self._server: grpc.aio.Server = build_server(servicer, self._health, config, limits)
         self._following: asyncio.Task[None] | None = None
@@ -66,14 +66,14 @@ class Router:
         """
         router = cls(config, limits, load_tokenizer, order)
         await router._listen(host, port)
-        router._following = asyncio.create_task(router._links.follow(directory), name="replica directory")
+        router._following = asyncio.create_task(router._link_pool.follow(directory), name="replica directory")
         return router
 
     async def stop(self, grace_s: float = 0.0, *, hands_over: bool = False) -> None:
         """Stops in order: unhealthy first, then no new requests; open ones have `grace_s` to end and are then ended.
 
-        With `hands_over`, because other routers serve, calls whose clients submit them again are ended at once. Every
-        caller has been answered when it returns.
+        With `hands_over`, for when other routers serve, calls whose clients submit them again are ended at once. Every
+        call has ended when it returns.
         """
         self._health.stop()
         self._request_processor.close()
@@ -87,19 +87,19 @@ class Router:
         except TimeoutError:
             logger.info("%d requests did not end in time; they are ended", self._dispatch_host.num_open)
         self._dispatch_host.close_all(stopping())
-        await self._server.stop(LAST_WORDS_S)
+        await self._server.stop(CLOSE_GRACE_S)
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
-        await self._links.stop()
+        await self._link_pool.stop()
 
     @property
     def num_open(self) -> int:
-        """Requests that have not had their last word."""
+        """Open requests, queued ones included."""
         return self._dispatch_host.num_open
 
     def check_integrity(self) -> None:
-        """Asserts that the router's books agree with each other."""
+        """Asserts that the router's tables agree with each other."""
         self._dispatch_host.check_integrity()
 
     async def _listen(self, host: str, port: int) -> None:

@@ -1,10 +1,10 @@
-"""The bounded queue of requests that wait in this router for a replica, each model's in the order of service.
+"""Admission queue: the bounded queue of requests that wait in this router for a replica, ordered for each model.
 
-That order is the worker's (`worker/service_order/`): by class, which betters with waiting, by tenant's share, by due
-time. Between class and tenant stands what brought a request here: one that has lost its replica goes first, then one
-that comes with output because it has lost its router. Both were admitted before, so they have a bound of their own or
-none, and newcomers cannot shut them out. What is held, as it waits for a trial, keeps out of the order. What may live
-here: the bounds, and how long until there is room. What may not: when a request may leave (`placement.py`), clocks.
+The order is the worker's (`worker/service_order/`): by priority class, which improves with waiting, by tenant share, by
+due time. Between class and tenant, requests that lost their replica go first, then those resumed after the loss of
+their router, then new ones. The first have no bound and the second have their own, so that new requests cannot shut
+them out. Quarantine suspects that wait for a trial are held aside, unordered. What may live here: the bounds, and the
+estimate of when there is room. What may not: when a request may leave (`placement.py`), clocks.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from holdfast.worker.service_order.waiting_queue import WaitingQueue
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0
 SMOOTHING = 0.1
-"""Weight of the newest pause between two departures in the running mean."""
+"""Weight of the newest interval between two departures in the moving average."""
 
 
 class AdmissionQueue:
-    """Waiting requests, with one order and one set of tenants' accounts for each model: models share no replicas."""
+    """Waiting requests. Each model has its own order and tenant accounts, because models share no replicas."""
 
     def __init__(self, max_queued: int, order: ServiceOrderConfig) -> None:
         self._max_queued = max_queued
@@ -37,48 +37,48 @@ class AdmissionQueue:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def push(self, record: RequestState, now: float) -> None:
-        """Queues a request that has just come. Raises `QueueFullError` with an estimate of when to come back."""
-        num_before = self._num_resumed if record.standing is Standing.RESUMED else self._num_waiting
+    def push(self, state: RequestState, now: float) -> None:
+        """Queues a new request. Raises `QueueFullError` with an estimate of when to retry."""
+        num_before = self._num_resumed if state.standing is Standing.RESUMED else self._num_waiting
         if num_before >= self._max_queued:
             message = f"{num_before} requests wait for a replica already (limits.max_queued)"
             raise QueueFullError(message, self.retry_after_s())
-        self._enter(record, now)
+        self._enter(state, now)
 
-    def put_back(self, record: RequestState, now: float) -> None:
-        """Queues a request that was admitted before, whatever the bound. A suspect is held until it is popped."""
-        if record.status is RequestStatus.HELD:
-            self._held.setdefault(record.model, {})[record] = None
+    def put_back(self, state: RequestState, now: float) -> None:
+        """Queues a request that was admitted before, beyond the bound if need be. A suspect is held aside."""
+        if state.status is RequestStatus.HELD:
+            self._held.setdefault(state.model, {})[state] = None
             self._num_waiting += 1
         else:
-            self._enter(record, now)
+            self._enter(state, now)
 
-    def pass_by(self, record: RequestState, now: float) -> None:
-        """Opens the account of a request that need not wait, as if it had waited for no time."""
-        self._enter(record, now)
-        self.remove(record)
+    def pass_by(self, state: RequestState, now: float) -> None:
+        """Accounts for a request that need not wait, as if it had waited for no time."""
+        self._enter(state, now)
+        self.remove(state)
 
-    def pop(self, record: RequestState, now: float) -> None:
-        """Takes out a request that goes to a replica. `now` keeps the estimate of the pace."""
-        self.remove(record)
+    def pop(self, state: RequestState, now: float) -> None:
+        """Takes out a request that goes to a replica, and updates the estimate of the departure rate."""
+        self.remove(state)
         self._note_departure(now)
 
-    def remove(self, record: RequestState) -> None:
-        """Takes out a request that waits here and will not wait any longer. Its status still says that it waits."""
-        if record.status is RequestStatus.HELD:
-            del self._held[record.model][record]
+    def remove(self, state: RequestState) -> None:
+        """Takes out a request. Its status must still be a waiting one."""
+        if state.status is RequestStatus.HELD:
+            del self._held[state.model][state]
         else:
-            self._queues[record.model].remove(record)
-            self._num_resumed -= record.standing is Standing.RESUMED
+            self._queues[state.model].remove(state)
+            self._num_resumed -= state.standing is Standing.RESUMED
         self._num_waiting -= 1
 
     def advance(self, model: str, now: float) -> None:
-        """Time has passed: whoever has waited long enough for a model stands in a better class."""
+        """Ages the requests of a model: those that have waited long enough move to a better class."""
         if model in self._queues:
             self._queues[model].advance(now)
 
     def first(self, model: str) -> RequestState | None:
-        """The request of a model that is next to leave, those held aside; None if none waits."""
+        """The request of a model that is next to leave, apart from held ones; None if none waits."""
         queue = self._queues.get(model)
         return queue.first() if queue else None
 
@@ -91,43 +91,43 @@ class AdmissionQueue:
         return self.first(model) is not None or self.first_held(model) is not None
 
     def waiting(self, model: str) -> Iterator[RequestState]:
-        """The requests of a model, first to leave first, then those held."""
+        """The requests of a model in the order in which they leave, then the held ones."""
         yield from self._queues.get(model, ())
         yield from self._held.get(model, ())
 
     def retry_after_s(self) -> float:
-        """Seconds until half of what waits now will have left, at the pace of late."""
+        """Seconds until half of the waiting requests will have left, at the recent rate."""
         if self._mean_pause_s is None:
             return 1.0
         return min(max(self._mean_pause_s * self._num_waiting / 2, MIN_RETRY_S), MAX_RETRY_S)
 
     def check_integrity(self) -> None:
-        """Asserts that everyone here waits, for the right model, and is counted."""
+        """Asserts that all requests here have a waiting status, the right model, and are counted."""
         found: list[RequestState] = []
         for model in {*self._queues, *self._held}:
             waiting = list(self.waiting(model))
-            assert all(record.model == model and record.status.is_waiting for record in waiting)
-            assert all(record.status is RequestStatus.HELD for record in self._held.get(model, ()))
+            assert all(state.model == model and state.status.is_waiting for state in waiting)
+            assert all(state.status is RequestStatus.HELD for state in self._held.get(model, ()))
             found += waiting
         for queue in self._queues.values():
             queue.check_integrity()
         assert len(found) == self._num_waiting, f"{len(found)} are here, {self._num_waiting} were counted"
-        in_order = [record.standing for record in found if record.status is not RequestStatus.HELD]
+        in_order = [state.standing for state in found if state.status is not RequestStatus.HELD]
         assert in_order.count(Standing.ARRIVED) <= self._max_queued
         assert in_order.count(Standing.RESUMED) == self._num_resumed <= self._max_queued
 
-    def _enter(self, record: RequestState, now: float) -> None:
-        queue = self._queues.get(record.model)
+    def _enter(self, state: RequestState, now: float) -> None:
+        queue = self._queues.get(state.model)
         if queue is None:
             tenants = TenantCounters(self._order.tenant_shares)
-            queue = self._queues[record.model] = WaitingQueue(tenants, self._order.aging_s, len(Standing))
+            queue = self._queues[state.model] = WaitingQueue(tenants, self._order.aging_s, len(Standing))
         queue.advance(now)
-        queue.add(record)
+        queue.add(state)
         self._num_waiting += 1
-        self._num_resumed += record.standing is Standing.RESUMED
+        self._num_resumed += state.standing is Standing.RESUMED
 
     def _note_departure(self, now: float) -> None:
-        """Pauses count only while somebody waits: an idle night says nothing of the pace."""
+        """Intervals count only while requests wait: idle time says nothing about the rate."""
         if self._last_pop is not None:
             pause_s = max(now - self._last_pop, 0.0)
             mean = pause_s if self._mean_pause_s is None else self._mean_pause_s

@@ -1,7 +1,7 @@
-"""One client's call: the completions that it asks for, opened together and read as one. A pure core.
+"""One client's call: the sequences of one request, opened together and read as one stream. A pure core.
 
-What may live here: all of them or none, and the words of siblings as the words of their request. What may not: how the
-reader waits (`answer.py`), wire formats, decisions.
+What may live here: opening all of them or none, and merging the siblings' outputs into their request's. What may not:
+how the reader waits (`router/requests/answer.py`), wire formats, decisions.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,14 +13,14 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.dispatch.parallel_sampling import merged_usage
 from holdfast.router.events import Deliver, Usage
-from holdfast.router.resume import Part, last_words
+from holdfast.router.resume import NewSequence, final_delivery
 from holdfast.worker.errors import RequestAbortedError
 
 STOPPED_RETRY_S: Final = 1.0
 
 
 class Call:
-    """The streams of a request's siblings as one, for one reader. Whoever opens a call closes it."""
+    """The output streams of a request's siblings as one, for one reader. Whoever opens a call closes it."""
 
     def __init__(
         self, request_id: str, streams: Sequence[OutputStream], close: Callable[[], None], echo: str = ""
@@ -31,29 +31,29 @@ class Call:
         """Cancels what has not ended. Nothing is read after it."""
         self._echo = echo
         self._streams = dict(enumerate(streams))
-        """Those that have not ended. The one that was read last is at the end."""
+        """Streams that have not ended. The one that was read last is at the end."""
         self._usages: list[Usage] = []
 
     @property
     def is_over(self) -> bool:
-        """Every completion has been read to its end."""
+        """Every sequence has been read to its end."""
         return not self._streams
 
     @property
     def usage(self) -> Usage:
-        """What the completions that have ended cost together."""
+        """The usage of all sequences that have ended."""
         return merged_usage(self._usages)
 
     def await_ends(self) -> None:
-        """From here on the reader is told of a completion's end alone, which spares it to be woken by every step."""
+        """From here on `on_output` is called only when a sequence ends, so the reader is not woken by every step."""
         for stream in self._streams.values():
-            stream.tells_steps = False
+            stream.notifies_each_step = False
 
     def poll(self) -> Deliver | None:
-        """News of one completion, if there is any; completions take turns.
+        """New output of one sequence, if there is any; sequences take turns.
 
-        They are told apart by `sequence_index`, and the usage is on the very last delivery. Raises what ended one of
-        them with an error, which ends them all.
+        `sequence_index` says whose output it is. The last delivery of all has the usage. Raises the error that ended
+        one of the sequences: it ends the call.
         """
         for index, stream in self._streams.items():
             delivery = stream.poll()
@@ -65,7 +65,7 @@ class Call:
         return None
 
     def _told(self, index: int, delivery: Deliver) -> Deliver:
-        """A sibling's delivery in the words of the request."""
+        """A sibling's delivery as one of the request."""
         if delivery.usage is not None:
             self._usages.append(delivery.usage)
         echo = self._echo if delivery.first_token_index == 0 else ""
@@ -83,27 +83,27 @@ class Call:
 def open_call(
     dispatch_host: DispatchHost,
     request_id: str,
-    parts: Sequence[Part],
+    sequences: Sequence[NewSequence],
     *,
     model: str,
     deadline: float,
-    on_news: Callable[[], None],
+    on_output: Callable[[], None],
     client_attempt: int = 0,
     echo: str = "",
 ) -> Call:
-    """Opens all parts of a request, or none. Raises what `DispatchHost.open` raises.
+    """Opens all sequences of a request, or none. Raises what `DispatchHost.open` raises.
 
-    `on_news` is that of the call's streams. `echo` comes before the text of each completion.
+    `on_output` is passed to every output stream. `echo` comes before the text of each sequence.
     """
     streams = []
     with ExitStack() as opened:
-        for part in parts:
-            if part.caught_up.finish_reason is not None:
-                stream = OutputStream(part.request.request_id, on_news)
-                stream.push(last_words(part.request, part.caught_up))
+        for sequence in sequences:
+            if sequence.caught_up.finish_reason is not None:
+                stream = OutputStream(sequence.request.request_id, on_output)
+                stream.push(final_delivery(sequence.request, sequence.caught_up))
             else:
                 stream = dispatch_host.open(
-                    part, model=model, deadline=deadline, client_attempt=client_attempt, on_news=on_news
+                    sequence, model=model, deadline=deadline, client_attempt=client_attempt, on_output=on_output
                 )
                 opened.callback(dispatch_host.close, stream)
             streams.append(stream)
@@ -111,7 +111,7 @@ def open_call(
 
 
 def stopping() -> RequestAbortedError:
-    """What callers of a router that stops are told. They may come again: by then another may have its place."""
+    """The error for requests to a router that stops. Clients may retry: another router may have its address by then."""
     error = RequestAbortedError("this router is stopping")
     error.retry_after_s = STOPPED_RETRY_S
     return error

@@ -1,16 +1,15 @@
-"""The core of the router: which replica runs which request, and what each client gets. A state machine without IO.
+"""Dispatcher core: which replica runs which request, and what each client gets. A state machine without IO.
 
-Events come in as method calls, with the time; what must be done comes out as a list of actions (`events.py`), in the
-order in which to do it. No sockets, tasks, clocks, randomness or wire formats here.
+Events come in as method calls that carry the time. Actions (`router/events.py`) come out as a list, in the order in
+which to perform them. No sockets, tasks, clocks, random numbers or wire formats here.
 
-A request waits or runs until it is over, which one Deliver with a finish reason tells, or one Fail; all that can happen
-to it is a table in `request_state.py`. A request that runs has an *attempt*: a number that this router never uses
-twice. Whatever a replica says of an attempt that is not running any more is dropped, so a late answer does no harm.
-Output is counted by index: tokens that were seen before are dropped, a gap is a bug. Of a cancelled request nothing
-more is said.
+A request waits or runs until it ends, with one Deliver that has a finish reason or with one Fail; its transitions are
+the table in `request_state.py`. A cancelled request ends without either. A running request has an *attempt*, whose
+number this router never uses twice. Messages about an attempt that is over are dropped, so a late message does no harm.
+Output tokens are counted by index: repeated tokens are dropped, and a gap is a bug.
 
-A lost attempt is made up for by a new one, which is asked with the output so far and goes on after it; the text state
-stays as it is. A replica that retires is emptied in the same way. Nothing of this can be seen by the client.
+Failover: a lost attempt is replaced by a new one, which submits the prompt and the output so far and continues after
+it. The text state is kept. A retiring replica is drained the same way. Clients see none of this.
 """
 
 import logging
@@ -81,43 +80,43 @@ class Dispatch:
         caught_up: CaughtUp = FRESH,
         client_attempt: int = 0,
     ) -> list[Action]:
-        """Opens a request, which from here on is owed exactly one last word.
+        """Opens a request. From here on it ends exactly once: finished, failed or cancelled.
 
-        One with output goes on after it: `text` has had that pushed, and `caught_up` says what came of it. Its id must
-        not be open: see `supersede`. `client_attempt` is above 0 if its client comes again when it is told to. Raises,
-        and then has recorded nothing: `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for too long),
-        `DeadlineExceededError`.
+        A request with output continues after it: that output was pushed into `text`, and `caught_up` is the result.
+        Its id must not be open: see `supersede`. `client_attempt` is above 0 if the client submits
+        again when told to. Raises the following errors and then keeps no state: `UnknownModelError`, `QueueFullError`,
+        `ReplicaError` (no replica for too long), `DeadlineExceededError`.
         """
         self._check_admissible(model, deadline, now)
         self._num_submitted += 1
         urgency = (min(deadline, now + DUE_AFTER_S), self._num_submitted)
-        record = RequestState.opened(request, model, text, caught_up, client_attempt, urgency)
-        replica = self._placement.admit(record, now)
-        self._requests.add(record, deadline)
-        actions = [] if replica is None else [self._placement.send(record, replica, now)]
-        return actions + self._placement.drain_all(now)  # a submission fills the budget for retries of whatever model
+        state = RequestState.opened(request, model, text, caught_up, client_attempt, urgency)
+        replica = self._placement.admit(state, now)
+        self._requests.add(state, deadline)
+        actions = [] if replica is None else [self._placement.send(state, replica, now)]
+        return actions + self._placement.drain_all(now)  # a submission adds to the retry budget of all models
 
     def supersede(self, request_id: str, client_attempt: int, now: float) -> list[Action]:
-        """The same id is about to be submitted again: the newer submission wins. An id that is not open is ignored.
+        """Ends the open request of an id that is submitted again, if there is one: the newer submission wins.
 
-        The newer one is that with the higher number; of equal ones, the one that comes later. Raises
-        `RequestSupersededError` if that is the one which is open: the submission was late.
+        Newer is the one with the higher number; of equal numbers, the one that arrives later. Raises
+        `RequestSupersededError` if the open request is the newer one.
         """
-        record = self._requests.get(request_id)
-        if record is None:
+        state = self._requests.get(request_id)
+        if state is None:
             return []
-        if record.client_attempt > client_attempt:
-            told = f"submission {client_attempt} of request {request_id} came after submission {record.client_attempt}"
+        if state.client_attempt > client_attempt:
+            told = f"submission {client_attempt} of request {request_id} came after submission {state.client_attempt}"
             raise RequestSupersededError(f"{told}, which goes on")
         error = RequestSupersededError(f"request {request_id} was submitted again; the newer submission goes on")
-        return [*self._fail(record, error), *self._placement.drain(record.model, now)]
+        return [*self._fail(state, error), *self._placement.drain(state.model, now)]
 
     def cancel(self, request_id: str, now: float) -> list[Action]:
-        """The client has gone. An id that is not open is ignored."""
-        record = self._requests.get(request_id)
-        if record is None:
+        """The client has cancelled or disconnected. An id that is not open is ignored."""
+        state = self._requests.get(request_id)
+        if state is None:
             return []
-        return [*self._close(record, RequestEvent.CANCEL), *self._placement.drain(record.model, now)]
+        return [*self._close(state, RequestEvent.CANCEL), *self._placement.drain(state.model, now)]
 
     # --- events from replicas ---
 
@@ -127,7 +126,7 @@ class Dispatch:
         return self._placement.drain(facts.model, now)
 
     def replica_retiring(self, replica_id: str, is_retiring: bool, now: float) -> list[Action]:
-        """A replica takes nothing new (or does so again). What runs there moves to others, as far as they have room."""
+        """A replica accepts no new requests (or does again). Its requests move to others, as far as those have room."""
         replica = self._registry.get(replica_id)
         if replica is None:
             return []
@@ -135,17 +134,17 @@ class Dispatch:
         return self._placement.drain(replica.facts.model, now)
 
     def replica_down(self, replica_id: str, error: HoldfastError, now: float) -> list[Action]:
-        """A link was lost, and all that ran there with it: it goes on elsewhere."""
+        """A link was lost, and with it all attempts on that replica: their requests continue on other replicas."""
         replica = self._registry.remove(replica_id, now)
         if replica is None:
             return []
         actions: list[Action] = []
-        for record in self._placement.lose_all(replica, now):
-            actions += self._fail(record, _quarantined(record, error), replica_has_it=False)
+        for state in self._placement.lose_all(replica, now):
+            actions += self._fail(state, _quarantined(state, error), replica_has_it=False)
         return actions + self._placement.drain(replica.facts.model, now)
 
     def step(self, replica_id: str, update: StepUpdate, now: float) -> list[Action]:
-        """What one engine step did. What is said by a replica that is not up, or of an old attempt, is dropped."""
+        """Takes the result of one engine step. What comes from a lost replica or for an old attempt is dropped."""
         replica = self._registry.get(replica_id)
         if replica is None:
             return []
@@ -153,19 +152,19 @@ class Dispatch:
         replica.note_memory(update)
         actions: list[Action] = []
         for delta in update.deltas:
-            record = self._requests.running(replica, delta.attempt)
-            if record is not None:
-                actions += self._advance(record, delta, now)
+            state = self._requests.running(replica, delta.attempt)
+            if state is not None:
+                actions += self._advance(state, delta, now)
         for rejection in update.rejections:
-            record = self._requests.running(replica, rejection.attempt)
-            if record is not None:
-                actions += self._refuse(record, rejection.error, now)
+            state = self._requests.running(replica, rejection.attempt)
+            if state is not None:
+                actions += self._refuse(state, rejection.error, now)
         return actions + self._placement.drain(replica.facts.model, now)
 
     # --- time, and the end ---
 
     def tick(self, now: float) -> list[Action]:
-        """Does what is due by the time alone. To be called at `next_tick`, or at any other time."""
+        """Does what is due: deadlines, outages, rests, retries. To be called at `next_tick`; earlier is harmless."""
         actions: list[Action] = []
         while (late := self._requests.deadlines.pop(now)) is not None:
             actions += self._expire(self._requests[late])
@@ -177,7 +176,7 @@ class Dispatch:
 
     @property
     def next_tick(self) -> float | None:
-        """When time alone will change something, or None."""
+        """When `tick` will next have something to do, or None."""
         waits = [
             down_since + self._replica_wait_s
             for model, down_since in self._registry.outages()
@@ -188,19 +187,19 @@ class Dispatch:
         return min(waits if deadline is None else [*waits, deadline], default=None)
 
     def hand_over(self, error: HoldfastError) -> list[Action]:
-        """Ends with `error` every open request whose client will go on with it at another router."""
-        handed_over = [record for record in self._requests if record.client_attempt > 0]
+        """Ends with `error` every open request whose client will resume it at another router."""
+        handed_over = [state for state in self._requests if state.client_attempt > 0]
         return self._fail_all(handed_over, error, RequestEvent.HAND_OVER)
 
     def close_all(self, error: HoldfastError) -> list[Action]:
         """Ends every open request with `error`."""
         return self._fail_all(list(self._requests), error)
 
-    # --- what can be asked ---
+    # --- queries ---
 
     @property
     def num_open(self) -> int:
-        """Requests that have not had their last word, those in the queue included."""
+        """Open requests, those in the queue included."""
         return len(self._requests)
 
     @property
@@ -208,12 +207,12 @@ class Dispatch:
         return len(self._queue)
 
     def is_busy(self, replica_id: str) -> bool:
-        """Whether a replica that is up has an attempt of ours."""
+        """Whether a replica that is up has an attempt of this router."""
         replica = self._registry.get(replica_id)
         return replica is not None and bool(replica.attempts)
 
     def models(self) -> tuple[ModelStatus, ...]:
-        """Every model that has been served here, in the order of first sight."""
+        """Every model that has been served here, in the order in which they first appeared."""
         return self._registry.models()
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
@@ -221,7 +220,7 @@ class Dispatch:
         return self._registry.loads()
 
     def check_integrity(self) -> None:
-        """Asserts that the books agree: every request is either queued or running on a replica that is up."""
+        """Asserts that all tables agree: every request is either queued or running on a replica that is up."""
         self._registry.check_integrity()
         self._requests.check_integrity()
         self._placement.check_integrity()
@@ -235,75 +234,75 @@ class Dispatch:
         if now >= deadline:
             raise DeadlineExceededError("the request's time was up before it could be queued")
 
-    def _advance(self, record: RequestState, delta: TokenDelta, now: float) -> list[Action]:
-        """Takes one delta in. A fault of ours ends this request alone, not the others of the link."""
+    def _advance(self, state: RequestState, delta: TokenDelta, now: float) -> list[Action]:
+        """Takes one delta. A bug of ours ends this request alone, not the others of the link."""
         replica_has_it = delta.finish_reason is None
-        num_seen = len(record.output_token_ids) - delta.first_token_index
+        num_seen = len(state.output_token_ids) - delta.first_token_index
         if num_seen < 0:
             gap = f"{-num_seen} output tokens are missing before token {delta.first_token_index}"
-            return self._fail(record, InternalError(gap), replica_has_it=replica_has_it)
+            return self._fail(state, InternalError(gap), replica_has_it=replica_has_it)
         if delta.finish_reason is FinishReason.ABORT:
-            return self._refuse(record, ReplicaError("the replica gave the request up"), now)
-        if not record.output_token_ids:
-            record.num_cached_tokens = delta.num_cached_tokens
+            return self._refuse(state, ReplicaError("the replica gave the request up"), now)
+        if not state.output_token_ids:
+            state.num_cached_tokens = delta.num_cached_tokens
         try:
             token_ids, logprobs = delta.token_ids[num_seen:], delta.logprobs[num_seen:]
-            delivery = record.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
+            delivery = state.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
         except Exception as bug:
-            logger.exception("request %s: its tokens could not be turned into text", record.request_id)
+            logger.exception("request %s: its tokens could not be turned into text", state.request_id)
             error = InternalError(f"the output could not be turned into text: {type(bug).__name__}")
-            return self._fail(record, error, replica_has_it=replica_has_it)
+            return self._fail(state, error, replica_has_it=replica_has_it)
         if delivery is None:
             return []
-        self._placement.note_step(record, len(delivery.token_ids))
+        self._placement.note_step(state, len(delivery.token_ids))
         if delivery.finish_reason is None:
             return [delivery]
-        return [delivery, *self._close(record, RequestEvent.FINISH, replica_has_it=replica_has_it)]
+        return [delivery, *self._close(state, RequestEvent.FINISH, replica_has_it=replica_has_it)]
 
-    def _refuse(self, record: RequestState, error: HoldfastError, now: float) -> list[Action]:
-        """A replica that is up will not run an attempt, or gave it up. Another may do better."""
-        is_taken_back = self._placement.take_back(record, error, now)
-        return [] if is_taken_back else self._fail(record, error, replica_has_it=False)
+    def _refuse(self, state: RequestState, error: HoldfastError, now: float) -> list[Action]:
+        """A replica that is up refused an attempt or gave it up. The request is retried elsewhere if that may help."""
+        is_taken_back = self._placement.take_back(state, error, now)
+        return [] if is_taken_back else self._fail(state, error, replica_has_it=False)
 
-    def _expire(self, record: RequestState) -> list[Action]:
-        state = "waited for a replica" if record.status.is_waiting else "ran"
-        num_tokens = len(record.output_token_ids)
-        error = DeadlineExceededError(f"time was up while the request {state}, after {num_tokens} output tokens")
-        return self._fail(record, error)
+    def _expire(self, state: RequestState) -> list[Action]:
+        doing = "waited for a replica" if state.status.is_waiting else "ran"
+        num_tokens = len(state.output_token_ids)
+        error = DeadlineExceededError(f"time was up while the request {doing}, after {num_tokens} output tokens")
+        return self._fail(state, error)
 
     def _fail_all(
-        self, records: list[RequestState], error: HoldfastError, event: RequestEvent = RequestEvent.FAIL
+        self, states: list[RequestState], error: HoldfastError, event: RequestEvent = RequestEvent.FAIL
     ) -> list[Action]:
-        return [action for record in records for action in self._fail(record, error, event)]
+        return [action for state in states for action in self._fail(state, error, event)]
 
     def _fail(
         self,
-        record: RequestState,
+        state: RequestState,
         error: HoldfastError,
         event: RequestEvent = RequestEvent.FAIL,
         *,
         replica_has_it: bool = True,
     ) -> list[Action]:
-        closing = self._close(record, event, replica_has_it=replica_has_it)
-        return [Fail(request_id=record.request_id, error=error), *closing]
+        closing = self._close(state, event, replica_has_it=replica_has_it)
+        return [Fail(request_id=state.request_id, error=error), *closing]
 
-    def _close(self, record: RequestState, event: RequestEvent, *, replica_has_it: bool = True) -> list[Action]:
-        """Forgets a request. Its replica is told if it may still be at it."""
+    def _close(self, state: RequestState, event: RequestEvent, *, replica_has_it: bool = True) -> list[Action]:
+        """Removes a request. Its replica gets an abort if it may still run the attempt."""
         actions: list[Action] = []
-        if record.status.is_waiting:
-            self._queue.remove(record)
+        if state.status.is_waiting:
+            self._queue.remove(state)
         else:
-            attempt = self._requests.end_attempt(record)
+            attempt = self._requests.end_attempt(state)
             if replica_has_it:
                 actions.append(SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number))
-        self._placement.quarantine.end_trial(record)
-        record.note(event)
-        self._requests.remove(record)
+        self._placement.quarantine.end_trial(state)
+        state.note(event)
+        self._requests.remove(state)
         return actions
 
 
-def _quarantined(record: RequestState, error: HoldfastError) -> RequestQuarantinedError:
-    num_lost, num_tokens = record.num_replicas_lost, len(record.output_token_ids)
+def _quarantined(state: RequestState, error: HoldfastError) -> RequestQuarantinedError:
+    num_lost, num_tokens = state.num_replicas_lost, len(state.output_token_ids)
     return RequestQuarantinedError(
         f"{num_lost} replicas were lost while they ran this request, which has {num_tokens} output tokens; it is not "
         f"tried again (router.max_replicas_lost). The last one: {error}"

@@ -1,7 +1,8 @@
-"""The shell around the dispatch core: gives it events and the time, and carries out what it answers.
+"""Dispatch host: runs the dispatcher core. It passes events and the time in, and performs the actions that come out.
 
-What may live here: who hears of which action, and the one timer. What may not: decisions (`dispatch.py`), gRPC
-(`link.py`, `server.py`), asyncio: it waits for nothing, and runs under any clock, a simulated one among them.
+What may live here: the streams and ports that actions go to, and the one timer. What may not: decisions
+(`dispatch.py`), gRPC (`router/links/link.py`, `router/doors/grpc/server.py`), asyncio. Nothing here waits, so it runs
+under any clock, a simulated one included.
 """
 
 import logging
@@ -20,7 +21,7 @@ from holdfast.router.events import (
     SendAbort,
     SendSubmit,
 )
-from holdfast.router.resume import Part
+from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import HoldfastError, InternalError
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import EngineLoad
@@ -30,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 FINEST_S: Final = 0.001
-"""No timer is set nearer. uvloop's clock stands still for a millisecond, and a time within it would ring on and on."""
+"""No timer is set nearer. uvloop's clock has a resolution of 1 ms: a nearer timer would fire again and again."""
 
 
 class ReplicaPort(Protocol):
-    """Where messages to one replica are dropped in. Does not wait."""
+    """The outbox of one replica. Never blocks."""
 
     def submit(self, action: SendSubmit) -> None: ...
 
@@ -42,22 +43,22 @@ class ReplicaPort(Protocol):
 
 
 class Alarm(Protocol):
-    """A call that is to come. It does not say when: uvloop's do not where the time is near."""
+    """A scheduled call that can be cancelled. It has no `when`: uvloop's handles lack it for near times."""
 
     def cancel(self) -> None: ...
 
 
 class Clock(Protocol):
-    """What tells the time in seconds, and wakes. An asyncio event loop is one."""
+    """A clock in seconds that can schedule calls. An asyncio event loop is one."""
 
     def time(self) -> float: ...
 
     def call_at(self, when: float, callback: Callable[[], object], /) -> Alarm:
-        """Calls back once. That may be early by as little as the clock cannot tell, or late."""
+        """Calls back once, at `when` or later, or earlier by less than the clock's resolution."""
 
 
 class DispatchHost:
-    """Joins clients' streams and replicas' links. Everything is called, and calls, on one thread."""
+    """Connects clients' output streams and replicas' links to the core. Single-threaded, callbacks included."""
 
     def __init__(self, dispatch: Dispatch, clock: Clock, on_models_changed: Callable[[], None]) -> None:
         self._dispatch = dispatch
@@ -67,40 +68,46 @@ class DispatchHost:
         self._streams: dict[str, OutputStream] = {}
         self._timer: Alarm | None = None
         self._timer_due = math.inf
-        """When the timer is to ring."""
+        """When the timer fires; infinity without one."""
         self._when_idle: list[Callable[[], None]] = []
 
     # --- for clients ---
 
     def now(self) -> float:
-        """The clock that deadlines are set by, in seconds."""
+        """The clock of all deadlines, in seconds."""
         return self._clock.time()
 
     def open(
-        self, part: Part, *, model: str, deadline: float, on_news: Callable[[], None], client_attempt: int = 0
+        self,
+        sequence: NewSequence,
+        *,
+        model: str,
+        deadline: float,
+        on_output: Callable[[], None],
+        client_attempt: int = 0,
     ) -> OutputStream:
         """Opens a request. Raises what `Dispatch.submit` and `supersede` raise. Whoever opens a stream closes it.
 
-        An open request of the same id ends first: most likely its client has lost the connection and comes again.
+        An open request of the same id ends first: most likely its client lost the connection and submits it again.
         """
-        request = part.request
+        request = sequence.request
         self.perform(self._dispatch.supersede(request.request_id, client_attempt, self.now()))
         actions = self._dispatch.submit(
             request,
             model=model,
-            text=part.text,
+            text=sequence.text,
             deadline=deadline,
             now=self.now(),
-            caught_up=part.caught_up,
+            caught_up=sequence.caught_up,
             client_attempt=client_attempt,
         )
-        stream = OutputStream(request.request_id, on_news)
+        stream = OutputStream(request.request_id, on_output)
         self._streams[request.request_id] = stream
         self.perform(actions)
         return stream
 
     def close(self, stream: OutputStream) -> None:
-        """Nobody reads the stream any more. If its request is still open, it is cancelled."""
+        """Closes a stream that is no longer read. If its request is still open, it is cancelled."""
         if self._streams.get(stream.request_id) is stream:
             self._end_stream(stream.request_id)
             self.perform(self._dispatch.cancel(stream.request_id, self.now()))
@@ -128,13 +135,13 @@ class DispatchHost:
             self._on_models_changed()
 
     def is_busy(self, replica_id: str) -> bool:
-        """Whether a replica has something of ours to do."""
+        """Whether a replica has attempts of this router."""
         return self._dispatch.is_busy(replica_id)
 
     # --- the end ---
 
     def hand_over(self, error: HoldfastError) -> None:
-        """Ends with `error` every open request whose client will go on with it at another router."""
+        """Ends with `error` every open request whose client will resume it at another router."""
         self.perform(self._dispatch.hand_over(error))
 
     def close_all(self, error: HoldfastError) -> None:
@@ -146,7 +153,7 @@ class DispatchHost:
         self._when_idle.append(callback)
         self._note_idle()
 
-    # --- what can be asked ---
+    # --- queries ---
 
     @property
     def num_open(self) -> int:
@@ -169,9 +176,9 @@ class DispatchHost:
         assert self._ports.keys() == {load.replica_id for load in self._dispatch.loads()}
 
     def perform(self, actions: list[Action]) -> None:
-        """Carries out, in their order, what the core has answered. All that it ever answers comes through here.
+        """Performs actions of the core, in order. Every action of the core passes through here.
 
-        A fault in one of them ends the request that it is of, and nothing else.
+        An exception in one of them ends the request of that action, and no other.
         """
         broken = []
         for action in actions:
@@ -201,7 +208,7 @@ class DispatchHost:
                 self._end_stream(action.request_id)
 
     def _end_broken(self, action: Action) -> None:
-        """For an abort nobody waits."""
+        """Ends the request of an action that raised. An abort has nobody who waits for it."""
         if not isinstance(action, SendAbort):
             request_id = action.request.request_id if isinstance(action, SendSubmit) else action.request_id
             if request_id in self._streams:
@@ -220,7 +227,7 @@ class DispatchHost:
                 callback()
 
     def _set_timer(self) -> None:
-        """Keeps the timer at the time when the core wants to be woken, or before, as far as that is not now."""
+        """Sets the timer to the core's next tick, but no nearer than `FINEST_S`. An earlier timer stays as it is."""
         wanted = self._dispatch.next_tick
         if wanted is None or self._timer_due <= (due := max(wanted, self.now() + FINEST_S)):
             return
@@ -233,7 +240,7 @@ class DispatchHost:
         self._see_through("the router's timer", lambda: self._dispatch.tick(self.now()))
 
     def _see_through(self, event: str, decide: Callable[[], list[Action]]) -> None:
-        """For what nobody else answers for. A fault in it would leave requests without an end, so it ends them all."""
+        """Runs an event without a caller who could handle its failure. If it raises, every open request is ended."""
         try:
             self.perform(decide())
         except Exception:

@@ -1,7 +1,7 @@
-"""The output of one request on its way to one reader. A pure core: who reads, and how it waits, is another's business.
+"""Output buffer of one sequence, between the dispatch host and one reader. A pure core.
 
-What the reader has not fetched yet is merged into one delivery, so a slow reader holds up nobody, and what is kept for
-it is bounded by what the request may produce at all.
+Output that the reader has not fetched is merged into one delivery: a slow reader delays nobody, and the buffer is
+bounded by the request's own output. What may not live here: who reads, and how the reader waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,37 +12,37 @@ from holdfast.router.events import Deliver
 from holdfast.worker.errors import HoldfastError
 
 MERGED_AT: Final = 64
-"""So many deliveries that nobody has fetched become one: they are larger than what they say."""
+"""This many unfetched deliveries are merged into one, because each costs more memory than its tokens."""
 
 
 class OutputStream:
-    """Filled by `push` and `fail`, emptied by `poll`. `on_news` is called whenever there is something to poll.
+    """Filled by `push` and `fail`, emptied by `poll`. `on_output` is called whenever there is something to poll.
 
-    It is called in the midst of other work, so it takes note, and does not read by itself.
+    `on_output` runs inside the dispatch host: it must only wake the reader, not read.
     """
 
-    def __init__(self, request_id: str, on_news: Callable[[], None]) -> None:
+    def __init__(self, request_id: str, on_output: Callable[[], None]) -> None:
         self.request_id = request_id
-        self.tells_steps = True
-        """False: its reader wants to hear of the end alone."""
-        self._on_news = on_news
+        self.notifies_each_step = True
+        """False: `on_output` is called at the end only."""
+        self._on_output = on_output
         self._pending: list[Deliver] = []
         self._error: HoldfastError | None = None
 
     def push(self, delivery: Deliver) -> None:
         self._pending.append(delivery)
-        if self.tells_steps or delivery.finish_reason is not None:
-            self._on_news()
+        if self.notifies_each_step or delivery.finish_reason is not None:
+            self._on_output()
         elif len(self._pending) >= MERGED_AT:
             self._pending = [merged(self._pending)]
 
     def fail(self, error: HoldfastError) -> None:
-        """The last word: raised to the reader after what was pushed before."""
+        """Ends the stream with an error, which is raised to the reader after all earlier output."""
         self._error = error
-        self._on_news()
+        self._on_output()
 
     def poll(self) -> Deliver | None:
-        """What has come since the last time, if anything. Raises what `fail` was given."""
+        """All output since the last call, if any. After it, raises the error given to `fail`."""
         if self._pending:
             pending, self._pending = self._pending, []
             return merged(pending)
@@ -52,7 +52,7 @@ class OutputStream:
 
 
 def merged(deliveries: Sequence[Deliver]) -> Deliver:
-    """Deliveries that follow each other, as one."""
+    """Consecutive deliveries as one."""
     first, last = deliveries[0], deliveries[-1]
     if len(deliveries) == 1:
         return first

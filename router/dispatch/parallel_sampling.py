@@ -1,6 +1,6 @@
-"""Several completions of one request: which requests they become, which of them are the best, and what they cost.
+"""Parallel sampling (`n`, `best_of`): the requests that one request becomes, the choice of the best, and their usage.
 
-A pure core, for the router and for the engine in one process. What may not live here: streams, text, IO.
+Pure functions, for the router and for the offline engine. What may not live here: streams, text, IO.
 """
 
 import math
@@ -13,10 +13,10 @@ from holdfast.worker.sampling_params import MAX_SEED, SamplingParams
 
 
 def siblings(request: EngineRequest) -> tuple[EngineRequest, ...]:
-    """One request for each completion to draw: the request itself if it is one, else `ID/0`, `ID/1`, ... of one group.
+    """One request for each sequence to sample: the request itself if it is one, else `ID/0`, `ID/1`, ... of one group.
 
-    Each draws with a seed of its own, so that number i is what a single request with seed + i would have drawn. The
-    first alone reports on the prompt, which is the same for all.
+    Each samples with its own seed: number i gives what a single request with seed + i would give. Only the first
+    reports the prompt's log-probabilities, which are the same for all.
     """
     count = request.sampling_params.num_sequences
     if count == 1:
@@ -38,21 +38,21 @@ def first_sibling_id(group_id: Hashable) -> str:
 
 
 def is_ranked(params: SamplingParams) -> bool:
-    """More completions are drawn than returned, so nothing can be told before all have ended."""
+    """Whether more sequences are sampled than returned. Then nothing can be returned before all have ended."""
     return params.num_sequences > params.n
 
 
 def best(logprobs: Sequence[Sequence[float]], n: int) -> list[int]:
-    """The `n` completions with the highest mean log-probability, best first; of equal ones the lower number.
+    """Indices of the `n` sequences with the highest mean log-probability, best first; of equal ones the lower index.
 
-    `logprobs[i]` are those of completion i's tokens, without which it is the worst.
+    `logprobs[i]` are those of sequence i's tokens. A sequence without tokens is the worst.
     """
     means = [math.fsum(values) / len(values) if values else -math.inf for values in logprobs]
     return sorted(range(len(means)), key=lambda index: (-means[index], index))[:n]
 
 
 def merged_usage(usages: Sequence[Usage]) -> Usage:
-    """What siblings cost together: the prompt counts once, and as cached only what each of them found so."""
+    """The usage of all siblings: the prompt counts once, and as cached only what was cached for each of them."""
     return Usage(
         num_prompt_tokens=usages[0].num_prompt_tokens,
         num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),

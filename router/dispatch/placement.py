@@ -1,7 +1,7 @@
-"""Which request runs where: what waits and in which order, the choice of a replica, and the way from one to another.
+"""Placement: assigns waiting requests to replicas, and moves requests off replicas that are lost or retire.
 
-What may live here: the queue, the retry budget, the trials of suspects, and attempts as they begin and are taken back.
-What may not: how a request ends and what its client hears (`dispatch.py`), IO, clocks.
+What may live here: the use of admission queue, retry budget and quarantine, and attempts as they begin and are taken
+back. What may not: how a request ends and what its client gets (`dispatch.py`), IO, clocks.
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import CapacityError, Fault, HoldfastError
 
 MAX_FULL_S: Final = 1.0
-"""Longest time that a replica gets nothing new after it has said that it is full."""
+"""Longest time that a replica gets no new requests after it refused one for lack of room."""
 
 MAX_REFUSALS: Final = 4
-"""So many attempts in a row may be given up by replicas that stay up. More, and the request is the likelier cause."""
+"""Attempts in a row that replicas which stay up may give up. With more, the request is the likelier cause."""
 
 
 class Placement:
-    """Brings requests and replicas together. Of one request, at most one attempt runs at a time."""
+    """Assigns requests to replicas. At most one attempt of a request runs at a time."""
 
     def __init__(
         self,
@@ -45,107 +45,107 @@ class Placement:
 
     # --- attempts begin ---
 
-    def admit(self, record: RequestState, now: float) -> ReplicaState | None:
-        """Where a new request can go at once; None if it must wait, and then it is queued. Raises `QueueFullError`."""
-        replica = None if self.queue.first(record.model) is not None else self._choose(record)
+    def admit(self, state: RequestState, now: float) -> ReplicaState | None:
+        """The replica for a new request; None if it must wait, and then it is queued. Raises `QueueFullError`."""
+        replica = None if self.queue.first(state.model) is not None else self._choose(state)
         if replica is None:
-            self.queue.push(record, now)
+            self.queue.push(state, now)
         else:
-            self.queue.pass_by(record, now)
+            self.queue.pass_by(state, now)
         self._budget.note_submission()
         return replica
 
-    def send(self, record: RequestState, replica: ReplicaState, now: float) -> SendSubmit:
-        """Begins an attempt: the request goes on after its output so far."""
-        attempt = self._requests.begin_attempt(record, replica, now)
+    def send(self, state: RequestState, replica: ReplicaState, now: float) -> SendSubmit:
+        """Begins an attempt: the request continues after its output so far."""
+        attempt = self._requests.begin_attempt(state, replica, now)
         replica.breaker.note_sent(now)
-        time_left_s = max(0.0, self._requests.deadlines.of(record.request_id) - now)
-        request = record.continuation(time_left_s, self.quarantine.suspicion(record))
+        time_left_s = max(0.0, self._requests.deadlines.of(state.request_id) - now)
+        request = state.continuation(time_left_s, self.quarantine.suspicion(state))
         return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
 
     def drain(self, model: str, now: float) -> list[Action]:
-        """Sends what waits, while there is room; first what runs where it should not stay."""
+        """Moves requests off retiring replicas, then sends waiting requests while there is room."""
         actions = self._vacate(model, now)
         self.queue.advance(model, now)
         while (found := self._next(model, now)) is not None:
-            record, replica = found
-            self.queue.pop(record, now)
-            if record.status is RequestStatus.HELD:
-                self.quarantine.begin_trial(record)
-            if record.status.is_retry:
+            state, replica = found
+            self.queue.pop(state, now)
+            if state.status is RequestStatus.HELD:
+                self.quarantine.begin_trial(state)
+            if state.status.is_retry:
                 self._budget.spend()
-            actions.append(self.send(record, replica, now))
+            actions.append(self.send(state, replica, now))
         return actions
 
     def drain_all(self, now: float) -> list[Action]:
-        """Sends what waits for any model."""
+        """Drains the queues of all models."""
         if not len(self.queue):
             return []
         return [action for status in self._registry.models() for action in self.drain(status.name, now)]
 
-    # --- attempts come to something, or to nothing ---
+    # --- attempts bring output, or are taken back ---
 
-    def note_step(self, record: RequestState, num_new_tokens: int) -> None:
-        """An attempt has brought something: to the credit of request and replica, and on the tenant's account."""
-        assert record.attempt is not None
-        record.note(RequestEvent.OUTPUT)
-        record.num_refusals = 0
-        record.tenant.charge(0, num_new_tokens)
-        self.quarantine.note_step(record)
-        if record.num_steps == 1:
-            record.attempt.replica.breaker.note_success()
+    def note_step(self, state: RequestState, num_new_tokens: int) -> None:
+        """An attempt has brought output: clears failure counts of request and replica, and charges the tenant."""
+        assert state.attempt is not None
+        state.note(RequestEvent.OUTPUT)
+        state.num_refusals = 0
+        state.tenant.charge(0, num_new_tokens)
+        self.quarantine.note_step(state)
+        if state.num_steps == 1:
+            state.attempt.replica.breaker.note_success()
 
-    def take_back(self, record: RequestState, error: HoldfastError, now: float) -> bool:
-        """A replica that is up will not run an attempt, or gave it up: by its own fault, or for lack of room.
+    def take_back(self, state: RequestState, error: HoldfastError, now: float) -> bool:
+        """Requeues a request whose attempt was refused or given up by a replica that is up.
 
-        False if no other should try it, because the request is wrong, or the likelier cause: then it is to end.
+        False if it must not be retried, because the request is invalid or the likelier cause: then the caller ends it.
         """
-        assert record.attempt is not None
-        breaker = record.attempt.replica.breaker
+        assert state.attempt is not None
+        breaker = state.attempt.replica.breaker
         if isinstance(error, CapacityError):
             breaker.rest_until(now + min(error.retry_after_s or 1.0, MAX_FULL_S))
-            self.put_back(record, RequestEvent.GIVE_BACK, now)
+            self.put_back(state, RequestEvent.GIVE_BACK, now)
             return True
         if error.fault is not Fault.REPLICA:
             return False
         breaker.note_failure(now)
-        record.num_refusals += 1
-        if record.num_refusals > MAX_REFUSALS:
+        state.num_refusals += 1
+        if state.num_refusals > MAX_REFUSALS:
             return False
-        self.put_back(record, RequestEvent.LOSE, now)
+        self.put_back(state, RequestEvent.LOSE, now)
         return True
 
-    def put_back(self, record: RequestState, event: RequestEvent, now: float) -> None:
-        """Ends an attempt that came to nothing. The request waits before new ones of its class, or for its trial."""
-        self._requests.end_attempt(record)
-        self.quarantine.end_trial(record)
-        record.note(event)
-        self.queue.put_back(record, now)
+    def put_back(self, state: RequestState, event: RequestEvent, now: float) -> None:
+        """Ends a failed attempt. The request waits ahead of new ones of its class, or for its trial."""
+        self._requests.end_attempt(state)
+        self.quarantine.end_trial(state)
+        state.note(event)
+        self.queue.put_back(state, now)
 
     def lose_all(self, replica: ReplicaState, now: float) -> list[RequestState]:
-        """A replica was lost. Puts back what ran there, but for what must not be tried again: that is returned.
+        """A replica was lost. Requeues its requests, except those that must not be retried, which are returned.
 
-        One that was to leave anyway has not died of its requests.
+        The loss of a retiring replica is expected, so its requests are not suspected.
         """
         lost = self._requests.on(replica)
         is_sudden = bool(lost) and not replica.is_retiring
         culprits = self.quarantine.culprits(lost, now, replica.load.num_foreign_suspects) if is_sudden else []
         if is_sudden:
             replica.breaker.note_failure(now)
-        for record in lost:
-            if record not in culprits:
-                self.put_back(record, self._loss(record) if is_sudden else RequestEvent.GIVE_BACK, now)
+        for state in lost:
+            if state not in culprits:
+                self.put_back(state, self._loss(state) if is_sudden else RequestEvent.GIVE_BACK, now)
         return culprits
 
     # --- time ---
 
     def refresh(self, now: float) -> None:
-        """Ends rests that are over and fills the budget. To be called when `wake_ups` says so."""
+        """Ends rests that are over and fills the retry budget. To be called at the times of `wake_ups`."""
         self._registry.end_rests(now)
         self._budget.has_token(now)
 
     def wake_ups(self) -> Iterator[float]:
-        """When what waits may go on although nothing else happens."""
+        """The times at which waiting requests may be sent although no other event occurs."""
         if not len(self.queue):
             return
         if self._budget.ready_at is not None:
@@ -158,58 +158,58 @@ class Placement:
         self.quarantine.check_integrity()
         num_running = sum(len(replica.attempts) for replica in self._registry)
         assert len(self._requests) == len(self.queue) + num_running
-        num_waiting = sum(record.status.is_waiting for record in self._requests)
+        num_waiting = sum(state.status.is_waiting for state in self._requests)
         assert num_waiting == len(self.queue), f"{num_waiting} requests wait, {len(self.queue)} of them in the queue"
 
     # --- inside ---
 
-    def _loss(self, record: RequestState) -> RequestEvent:
-        """What the sudden death of its replica is for a request that is to go on. A trial that told nothing is lost."""
-        is_new = record.status is not RequestStatus.ON_TRIAL and self.quarantine.is_suspect(record)
+    def _loss(self, state: RequestState) -> RequestEvent:
+        """The event of a request to retry after the crash of its replica. A trial without a verdict is only lost."""
+        is_new = state.status is not RequestStatus.ON_TRIAL and self.quarantine.is_suspect(state)
         return RequestEvent.SUSPECT if is_new else RequestEvent.LOSE
 
-    def _choose(self, record: RequestState) -> ReplicaState | None:
-        is_trial = self.quarantine.is_suspect(record)
-        return self._beside(record, is_trial) or self._registry.choose(record.model, record.prefix, is_trial=is_trial)
+    def _choose(self, state: RequestState) -> ReplicaState | None:
+        is_trial = self.quarantine.is_suspect(state)
+        return self._beside(state, is_trial) or self._registry.choose(state.model, state.prefix, is_trial=is_trial)
 
-    def _beside(self, record: RequestState, is_trial: bool) -> ReplicaState | None:
-        """Where the request's first sibling runs, while there is room: siblings share their prompt there."""
-        group_id = record.request.group_id
+    def _beside(self, state: RequestState, is_trial: bool) -> ReplicaState | None:
+        """The replica of the request's first sibling, if it has room: siblings share the prompt's KV cache there."""
+        group_id = state.request.group_id
         first = self._requests.get(first_sibling_id(group_id)) if group_id else None
         home = None if first is None or first.attempt is None else first.attempt.replica
         return home if home is not None and self._registry.takes_more(home, is_trial=is_trial) else None
 
     def _next(self, model: str, now: float) -> tuple[RequestState, ReplicaState] | None:
-        """What leaves the queue now, and for where.
+        """The request that leaves the queue now, and its replica.
 
-        Those that have lost a replica go before those that arrive, even if the budget then makes all wait. A suspect
-        for which no replica is right holds nobody up.
+        Retries go before new requests, even if the retry budget then makes all of them wait. A suspect for which no
+        replica is eligible does not block the others.
         """
         suspect = self.queue.first_held(model) if self.quarantine.is_free(model) else None
-        for record in (suspect, self.queue.first(model)):
-            if record is None:
+        for state in (suspect, self.queue.first(model)):
+            if state is None:
                 continue
-            if record.status.is_retry and not self._budget.has_token(now):
+            if state.status.is_retry and not self._budget.has_token(now):
                 return None
-            replica = self._choose(record)
+            replica = self._choose(state)
             if replica is not None:
-                return record, replica
+                return state, replica
         return None
 
     def _vacate(self, model: str, now: float) -> list[Action]:
-        """Moves requests off replicas that retire. With nowhere to go, they go on where they are.
+        """Moves requests off retiring replicas. Where no other replica has room, they stay.
 
-        A suspect for which no replica is right holds nobody up here either.
+        A suspect for which no replica is eligible does not block the others.
         """
         actions: list[Action] = []
         for replica in self._registry.retiring(model):
-            for record in self._requests.on(replica):
-                target = self._choose(record)
-                if target is None and record.status is RequestStatus.ON_TRIAL:
+            for state in self._requests.on(replica):
+                target = self._choose(state)
+                if target is None and state.status is RequestStatus.ON_TRIAL:
                     continue
                 if target is None:
                     return actions
-                attempt = self._requests.end_attempt(record)
+                attempt = self._requests.end_attempt(state)
                 actions.append(SendAbort(replica_id=replica.facts.replica_id, attempt=attempt.number))
-                actions.append(self.send(record, target, now))
+                actions.append(self.send(state, target, now))
         return actions

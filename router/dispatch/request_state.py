@@ -1,7 +1,7 @@
-"""The state of one open request: a table of transitions, and all that it would take to carry the request on elsewhere.
+"""State machine of one open request, with all data that another replica needs to continue it.
 
-What may live here: what was asked, the tokens so far, which attempt runs where. What may not: decisions
-(`dispatch.py`), the books that find requests (`request_table.py`), clocks, IO.
+What may live here: the request, its output so far, its attempt, and the transitions. What may not: decisions
+(`dispatch.py`, `placement.py`), the table of requests (`request_table.py`), clocks, IO.
 
                 SEND      OUTPUT    CLEAR    GIVE_BACK  LOSE      SUSPECT  MOVE      FINISH
     QUEUED      SENT
@@ -12,8 +12,8 @@ What may live here: what was asked, the tokens so far, which attempt runs where.
     RUNNING               RUNNING            RETURNED   RETRYING  HELD     SENT      FINISHED
     ON_TRIAL              ON_TRIAL  RUNNING  HELD       HELD               ON_TRIAL  FINISHED
 
-and from each of these FAIL leads to FAILED, CANCEL to CANCELLED, HAND_OVER to HANDED_OVER. What is not in the table
-cannot happen: it is a fault of ours, and an `InternalError`.
+From each of these FAIL leads to FAILED, CANCEL to CANCELLED, HAND_OVER to HANDED_OVER. Any other event is a bug of ours
+and raises `InternalError`.
 """
 
 from collections.abc import Mapping
@@ -32,27 +32,27 @@ from holdfast.worker.suspicion import Suspicion
 
 
 class RequestStatus(Enum):
-    """Where a request is in its life."""
+    """The states of the machine."""
 
     QUEUED = "queued"
     """It waits for its first replica."""
     RETURNED = "returned"
-    """It waits for another replica: the last one was full, or has left in good order."""
+    """It waits for another replica: the last one was full, or left while it was retiring."""
     RETRYING = "retrying"
-    """It waits for another replica, by the fault of the last one: sending it again counts against the budget."""
+    """It waits for another replica because the last one failed: sending it again uses the retry budget."""
     HELD = "held"
-    """A suspect that waits for its trial. That is a retry too, and counts."""
+    """A quarantine suspect that waits for its trial. That is a retry too, and uses the retry budget."""
     SENT = "sent"
-    """It has an attempt, which has brought nothing yet."""
+    """It has an attempt without output yet."""
     RUNNING = "running"
-    """It has an attempt, which has brought output."""
+    """It has an attempt with output."""
     ON_TRIAL = "on trial"
-    """It has an attempt, and if the replica dies now, it is the culprit."""
+    """It has an attempt, and if the replica crashes now, the request is the culprit."""
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
     HANDED_OVER = "handed over"
-    """Its client goes on with it at another router."""
+    """Its client resumes it at another router."""
 
     @property
     def is_waiting(self) -> bool:
@@ -61,7 +61,7 @@ class RequestStatus(Enum):
 
     @property
     def is_retry(self) -> bool:
-        """Sending it again counts against the budget."""
+        """Sending it again uses the retry budget."""
         return self in _RETRIES
 
     @property
@@ -75,7 +75,7 @@ _WITH_ATTEMPT: Final = {RequestStatus.SENT, RequestStatus.RUNNING, RequestStatus
 
 
 class Standing(IntEnum):
-    """What brought a request into the queue. Within a class, the smaller goes first."""
+    """Why a request is in the queue. Within a priority class, the smaller goes first."""
 
     RETURNED = 0
     RESUMED = 1
@@ -88,17 +88,17 @@ class RequestEvent(Enum):
     SEND = "send"
     """It leaves the queue for a replica."""
     OUTPUT = "output"
-    """Its attempt has brought something."""
+    """Its attempt has brought output."""
     CLEAR = "clear"
-    """Its attempt has brought enough: it is no suspect any more."""
+    """Its attempt has run for enough steps: it is no longer a suspect."""
     GIVE_BACK = "give back"
-    """Its attempt came to nothing, and nobody is at fault."""
+    """Its attempt ended without anyone's fault: the replica was full, or left while it was retiring."""
     LOSE = "lose"
-    """Its attempt came to nothing by its replica's fault."""
+    """Its attempt failed by its replica's fault."""
     SUSPECT = "suspect"
-    """Its replica died, not the first one in a row under it."""
+    """Its replica crashed, which makes it a quarantine suspect."""
     MOVE = "move"
-    """Another replica goes on with it at once."""
+    """Another replica continues it without a wait in the queue."""
     FINISH = "finish"
     FAIL = "fail"
     CANCEL = "cancel"
@@ -142,25 +142,25 @@ TRANSITIONS: Final[Mapping[RequestStatus, Mapping[RequestEvent, RequestStatus]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One run of a request on one replica. The number is never used twice by this router."""
+    """One submission of a request to one replica. A router never uses a number twice."""
 
     number: int
     replica: ReplicaState
     sent_at: float
-    """By the clock of whoever drives the core, in seconds."""
+    """By the clock of the core's caller, in seconds."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestState:
-    """One open request. Its text state is a function of its output tokens: nothing else would have to be rebuilt."""
+    """One open request. Its text state is a function of its output tokens."""
 
     request: EngineRequest
     model: str
     text: TextState
     client_attempt: int = 0
-    """Which submission of the request this is, as its client counts; 0: the client does not come again."""
+    """Number of this submission, as the client counts; 0: the client does not submit again."""
     output_token_ids: list[int] = field(default_factory=list)
-    """Begins with those of the request, if it is resumed."""
+    """All so far, beginning with those of a resumed request."""
     unsent_text: str = ""
     """Text of a resumed request that goes out with the first delivery."""
     num_cached_tokens: int = 0
@@ -168,24 +168,25 @@ class RequestState:
     attempt: Attempt | None = None
     """Set where the status says that there is one."""
     urgency: tuple[float, int] = (0.0, 0)
-    """When it is due, and its number in the order of arrival."""
+    """Due time, then order of arrival: the last keys of the queue's order."""
     tenant: Tenant = field(init=False, repr=False)
     """Whom its tokens are charged to; set by the queue."""
     service_class: Priority = field(init=False)
     waits_since_s: float = 0.0
     waited_s: float = 0.0
     prefix: PromptPrefix = field(init=False)
-    """By which the replicas that have its prompt cached are found."""
+    """Block hashes of the prompt, for prefix-aware routing."""
     fingerprint: str = ""
-    """Of the last replica that it ran on, here or, of a resumed request, behind another router."""
+    """Model fingerprint of the last replica that it ran on; of a resumed request, perhaps behind another router."""
     identity_guaranteed: bool = True
     num_steps: int = 0
     """Steps with output in the last attempt."""
     num_refusals: int = 0
-    """Attempts in a row that a replica gave up by itself, with no output in between."""
+    """Attempts in a row, without output in between, that replicas gave up while they stayed up."""
     num_replicas_lost: int = 0
-    """Replicas that died suddenly under it, ever; and without progress in between. Kept by `quarantine.py`."""
+    """Replicas that crashed while they ran it. Counted by `quarantine.py`."""
     num_replicas_lost_in_a_row: int = 0
+    """The same, since it was last cleared by progress."""
 
     def __post_init__(self) -> None:
         self.prefix = PromptPrefix(self.request)
@@ -201,7 +202,7 @@ class RequestState:
         client_attempt: int = 0,
         urgency: tuple[float, int] = (0.0, 0),
     ) -> "RequestState":
-        """A request that has just come in, with the output that its client has already."""
+        """The state of a new request. A resumed one has the output that its client already has."""
         return cls(
             request=request,
             model=model,
@@ -219,13 +220,13 @@ class RequestState:
 
     @property
     def standing(self) -> Standing:
-        """Among those of its class, while it waits."""
+        """Its place within its priority class while it waits."""
         if self.status is not RequestStatus.QUEUED:
             return Standing.RETURNED
         return Standing.RESUMED if self.output_token_ids else Standing.ARRIVED
 
     def note(self, event: RequestEvent) -> None:
-        """Raises `InternalError` for what cannot happen to it now."""
+        """Makes the transition. Raises `InternalError` for an event that is not in the table."""
         try:
             self.status = TRANSITIONS[self.status][event]
         except KeyError:
@@ -233,7 +234,7 @@ class RequestState:
             raise InternalError(impossible) from None
 
     def continuation(self, time_left_s: float | None = None, suspicion: Suspicion = Suspicion.NONE) -> EngineRequest:
-        """What a replica must be asked so that it goes on after the tokens so far, for so long at most."""
+        """The request to a replica that continues after the output so far, within `time_left_s`."""
         return replace(
             self.request,
             output_token_ids=tuple(self.output_token_ids),
@@ -248,9 +249,9 @@ class RequestState:
         logprobs: tuple[TokenLogprob, ...] = (),
         prompt_logprobs: tuple[TokenLogprob, ...] = (),
     ) -> Deliver | None:
-        """Appends new output. Returns what the client gets of it: None if nothing is new.
+        """Appends output. Returns the delivery for the client, or None if nothing is new.
 
-        A stop string that is now complete ends the output, whatever came after it. `logprobs` are cut as the tokens.
+        A complete stop string ends the output; tokens after it are dropped. `logprobs` are cut as the tokens.
         """
         first_token_index = len(self.output_token_ids)
         piece = self.text.push(token_ids)
@@ -278,18 +279,18 @@ class RequestState:
         )
 
     def note_replica(self, facts: ModelInfo) -> None:
-        """The request goes on at a replica. With output, that must be one that works the same to the bit."""
+        """The request runs on a replica now. If it has output, only a bitwise-identical replica keeps the guarantee."""
         if self.output_token_ids and not (facts.row_invariant and facts.fingerprint == self.fingerprint):
             self.identity_guaranteed = False
         self.fingerprint = facts.fingerprint
 
-    def _of_prompt(self, said: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
-        """Raises ValueError unless there is one for each token that was asked about."""
+    def _of_prompt(self, logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
+        """The prompt's log-probabilities, if asked for. Raises ValueError if their number is wrong."""
         if self.request.sampling_params.prompt_logprobs is None:
             return ()
-        if len(said) != len(self.request.prompt_token_ids) - 1:
-            raise ValueError(f"{len(said)} logprobs for a prompt of {len(self.request.prompt_token_ids)} tokens")
-        return said
+        if len(logprobs) != len(self.request.prompt_token_ids) - 1:
+            raise ValueError(f"{len(logprobs)} logprobs for a prompt of {len(self.request.prompt_token_ids)} tokens")
+        return logprobs
 
     def _usage(self) -> Usage:
         num_prompt_tokens, num_completion_tokens = len(self.request.prompt_token_ids), len(self.output_token_ids)

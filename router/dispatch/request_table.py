@@ -1,6 +1,7 @@
-"""The table of open requests: one state each, found by request id and by attempt, and their deadlines.
+"""Table of open requests: their states by request id and by attempt, and their deadlines.
 
-What may live here: the books. What may not: what a request is (`request_state.py`), decisions (`dispatch.py`).
+What may live here: these indices, and attempts as they begin and end. What may not: a request's transitions
+(`request_state.py`), decisions (`dispatch.py`, `placement.py`).
 """
 
 from collections.abc import Hashable, Iterator
@@ -11,61 +12,61 @@ from holdfast.worker.service_order.timers import Timers
 
 
 class RequestTable:
-    """The records, by request id and by attempt, and their deadlines."""
+    """The states of all open requests, by request id and by attempt, and their deadlines."""
 
     def __init__(self) -> None:
         self.deadlines = Timers[str]()
-        self._records: dict[str, RequestState] = {}
+        self._states: dict[str, RequestState] = {}
         self._by_attempt: dict[Hashable, RequestState] = {}
         self._last_attempt = 0
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._states)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._records
+        return request_id in self._states
 
     def __iter__(self) -> Iterator[RequestState]:
-        return iter(self._records.values())
+        return iter(self._states.values())
 
     def __getitem__(self, request_id: str) -> RequestState:
-        return self._records[request_id]
+        return self._states[request_id]
 
     def get(self, request_id: str) -> RequestState | None:
-        return self._records.get(request_id)
+        return self._states.get(request_id)
 
-    def add(self, record: RequestState, deadline: float) -> None:
-        assert record.request_id not in self._records, f"{record.request_id} is open already"
-        self._records[record.request_id] = record
-        self.deadlines.set(record.request_id, deadline)
+    def add(self, state: RequestState, deadline: float) -> None:
+        assert state.request_id not in self._states, f"{state.request_id} is open already"
+        self._states[state.request_id] = state
+        self.deadlines.set(state.request_id, deadline)
 
-    def remove(self, record: RequestState) -> None:
-        assert record.attempt is None, "an attempt ends before its request does"
-        del self._records[record.request_id]
-        self.deadlines.drop(record.request_id)
+    def remove(self, state: RequestState) -> None:
+        assert state.attempt is None, "an attempt ends before its request does"
+        del self._states[state.request_id]
+        self.deadlines.drop(state.request_id)
 
-    def begin_attempt(self, record: RequestState, replica: ReplicaState, now: float) -> Attempt:
-        """It is in the queue no more, or leaves another replica for this one."""
-        assert record.attempt is None, "a request runs in one place at a time"
-        is_first = record.status is RequestStatus.QUEUED
-        record.note(RequestEvent.SEND if record.status.is_waiting else RequestEvent.MOVE)
+    def begin_attempt(self, state: RequestState, replica: ReplicaState, now: float) -> Attempt:
+        """Binds a request that has left the queue, or another replica, to a replica under a new attempt number."""
+        assert state.attempt is None, "a request runs in one place at a time"
+        is_first = state.status is RequestStatus.QUEUED
+        state.note(RequestEvent.SEND if state.status.is_waiting else RequestEvent.MOVE)
         self._last_attempt += 1
-        record.attempt = Attempt(number=self._last_attempt, replica=replica, sent_at=now)
-        record.num_steps = 0
-        record.note_replica(replica.facts)
-        self._by_attempt[self._last_attempt] = record
-        num_tokens = len(record.request.prompt_token_ids) + len(record.output_token_ids)
-        num_uncached_tokens = num_tokens - replica.cached.num_cached_tokens(record.prefix)
+        state.attempt = Attempt(number=self._last_attempt, replica=replica, sent_at=now)
+        state.num_steps = 0
+        state.note_replica(replica.facts)
+        self._by_attempt[self._last_attempt] = state
+        num_tokens = len(state.request.prompt_token_ids) + len(state.output_token_ids)
+        num_uncached_tokens = num_tokens - replica.cached.num_cached_tokens(state.prefix)
         replica.note_sent(self._last_attempt, num_uncached_tokens)
-        if is_first:  # what has to be computed again is not the tenant's fault
-            record.tenant.charge(num_uncached_tokens, 0)
-        return record.attempt
+        if is_first:  # a tenant is not charged for recomputation after a failover
+            state.tenant.charge(num_uncached_tokens, 0)
+        return state.attempt
 
-    def end_attempt(self, record: RequestState) -> Attempt:
-        """From here on, whatever a replica says of the attempt is not found any more."""
-        attempt = record.attempt
+    def end_attempt(self, state: RequestState) -> Attempt:
+        """Unbinds a request from its replica. Later messages about the attempt find no request."""
+        attempt = state.attempt
         assert attempt is not None, "only an attempt that runs can end"
-        record.attempt = None
+        state.attempt = None
         del self._by_attempt[attempt.number]
         attempt.replica.attempts.remove(attempt.number)
         return attempt
@@ -75,18 +76,18 @@ class RequestTable:
         return self._by_attempt.get(attempt) if attempt in replica.attempts else None
 
     def on(self, replica: ReplicaState) -> list[RequestState]:
-        """The requests that run on a replica, first sent first."""
+        """The requests that run on a replica, in the order in which they were sent."""
         return [self._by_attempt[attempt] for attempt in sorted(replica.attempts)]
 
     def check_integrity(self) -> None:
-        """Asserts that the books agree with the records."""
-        assert len(self.deadlines) == len(self._records)
-        for record in self._records.values():
-            assert record.status.is_waiting or record.status.has_attempt, f"{record.request_id} is over and open"
-            assert record.status.has_attempt == (record.attempt is not None), f"{record.request_id}: {record.status}"
-        running = {key: record.attempt for key, record in self._records.items() if record.attempt is not None}
+        """Asserts that the indices agree with the states."""
+        assert len(self.deadlines) == len(self._states)
+        for state in self._states.values():
+            assert state.status.is_waiting or state.status.has_attempt, f"{state.request_id} is over and open"
+            assert state.status.has_attempt == (state.attempt is not None), f"{state.request_id}: {state.status}"
+        running = {key: state.attempt for key, state in self._states.items() if state.attempt is not None}
         assert len(running) == len(self._by_attempt)
         for request_id, attempt in running.items():
             assert request_id in self.deadlines
-            assert self._by_attempt[attempt.number] is self._records[request_id]
+            assert self._by_attempt[attempt.number] is self._states[request_id]
             assert attempt.number in attempt.replica.attempts

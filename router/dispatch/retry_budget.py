@@ -1,7 +1,8 @@
-"""How fast lost requests are sent again: a token bucket, so that a cluster in trouble is not drowned in replays.
+"""Retry budget: a token bucket that limits how fast requests that lost their replica are sent again.
 
-A replay costs a prefill of all tokens so far. The bucket holds `burst`, room for all that several replicas ran; it is
-filled by time and by a share of the new submissions. What finds it empty waits its turn; nothing is dropped here.
+A retry costs a prefill of all tokens so far, and retries must not overload a weakened cluster. The bucket holds `burst`
+tokens, enough for all requests of several replicas. Time fills it, and so does a share of the new submissions. With an
+empty bucket retries wait; none is dropped.
 """
 
 from typing import Final
@@ -10,7 +11,7 @@ _ROUNDING: Final = 1e-9
 
 
 class RetryBudget:
-    """Time is passed in, and does not run backwards."""
+    """A token bucket. The caller passes the time, which must not run backwards."""
 
     def __init__(self, *, burst: float, per_s: float, share: float) -> None:
         self._burst = burst

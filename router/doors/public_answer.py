@@ -1,12 +1,12 @@
-"""Answers as clients know them, made of what the core delivers, whichever door they leave by.
+"""Response conversion: makes the public API's chunks and generations from the dispatcher core's deliveries.
 
-The core has words of its own, because it says more than a client is told: its deliveries are actions among others, and
-each completion knows whether its own tokens are certain.
+The core has its own types because deliveries carry more than clients get: each has its own guarantee of identity, for
+one. What may live here: this conversion, for every protocol. What may not: wire formats (`router/wire/`).
 """
 
 from holdfast.router.events import Deliver
 from holdfast.router.generation import Chunk, GeneratedSequence, Generation
-from holdfast.router.requests.answer import Answer, Completion
+from holdfast.router.requests.answer import CompletedRequest, Completion
 from holdfast.worker.request import TokenLogprob
 
 
@@ -26,8 +26,8 @@ def public_chunk(delivery: Deliver) -> Chunk:
     )
 
 
-def public_generation(answer: Answer) -> Generation:
-    """What is said of the prompt is on the first completion."""
+def public_generation(answer: CompletedRequest) -> Generation:
+    """The whole response. The prompt's log-probabilities are taken from the first completion."""
     first = answer.completions[0].output
     return Generation(
         request_id=answer.request_id,
@@ -52,6 +52,6 @@ def _sequence(completion: Completion) -> GeneratedSequence:
     )
 
 
-def _by_position(said: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob | None, ...]:
-    """The core begins with the second token, because nothing can be said of the first."""
-    return (None, *said) if said else ()
+def _by_position(logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob | None, ...]:
+    """By prompt position: the first token has no log-probability, and the core leaves it out."""
+    return (None, *logprobs) if logprobs else ()

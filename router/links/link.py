@@ -1,8 +1,8 @@
-"""The router's end of the link to one replica: dials, listens, and dials again when the link is lost.
+"""Router's end of the link to one replica: a gRPC stream that reconnects when it is lost.
 
 What may live here: the stream's life cycle and its gRPC options. What may not: which request goes where
-(`dispatch.py`), what messages mean (`worker/wire/link_codec.py`). However a session ends, the dispatch host hears of it
-once.
+(`router/dispatch/`), conversion of messages (`worker/wire/link_codec.py`). However a session ends, the dispatch host
+gets exactly one `replica_down` for it.
 """
 
 import asyncio
@@ -39,17 +39,17 @@ LinkCall: TypeAlias = "grpc.aio.StreamStreamCall[engine_pb2.LinkRequest, engine_
 MAX_MESSAGE_BYTES: Final = 64 * 2**20
 
 _HUNG_UP: Final = engine_pb2.LinkResponse()
-"""Stands for the end of what a replica says."""
+"""Stands for the end of a replica's stream."""
 
 
 Prepare: TypeAlias = Callable[[ReplicaEndpoint], Awaitable[None]]
-"""Gets ready for a replica that has said hello; if this raises, it is not up, and will be dialled again."""
+"""Prepares for a replica that has said hello. If this raises, the replica is not up, and is dialled again."""
 
 
 class ReplicaLink:
-    """One replica, dialled until it is let go. A `ReplicaPort` while it is up.
+    """The link to one replica, which redials until it is stopped or retired. A `ReplicaPort` while it is up.
 
-    After each `replica_up` it tells the dispatch host one `replica_down`, and updates only in between.
+    It calls `replica_down` of the dispatch host once after each `replica_up`, and sends updates only in between.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ReplicaLink:
         self.is_up = False
         self._is_retired = False
         self._frozen_s: float | None = None
-        """For how long the replica of this session had stood still when it was given up for that."""
+        """Seconds without progress after which this session was cut off; None if it was not."""
         self._backoff = Backoff(max_pause_s=config.max_reconnect_s)
         self._task: asyncio.Task[None] | None = None
 
@@ -73,7 +73,7 @@ class ReplicaLink:
         self._task = asyncio.create_task(self._run(), name=f"link to {self.endpoint.replica_id}")
 
     def retire(self, is_retired: bool) -> None:
-        """A retired link is not dialled again once it is lost. Its replica gets nothing new."""
+        """A retired link is not dialled again once it is lost. Its replica gets no new requests."""
         self._is_retired = is_retired
         self._dispatch_host.replica_retiring(self.endpoint.replica_id, is_retired)
 
@@ -83,12 +83,12 @@ class ReplicaLink:
         return self._task is not None and self._task.done()
 
     async def stop(self) -> None:
-        """Hangs up: what runs there through this link is aborted by the replica."""
+        """Closes the link: the replica aborts all requests of this link."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    # --- messages down ---
+    # --- messages to the replica ---
 
     def submit(self, action: SendSubmit) -> None:
         self._outbox.put_nowait(submit_message(action.attempt, action.request))
@@ -101,7 +101,7 @@ class ReplicaLink:
     async def _run(self) -> None:
         while not self._is_retired:
             await self._session()
-            if _is_cancelled():  # the call may have failed in the same moment, and gRPC then tells of that alone
+            if _is_cancelled():  # if the call failed at the same time, gRPC raises only that failure
                 return
             await asyncio.sleep(self._backoff.pause_s(random.random()))
 
@@ -133,7 +133,7 @@ class ReplicaLink:
             self._backoff.note_fault(asyncio.get_running_loop().time() - began_s)
 
     def _tell_down(self, error: HoldfastError) -> bool:
-        """False if the dispatch host failed by that. It must not keep the link from being dialled again."""
+        """False if the dispatch host raised. That must not keep the link from being dialled again."""
         try:
             self._dispatch_host.replica_down(self.endpoint.replica_id, error)
         except Exception:
@@ -142,7 +142,7 @@ class ReplicaLink:
         return True
 
     async def _talk(self) -> NoReturn:
-        """One session. Ends by raising: `ReplicaError`, or what gRPC raises."""
+        """Runs one session. It always ends by raising: `ReplicaError`, or what gRPC raises."""
         self._outbox = asyncio.Queue()
         self._frozen_s = None
         if self._config.routing_policy == "prefix_aware":
@@ -175,16 +175,16 @@ class ReplicaLink:
                 raise self._lost("it has said hello twice")
 
     def _read(self, message: engine_pb2.LinkResponse | None) -> Hello | StepUpdate | Heartbeat:
-        """gRPC gives None for bytes that are no message."""
+        """Converts a message. gRPC gives None for bytes that cannot be parsed."""
         try:
             return read_response(message)
         except LinkMessageError as error:
             raise self._lost(f"what it says cannot be read: {error}") from None
 
     async def _end_when_frozen(self, watch: LinkWatch, call: LinkCall) -> None:
-        """Cuts the call off, so that what runs there is carried on elsewhere, and nothing late comes from there.
+        """Cancels the call when the replica is frozen: its requests then move elsewhere, and late output cannot arrive.
 
-        However the watch ends: nobody else would find a replica that is frozen.
+        The call is cancelled even if the watch fails, because nothing else would detect a frozen replica.
         """
         try:
             self._frozen_s = await watch.until_frozen()
@@ -217,7 +217,7 @@ class ReplicaLink:
         return hello
 
     def _checked(self, hello: Hello) -> ReplicaFacts:
-        """Who answers may be another replica that has got the port; it must not be taken for the one we dialled."""
+        """Checks that the dialled replica has answered: another one may have got its port."""
         facts = hello.facts
         found, wanted = (facts.replica_id, facts.model), (self.endpoint.replica_id, self.endpoint.model)
         if found != wanted:
@@ -233,7 +233,7 @@ class ReplicaLink:
 
 
 async def _write(outbox: asyncio.Queue[engine_pb2.LinkRequest], call: LinkCall) -> None:
-    """Sends what is dropped in, in order. When that fails, the call is over, and the reader says why."""
+    """Sends queued messages in order. When a write fails, the call is over, and its reader gets the error."""
     try:
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
@@ -243,13 +243,13 @@ async def _write(outbox: asyncio.Queue[engine_pb2.LinkRequest], call: LinkCall) 
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody cancelled this task, as opposed to the call that it waited for."""
+    """Whether this task was cancelled, as opposed to the call that it waited for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
 def _channel_options(config: RouterConfig) -> list[tuple[str, int]]:
-    """A ping after a short silence finds a peer that has gone without a word, as when a node loses its network.
+    """Keepalive pings detect a peer that is gone without closing the connection, as when a node loses its network.
 
     Newer gRPC waits `ping_timeout_ms` for the answer (a minute, if unset), older gRPC `keepalive_timeout_ms`.
     """

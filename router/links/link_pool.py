@@ -1,4 +1,8 @@
-"""The link pool: one link for each replica that the directory names. What links say they tell the dispatch host."""
+"""Link pool: one link for each replica of the replica directory.
+
+What may live here: which links there are. What may not: what a link does (`link.py`), requests: links report to the
+dispatch host.
+"""
 
 import asyncio
 import logging
@@ -15,7 +19,7 @@ logger = logging.getLogger(__name__)
 WATCH_AGAIN_S: Final = 1.0
 
 
-class Links:
+class LinkPool:
     """All links of one router."""
 
     def __init__(self, dispatch_host: DispatchHost, tokenizers: TokenizerRegistry, config: RouterConfig) -> None:
@@ -25,17 +29,17 @@ class Links:
         self._links: dict[str, ReplicaLink] = {}
 
     async def follow(self, directory: ReplicaDirectory) -> None:
-        """Does what the directory says, until cancelled. A directory that fails is asked again; links stay."""
+        """Follows the directory until cancelled. If it fails, it is watched again after a pause, and the links stay."""
         while True:
             try:
                 async for endpoints in directory.watch():
                     await self.update(endpoints)
-            except Exception:  # of any directory, Ray's among them: a router without news is better than none
+            except Exception:  # any directory may fail, Ray's too: a router with a stale view is better than none
                 logger.exception("the replica directory failed; the links stay as they are until it answers again")
             await asyncio.sleep(WATCH_AGAIN_S)
 
     async def update(self, endpoints: frozenset[ReplicaEndpoint]) -> None:
-        """Dials what is new, retires what is gone."""
+        """Dials new replicas, retires the links of missing ones."""
         wanted = {endpoint.replica_id: endpoint for endpoint in endpoints}
         self._links = {replica_id: link for replica_id, link in self._links.items() if not link.has_ended}
         for replica_id, link in list(self._links.items()):
@@ -49,17 +53,17 @@ class Links:
             self._links[replica_id].start()
 
     async def stop(self) -> None:
-        """Hangs up everywhere."""
+        """Closes all links."""
         await asyncio.gather(*(link.stop() for link in self._links.values()))
         self._links.clear()
 
     # --- inside ---
 
     async def _prepare(self, endpoint: ReplicaEndpoint) -> None:
-        """A replica counts as up once its model's tokenizer is at hand, so that a model that is known can be used."""
+        """Loads the model's tokenizer. A replica is up only then, so that every known model can be used."""
         await self._tokenizers.load(endpoint.model, endpoint.model_path)
 
     async def _hang_up(self, link: ReplicaLink) -> None:
-        """For a link with nothing on it, or to a replica that has moved: who answers at the old address is not it."""
+        """Closes a link that is not up, or whose replica has a new address."""
         del self._links[link.endpoint.replica_id]
         await link.stop()

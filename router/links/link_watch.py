@@ -1,8 +1,7 @@
-"""Whether the replica at the other end of a link is frozen: it has our work, and makes no progress.
+"""Failure detector of one link: whether the replica is frozen, that is, has work of this router and makes no progress.
 
-What may live here: the link's news as progress, looked at regularly, and how long silence may last. What may not: the
-rule for a counter that stands still (`worker/progress.py`), and what follows from a verdict (`link.py`). Gone nodes are
-found here as well: no news is no progress.
+Steps and heartbeats count as progress; lost nodes are detected too, by their silence. What may not live here: the rule
+for a counter that stands still (`worker/progress.py`), and what follows from a verdict (`router/links/link.py`).
 """
 
 import asyncio
@@ -14,12 +13,12 @@ from holdfast.worker.progress import FrozenVerdict
 LOOK_EVERY_S: Final = 0.1
 
 NUM_HEARTBEATS_MISSED: Final = 8
-"""A replica with our work that has been silent for as long as so many heartbeats take is frozen, whatever its steps
-take: heartbeats do not wait for steps. The allowance for long steps is for those that are heard of."""
+"""A replica with work that misses this many heartbeats is frozen, however long its steps: heartbeats do not wait for
+steps. The allowance for long steps holds only while heartbeats arrive."""
 
 
 class LinkWatch:
-    """Of one session of one link. Told of whatever arrives."""
+    """Watches one session of one link. The link reports every message to it."""
 
     def __init__(
         self, has_work: Callable[[], bool], frozen_after_s: float, heartbeat_s: float, clock: Callable[[], float]
@@ -27,36 +26,36 @@ class LinkWatch:
         """`heartbeat_s` is the time between two heartbeats of the replica."""
         self._has_work = has_work
         self._progress = FrozenVerdict(frozen_after_s)
-        self._news = FrozenVerdict(max(frozen_after_s, NUM_HEARTBEATS_MISSED * heartbeat_s))
+        self._silence = FrozenVerdict(max(frozen_after_s, NUM_HEARTBEATS_MISSED * heartbeat_s))
         self._clock = clock
         self._count = 0
-        self._num_news = 0
+        self._num_messages = 0
         self._last_progress = 0
         self._expected_step_s = 0.0
 
     def note_step(self) -> None:
-        """A step has ended there."""
+        """A step update arrived."""
         self._count += 1
-        self._num_news += 1
+        self._num_messages += 1
 
     def note_heartbeat(self, progress: int, expected_step_s: float) -> None:
-        """A heartbeat came. It is progress if the replica's own counter has moved."""
+        """A heartbeat arrived. It is progress if the replica's own counter has moved."""
         self._count += progress != self._last_progress
-        self._num_news += 1
+        self._num_messages += 1
         self._last_progress = progress
         self._expected_step_s = expected_step_s
 
     def look(self) -> bool:
-        """One look: whether it is frozen now."""
+        """Whether the replica is frozen now. To be called regularly."""
         has_work, now = self._has_work(), self._clock()
-        is_silent = self._news.look(self._num_news, has_work=has_work, expected_step_s=0.0, now=now)
+        is_silent = self._silence.look(self._num_messages, has_work=has_work, expected_step_s=0.0, now=now)
         stands_still = self._progress.look(
             self._count, has_work=has_work, expected_step_s=self._expected_step_s, now=now
         )
         return is_silent or stands_still
 
     async def until_frozen(self) -> float:
-        """Returns when it is frozen: the seconds that it made no progress."""
+        """Waits until the replica is frozen. Returns the seconds without progress."""
         while not self.look():
             await asyncio.sleep(LOOK_EVERY_S)
         return self._progress.still_s

@@ -1,6 +1,6 @@
-"""How a router learns which replicas there are. Whoever places replicas implements `ReplicaDirectory`.
+"""Service discovery: how a router learns which replicas there are. Deployments implement `ReplicaDirectory`.
 
-A directory says where replicas should be; whether one is up, a router finds out by itself, over the link.
+A directory names the replicas that should run and their addresses. Whether one is up, a router finds out over the link.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaEndpoint:
-    """Where a replica is. A replica that comes back elsewhere keeps its id or takes a new one; both are fine."""
+    """The address of a replica. One that restarts elsewhere may keep its id or take a new one."""
 
     replica_id: str
     address: str
@@ -23,24 +23,24 @@ class ReplicaEndpoint:
 
 
 class ReplicaDirectory(Protocol):
-    """The source of truth about placement."""
+    """The authority on which replicas there are."""
 
     def watch(self) -> AsyncIterator[frozenset[ReplicaEndpoint]]:
         """Yields the whole set at once, then again after every change. Never ends by itself.
 
-        A replica that is missing from a set gets nothing new; what runs there goes on until its link ends.
+        A replica that is missing from a set gets no new requests; those that run there continue until its link ends.
         """
 
 
 class StaticDirectory:
-    """A set of replicas that is known beforehand, or set by hand."""
+    """A fixed set of replicas, which may be replaced with `set`."""
 
     def __init__(self, endpoints: Iterable[ReplicaEndpoint] = ()) -> None:
         self._endpoints = frozenset(endpoints)
         self._changed = asyncio.Event()
 
     def set(self, endpoints: Iterable[ReplicaEndpoint]) -> None:
-        """To be called on the event loop of those who watch."""
+        """Replaces the set. To be called on the event loop of the watchers."""
         self._endpoints = frozenset(endpoints)
         self._changed.set()
         self._changed = asyncio.Event()

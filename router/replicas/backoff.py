@@ -1,7 +1,7 @@
-"""How long whoever does not answer is left alone before it is asked again: a moment, and longer each time.
+"""Exponential backoff with jitter, for replicas that do not answer.
 
-A pure core. What may not live here: dialling (`link.py`), when a client gives up (`cluster/client/retry_policy.py`),
-chance.
+A pure core. What may not live here: dialling (`router/links/link.py`), when a client gives up
+(`cluster/client/retry_policy.py`), random numbers: they are passed in.
 """
 
 from dataclasses import dataclass
@@ -10,29 +10,29 @@ from typing import Final
 FIRST_PAUSE_S: Final = 0.05
 MAX_DOUBLINGS: Final = 10
 FORGIVEN_S: Final = 60.0
-"""A link that has held for so long may have a fault of ours again and be dialled at once."""
+"""A session that lasted this long resets the count of our own faults."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Backoff:
-    """The pauses between the dials of one link."""
+    """The pauses between connection attempts of one link."""
 
     max_pause_s: float
     num_failed: int = 0
-    """Dials in a row that came to nothing."""
+    """Failed connection attempts in a row."""
     num_faults: int = 0
-    """Sessions that ended by a fault of ours, none of which had lasted. The replica answers, so dials do not fail."""
+    """Short sessions in a row that ended by a bug of ours. Their dials succeed, so `num_failed` does not count them."""
 
     def note_up(self) -> None:
-        """The replica has answered."""
+        """A connection attempt succeeded."""
         self.num_failed = 0
 
     def note_fault(self, lasted_s: float) -> None:
-        """A session has ended by a fault of ours, after so long. What caused it may well be there again."""
+        """A session ended by a bug of ours after `lasted_s`. Its cause may still be there."""
         self.num_faults = 1 if lasted_s >= FORGIVEN_S else self.num_faults + 1
 
     def note_failure(self) -> None:
-        """A dial has come to nothing."""
+        """A connection attempt failed."""
         self.num_failed += 1
 
     def pause_s(self, uniform: float) -> float:
@@ -41,9 +41,9 @@ class Backoff:
 
 
 def growing_pause_s(num_doublings: int, max_pause_s: float, uniform: float, hint_s: float = 0.0) -> float:
-    """A pause that has doubled so often, up to a limit; not below what the other side has asked for, `hint_s`.
+    """`FIRST_PAUSE_S` doubled `num_doublings` times, at most `max_pause_s`, but at least `hint_s` of a server.
 
-    `uniform` is at random in 0..1 and takes up to half of it away, so that many who have lost the same come one by one.
+    Jitter then takes away up to half, to spread out clients that failed together: `uniform` is random in [0, 1).
     """
     longest_s = max(hint_s, min(FIRST_PAUSE_S * 2.0 ** min(num_doublings, MAX_DOUBLINGS), max_pause_s))
     return longest_s * (1 + uniform) / 2

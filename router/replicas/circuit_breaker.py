@@ -1,48 +1,48 @@
-"""Whether a replica may get new attempts: one that fails again and again is left alone for a while, each time longer.
+"""Circuit breaker of one replica: after failures in a row it gets no new attempts for a while, longer each time.
 
-What may live here: counting, and until when. What may not: what counts as a failure (`dispatch.py`: only a replica's
-own faults do, never a caller's mistake), clocks.
+What may live here: the count of failures and the end of the rest. What may not: what counts as a failure
+(`router/dispatch/placement.py`: only a replica's own faults, never a caller's mistake), clocks.
 """
 
 from typing import Final
 
 NUM_FAILURES_TO_REST: Final = 3
-"""So many failures in a row, with no attempt in between that came to a token."""
+"""Failures in a row, without a successful attempt in between, that open the breaker."""
 
 FIRST_REST_S: Final = 1.0
 MAX_REST_S: Final = 30.0
 MEMORY_S: Final = 60.0
-"""How long the failures of a replica that is gone are remembered, in case that it comes back under its name."""
+"""How long the failures of a lost replica are kept, in case it returns with the same id."""
 
 
 class CircuitBreaker:
-    """The failures in a row of one replica. A rest ends when `end_rest` is told the time, and not by itself."""
+    """Counts the failures in a row of one replica. A rest does not end by itself but in `end_rest`."""
 
     def __init__(self) -> None:
         self.rests_until: float | None = None
-        """None: it may get attempts."""
+        """None: the breaker is closed, and the replica may get attempts."""
         self._num_failures = 0
         self._last_failure_at = 0.0
 
     def note_failure(self, now: float) -> None:
-        """An attempt came to nothing there by the replica's own fault."""
+        """An attempt failed there by the replica's own fault."""
         self._num_failures += 1
         self._last_failure_at = now
         if self._num_failures >= NUM_FAILURES_TO_REST:
             self.rest_until(now + self._rest_s)
 
     def note_success(self) -> None:
-        """An attempt came to its first token there."""
+        """An attempt brought its first output there."""
         self._num_failures = 0
         self.rests_until = None
 
     def note_sent(self, now: float) -> None:
-        """After a rest one attempt tries the replica out; others follow when it has come to a token."""
+        """After a rest one attempt probes the replica (half-open); others follow when it has brought output."""
         if self._num_failures >= NUM_FAILURES_TO_REST:
             self.rest_until(now + self._rest_s)
 
     def rest_until(self, when: float) -> None:
-        """No new attempts before `when`, nor before what was said earlier."""
+        """No new attempts before `when`, or before a later time that was set earlier."""
         self.rests_until = when if self.rests_until is None else max(when, self.rests_until)
 
     def end_rest(self, now: float) -> None:
@@ -51,7 +51,7 @@ class CircuitBreaker:
             self.rests_until = None
 
     def is_forgotten(self, now: float) -> bool:
-        """Whether it would be the same to start with a new one."""
+        """Whether it may be replaced by a new breaker."""
         if self._num_failures == 0:
             return self.rests_until is None or now >= self.rests_until
         return now - self._last_failure_at > MEMORY_S

@@ -1,7 +1,8 @@
-"""Which replica gets a request: the one that has most of its prompt cached, or the emptier of two taken at random.
+"""Load balancing: prefix-aware routing, and power of two choices where no replica has the prefix.
 
-Two at random are nearly as good as looking at all, and several routers that look at the same stale figures do not all
-run to the same replica. No `random` module here: chance is passed in, so that a run can be repeated.
+Power of two choices takes the less loaded of two random replicas. That is nearly as good as comparing all, and several
+routers with the same stale loads do not all choose the same replica. Random numbers are passed in, so that a run can be
+repeated; no `random` module here.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,17 +11,17 @@ from typing import Final, Protocol, TypeVar
 from holdfast.worker.request import EngineLoad
 
 TOKENS_PER_SEQUENCE: Final = 256
-"""So many prompt tokens that still have to be computed weigh as much as one sequence that is running."""
+"""Uncomputed prompt tokens that count as much as one running sequence."""
 
 MAX_LEAD: Final = 4.0
-"""A replica with a cached prefix may be fuller than the emptiest by so many sequences, and by what the prefix saves."""
+"""Sequences by which a replica with a cached prefix may be above the least loaded, besides what the prefix saves."""
 
 RandomIndex = Callable[[int], int]
 """`random_index(n)` is uniform in 0..n-1."""
 
 
 class Loaded(Protocol):
-    """Something with a load: smaller is emptier."""
+    """Something with a load score; smaller is less loaded."""
 
     @property
     def score(self) -> float: ...
@@ -36,17 +37,17 @@ class ChooseReplica(Protocol):
 
 
 def load_score(load: EngineLoad, num_sent: int = 0, num_sent_tokens: int = 0, num_open: int = 0) -> float:
-    """How full a replica is: sequences, plus prompt tokens to compute in units of `TOKENS_PER_SEQUENCE`.
+    """The load of a replica: sequences, plus prompt tokens to compute in units of `TOKENS_PER_SEQUENCE`.
 
-    `num_sent` and `num_sent_tokens` are what this router has sent since the replica reported. `num_open`, what this
-    router has there in all, is a floor: a report that crossed a submission on the wire does not make a replica empty.
+    `num_sent` and `num_sent_tokens` count what this router has sent since the replica's last report. `num_open`, all
+    attempts of this router there, is a lower bound: a report may have been sent before a submission arrived.
     """
     num_sequences = max(load.num_running + load.num_waiting + num_sent, num_open)
     return num_sequences + (load.num_waiting_tokens + num_sent_tokens) / TOKENS_PER_SEQUENCE
 
 
 def power_of_two_choices(replicas: Sequence[ReplicaT], random_index: RandomIndex) -> ReplicaT:
-    """The emptier of two different replicas taken at random; the only one if there is but one. Never of none."""
+    """The less loaded of two different random replicas; with one replica, that one."""
     assert replicas, "there must be a replica to choose"
     if len(replicas) == 1:
         return replicas[0]
@@ -58,11 +59,11 @@ def power_of_two_choices(replicas: Sequence[ReplicaT], random_index: RandomIndex
 
 
 def longest_prefix(replicas: Sequence[ReplicaT], num_cached: Sequence[int], random_index: RandomIndex) -> ReplicaT:
-    """The replica with the longest cached prefix, unless it is too full; without one, power of two choices.
+    """The replica with the longest cached prefix, unless it is too loaded; otherwise power of two choices.
 
-    `num_cached[i]` are the prompt's leading tokens that `replicas[i]` has cached. Too full is `MAX_LEAD` sequences more
-    than the emptiest, plus the prefix's own tokens in sequences: from there on, computing the prefix again elsewhere
-    costs less than waiting. The other replica then has it as well, so a hot prefix spreads as far as its load asks for.
+    `num_cached[i]` counts the prompt's leading tokens that `replicas[i]` has cached. Too loaded is `MAX_LEAD` sequences
+    above the least loaded, plus the prefix's own tokens in sequences: beyond that, computing the prefix elsewhere costs
+    less than waiting. The other replica then caches it too, so a hot prefix spreads with its load.
     """
     longest = max(num_cached)
     if longest == 0:

@@ -1,8 +1,8 @@
-"""How much of a prompt each replica has cached, as far as it has told: for sending requests to where their prefix is.
+"""Prefix index: the block hashes in each replica's prefix cache, for prefix-aware routing.
 
-What may live here: sets of block hashes, and prompts' hashes to look up in them. What may not: the choice
-(`policy.py`), wires. An index may be late or, by a collision, wrong: then a request goes to a worse place, and is
-answered the same.
+What may live here: the sets of hashes that replicas report, and the hashes of a prompt to look up. What may not: the
+choice (`policy.py`), wire formats. An index may lag or, by a hash collision, be wrong: then a request goes to a replica
+with less of its prefix, and its output is the same.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from holdfast.worker.request import EngineRequest
 
 
 class PromptPrefix:
-    """The hashes of a prompt's full blocks, worked out as far as somebody looks, and once.
+    """The hashes of a prompt's full blocks, computed lazily and once.
 
     About 1.7 us for each block of 16 tokens: a prompt of 32,768 tokens that is cached somewhere in full takes 3.5 ms,
     one whose first block is nowhere takes one hash.
@@ -37,7 +37,7 @@ class PromptPrefix:
 
 
 class PrefixIndex:
-    """The blocks that one replica has cached."""
+    """The hashes of the blocks that one replica has cached."""
 
     __slots__ = ("_block_size", "_blocks")
 
@@ -49,12 +49,12 @@ class PrefixIndex:
         return len(self._blocks)
 
     def apply(self, stored: Iterable[int], evicted: Iterable[int]) -> None:
-        """Blocks that came and blocks that went. None is in both."""
+        """Takes one batch of cache events. No block is in both lists."""
         self._blocks.update(stored)
         self._blocks.difference_update(evicted)
 
     def num_cached_tokens(self, prefix: PromptPrefix) -> int:
-        """Leading tokens of a prompt that are cached here: O(blocks that are), and one more."""
+        """Leading tokens of a prompt that are cached here. Looks up one block more than are cached."""
         if not self._blocks:
             return 0
         for index in range(num_blocks := prefix.num_blocks(self._block_size)):

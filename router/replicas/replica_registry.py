@@ -1,7 +1,8 @@
-"""What this router believes of its replicas: which are up, how busy each is, and what of ours runs there.
+"""Replica registry: the replicas that are up, their last reported load, and this router's attempts on each.
 
-What may live here: beliefs and the choice among them. What may not: requests (`dispatch.py`), dialling (`link.py`).
-A replica is *up* between its hello and the loss of its link; *retiring* while it is up but takes nothing new.
+A replica is *up* from its hello to the loss of its link, and *retiring* while it is up but accepts no new requests.
+What may live here: the state of replicas and models, and the choice of a replica. What may not: requests
+(`router/dispatch/`), dialling (`router/links/link.py`).
 """
 
 from collections.abc import Iterator
@@ -27,9 +28,9 @@ class ReplicaState:
         self.load = load
         self.breaker = breaker
         self.stats: EngineStats | None = None
-        """As it last told; None until then."""
+        """As last reported; None before the first report."""
         self.cached = PrefixIndex(facts.block_size)
-        """What it has cached; empty where nobody asked."""
+        """Its prefix cache; empty unless this router follows cache events."""
         self.attempts: set[int] = set()
         """Attempts of this router that run or wait there."""
         self.is_retiring = False
@@ -38,11 +39,11 @@ class ReplicaState:
 
     @property
     def score(self) -> float:
-        """How full it is, as `policy.py` compares it."""
+        """Its load, as `policy.py` compares it."""
         return load_score(self.load, self._num_sent, self._num_sent_tokens, len(self.attempts))
 
     def note_sent(self, attempt: int, num_tokens: int) -> None:
-        """An attempt is on its way there, with so many tokens to compute; the next report is expected to count it."""
+        """An attempt with `num_tokens` to compute was sent there; the next report is expected to include it."""
         self.attempts.add(attempt)
         self._num_sent += 1
         self._num_sent_tokens += num_tokens
@@ -53,19 +54,19 @@ class ReplicaState:
         self._num_sent_tokens = 0
 
     def note_memory(self, update: StepUpdate) -> None:
-        """What it says of its cache and of itself, where it says so."""
+        """Takes the cache events and the stats of an update, if it has any."""
         self.cached.apply(update.cache.stored, update.cache.evicted)
         self.stats = update.stats or self.stats
 
     def is_open(self, *, is_trial: bool = False) -> bool:
-        """Whether it may get new attempts at all; a trial tells nothing beside suspects of other routers."""
+        """Whether it may get new attempts. A trial proves nothing on a replica with suspects of other routers."""
         is_fit = not is_trial or self.load.num_foreign_suspects == 0
         return is_fit and not self.is_retiring and self.breaker.rests_until is None
 
     def has_room(self, max_waiting: int) -> bool:
-        """Whether a request sent now would find fewer than `max_waiting` before it.
+        """Whether a request sent now would find fewer than `max_waiting` ahead of it.
 
-        One that has nothing of ours always has room: its figures may be old, and nothing else would refresh them.
+        A replica without attempts of this router always has room: its load may be stale, and only steps refresh it.
         """
         return not self.attempts or self.load.num_waiting + self._num_sent < max_waiting
 
@@ -80,7 +81,7 @@ class ModelState:
         """When the last replica was lost; None while one is up."""
 
     def refresh_facts(self) -> None:
-        """Keeps to what every replica that is up can do; with none up, to what was known before."""
+        """Sets the facts to what every replica that is up supports; with none up, keeps the last ones."""
         all_facts = [replica.facts for replica in self.replicas]
         if all_facts:
             smallest = min(all_facts, key=lambda facts: facts.num_blocks * facts.block_size)
@@ -97,7 +98,7 @@ class ReplicaRegistry:
     def __init__(
         self, config: RouterConfig, random_index: RandomIndex, choose: ChooseReplica = power_of_two_choices
     ) -> None:
-        """`choose` decides among replicas that have none of the prompt cached."""
+        """`choose` is the policy when no replica has any of the prompt cached."""
         self._is_prefix_aware = config.routing_policy == "prefix_aware"
         self._max_waiting = config.max_waiting_per_replica
         self._choose = choose
@@ -105,7 +106,7 @@ class ReplicaRegistry:
         self._replicas: dict[str, ReplicaState] = {}
         self._models: dict[str, ModelState] = {}
         self._breakers: dict[str, CircuitBreaker] = {}
-        """Of replicas that are up, and of those that failed a while ago."""
+        """Of replicas that are up, and of lost ones with recent failures."""
         self._retiring: dict[str, ReplicaState] = {}
 
     def add(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> None:
@@ -122,7 +123,7 @@ class ReplicaRegistry:
         model.refresh_facts()
 
     def remove(self, replica_id: str, now: float) -> ReplicaState | None:
-        """A replica was lost. Returns what was known of it, or None if it was not up."""
+        """A replica was lost. Returns its state, or None if it was not up."""
         replica = self._replicas.pop(replica_id, None)
         self._retiring.pop(replica_id, None)
         if replica is not None:
@@ -139,7 +140,7 @@ class ReplicaRegistry:
         return self._replicas.get(replica_id)
 
     def choose(self, model: str, prefix: PromptPrefix, *, is_trial: bool = False) -> ReplicaState | None:
-        """The replica that the next request should go to, or None if none is up and has room."""
+        """The replica for a request, or None if none is up and has room."""
         replicas = [replica for replica in self._models[model].replicas if replica.is_open(is_trial=is_trial)]
         chosen = self._pick(replicas, prefix)
         if chosen is None or chosen.has_room(self._max_waiting):
@@ -147,7 +148,7 @@ class ReplicaRegistry:
         return self._pick([replica for replica in replicas if replica.has_room(self._max_waiting)], prefix)
 
     def _pick(self, replicas: list[ReplicaState], prefix: PromptPrefix) -> ReplicaState | None:
-        """By the routing policy; None of none."""
+        """The choice of the routing policy; None without replicas."""
         if not replicas:
             return None
         num_cached = [replica.cached.num_cached_tokens(prefix) for replica in replicas] if self._is_prefix_aware else ()
@@ -156,7 +157,7 @@ class ReplicaRegistry:
         return longest_prefix(replicas, num_cached, self._random_index)
 
     def retire(self, replica: ReplicaState, is_retiring: bool) -> None:
-        """A replica takes nothing new, or does so again."""
+        """Marks a replica as retiring, or no longer so."""
         replica.is_retiring = is_retiring
         if is_retiring:
             self._retiring[replica.facts.replica_id] = replica
@@ -164,16 +165,16 @@ class ReplicaRegistry:
             self._retiring.pop(replica.facts.replica_id, None)
 
     def retiring(self, model: str) -> list[ReplicaState]:
-        """Replicas of a model that are to be emptied, and are not empty."""
+        """Retiring replicas of a model that still run attempts of this router."""
         return [replica for replica in self._retiring.values() if replica.facts.model == model and replica.attempts]
 
     def end_rests(self, now: float) -> None:
-        """Lets replicas have attempts again whose rest is over."""
+        """Closes the circuit breakers whose rest is over."""
         for replica in self._replicas.values():
             replica.breaker.end_rest(now)
 
     def rests(self) -> Iterator[float]:
-        """When replicas that rest will have rested."""
+        """The times at which the rests of replicas end."""
         for replica in self._replicas.values():
             if replica.breaker.rests_until is not None and not replica.is_retiring:
                 yield replica.breaker.rests_until
@@ -189,7 +190,7 @@ class ReplicaRegistry:
         return self._models[name]
 
     def models(self) -> tuple[ModelStatus, ...]:
-        """Every model that has been served here, in the order of first sight."""
+        """Every model that has been served here, in the order in which they first appeared."""
         return tuple(
             ModelStatus(name=name, facts=model.facts, num_replicas=len(model.replicas))
             for name, model in self._models.items()
@@ -202,13 +203,13 @@ class ReplicaRegistry:
         )
 
     def outages(self) -> Iterator[tuple[str, float]]:
-        """The models without a replica, and since when."""
+        """The models without a replica, and the times of their loss."""
         for name, model in self._models.items():
             if model.down_since is not None:
                 yield name, model.down_since
 
     def check_integrity(self) -> None:
-        """Asserts that the two ways to look at the replicas agree."""
+        """Asserts that the tables by replica and by model agree."""
         by_model = [replica for model in self._models.values() for replica in model.replicas]
         assert len(by_model) == len(self._replicas)
         for name, model in self._models.items():
@@ -221,7 +222,7 @@ class ReplicaRegistry:
             assert replica in by_model
 
     def _forget_breakers(self, now: float) -> None:
-        """Keeps what is known of replicas that are gone from piling up."""
+        """Drops the breakers of lost replicas that no longer matter."""
         for replica_id, breaker in list(self._breakers.items()):
             if replica_id not in self._replicas and breaker.is_forgotten(now):
                 del self._breakers[replica_id]

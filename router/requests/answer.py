@@ -1,7 +1,7 @@
-"""The answer to one client's request: its completions, read together as they are drawn, or all at once.
+"""Response of one request: its output deltas as an async iterator, or its completions as a whole.
 
-What may live here: waiting for news of a call, and what is told of its completions in the end. What may not: gRPC, and
-how a completion comes about (`call.py`).
+What may live here: waiting for output of a call, and making completions of it. What may not: gRPC, and how the
+sequences of a request are opened and merged (`router/dispatch/call.py`).
 """
 
 import asyncio
@@ -18,18 +18,18 @@ from holdfast.worker.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One whole output."""
+    """The whole output of one sequence."""
 
     output: Deliver
     cumulative_logprob: float | None = None
-    """The sum over the tokens, where their log-probabilities are known."""
+    """The sum of the tokens' log-probabilities, if they are known."""
     candidates: Sequence[Sequence[tuple[int, float]]] = ()
-    """Of a beam: for each of its tokens, the likeliest (token id, logprob) at that place, best first."""
+    """Only of a beam: for each of its tokens, the likeliest (token id, logprob) at that position, best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """All that a request has come to."""
+class CompletedRequest:
+    """All completions of a request, and its usage."""
 
     request_id: str
     model: str
@@ -38,16 +38,16 @@ class Answer:
 
 
 class SampledAnswer:
-    """A call for one task that reads it, which either iterates or asks for the whole.
+    """The response to a sampling request, for one task, which either iterates over it or awaits `whole`.
 
-    Iterating gives what `Call.poll` gives, and raises what it raises, as soon as there is something. `news` is set
-    whenever there may be.
+    Iterating gives what `Call.poll` gives, and raises what it raises, as soon as there is output. `has_output` is set
+    by the call's `on_output`.
     """
 
     def __init__(
         self,
         call: Call,
-        news: asyncio.Event,
+        has_output: asyncio.Event,
         model: str,
         params: SamplingParams,
         prompt_token_ids: tuple[int, ...] = (),
@@ -55,9 +55,9 @@ class SampledAnswer:
         self.request_id = call.request_id
         self.model = model
         self.prompt_token_ids = prompt_token_ids
-        """What is kept of the prompt."""
+        """The prompt after `truncate_prompt_tokens`."""
         self._call = call
-        self._news = news
+        self._has_output = has_output
         self._params = params
 
     def __aiter__(self) -> "SampledAnswer":
@@ -67,41 +67,43 @@ class SampledAnswer:
         if self._call.is_over:
             raise StopAsyncIteration
         while True:
-            self._news.clear()
+            self._has_output.clear()
             delivery = self._call.poll()
             if delivery is not None:
                 return delivery
-            await self._news.wait()
+            await self._has_output.wait()
 
     def await_ends(self) -> None:
-        """Iterating gives what comes of a completion when that has ended, instead of every step."""
+        """From here on iterating gives the output of a sequence when it has ended, not at every step."""
         self._call.await_ends()
 
     def unread(self) -> Iterator[Deliver]:
-        """What has come and was not given yet. Raises as iterating does."""
+        """The output that has arrived and was not returned yet, without waiting. Raises as iterating does."""
         while (delivery := self._call.poll()) is not None:
             yield delivery
 
     async def outputs(self) -> list[Deliver]:
-        """Every completion in one delivery, by its number."""
+        """The output of every sequence as one delivery, by sequence index."""
         self.await_ends()
         pieces: list[list[Deliver]] = [[] for _ in range(self._call.num_completions)]
         async for delivery in self:
             pieces[delivery.sequence_index].append(delivery)
         return [merged(deliveries) for deliveries in pieces]
 
-    async def whole(self) -> Answer:
+    async def whole(self) -> CompletedRequest:
         """All completions; with `best_of`, the best ones, best first."""
         completions = self.completions(await self.outputs())
-        return Answer(request_id=self.request_id, model=self.model, completions=completions, usage=self._call.usage)
+        return CompletedRequest(
+            request_id=self.request_id, model=self.model, completions=completions, usage=self._call.usage
+        )
 
     def completions(self, outputs: Sequence[Deliver]) -> tuple[Completion, ...]:
-        """What is told of all outputs in the end, each in one delivery."""
+        """The completions to return, from the whole output of every sequence. Each output is one delivery."""
         chosen = self._chosen(outputs) if is_ranked(self._params) else outputs
         return tuple(self._completion(output) for output in chosen)
 
     def _chosen(self, outputs: Sequence[Deliver]) -> list[Deliver]:
-        """The best, renumbered. What is said of the prompt goes with the first, whoever said it."""
+        """The best outputs, with new indices. The prompt's log-probabilities, which sequence 0 has, go to the first."""
         ranking = best([[item.logprob for item in output.logprobs] for output in outputs], self._params.n)
         said = outputs[0].prompt_logprobs
         return [
@@ -110,7 +112,7 @@ class SampledAnswer:
         ]
 
     def _completion(self, output: Deliver) -> Completion:
-        """Log-probabilities that only the ranking needed are not delivered; their sum is."""
+        """Log-probabilities that only the ranking needed are left out; their sum is kept."""
         is_known = self._params.logprobs is not None or is_ranked(self._params)
         total = math.fsum(item.logprob for item in output.logprobs) if is_known else None
         kept = output if self._params.logprobs is not None else replace(output, logprobs=())

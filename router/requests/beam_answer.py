@@ -1,4 +1,7 @@
-"""The answer to a request with beams: a `BeamSearch` whose candidates come from ordinary requests of one token each."""
+"""Response of a beam search request: runs a `BeamSearch` whose candidates come from ordinary one-token requests.
+
+What may live here: those requests, and the completions made of the beams. What may not: the search (`beam_search.py`).
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -8,9 +11,9 @@ from typing import Final
 from holdfast.router.dispatch.call import open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import Deliver, Usage
-from holdfast.router.requests.answer import Answer, Completion, SampledAnswer
+from holdfast.router.requests.answer import CompletedRequest, Completion, SampledAnswer
 from holdfast.router.requests.beam_search import Beam, BeamSearch, extension
-from holdfast.router.resume import Part
+from holdfast.router.resume import NewSequence
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.request import EngineRequest, FinishReason
@@ -20,7 +23,7 @@ _AS_IT_IS: Final = SamplingParams()
 
 
 class BeamAnswer:
-    """One search on a router. Its requests are opened step by step while `whole` runs, and none is left afterwards."""
+    """One beam search on a router. `whole` opens its requests step by step and leaves none open."""
 
     def __init__(
         self,
@@ -34,11 +37,11 @@ class BeamAnswer:
         echo: str = "",
         client_attempt: int = 0,
     ) -> None:
-        """`client_attempt` is above 0 if its client comes again when it is told to."""
+        """`client_attempt` is above 0 if the client submits again when told to."""
         self.request_id = request.request_id
         self.model = model
         self.prompt_token_ids = request.prompt_token_ids
-        """What is kept of the prompt."""
+        """The prompt after `truncate_prompt_tokens`."""
         self._request = request
         self._search = search
         self._dispatch_host = dispatch_host
@@ -49,15 +52,15 @@ class BeamAnswer:
         self._num_extensions = 0
         self._num_cached_tokens = 0
         self._fingerprints: list[str] = []
-        """Of all whose candidates were looked at, in that order, each once."""
+        """Of all replicas that gave candidates, in that order, each once."""
 
-    async def whole(self) -> Answer:
+    async def whole(self) -> CompletedRequest:
         """The best beams, best first. Raises what ended one of the requests with an error."""
         while self._search.live:
             outputs = await self._extend(self._search.live)
             self._search.advance([output.logprobs[0].top for output in outputs])
         beams = self._search.best(self._request.sampling_params.n)
-        return Answer(
+        return CompletedRequest(
             request_id=self.request_id,
             model=self.model,
             completions=tuple(self._completion(index, beam) for index, beam in enumerate(beams)),
@@ -65,29 +68,29 @@ class BeamAnswer:
         )
 
     async def _extend(self, beams: Sequence[Beam]) -> list[Deliver]:
-        """One token after each beam, all of them asked for together."""
-        parts, news = [self._extension(beam) for beam in beams], asyncio.Event()
+        """Generates one token after each beam, in one call."""
+        sequences, has_output = [self._extension(beam) for beam in beams], asyncio.Event()
         call = open_call(
             self._dispatch_host,
             self.request_id,
-            parts,
+            sequences,
             model=self.model,
             deadline=self._deadline,
-            on_news=news.set,
+            on_output=has_output.set,
             client_attempt=self._client_attempt,
         )
         with closing(call):
-            outputs = await SampledAnswer(call, news, self.model, _AS_IT_IS).outputs()
+            outputs = await SampledAnswer(call, has_output, self.model, _AS_IT_IS).outputs()
         seen = dict.fromkeys([*self._fingerprints, *(output.fingerprint for output in outputs)])
         self._fingerprints = list(seen)
         if not beams[0].token_ids:
             self._num_cached_tokens = call.usage.num_cached_tokens
         return outputs
 
-    def _extension(self, beam: Beam) -> Part:
+    def _extension(self, beam: Beam) -> NewSequence:
         request = extension(self._request, beam, self._num_extensions, self._search.num_candidates)
         self._num_extensions += 1
-        return Part(request=request, text=TextStream(self._tokenizer, _AS_IT_IS))
+        return NewSequence(request=request, text=TextStream(self._tokenizer, _AS_IT_IS))
 
     def _completion(self, index: int, beam: Beam) -> Completion:
         params = self._request.sampling_params
@@ -106,7 +109,7 @@ class BeamAnswer:
         return Completion(output=output, cumulative_logprob=beam.logprob, candidates=beam.candidates)
 
     def _usage(self) -> Usage:
-        """Every token that was asked for counts, on whichever beam it was."""
+        """Every generated token counts, whether its beam was kept or not."""
         return Usage(
             num_prompt_tokens=len(self._request.prompt_token_ids),
             num_completion_tokens=self._num_extensions,

@@ -1,7 +1,7 @@
-"""Beam search: candidates go in, the prefixes to extend next come out, until the best sequences are known.
+"""Beam search: takes the candidates of each step and gives the beams to extend next, until the best are known.
 
-A pure core: who asks a model for candidates is another's business (`beam_answer.py`). The method is that of Hugging
-Face's `generate` with `early_stopping=False`:
+A pure core; the requests for candidates are made in `beam_answer.py`. The method is that of Hugging Face's `generate`
+with `early_stopping=False`:
 
 - of all continuations of the live beams, the 2 * width likeliest are candidates; of equal ones those of the better
   beam, then the lower token id come first;
@@ -18,24 +18,24 @@ from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 
 Continuations = Sequence[tuple[int, float]]
-"""(token id, logprob) of the likeliest tokens at one place, best first."""
+"""(token id, logprob) of the likeliest tokens at one position, best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beam:
-    """Some output tokens, and how likely they are."""
+    """One candidate output and its log-probability."""
 
     token_ids: tuple[int, ...] = ()
     logprob: float = 0.0
     """The sum over the tokens."""
     has_ended: bool = False
-    """The last token is an end of sequence, rather than the last one that fits."""
+    """The last token is an end of sequence."""
     before: "tuple[Beam, Continuations] | None" = field(default=None, compare=False, repr=False)
-    """The beam that it extends, and what followed that one: kept once for all who do. None: it has no tokens."""
+    """The beam that it extends, and that one's continuations, shared by all its extensions. None: no tokens yet."""
 
     @property
     def candidates(self) -> list[Continuations]:
-        """For each token, what it was chosen from."""
+        """For each token, the continuations it was chosen from."""
         found, beam = [], self
         while beam.before is not None:
             beam, continuations = beam.before
@@ -49,7 +49,7 @@ class Beam:
     def extended(
         self, token_id: int, logprob: float, end_token_ids: Collection[int], continuations: Continuations
     ) -> "Beam":
-        """With one token more, which is one of `continuations`."""
+        """This beam with one more token, which is one of `continuations`."""
         return Beam(
             token_ids=(*self.token_ids, token_id),
             logprob=self.logprob + logprob,
@@ -59,7 +59,7 @@ class Beam:
 
 
 class BeamSearch:
-    """One search. Ask for candidates of each of `live`, give them to `advance`, and again until `live` is empty."""
+    """One search. Pass the candidates of each beam in `live` to `advance`, and repeat until `live` is empty."""
 
     def __init__(self, *, width: int, length_penalty: float, max_tokens: int, end_token_ids: Collection[int]) -> None:
         self._width = width
@@ -86,7 +86,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many of its likeliest continuations are asked of each live beam."""
+        """How many of the likeliest continuations each live beam needs."""
         return 2 * self._width
 
     def advance(self, continuations: Sequence[Continuations]) -> None:
@@ -103,7 +103,7 @@ class BeamSearch:
         return tuple(self._finished[:n])
 
     def _candidates(self, continuations: Sequence[Continuations]) -> list[Beam]:
-        """The likeliest continuations of all beams, in the order that the file's head says."""
+        """The likeliest continuations of all beams, in the order given at the top of the file."""
         found = [
             (beam.logprob + logprob, rank, token_id, beam.extended(token_id, logprob, self._end_token_ids, items))
             for rank, (beam, items) in enumerate(zip(self.live, continuations, strict=True))

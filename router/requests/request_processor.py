@@ -1,7 +1,7 @@
-"""From a client's request to an open stream: which model, its tokens, the limits that depend on it, the seed.
+"""Request processor: turns a client's request into engine requests and opens them on the dispatch host.
 
-What may live here: everything between a wire format and the dispatch core that every wire format needs. What may not:
-wire formats, decisions about replicas.
+What may live here: the choice of the model, tokenization, the limits that depend on the model, the seed. What may not:
+wire formats (`router/wire/`), decisions about replicas (`router/dispatch/`).
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from holdfast.router.request import GenerationRequest, check_text
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.beam_search import BeamSearch
-from holdfast.router.resume import Part, Resume, check_ends, part_of
+from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence
 from holdfast.router.text.prompt import check_length, kept_tokens
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
@@ -30,18 +30,18 @@ from holdfast.worker.request import EngineRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Admitted:
-    """A request that nothing is wrong with."""
+    """A request that has passed all checks."""
 
-    request: EngineRequest
+    engine_request: EngineRequest
     model: ModelStatus
     deadline: float
     echo: str
-    """The prompt's text, where the output begins with it."""
+    """The prompt's text if the request asks for `echo`; else empty."""
     attempt: int
 
 
 class RequestProcessor:
-    """The router's front desk, whichever door a client came through."""
+    """Validates and tokenizes requests, and opens them on the dispatch host. Every protocol front end uses it."""
 
     def __init__(self, dispatch_host: DispatchHost, tokenizers: TokenizerRegistry, limits: LimitsConfig) -> None:
         self._dispatch_host = dispatch_host
@@ -55,43 +55,50 @@ class RequestProcessor:
 
     @asynccontextmanager
     async def open(
-        self, wish: GenerationRequest, time_remaining_s: float | None = None
+        self, request: GenerationRequest, time_remaining_s: float | None = None
     ) -> AsyncIterator[SampledAnswer]:
-        """Opens a request and gives its answer as it comes; leaving the context cancels what has not ended.
+        """Opens a request and yields its response. Leaving the context cancels what has not ended.
 
-        `time_remaining_s` is what the call's own deadline leaves; the earliest limit holds. Raises `HoldfastError`.
+        `time_remaining_s` is the time until the call's own deadline; the earliest limit holds. Raises `HoldfastError`.
         """
-        admitted = await self._admit(wish, time_remaining_s)
-        request, model = admitted.request, admitted.model.name
-        parts = [await self._part(one, index, wish.resume, admitted) for index, one in enumerate(siblings(request))]
+        admitted = await self._admit(request, time_remaining_s)
+        engine_request, model = admitted.engine_request, admitted.model.name
+        sequences = [
+            await self._new_sequence(one, index, request.resume, admitted)
+            for index, one in enumerate(siblings(engine_request))
+        ]
         self._check_open()
-        news = asyncio.Event()
+        has_output = asyncio.Event()
         call = open_call(
             self._dispatch_host,
-            request.request_id,
-            parts,
+            engine_request.request_id,
+            sequences,
             model=model,
             deadline=admitted.deadline,
-            on_news=news.set,
+            on_output=has_output.set,
             client_attempt=admitted.attempt,
             echo=admitted.echo,
         )
         with closing(call):
-            yield SampledAnswer(call, news, model, request.sampling_params, request.prompt_token_ids)
+            yield SampledAnswer(
+                call, has_output, model, engine_request.sampling_params, engine_request.prompt_token_ids
+            )
 
     @asynccontextmanager
-    async def search(self, wish: GenerationRequest, time_remaining_s: float | None = None) -> AsyncIterator[BeamAnswer]:
-        """As `open`, for a request with a `beam_width`. The search begins when its answer is asked for."""
-        admitted = await self._admit(wish, time_remaining_s)
-        request, model = admitted.request, admitted.model
+    async def search(
+        self, request: GenerationRequest, time_remaining_s: float | None = None
+    ) -> AsyncIterator[BeamAnswer]:
+        """As `open`, for a request with a `beam_width`. The search begins with `whole`."""
+        admitted = await self._admit(request, time_remaining_s)
+        engine_request, model = admitted.engine_request, admitted.model
         search = BeamSearch.of(
-            request.sampling_params,
-            len(request.prompt_token_ids),
+            engine_request.sampling_params,
+            len(engine_request.prompt_token_ids),
             model.facts.max_sequence_len,
             model.facts.eos_token_ids,
         )
         yield BeamAnswer(
-            request,
+            engine_request,
             search,
             self._dispatch_host,
             model=model.name,
@@ -102,7 +109,7 @@ class RequestProcessor:
         )
 
     async def tokenize(self, model: str, text: str) -> tuple[int, ...]:
-        """The token ids that a text prompt would have. Raises `HoldfastError`."""
+        """The token ids of a text prompt. Raises `HoldfastError`."""
         check_text(text, self._limits)
         return await self._tokenizers.encode(self.model(model).name, text)
 
@@ -131,78 +138,82 @@ class RequestProcessor:
             raise UnknownModelError(name, tuple(models))
         return models[name]
 
-    async def _admit(self, wish: GenerationRequest, time_remaining_s: float | None) -> "_Admitted":
+    async def _admit(self, request: GenerationRequest, time_remaining_s: float | None) -> "_Admitted":
         self._check_open()
-        wish.check(self._limits)
-        deadline = self._dispatch_host.now() + self._timeout_s(wish, time_remaining_s)
-        model = self.model(wish.model)
-        request = await self._engine_request(wish, model)
-        echo = await self._echo(wish, model.name, request) if request.sampling_params.echo else ""
+        request.check(self._limits)
+        deadline = self._dispatch_host.now() + self._timeout_s(request, time_remaining_s)
+        model = self.model(request.model)
+        engine_request = await self._engine_request(request, model)
+        echo = await self._echo(request, model.name, engine_request) if engine_request.sampling_params.echo else ""
         self._check_open()
-        return _Admitted(request=request, model=model, deadline=deadline, echo=echo, attempt=wish.attempt)
+        return _Admitted(
+            engine_request=engine_request, model=model, deadline=deadline, echo=echo, attempt=request.attempt
+        )
 
-    async def _part(self, sibling: EngineRequest, index: int, resume: Resume | None, admitted: "_Admitted") -> Part:
-        """One completion of a request, brought to where the client is."""
+    async def _new_sequence(
+        self, sibling: EngineRequest, index: int, resume: Resume | None, admitted: "_Admitted"
+    ) -> NewSequence:
+        """One sequence of a request, ready to open. A resumed one continues after what the client has."""
         text = TextStream(self._tokenizers[admitted.model.name], sibling.sampling_params, sibling.prompt_token_ids)
         if resume is None:
-            return part_of(sibling, text, None, index)
+            return new_sequence(sibling, text, None, index)
         received, facts = resume.progress(index).token_ids, admitted.model.facts
         field, num_prompt_tokens = f"resume.sequences[{index}].token_ids", len(sibling.prompt_token_ids)
         check_vocabulary(field, received, facts.vocab_size)
         _check_room(field, len(received), num_prompt_tokens, facts.max_model_len)
         check_ends(field, received, sibling, facts.eos_token_ids)
         await self._tokenizers.check_output(admitted.model.name, field, sibling.grammar, received, facts.eos_token_ids)
-        return await asyncio.to_thread(part_of, sibling, text, resume, index, len(admitted.echo))
+        return await asyncio.to_thread(new_sequence, sibling, text, resume, index, len(admitted.echo))
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise stopping()
 
-    def _timeout_s(self, wish: GenerationRequest, time_remaining_s: float | None) -> float:
-        timeout_s = self._limits.default_timeout_s if wish.timeout_s is None else wish.timeout_s
+    def _timeout_s(self, request: GenerationRequest, time_remaining_s: float | None) -> float:
+        timeout_s = self._limits.default_timeout_s if request.timeout_s is None else request.timeout_s
         return timeout_s if time_remaining_s is None else min(timeout_s, time_remaining_s)
 
-    async def _engine_request(self, wish: GenerationRequest, model: ModelStatus) -> EngineRequest:
-        request_id = wish.request_id or uuid.uuid4().hex
-        token_ids = await self._prompt_token_ids(wish, model)
-        token_ids = kept_tokens(token_ids, wish.sampling_params, model.facts.max_sequence_len)
-        shown = wish.prompt if wish.chat is None else wish.chat.messages
+    async def _engine_request(self, request: GenerationRequest, model: ModelStatus) -> EngineRequest:
+        request_id = request.request_id or uuid.uuid4().hex
+        token_ids = await self._prompt_token_ids(request, model)
+        token_ids = kept_tokens(token_ids, request.sampling_params, model.facts.max_sequence_len)
+        shown = request.prompt if request.chat is None else request.chat.messages
         max_sequence_len, max_model_len = model.facts.max_sequence_len, model.facts.max_model_len
         check_length(
-            wish.prompt_field, shown, len(token_ids), max_sequence_len=max_sequence_len, max_model_len=max_model_len
+            request.prompt_field, shown, len(token_ids), max_sequence_len=max_sequence_len, max_model_len=max_model_len
         )
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             sampling_params=resolved(
-                wish.sampling_params, request_id, vocab_size=model.facts.vocab_size, max_model_len=max_model_len
+                request.sampling_params, request_id, vocab_size=model.facts.vocab_size, max_model_len=max_model_len
             ),
-            priority=wish.priority,
-            cache_salt=wish.cache_salt,
-            tenant=wish.tenant,
-            bad_word_token_ids=await self._tokenizers.bad_words(model.name, wish.sampling_params.bad_words),
-            grammar=await self._tokenizers.grammar(model.name, wish.sampling_params.structure),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
+            bad_word_token_ids=await self._tokenizers.bad_words(model.name, request.sampling_params.bad_words),
+            grammar=await self._tokenizers.grammar(model.name, request.sampling_params.structure),
         )
 
-    async def _prompt_token_ids(self, wish: GenerationRequest, model: ModelStatus) -> tuple[int, ...]:
-        """All of them, before any is cut off."""
-        if wish.chat is not None:
-            text = await self._tokenizers.render(model.name, wish.chat)
+    async def _prompt_token_ids(self, request: GenerationRequest, model: ModelStatus) -> tuple[int, ...]:
+        """The token ids of the whole prompt, before `truncate_prompt_tokens`."""
+        if request.chat is not None:
+            text = await self._tokenizers.render(model.name, request.chat)
             check_text(text, self._limits, "chat")  # a template adds to each message
             return await self._tokenizers.encode(model.name, text, add_special_tokens=False)
-        if isinstance(wish.prompt, str):
-            return await self._tokenizers.encode(model.name, wish.prompt)
-        check_vocabulary("token_ids", wish.prompt, model.facts.vocab_size)
-        return wish.prompt
+        if isinstance(request.prompt, str):
+            return await self._tokenizers.encode(model.name, request.prompt)
+        check_vocabulary("token_ids", request.prompt, model.facts.vocab_size)
+        return request.prompt
 
-    async def _echo(self, wish: GenerationRequest, model: str, request: EngineRequest) -> str:
-        """What `echo` puts before the output; of a chat, the text of the tokens that the template made of it."""
-        prompt = wish.prompt if wish.chat is None else request.prompt_token_ids
-        return await self._tokenizers.echo(model, prompt, request)
+    async def _echo(self, request: GenerationRequest, model: str, engine_request: EngineRequest) -> str:
+        """The text that `echo` puts before the output; of a chat, the rendered prompt."""
+        prompt = request.prompt if request.chat is None else engine_request.prompt_token_ids
+        return await self._tokenizers.echo(model, prompt, engine_request)
 
 
 def _check_room(field: str, num_received: int, num_prompt_tokens: int, max_model_len: int) -> None:
-    """No output is longer than what the context leaves it."""
+    """Raises `InvalidRequestError` if the received tokens do not fit into the context after the prompt."""
     most = max_model_len - num_prompt_tokens
     if num_received > most:
         limit = f"must have at most {most} tokens: this model's maximum context length is {max_model_len} tokens"

@@ -1,8 +1,8 @@
-"""Runs of byte tokens: what tokenizers with byte fallback spell characters with that they have no token for.
+"""Byte fallback: runs of byte tokens, with which tokenizers spell characters that have no token.
 
-Their decoders read a run as a whole: if it is UTF-8 from its first byte to its last it is that text, else each of its
-bytes is U+FFFD. So nothing of a run is certain while it may still break. What may live here: finding such tokens, and
-where a run stands. What may not: other tokens, and what is shown of a run (`detokenizer.py`).
+Their decoders decode a run as a whole: a run that is valid UTF-8 becomes that text, else each of its bytes becomes
+U+FFFD. So no text of a run is final while the run may still turn invalid. What may live here: finding byte tokens, and
+the state of a run. What may not: other tokens, and when the text of a run is released (`detokenizer.py`).
 """
 
 import codecs
@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol
 
 REPLACEMENT: Final = "\ufffd"
-"""What decoders write for bytes that are no character, or not yet."""
+"""What decoders write for bytes that are not, or not yet, a character."""
 
 _LETTER: Final = 0x41
 _NEVER: Final = 0xFF
-"""A byte that no character has."""
+"""A byte that never occurs in UTF-8."""
 
 
 class _Decoder(Protocol):
@@ -26,7 +26,7 @@ class _Codec(_Decoder, Protocol):
 
 
 def fallback_bytes(codec: _Codec) -> Mapping[int, int]:
-    """The byte of each byte token, by token id; empty for a tokenizer that has none or decodes them one by one."""
+    """The byte of each byte token, by token id; empty if the tokenizer has none or decodes them one by one."""
     found = {codec.token_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
     bytes_ = {token_id: byte for token_id, byte in found.items() if token_id is not None}
     ids = _token_ids(bytes_)
@@ -38,7 +38,7 @@ def fallback_bytes(codec: _Codec) -> Mapping[int, int]:
 
 
 def is_nothing(decoder: _Decoder, fallback: Mapping[int, int], token_id: int) -> bool:
-    """The tokenizer has no such token, and decodes the bytes around it as if it were not there."""
+    """Whether a token decodes to nothing and does not interrupt a run of byte tokens."""
     if decoder.decode([token_id], False):
         return False
     ids = _token_ids(fallback)
@@ -50,21 +50,21 @@ def _token_ids(fallback: Mapping[int, int]) -> dict[int, int]:
 
 
 class ByteRun:
-    """The run at the end of the tokens so far, which may be empty."""
+    """The run of byte tokens at the end of the tokens so far. It may be empty."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         self.is_broken = False
-        """It is no UTF-8, whatever follows."""
+        """Whether it is invalid UTF-8, whatever follows."""
         self._decoder = codecs.getincrementaldecoder("utf-8")()
 
     @property
     def is_whole(self) -> bool:
-        """It does not end within a character."""
+        """Whether it is valid and does not end within a character."""
         return not self.is_broken and not self._decoder.getstate()[0]
 
     def push(self, token_id: int, byte: int) -> str:
-        """The characters that are complete now, unless the run breaks later."""
+        """The characters completed by this byte. They change if the run turns invalid later."""
         if self.is_broken:
             return ""
         self.token_ids.append(token_id)

@@ -1,7 +1,7 @@
-"""Chat templates: a list of messages becomes the prompt text that the model was trained on.
+"""Chat template renderer: turns a list of messages into the prompt text that the model was trained on.
 
-A template is a program that comes with a model, so it runs in jinja2's sandbox and sees plain data and a handful of
-helpers only. No tokens here, and no opinion on roles beyond their spelling: the template knows which ones it takes.
+A template is untrusted code that comes with a model, so it runs in jinja2's sandbox and gets only plain data and a few
+helpers. What may not live here: tokens, and which roles there are: the template decides that.
 """
 
 import json
@@ -25,9 +25,9 @@ _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 def chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
-    """The prompt for a chat, by the template that lies with the tokenizer. Raises what `render_chat` raises.
+    """The prompt for a chat, by the tokenizer's chat template. Raises what `render_chat` raises.
 
-    A function of the chat alone if that says when it is: dates are in UTC, wherever the router stands.
+    A pure function of the chat if `now_s` is set. Dates are in UTC, in any time zone.
     """
     now = datetime.now(UTC) if chat.now_s is None else datetime.fromtimestamp(chat.now_s, UTC)
     return render_chat(
@@ -48,7 +48,7 @@ def render_chat(
     template_kwargs: Mapping[str, Any] = _NOTHING,
     now: Callable[[], datetime] = datetime.now,
 ) -> str:
-    """The prompt for `messages`. It holds its own special tokens: encode it with `add_special_tokens=False`.
+    """The prompt for `messages`. It contains its special tokens: encode it with `add_special_tokens=False`.
 
     `special_tokens` are the names that templates use (`bos_token`, `eos_token`, ...), see `Tokenizer.special_tokens`.
     Raises `InvalidRequestError` for messages that are malformed or that the template refuses, and `ConfigurationError`
@@ -68,7 +68,7 @@ def render_chat(
         raise InvalidRequestError("chat.template_kwargs", reserved, "are not for a request to set")
     try:
         return compiled.render(variables | own)
-    except Exception as error:  # a template is foreign code: it may fail in any way, and mostly because of the messages
+    except Exception as error:  # a template may raise anything, and most failures are due to the messages
         limit = f"the model's chat template refuses them: {error}"
         raise InvalidRequestError("chat.messages", messages, limit) from error
 
@@ -85,7 +85,7 @@ def _compiled(template: str) -> jinja2.Template:
 
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The dialect that published templates are written in: block trimming, loop controls, and these helpers."""
+    """The jinja2 dialect of published templates: block trimming, loop controls, and the usual helpers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
@@ -95,7 +95,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training. In a prompt it means nothing: keep its inside."""
+    """`{% generation %}` marks the assistant's tokens for training. A prompt keeps only its content."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 
@@ -111,7 +111,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON. jinja2's own filter would escape it for HTML."""
+    """Plain JSON. jinja2's own `tojson` filter escapes it for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

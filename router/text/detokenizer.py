@@ -1,11 +1,12 @@
-"""Token ids to text while they arrive: what is handed out never changes, and never ends within a character.
+"""Incremental detokenizer: token ids to text as they arrive. Released text never changes or ends within a character.
 
-Tokens do not decode one by one: a character may be spread over several of them, and some decoders drop the space in
-front of the first. So a short window is decoded again with each token, led by tokens whose text is out already:
+Tokens cannot be decoded one by one: a character may span several of them, and some decoders drop the space in front of
+the first. So a short window is decoded again with each token. It begins with tokens whose text was released:
 
-    window:  [ context: its text is out | pending: its text is not out, or not all of it ]
+    window:  [ context: its text was released | pending: its text was not, or not all of it ]
 
-A run of byte tokens is decoded as a whole (`byte_runs.py`), so it stays out of the window until it is over.
+A run of byte tokens is decoded as a whole (`byte_runs.py`), so it joins the window only when it ends. What may not live
+here: stop strings (`stop_strings.py`).
 """
 
 from collections.abc import Sequence
@@ -16,20 +17,20 @@ from holdfast.router.text.tokenizer import Tokenizer
 
 _MAX_CONTEXT: Final = 6
 _MAX_WINDOW: Final = 24
-"""Far more tokens than a character can have: they are bytes that will never make one."""
+"""Far more tokens than a character can have: such a window is bytes that never become one."""
 
 _MAX_CHARACTER: Final = 4
 """Bytes of a character, and so the most tokens it can be spread over."""
 
 
 class IncrementalDetokenizer:
-    """Text of one sequence: what `push` returns, and `finish` in the end, adds up to the text of all tokens.
+    """The text of one sequence: the results of `push` and of the final `finish` concatenate to the text of all tokens.
 
-    That is `tokenizer.decode` of `context` and all tokens, less the text of `context`: the end of the prompt, on which
-    it depends whether the output begins with a space. One case differs: a prompt that ends in a run of byte tokens
-    keeps its own text, even if the output's bytes break the run.
+    That is `tokenizer.decode` of `context` and all tokens, without the text of `context`, the end of the prompt: it
+    decides whether the output begins with a space. One case differs: a prompt that ends in a run of byte tokens keeps
+    its own text, even if the output's bytes make the run invalid.
 
-    A token costs the decoding of a window, at most of two, however long the sequence is.
+    Each token decodes at most two windows, however long the sequence is.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, context: Sequence[int] = ()) -> None:
@@ -38,28 +39,28 @@ class IncrementalDetokenizer:
         self._window: list[int] = []
         self._num_context = 0
         self._num_out = 0
-        """Characters of the window's text that are out."""
+        """Characters of the window's text that were released."""
         self._bytes = tokenizer.fallback_bytes
         self._run = ByteRun()
         self._num_given = 0
-        """Tokens of the run that are the prompt's, with whole characters."""
+        """Tokens of the run that belong to the prompt, if they are whole characters."""
         self._has_guessed = False
         self.guess = ""
-        """What the last token adds to the text of the run that it is in, if that does not break."""
+        """The text that the last token adds to its run of byte tokens, if the run stays valid."""
         self._start_after(context)
 
     @property
     def is_guessing(self) -> bool:
-        """The tokens end in a run that may still break."""
+        """Whether the tokens end in a run that may still turn invalid."""
         return bool(self._run.token_ids) and not self._run.is_broken
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that has become certain."""
+        """The text that is now final."""
         self.guess = ""
         return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._skipped])
 
     def finish(self) -> str:
-        """What was held back. Bytes that still wait for the rest of their character become U+FFFD."""
+        """The text that was held back. Bytes of an incomplete character become U+FFFD."""
         self._end_run()
         rest = self._decode(self._window)[self._num_out :]
         self._window, self._num_context, self._num_out = [], 0, 0
@@ -96,7 +97,7 @@ class IncrementalDetokenizer:
         return ""
 
     def _end_run(self) -> None:
-        """A run that is whole becomes text with the window. One that was broken is out."""
+        """Moves a valid run into the window. The text of an invalid one was released already."""
         run, num_given = self._run, self._num_given
         self._run, self._num_given, self._has_guessed = ByteRun(), 0, False
         if run.is_broken:
@@ -107,11 +108,11 @@ class IncrementalDetokenizer:
         self._window = self._window + run.token_ids
 
     def _shorten(self, text: str) -> str:
-        """Hands out what cannot be the beginning of a character, and forgets its tokens."""
+        """Releases the text that cannot be part of a later character, and drops its tokens."""
         for num_kept in range(1, _MAX_CHARACTER):
             head, tail = self._window[:-num_kept], self._window[-num_kept:]
             head_text = self._decode(head)
-            if head_text + self._decode(tail) == text:  # no character lies across the cut
+            if head_text + self._decode(tail) == text:  # no character spans the cut
                 delta = head_text[self._num_out :]
                 self._window, self._num_context = tail, 0
                 self._num_out = max(0, self._num_out - len(head_text))
@@ -126,7 +127,7 @@ class IncrementalDetokenizer:
         self._num_out = self._tokenizer.length_of(token_ids[0]) if is_one else len(self._decode(token_ids))
 
     def _start_after(self, prompt: Sequence[int]) -> None:
-        """Takes the end of the prompt as context, from the beginning of a character on, and a run that it ends in."""
+        """Takes as context the end of the prompt, from the start of a character, and the run that it ends in."""
         first = len(prompt)
         while self._bytes and first > 0 and self._may_be_in_run(prompt[first - 1]):
             first -= 1

@@ -1,7 +1,7 @@
-"""Makes grammars of structured outputs, and refuses what cannot be enforced, and outputs that break them, before a
-replica hears of it.
+"""Grammar compiler for structured outputs: a JSON schema, regex, choice or Lark grammar becomes an llguidance grammar.
 
-What may not live here: masks, which are the worker's business. A grammar travels as text, in llguidance's own format.
+What cannot be enforced is refused here, before the request reaches a replica. A grammar is sent to replicas as text, in
+llguidance's format. What may not live here: token masks (`worker/sampling/grammar_masks.py`).
 """
 
 import json
@@ -20,37 +20,37 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 _JSON_OPTIONS: Final["JsonCompileOptions"] = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
-"""Free whitespace lets a model write blanks for ever; leniency would drop what cannot be enforced in silence."""
+"""Flexible whitespace lets a model emit blanks without end; `lenient` would silently drop what cannot be enforced."""
 
 
 class GrammarCompiler:
-    """Compiles for one model. Threads may share it."""
+    """Compiles grammars for one model. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._path = tokenizer.json_path
 
-    def compile(self, wish: StructuredOutputs | None) -> str:
-        """The grammar of a wish; empty for none. May take a second for the first of a model, or for a very large one.
+    def compile(self, structure: StructuredOutputs | None) -> str:
+        """The grammar of `structure`; empty for None. The first one of a model, or a very large one, may take a second.
 
-        Raises `InvalidRequestError`, naming the field, where the wish cannot be enforced, here or at all.
+        Raises `InvalidRequestError`, naming the field, if the structure cannot be enforced, for this model or at all.
         """
-        if wish is None:
+        if structure is None:
             return ""
-        field = f"{FIELD}.{wish.kind}"
+        field = f"{FIELD}.{structure.kind}"
         try:
-            grammar = _grammar(wish)
+            grammar = _grammar(structure)
         except ValueError as error:
-            raise InvalidRequestError(field, wish.text, f"cannot be read: {error}") from None
-        self._check(grammar, field, wish.text, None)
+            raise InvalidRequestError(field, structure.text, f"cannot be read: {error}") from None
+        self._check(grammar, field, structure.text, None)
         if self._path is None:
-            raise InvalidRequestError(FIELD, wish.kind, "is not possible here: the model has no tokenizer.json")
-        self._check(grammar, field, wish.text, self._tokenizer)
+            raise InvalidRequestError(FIELD, structure.kind, "is not possible here: the model has no tokenizer.json")
+        self._check(grammar, field, structure.text, self._tokenizer)
         return grammar
 
     def check_output(self, field: str, grammar: str, token_ids: Sequence[int], eos_token_ids: Collection[int]) -> None:
         """Raises `InvalidRequestError` for `field` if no output that matches a compiled grammar begins with the tokens.
 
-        The last one may be an end of sequence, where the grammar is fulfilled.
+        The last token may be an end of sequence if the grammar accepts the output there.
         """
         has_ended = bool(token_ids) and token_ids[-1] in eos_token_ids
         rest = list(token_ids[:-1] if has_ended else token_ids)
@@ -58,7 +58,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         num_right = matcher.validate_tokens(known)
         if matcher.is_error():
-            return  # it is too much to be followed so far: a replica ends such an output early
+            return  # llguidance's limits are exceeded: a replica ends such an output early
         is_right = num_right == len(rest)
         if is_right and has_ended:
             is_right = matcher.consume_tokens(rest) and matcher.is_accepting()
@@ -68,7 +68,7 @@ class GrammarCompiler:
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
-        """What a replica will build from the same file, so that no request can be its first to fail."""
+        """Built from the same file as on a replica, so that what compiles here compiles there."""
         assert self._path is not None
         try:
             return LLTokenizer(self._path.read_text(encoding="utf-8"))
@@ -82,16 +82,16 @@ class GrammarCompiler:
             raise InvalidRequestError(field, text, f"cannot be enforced: {'; '.join(messages)}")
 
 
-def _grammar(wish: StructuredOutputs) -> str:
+def _grammar(structure: StructuredOutputs) -> str:
     """Raises ValueError for a schema that is no JSON object."""
-    if wish.json_object:
+    if structure.json_object:
         return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON_OPTIONS)
-    if isinstance(wish.json, str):
-        return LLMatcher.grammar_from_json_schema(wish.json, overrides=_JSON_OPTIONS)
-    if wish.regex is not None:
-        return LLMatcher.grammar_from_regex(wish.regex)
-    if wish.choice is not None:
-        texts = (json.dumps(text, ensure_ascii=False) for text in wish.choice)
+    if isinstance(structure.json, str):
+        return LLMatcher.grammar_from_json_schema(structure.json, overrides=_JSON_OPTIONS)
+    if structure.regex is not None:
+        return LLMatcher.grammar_from_regex(structure.regex)
+    if structure.choice is not None:
+        texts = (json.dumps(text, ensure_ascii=False) for text in structure.choice)
         return LLMatcher.grammar_from_lark(f"start: {' | '.join(texts)}")
-    assert wish.grammar is not None
-    return LLMatcher.grammar_from_lark(wish.grammar)
+    assert structure.grammar is not None
+    return LLMatcher.grammar_from_lark(structure.grammar)

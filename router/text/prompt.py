@@ -1,7 +1,6 @@
-"""A prompt before it is a request: which of its tokens are kept, whether they fit, and its text where the output begins
-with it.
+"""Prompt preprocessing: truncation, the length check, and the text of `echo`.
 
-Pure functions, for the router and for the engine in one process.
+Pure functions, for the router and for the offline engine. What may not live here: tokenization (`tokenizer.py`).
 """
 
 from collections.abc import Sequence
@@ -14,9 +13,9 @@ from holdfast.worker.sampling_params import SamplingParams
 
 
 def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence_len: int) -> tuple[int, ...]:
-    """The end of a prompt that `truncate_prompt_tokens` leaves, of a model that takes `max_sequence_len` tokens.
+    """The prompt's last tokens that `truncate_prompt_tokens` keeps.
 
-    With -1 that is as much as leaves room for `max_tokens`, or for one token where these are not limited.
+    With -1 it keeps as many as leave room for `max_tokens` within `max_sequence_len`, or for one without a limit.
     """
     wanted = params.truncate_prompt_tokens
     if wanted is None:
@@ -28,10 +27,9 @@ def kept_tokens(token_ids: tuple[int, ...], params: SamplingParams, max_sequence
 def check_length(
     field: str, prompt: Sequence[object], num_tokens: int, *, max_sequence_len: int, max_model_len: int
 ) -> None:
-    """A prompt must leave room for one token, and the tokenizer must have made something of it.
+    """Raises `InvalidRequestError` for `field` unless the prompt has tokens and leaves room for one more.
 
-    Raises `InvalidRequestError` for `field`, in which the prompt came. The longest sequence is as long as the model's
-    context, or as all of the KV cache.
+    `max_sequence_len` is the model's context length, or the capacity of the KV cache if that is smaller.
     """
     if num_tokens == 0:
         raise InvalidRequestError(field, prompt, "the prompt has no tokens" if prompt else EMPTY_PROMPT)
@@ -48,9 +46,9 @@ def check_length(
 def echoed_text(
     tokenizer: Tokenizer, prompt: str | tuple[int, ...], kept: tuple[int, ...], params: SamplingParams
 ) -> str:
-    """The text that `echo` puts before the output: a text prompt as it was given, unless it was cut.
+    """The text that `echo` puts before the output: the text prompt as given, or the decoded tokens that were kept.
 
-    What the output's own text begins with is left out: a character that the prompt may end in the middle of.
+    A character that the prompt ends in the middle of is left out: the output's text begins with it.
     """
     was_cut = params.truncate_prompt_tokens is not None
     text = prompt if isinstance(prompt, str) and not was_cut else tokenizer.decode(kept, params.skip_special_tokens)

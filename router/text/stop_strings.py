@@ -1,16 +1,16 @@
-"""Stop strings in text that arrives in pieces: finds them across the borders and holds back no more than needed.
+"""Stop string matcher for streamed text: finds matches across pieces, and holds back no more text than needed.
 
-The result depends on the text alone, not on how it was cut into pieces.
+The result depends on the text alone, not on how it is split into pieces. What may not live here: tokens.
 """
 
 from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """Passes text on up to the first stop string, which is part of it only with `include_match`.
+    """Releases text up to the first stop string, and with `include_match` the stop string too.
 
-    The first is the one that is complete first; of several that end at the same character, the longest. Text is held
-    back only while it is the beginning of a stop string.
+    The first is the one that ends first; of several that end at the same character, the longest. Text is held back only
+    while it may be the beginning of a stop string.
     """
 
     def __init__(self, stop: Sequence[str], *, include_match: bool = False) -> None:
@@ -21,14 +21,13 @@ class StopStringMatcher:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the text; None while there was none."""
+        """The stop string that ended the text; None so far."""
         return self._matched
 
     def push(self, text: str, *, may_match: bool = True) -> str:
-        """The text that is certain to be part of the output. Nothing after a match.
+        """The text that is now certain to be part of the output; empty after a match.
 
-        Without `may_match` a stop string that ends in `text` is text like any other; one that only begins in it counts
-        if it ends later.
+        Without `may_match`, a stop string that ends in `text` is ignored; one that begins in it may still match later.
         """
         if not self._stop:
             return text
@@ -46,7 +45,7 @@ class StopStringMatcher:
         return released
 
     def finish(self) -> str:
-        """What was held back for a stop string that did not come."""
+        """The text that was held back for a stop string that did not complete."""
         held, self._held = self._held, ""
         return held
 

@@ -1,7 +1,7 @@
-"""The text of one sequence: its tokens become text, and a stop string ends both.
+"""Text state of one sequence: the incremental detokenizer followed by the stop string matcher.
 
-A pure function of the tokens so far: a router that takes over a request pushes them again and goes on. No IO here, and
-no word on why else a sequence may end.
+A pure function of the tokens so far: a router that resumes a request pushes them again and continues. What may not live
+here: IO, and other reasons to end a sequence.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from holdfast.worker.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPiece:
-    """What some tokens turned into."""
+    """The result of a push of tokens."""
 
     text: str
-    """Text that is now certain to be part of the output."""
+    """Text that is now final."""
     num_tokens: int
     """How many of the tokens are part of the output: all, or those up to the one that completed a stop string."""
     stopped: bool
-    """A stop string is complete: the output has ended."""
+    """Whether a stop string is complete: the output has ended."""
 
 
 class TextStream:
-    """Text state of one sequence. However its tokens are grouped into pushes, the text and the end are the same.
+    """Text state of one sequence. The text and its end do not depend on how tokens are grouped into pushes.
 
-    With `prompt_token_ids` the text goes on from the prompt: for some tokenizers it then begins with a space.
+    With `prompt_token_ids` the text continues the prompt: with some tokenizers it then begins with a space.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class TextStream:
         self._guess: _Guess | None = None
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
-        """Takes the next tokens. After a stop string none of them count any more."""
+        """Takes the next tokens. Those after a complete stop string are ignored."""
         texts: list[str] = []
         num_tokens = 0
         for token_id in token_ids:
@@ -55,11 +55,11 @@ class TextStream:
         return TextPiece(text="".join(texts), num_tokens=num_tokens, stopped=self._matcher.matched is not None)
 
     def finish(self) -> str:
-        """The text that was held back when the sequence ended otherwise; nothing after a stop string."""
+        """The text that was held back, for a sequence that ended otherwise; empty after a stop string."""
         return self._settle(self._detokenizer.finish()) + self._matcher.finish()
 
     def _push_one(self, token_id: int) -> str:
-        """Of text that may still turn out otherwise nothing is told, unless it has a stop string, which is the end."""
+        """Text that may still change is not released, unless it contains a stop string, which ends the output."""
         text = self._detokenizer.push((token_id,))
         if not self._detokenizer.is_guessing:
             return self._settle(text)
@@ -71,7 +71,7 @@ class TextStream:
         return ""
 
     def _settle(self, text: str) -> str:
-        """What passes of text that is certain now. If it begins as was guessed, so does what passes."""
+        """Matches text that is now final. If it begins with the guessed text, the guess's matcher state is reused."""
         guess, self._guess = self._guess, None
         if guess is None or not text.startswith(seen := "".join(guess.seen)):
             return self._match(text)
@@ -79,8 +79,8 @@ class TextStream:
         return "".join(guess.released) + self._match(text[len(seen) :])
 
     def _match(self, text: str) -> str:
-        """What the matcher lets pass of the last token's text. Like an end-of-sequence token, the token that completes
-        a stop string must come after the `min_tokens` first ones.
+        """The part of the last token's text that the matcher releases. Like an end-of-sequence token, the token that
+        completes a stop string must come after the first `min_tokens` tokens.
         """
         return self._matcher.push(text, may_match=self._may_match)
 
@@ -90,7 +90,7 @@ class TextStream:
 
 
 class _Guess:
-    """Text that is likely to come, and what a matcher makes of it as it grows."""
+    """Text of a byte run that may still change, and a copy of the matcher that has seen it."""
 
     def __init__(self, matcher: StopStringMatcher) -> None:
         self.matcher = matcher

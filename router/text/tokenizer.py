@@ -1,7 +1,8 @@
-"""A model's tokenizer, read from its folder: text to token ids and back, special tokens, and the chat template.
+"""Tokenizer of one model, loaded from its folder: text to token ids and back, special tokens, and the chat template.
 
-Reads tokenizer.json by itself, because importing transformers takes seconds; only a folder without that file needs it.
-Nothing here streams (`detokenizer.py`) or renders (`chat.py`).
+Uses the `tokenizers` library for tokenizer.json, because importing transformers takes seconds; only a folder without
+that file needs transformers. What may not live here: incremental decoding (`detokenizer.py`), rendering of chats
+(`router/text/chat.py`).
 """
 
 import json
@@ -20,7 +21,7 @@ _NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 
 
 class Codec(Protocol):
-    """What does the work under a `Tokenizer`."""
+    """The library that a `Tokenizer` wraps."""
 
     vocab_size: int
     """One more than the highest token id."""
@@ -34,7 +35,7 @@ class Codec(Protocol):
 
 
 class Tokenizer:
-    """Encodes and decodes for one model. Threads may share it: what it keeps is what it would find again."""
+    """Encodes and decodes for one model. Thread-safe: it only caches."""
 
     def __init__(
         self,
@@ -57,12 +58,12 @@ class Tokenizer:
         self.special_token_ids = codec.special_token_ids
         """The ids that decoding skips."""
         self.fallback_bytes = fallback_bytes(codec)
-        """By token id, the byte that it stands for: those that are decoded in runs."""
+        """The byte of each byte-fallback token, by token id (see `byte_runs.py`)."""
         self._lengths: dict[int, int] = {}
 
     @classmethod
     def load(cls, path: str) -> "Tokenizer":
-        """The tokenizer of a local Hugging Face folder. Raises `ConfigurationError` where there is none to be read."""
+        """The tokenizer of a local Hugging Face folder. Raises `ConfigurationError` if it cannot be read."""
         folder = Path(path)
         if not folder.is_dir():
             raise ConfigurationError(f"no tokenizer at {path}: it is not a folder; give the model's local folder")
@@ -78,21 +79,21 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the tokens the model wants around a text (such as its first one) if asked for."""
+        """Token ids of `text`; `add_special_tokens` adds those that the model expects around a text, such as BOS."""
         try:
             return self._codec.encode(text, add_special_tokens)
         except UnicodeEncodeError as error:
             raise InvalidRequestError("text", text, f"must be valid Unicode: {error.reason}") from None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, and ids that no token has become nothing.
+        """Text of `token_ids`. Bytes that are invalid UTF-8 become U+FFFD, and unknown ids are skipped.
 
-        A model's vocabulary may be padded beyond the tokenizer's, hence no error for those.
+        Unknown ids are no error, because a model's vocabulary may be padded beyond the tokenizer's.
         """
         return self._codec.decode([i for i in token_ids if 0 <= i < self.vocab_size], skip_special_tokens)
 
     def length_of(self, token_id: int) -> int:
-        """Characters of a token by itself, special or not. One that has come up before is looked up, not decoded."""
+        """Characters of a single token, special or not. Cached."""
         length = self._lengths.get(token_id)
         if length is None:
             length = self._lengths[token_id] = len(self.decode((token_id,), skip_special_tokens=False))
@@ -100,10 +101,10 @@ class Tokenizer:
 
 
 class _FastCodec:
-    """A tokenizer.json, by the library that defines the format."""
+    """A tokenizer.json, with the `tokenizers` library."""
 
     def __init__(self, tokenizer: "tokenizers.Tokenizer") -> None:
-        tokenizer.no_truncation()  # a file may carry the settings that its author trained with
+        tokenizer.no_truncation()  # a file may contain the settings of the training
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
@@ -121,7 +122,7 @@ class _FastCodec:
             raise ConfigurationError(f"cannot read {path}: {error}; fetch the model again") from error
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        text.encode()  # raises UnicodeEncodeError, where the library would raise something less telling
+        text.encode()  # raises UnicodeEncodeError; the library's own error says less
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -132,7 +133,7 @@ class _FastCodec:
 
 
 class _SlowCodec:
-    """Any other format that transformers knows, such as a lone sentencepiece model."""
+    """Any other format that transformers supports, such as a sentencepiece model without tokenizer.json."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -145,7 +146,7 @@ class _SlowCodec:
 
         try:
             return cls(AutoTokenizer.from_pretrained(str(folder)))
-        except Exception as error:  # as many kinds of it as there are formats
+        except Exception as error:  # each format raises its own kinds
             way_out = "a model folder needs a tokenizer.json, or files that transformers' AutoTokenizer can read"
             raise ConfigurationError(f"no tokenizer in {folder}: {way_out} ({error})") from error
 
@@ -161,21 +162,21 @@ class _SlowCodec:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """Named tokens by tokenizer_config.json, which outranks the older special_tokens_map.json."""
+    """Named tokens of tokenizer_config.json, which takes precedence over the older special_tokens_map.json."""
     entries = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
     named = {name: _token_text(entries.get(name)) for name in _NAMED_TOKENS}
     return {name: text for name, text in named.items() if text is not None}
 
 
 def _token_text(entry: object) -> str | None:
-    """A token is written as a string, or as an object with its content."""
+    """The text of an entry, which is a string or an object with `content`."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None
 
 
 def _chat_template(folder: Path) -> str | None:
-    """chat_template.jinja, else what tokenizer_config.json has: a text, or several with one named `default`."""
+    """chat_template.jinja, else that of tokenizer_config.json: a string, or a list with one named `default`."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")

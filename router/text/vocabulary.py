@@ -1,6 +1,6 @@
-"""Sampling parameters where they meet a model: token ids are checked, bad words become ids, what is open is resolved.
+"""Sampling parameters resolved for one model: token ids are checked, bad words encoded, defaults filled in.
 
-What may not live here: what logits processors do, which is the worker's business.
+What may not live here: logits processors (`worker/sampling/logits_processors.py`).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from holdfast.worker.sampling_params import SamplingParams
 
 
 def check_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises `InvalidRequestError` for `field` if a token id is not one of the vocabulary's."""
+    """Raises `InvalidRequestError` for `field` if a token id is not in the vocabulary."""
     if (smallest := min(token_ids, default=0)) < 0:
         raise InvalidRequestError(field, smallest, "token ids must not be negative")
     if (largest := max(token_ids, default=0)) >= vocab_size:
@@ -20,15 +20,15 @@ def check_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> N
 
 
 def check_logits_settings(params: SamplingParams, vocab_size: int) -> None:
-    """Raises `InvalidRequestError`, naming the parameter, if one of them names a token that the model does not have."""
+    """Raises `InvalidRequestError`, naming the parameter, if one has a token id outside the vocabulary."""
     check_vocabulary("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
     check_vocabulary("sampling_params.logit_bias", tuple(params.logit_bias), vocab_size)
     check_vocabulary("sampling_params.allowed_token_ids", params.allowed_token_ids or (), vocab_size)
 
 
 def resolved(params: SamplingParams, seed_key: str, *, vocab_size: int, max_model_len: int) -> SamplingParams:
-    """The parameters with the seed chosen, and numbers that mean "all" brought down to what there is: larger ones need
-    not fit what they are computed with. Raises what `check_logits_settings` raises.
+    """The parameters with a seed, and with `max_tokens` and `top_k` limited to what the model has, so that they fit
+    the engine's integers. Raises what `check_logits_settings` raises.
     """
     check_logits_settings(params, vocab_size)
     seed = derived_seed(seed_key) if params.seed is None else params.seed
@@ -40,10 +40,10 @@ def resolved(params: SamplingParams, seed_key: str, *, vocab_size: int, max_mode
 
 
 def bad_word_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The token ids of each word as the tokenizer writes it at the start of a text and after a space, without repeats.
+    """The token ids of each word at the start of a text and after a space, without repeats.
 
-    Only these spellings are known: a model may still put a word together from other tokens. Raises
-    `InvalidRequestError` for a word that the tokenizer makes nothing of.
+    Only these spellings are banned: a model may still compose a word of other tokens. Raises `InvalidRequestError` for
+    a word that has no tokens.
     """
     spellings: dict[tuple[int, ...], None] = {}
     for word in words:

@@ -1,8 +1,7 @@
-"""Between the messages of the public API and plain data, both ways: routers read requests and write answers, clients
-write requests and read answers.
+"""Protobuf codec of the public API: converts messages to plain data and back, for routers and for clients.
 
-What may live here: field by field conversion, and refusing what a field must not hold. What may not: decisions, IO,
-sampling parameters (`worker/sampling_fields.py`), errors (`statuses.py`), the link to replicas (`worker/wire/`).
+What may live here: conversion field by field, and errors for invalid fields. What may not: decisions, IO, sampling
+parameters (`worker/sampling_fields.py`), errors as statuses (`statuses.py`), the link to replicas (`worker/wire/`).
 """
 
 import json
@@ -64,7 +63,7 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
 
 
 def generation_request_message(request: GenerationRequest) -> inference_pb2.GenerateRequest:
-    """Raises `InvalidRequestError` for what the wire has no place for."""
+    """Raises `InvalidRequestError` for values that the message cannot hold."""
     message = inference_pb2.GenerateRequest(
         model=request.model,
         request_id=request.request_id,
@@ -85,7 +84,7 @@ def sampling_params_message(params: SamplingParams) -> inference_pb2.SamplingPar
 
 
 def _timeout_ms(timeout_s: float | None) -> int | None:
-    """At least a millisecond; None leaves it to the server."""
+    """At least a millisecond; None means the server's default."""
     if timeout_s is None:
         return None
     if timeout_s * 1000 > MAX_TIMEOUT_MS:
@@ -93,7 +92,7 @@ def _timeout_ms(timeout_s: float | None) -> int | None:
     return max(1, round(timeout_s * 1000))
 
 
-# --- what is to be completed ---
+# --- prompts ---
 
 
 def _prompt(message: inference_pb2.GenerateRequest) -> str | tuple[int, ...]:
@@ -164,7 +163,7 @@ def _turn_message(name: str, turn: Message) -> inference_pb2.ChatMessage:
     return inference_pb2.ChatMessage(role=turn["role"], content=turn["content"])
 
 
-# --- what the client has already ---
+# --- resumption ---
 
 
 def _resume(message: inference_pb2.Resume) -> Resume:
@@ -173,7 +172,7 @@ def _resume(message: inference_pb2.Resume) -> Resume:
 
 
 def _progress(index: int, message: inference_pb2.SequenceProgress) -> Progress:
-    """A stream ends with one of two reasons: a cancelled one ends with a status."""
+    """Only STOP and LENGTH are valid: a cancelled stream ends with a status instead of a chunk."""
     reason = _FINISH_REASONS_READ.get(message.finish_reason, FinishReason.ABORT)
     if reason is FinishReason.ABORT:
         limit = "must be unset, or what a stream's last chunk may say: FINISH_REASON_STOP or FINISH_REASON_LENGTH"
@@ -193,7 +192,7 @@ def _resume_message(resume: Resume) -> inference_pb2.Resume:
     return inference_pb2.Resume(sequences=sequences, system_fingerprint=resume.fingerprint)
 
 
-# --- answers ---
+# --- responses ---
 
 
 def chunk(message: inference_pb2.GenerateStreamResponse) -> Chunk:
@@ -276,7 +275,7 @@ def _sequence_message(sequence: GeneratedSequence) -> inference_pb2.Completion:
     )
 
 
-# --- parts of answers ---
+# --- parts of responses ---
 
 
 def _usage(message: inference_pb2.Usage) -> Usage:
@@ -296,7 +295,7 @@ def _usage_message(usage: Usage) -> inference_pb2.Usage:
 
 
 def _prompt_logprobs(items: Sequence[inference_pb2.TokenLogprob]) -> tuple[TokenLogprob | None, ...]:
-    """On the wire they begin with the second token, because no model can say anything of the first."""
+    """On the wire they begin with the second token, because the first has no log-probability."""
     return (None, *_logprobs(items)) if items else ()
 
 

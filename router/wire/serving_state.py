@@ -1,4 +1,4 @@
-"""What a router says of its models and replicas, as messages. Clients read the messages as they are."""
+"""Protobuf codec of `ListModels` and `GetLoad` responses. Clients use the messages without conversion."""
 
 from collections.abc import Iterable
 
@@ -43,6 +43,6 @@ def load_response(num_queued: int, num_open: int, replicas: Iterable[ReplicaLoad
 
 
 def _replica_stats(stats: EngineStats) -> inference_pb2.ReplicaStats:
-    """Every field that the message has, by its name."""
+    """Copies every field of the message by name."""
     names = inference_pb2.ReplicaStats.DESCRIPTOR.fields_by_name
     return inference_pb2.ReplicaStats(**{name: getattr(stats, name) for name in names})

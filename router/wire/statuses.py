@@ -1,9 +1,9 @@
-"""The error tree as gRPC statuses, both ways: routers write them, clients raise the error that a router raised.
+"""gRPC status codec: converts errors to statuses in routers, and statuses back to the same errors in clients.
 
-One table, and nothing else decides codes. Details follow google.rpc: `ErrorInfo` names the class by a reason that stays
-the same when messages are reworded, and has its fields; `BadRequest` names the field that is wrong; `RetryInfo` says
-when to come back (and `grpc-retry-pushback-ms` says it to gRPC's own retries). A status without them is not a router's:
-it becomes what its code alone can mean.
+One table maps error classes to codes. Details follow google.rpc: `ErrorInfo` has the class, as a reason that does not
+depend on the message's wording, and its fields; `BadRequest` names the invalid field; `RetryInfo` says when to retry
+(and `grpc-retry-pushback-ms` says it to gRPC's own retries). A status without details does not come from a router: its
+code alone decides the error. What may not live here: which errors to retry (`cluster/client/retry_policy.py`).
 """
 
 import json
@@ -43,14 +43,14 @@ MAX_FIELD_LENGTH: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one class of error is said."""
+    """How one class of error is encoded."""
 
     code: grpc.StatusCode
     reason: str
     texts: tuple[str, ...] = ()
-    """Its fields that are texts."""
+    """Its fields that are strings."""
     lists: tuple[str, ...] = ()
-    """Its fields that are tuples of texts."""
+    """Its fields that are tuples of strings."""
 
 
 KINDS: Final[dict[type[HoldfastError], Kind]] = {
@@ -66,7 +66,7 @@ KINDS: Final[dict[type[HoldfastError], Kind]] = {
     ReplicaError: Kind(grpc.StatusCode.UNAVAILABLE, "REPLICA_UNAVAILABLE"),
     DeadlineExceededError: Kind(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     RequestSupersededError: Kind(grpc.StatusCode.ABORTED, "SUPERSEDED"),
-    # A caller that has cancelled hears nothing; what is left is a server that is stopping.
+    # A caller that has cancelled gets no status, so this one always means a server that is stopping.
     RequestAbortedError: Kind(grpc.StatusCode.UNAVAILABLE, "STOPPING"),
     RequestQuarantinedError: Kind(grpc.StatusCode.INTERNAL, "QUARANTINED"),
     InternalError: Kind(grpc.StatusCode.INTERNAL, "INTERNAL"),
@@ -85,12 +85,12 @@ CLASSES_BY_CODE: Final[dict[grpc.StatusCode, type[HoldfastError]]] = {
     grpc.StatusCode.ABORTED: RequestAbortedError,
     grpc.StatusCode.CANCELLED: RequestAbortedError,
 }
-"""What a code alone means, where no router says more."""
+"""The error for a status without details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStatus:
-    """How a call ended that failed: what `ServicerContext.abort` takes, and what a client is told."""
+    """The status of a failed call: the arguments of `ServicerContext.abort`, and what a client receives."""
 
     code: grpc.StatusCode
     message: str
@@ -98,7 +98,7 @@ class CallStatus:
 
     @property
     def details(self) -> Status | None:
-        """What a server says beyond code and message; None if no server has said so."""
+        """The google.rpc details; None if there are none."""
         for key, value in self.trailing_metadata:
             if key == DETAILS_KEY and isinstance(value, bytes):
                 return _parsed(value)
@@ -106,7 +106,7 @@ class CallStatus:
 
 
 def call_status(error: HoldfastError) -> CallStatus:
-    """The status of an error; the most specific class in the table decides."""
+    """The status of an error, by its most specific class in the table."""
     kind = next(KINDS[one] for one in type(error).__mro__ if one in KINDS)
     status = Status(code=kind.code.value[0], message=str(error))
     for detail in _details(error, kind):
@@ -118,7 +118,7 @@ def call_status(error: HoldfastError) -> CallStatus:
 
 
 def error_of(status: CallStatus) -> HoldfastError:
-    """The error that a status stands for: of the same class as the router's, with the same message and fields."""
+    """The error of a status: the same class, message and fields as the router's."""
     info, bad, retry = ErrorInfo(), BadRequest(), RetryInfo()
     said = status.details
     for detail in said.details if said is not None else ():
@@ -153,7 +153,7 @@ def _details(error: HoldfastError, kind: Kind) -> list[Message]:
 
 
 def _fields(kind: Kind, metadata: Mapping[str, str], bad: BadRequest) -> dict[str, object]:
-    """What a server has left out, as one of another version may, is empty."""
+    """The fields of an error. Fields that a server of another version leaves out are empty."""
     fields: dict[str, object] = {name: metadata.get(name, "") for name in kind.texts}
     fields |= {name: tuple(json.loads(metadata.get(name, "[]"))) for name in kind.lists}
     if kind is KINDS[InvalidRequestError]:
@@ -163,7 +163,7 @@ def _fields(kind: Kind, metadata: Mapping[str, str], bad: BadRequest) -> dict[st
 
 
 def _made(error_class: type[HoldfastError], message: str, fields: Mapping[str, object]) -> HoldfastError:
-    """Past `__init__`, which would make another message of the fields."""
+    """Constructs an error without `__init__`, which would build another message from the fields."""
     error = error_class.__new__(error_class, message)
     for name, value in fields.items():
         setattr(error, name, value)

@@ -8,7 +8,7 @@ import pytest
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import CaughtUp
 from holdfast.router.request import GenerationRequest
-from holdfast.router.resume import Progress, Resume, catch_up, last_words
+from holdfast.router.resume import Progress, Resume, catch_up, final_delivery
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
@@ -19,7 +19,7 @@ from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_a_loop, on_each_loop
 from tests.router.core import LetterText, facts
-from tests.router.desk import desk
+from tests.router.processor import processor_and_port
 from tests.router.site import collected, expected, refusal, request, site
 
 OUTPUT = "Grüße! ENDE"
@@ -56,8 +56,8 @@ def test_unsent_text_leads_the_first_delivery_and_comes_once():
     )
     text = LetterText()
     text.push((0, 1))
-    record = RequestState.opened(request, "m", text, CaughtUp(unsent_text="a", fingerprint="f"))
-    first, second = record.take((2,), None), record.take((3,), FinishReason.LENGTH)
+    state = RequestState.opened(request, "m", text, CaughtUp(unsent_text="a", fingerprint="f"))
+    first, second = state.take((2,), None), state.take((3,), FinishReason.LENGTH)
     assert (first.first_token_index, first.token_ids, first.text) == (2, (2,), "ab")
     assert second.text == "cd"
     assert second.usage.num_completion_tokens == 4
@@ -69,7 +69,7 @@ def test_a_completion_whose_end_was_received_is_over():
     progress = Progress(token_ids=(0, 1), text_length=2, finish_reason=FinishReason.LENGTH)
     caught_up = catch_up(text, Resume(sequences=(progress,), fingerprint="f"), 0)
     request = EngineRequest(request_id="x", prompt_token_ids=(1,), sampling_params=params, output_token_ids=(0, 1))
-    end = last_words(request, caught_up)
+    end = final_delivery(request, caught_up)
     assert (end.finish_reason, end.text, end.token_ids) == (FinishReason.LENGTH, "", ())
     assert end.usage.num_completion_tokens == 2
     with pytest.raises(InvalidRequestError, match="text_length"):
@@ -190,7 +190,7 @@ END = 0
 async def opened(params: SamplingParams, *outputs: list[int]) -> list[tuple[int, ...]]:
     """What replicas of the demo are asked for when a client comes with these outputs."""
     tokenizers = TokenizerRegistry(lambda path: Tokenizer.load(str(DEMO)), inline_bytes=100)
-    request_processor, port = await desk(tokenizers, vocab_size=2000, eos_token_ids=frozenset({END}))
+    request_processor, port = await processor_and_port(tokenizers, vocab_size=2000, eos_token_ids=frozenset({END}))
     resume = Resume(sequences=tuple(Progress(token_ids=tuple(output)) for output in outputs))
     async with request_processor.open(GenerationRequest(prompt="hi", sampling_params=params, resume=resume)):
         return [request.output_token_ids for request in port.requests]

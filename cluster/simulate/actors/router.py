@@ -25,7 +25,7 @@ from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Fail, SendAbort, SendSubmit, TextState
 from holdfast.router.replicas.backoff import Backoff
 from holdfast.router.replicas.policy import ChooseReplica, power_of_two_choices
-from holdfast.router.resume import part_of
+from holdfast.router.resume import new_sequence
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.request import EngineRequest
@@ -165,24 +165,24 @@ class SimulatedRouter(Process):
         try:
             if self.is_stopping:
                 raise stopping()
-            parts = [
-                part_of(sibling, self._make_text(sibling), message.resume, index)
+            sequences = [
+                new_sequence(sibling, self._make_text(sibling), message.resume, index)
                 for index, sibling in enumerate(siblings(request))
             ]
             self._calls[connection] = open_call(
                 self.dispatch_host,
                 request.request_id,
-                parts,
+                sequences,
                 model=MODEL,
                 deadline=self.clock + message.timeout_s,
-                on_news=partial(self._note_news, connection),
+                on_output=partial(self._note_news, connection),
                 client_attempt=message.attempt,
             )
         except HoldfastError as error:
             connection.send(self, Fail(request_id=request.request_id, error=error))
             self.hang_up(connection)
             return
-        is_new = not any(part.request.output_token_ids for part in parts)
+        is_new = not any(one.request.output_token_ids for one in sequences)
         if is_new and self.dispatch_host.num_queued > max(num_before, self._limits.max_queued):
             raise Violation(f"{self}: {request.request_id} is queued beyond {self._limits.max_queued}")
 

@@ -45,8 +45,8 @@ class EngineServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Link(self, request_iterator, context):
-        """Link is the one long-lived stream between a router and a replica. The replica speaks first, with Hello.
-        When it ends, the replica aborts all that came through it.
+        """Link is the one long-lived stream between a router and a replica. The replica sends the first message, Hello.
+        When the stream ends, the replica aborts all of its requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceStub(object):
-    """Inference serves completions. Cancelling a call, or letting its deadline pass, frees what it held within one step.
+    """Inference serves completions. Cancelling a call, or the end of its deadline, frees its resources within one step.
     """
 
     def __init__(self, channel):
@@ -68,18 +68,18 @@ class InferenceStub(object):
 
 
 class InferenceServicer(object):
-    """Inference serves completions. Cancelling a call, or letting its deadline pass, frees what it held within one step.
+    """Inference serves completions. Cancelling a call, or the end of its deadline, frees its resources within one step.
     """
 
     def Generate(self, request, context):
-        """Generate answers once, when the completion has ended.
+        """Generate answers once, when all completions have ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """GenerateStream answers with one chunk per step in which tokens came.
+        """GenerateStream answers with a chunk for each step that brings tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,7 +107,7 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """GetLoad says how busy this router and the replicas behind it are.
+        """GetLoad reports the load of this router and of its replicas.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,7 +155,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference(object):
-    """Inference serves completions. Cancelling a call, or letting its deadline pass, frees what it held within one step.
+    """Inference serves completions. Cancelling a call, or the end of its deadline, frees its resources within one step.
     """
 
     @staticmethod

@@ -1,7 +1,8 @@
-"""Joins a servicer's methods to gRPC, so that they may be plain: they take a message, and raise what is wrong.
+"""gRPC method handlers: register a servicer whose methods take a message and raise `HoldfastError`.
 
-What the stock glue does not do: bytes that are no message (a string that is not UTF-8, say) become INVALID_ARGUMENT
-rather than UNKNOWN, errors become statuses in one place, and a stream's generator is closed the moment its client goes.
+Unlike generated handlers, these answer unparsable bytes (a string that is not UTF-8, say) with INVALID_ARGUMENT rather
+than UNKNOWN, convert errors to statuses in one place, and close a stream's generator as soon as its client is gone.
+What may not live here: single methods (`server.py`), the codes of errors (`router/wire/statuses.py`).
 """
 
 import asyncio
@@ -40,7 +41,7 @@ def _handler(method: MethodDescriptor, implementation: Any) -> "grpc.RpcMethodHa
 
 
 def _tolerant_parser(method: MethodDescriptor) -> Callable[[bytes], Message | InvalidRequestError]:
-    """Gives the error instead of raising it: whoever handles the call can say it to the client, gRPC cannot."""
+    """Returns the error instead of raising it: gRPC would answer UNKNOWN, the method handler can answer precisely."""
     message_class: type[Message] = GetMessageClass(method.input_type)
 
     def parse(data: bytes) -> Message | InvalidRequestError:
@@ -79,11 +80,11 @@ def _checked(request: Message | InvalidRequestError) -> Message:
 
 @asynccontextmanager
 async def _answering(context: Context) -> AsyncIterator[None]:
-    """Whatever is raised within becomes the call's status."""
+    """Converts any exception to the call's status."""
     try:
         yield
     except grpc.aio.BaseError as gone:
-        raise asyncio.CancelledError from gone  # there is nobody to write to any more
+        raise asyncio.CancelledError from gone  # the client is gone
     except Exception as error:
         await _abort(context, error)
 

@@ -1,7 +1,8 @@
-"""grpc.health.v1: whether this router can serve, overall and per model.
+"""gRPC health servicer (grpc.health.v1): whether this router can serve, overall and per model.
 
-The empty name and the API's own name are SERVING while any model has a replica up; a model's name, while that model
-has. gRPC's own asyncio servicer forgets the other watchers of a name when one of them leaves; this one does not.
+The empty name and the API's service name are SERVING while any model has a replica up; a model's name is SERVING while
+that model has one. gRPC's own asyncio servicer drops the other watchers of a name when one disconnects; this one does
+not.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ _SERVICE_UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # a class without types
-    """Answers from what was published last."""
+    """Answers with the state that was published last."""
 
     def __init__(self) -> None:
         self._serving: dict[str, bool] = dict.fromkeys(OVERALL, False)
@@ -31,13 +32,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # a
         self._is_stopping = False
 
     def publish(self, models: Iterable[ModelStatus]) -> None:
-        """Tells the watchers what has changed."""
+        """Sets the state and wakes the watchers."""
         serving = {model.name: model.num_replicas > 0 for model in models}
         self._serving = dict.fromkeys(OVERALL, any(serving.values())) | serving
         self._wake()
 
     def stop(self) -> None:
-        """NOT_SERVING everywhere, for good."""
+        """Reports NOT_SERVING for every name from here on."""
         self._is_stopping = True
         self._wake()
 
@@ -50,7 +51,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # a
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The status now, then each change until the end. A name that is not served may be one day."""
+        """The current status, then every change. Unknown names can be watched: they may be served later."""
         told = None
         while True:
             changed, status = self._changed, self._status(request.service)

@@ -1,7 +1,7 @@
-"""The public gRPC server: `holdfast.v1.Inference`, health and reflection on one port.
+"""gRPC servicer and server of the public API: `holdfast.v1.Inference`, health and reflection on one port.
 
-What may live here: which message each method takes and gives, and the server's options. What may not: conversion
-(`router/wire/`), checks and decisions (`request_processor.py`, `dispatch.py`).
+What may live here: the methods, and the server's options. What may not: conversion of messages (`router/wire/`), checks
+(`router/requests/request_processor.py`), decisions (`router/dispatch/`).
 """
 
 import math
@@ -27,7 +27,7 @@ SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 REQUEST_ID_HEADER: Final = "x-request-id"
 
 MAX_ARRIVING: Final = 2**15
-"""Calls that may have come in and not been looked at yet, about three seconds' worth; and calls of one connection."""
+"""Most calls that wait to be handled, about three seconds' worth, and most concurrent calls of one connection."""
 
 
 class InferenceServicer:
@@ -40,22 +40,24 @@ class InferenceServicer:
     async def Generate(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
-        wish = generation_request(message)
-        if wish.resume is not None:
+        request = generation_request(message)
+        if request.resume is not None:
             raise InvalidRequestError("resume", "set", "is for GenerateStream; Generate answers with the whole output")
         opening = (
-            self._request_processor.open if wish.sampling_params.beam_width is None else self._request_processor.search
+            self._request_processor.open
+            if request.sampling_params.beam_width is None
+            else self._request_processor.search
         )
-        async with opening(wish, context.time_remaining()) as answer:
+        async with opening(request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
             return generation_message(public_generation(await answer.whole()))
 
     async def GenerateStream(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateStreamResponse, None]:
-        wish = generation_request(message)
-        wish.check_streamable()
-        async with self._request_processor.open(wish, context.time_remaining()) as answer:
+        request = generation_request(message)
+        request.check_streamable()
+        async with self._request_processor.open(request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
             async for delivery in answer:
                 yield chunk_message(public_chunk(delivery))
@@ -100,17 +102,17 @@ def _options(config: RouterConfig, limits: LimitsConfig) -> list[tuple[str, int]
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", limits.max_message_bytes),
         ("grpc.so_reuseport", int(config.reuse_port)),
-        # Left to itself, gRPC cancels calls at random once 1,000 wait to be looked at, and those that have waited 30 s.
-        # All are looked at, and told why where there is no room. Those beyond the streams of a connection wait in its
-        # client.
+        # By default gRPC cancels calls at random once 1,000 wait to be handled, and those that have waited for 30 s.
+        # Here all are handled, and rejected with a reason if there is no room. Calls beyond a connection's limit wait
+        # in the client.
         ("grpc.max_concurrent_streams", MAX_ARRIVING),
         ("grpc.server.max_pending_requests", MAX_ARRIVING),
         ("grpc.server.max_pending_requests_hard_limit", MAX_ARRIVING),
         ("grpc.server_max_unrequested_time_in_server", math.ceil(limits.max_timeout_s)),
-        # A client that has gone without a word keeps its request for so long at most.
+        # Keepalive detects clients that are gone without closing the connection, so that their requests are cancelled.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
-        # Clients may ping once a second: that is how soon they can find a router that is stopped, or out of reach.
+        # Clients may ping once a second, to detect a router that is frozen or unreachable.
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
         ("grpc.keepalive_permit_without_calls", 1),
     ]

@@ -40,15 +40,15 @@ def a_request(
         output_token_ids=output,
         tenant=tenant,
     )
-    record = RequestState.opened(request, model, LetterText(), FRESH, urgency=(due_s, next(NUMBERS)))
-    record.status = status
-    return record
+    state = RequestState.opened(request, model, LetterText(), FRESH, urgency=(due_s, next(NUMBERS)))
+    state.status = status
+    return state
 
 
 def push(queue: AdmissionQueue, *args: object, now: float = 0.0, **fields: object) -> RequestState:
-    record = a_request(*args, **fields)
-    queue.push(record, now)
-    return record
+    state = a_request(*args, **fields)
+    queue.push(state, now)
+    return state
 
 
 def drained(queue: AdmissionQueue, model: str = "m") -> list[str]:
@@ -59,10 +59,10 @@ def drained(queue: AdmissionQueue, model: str = "m") -> list[str]:
 
 
 def popped(queue: AdmissionQueue, model: str = "m", now: float = 0.0, num_tokens: int = 0) -> str:
-    record = queue.first(model)
-    queue.pop(record, now)
-    record.tenant.charge(num_tokens, 0)
-    return record.request_id
+    state = queue.first(model)
+    queue.pop(state, now)
+    state.tenant.charge(num_tokens, 0)
+    return state.request_id
 
 
 def test_priority_goes_before_arrival():
@@ -95,9 +95,9 @@ def test_what_need_not_wait_earns_its_tenant_no_debt_and_no_credit():
     queue = a_queue(100)
     for _ in range(50):
         for tenant, num_tokens in (("busy", 100), ("rare", 1)):
-            record = a_request("x", tenant=tenant)
-            queue.pass_by(record, 0.0)
-            record.tenant.charge(num_tokens, 0)
+            state = a_request("x", tenant=tenant)
+            queue.pass_by(state, 0.0)
+            state.tenant.charge(num_tokens, 0)
     for index in range(6):
         push(queue, f"rare {index}", tenant="rare")
         push(queue, f"busy {index}", tenant="busy")
@@ -134,7 +134,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
     with pytest.raises(QueueFullError, match="max_queued") as refused:
         push(queue, "y", priority=Priority.CRITICAL)
     assert refused.value.retry_after_s == 1.0
-    assert [record.request_id for record in queue.waiting("m")] == ["x"]
+    assert [state.request_id for state in queue.waiting("m")] == ["x"]
 
 
 def test_the_estimate_follows_the_pace_of_departures():

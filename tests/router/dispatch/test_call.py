@@ -7,7 +7,7 @@ from holdfast.router.dispatch.call import Call, open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.events import CaughtUp, Deliver, Usage
-from holdfast.router.resume import Part
+from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import QueueFullError, ReplicaError
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
@@ -15,9 +15,9 @@ from tests.router.core import LetterText, delta
 from tests.router.dispatch.test_dispatch_host import Board
 
 
-def parts(*request_ids: str, **fields) -> list[Part]:
+def parts(*request_ids: str, **fields) -> list[NewSequence]:
     return [
-        Part(
+        NewSequence(
             request=EngineRequest(request_id=key, prompt_token_ids=(1, 2), sampling_params=SamplingParams(seed=0)),
             text=LetterText(),
             **fields,
@@ -26,8 +26,8 @@ def parts(*request_ids: str, **fields) -> list[Part]:
     ]
 
 
-def opened(dispatch_host: DispatchHost, *siblings: Part, echo: str = "") -> Call:
-    return open_call(dispatch_host, "r", siblings, model="m", deadline=200.0, on_news=lambda: None, echo=echo)
+def opened(dispatch_host: DispatchHost, *siblings: NewSequence, echo: str = "") -> Call:
+    return open_call(dispatch_host, "r", siblings, model="m", deadline=200.0, on_output=lambda: None, echo=echo)
 
 
 def test_siblings_speak_as_their_request_and_the_last_one_tells_what_all_cost():

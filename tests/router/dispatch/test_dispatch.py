@@ -135,11 +135,11 @@ def test_news_of_a_replica_that_is_not_up_is_dropped(core):
 
 
 def test_an_attempt_goes_on_after_the_tokens_so_far(core):
-    """What a second attempt would be asked: the record alone is enough to carry on."""
+    """What a second attempt would be asked: the state alone is enough to carry on."""
     attempt = sent(core.submit("x")).attempt
     core.step(delta(attempt, 0, 4, 5))
-    record = core.dispatch._requests["x"]
-    assert record.continuation().output_token_ids == (4, 5)
+    state = core.dispatch._requests["x"]
+    assert state.continuation().output_token_ids == (4, 5)
 
 
 # --- cancel ---

@@ -1,4 +1,4 @@
-"""The shell around the core: streams by request, one timer, and nothing lost when something of ours breaks."""
+"""Dispatch host: streams by request, one timer, and nothing lost when something of ours breaks."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import FINEST_S, DispatchHost
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.events import SendAbort, SendSubmit
-from holdfast.router.resume import Part
+from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import DeadlineExceededError, InternalError, RequestSupersededError
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
@@ -83,9 +83,9 @@ class Board:
 
     def open(self, request_id: str, timeout_s: float = 60) -> OutputStream:
         request = EngineRequest(request_id=request_id, prompt_token_ids=(1,), sampling_params=SamplingParams(seed=0))
-        part = Part(request=request, text=LetterText())
+        part = NewSequence(request=request, text=LetterText())
         deadline = self.dispatch_host.now() + timeout_s
-        return self.dispatch_host.open(part, model="m", deadline=deadline, on_news=lambda: None)
+        return self.dispatch_host.open(part, model="m", deadline=deadline, on_output=lambda: None)
 
     def news(self, *deltas) -> None:
         self.dispatch_host.replica_update("r", StepUpdate(load=NO_LOAD, deltas=deltas))
@@ -242,8 +242,8 @@ async def test_an_event_loop_is_a_clock():
     dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), lambda: None)
     dispatch_host.replica_up(Port(), facts("r"), NO_LOAD)
     request = EngineRequest(request_id="x", prompt_token_ids=(1,), sampling_params=SamplingParams(seed=0))
-    part, deadline = Part(request=request, text=LetterText()), dispatch_host.now() + 0.2
-    stream = dispatch_host.open(part, model="m", deadline=deadline, on_news=news.set)
+    part, deadline = NewSequence(request=request, text=LetterText()), dispatch_host.now() + 0.2
+    stream = dispatch_host.open(part, model="m", deadline=deadline, on_output=news.set)
     await news.wait()
     with pytest.raises(DeadlineExceededError):
         stream.poll()

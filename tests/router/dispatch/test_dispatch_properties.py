@@ -175,7 +175,7 @@ class DispatchMachine(RuleBasedStateMachine):
     def books_agree(self):
         if hasattr(self, "dispatch"):
             self.dispatch.check_integrity()
-            assert sorted(record.request_id for record in self.dispatch._requests) == sorted(self.open_clients())
+            assert sorted(state.request_id for state in self.dispatch._requests) == sorted(self.open_clients())
 
     @invariant()
     def nobody_waits_while_there_is_room(self):

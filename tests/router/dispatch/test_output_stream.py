@@ -73,7 +73,7 @@ def test_an_error_comes_after_what_was_pushed_before():
 def test_a_reader_that_waits_for_the_end_is_woken_once_and_misses_nothing():
     woken = []
     stream = OutputStream("r", lambda: woken.append(len(woken)))
-    stream.tells_steps = False
+    stream.notifies_each_step = False
     for index in range(1000):
         assert not woken
         assert len(stream._pending) < 2 * MERGED_AT, "what nobody has fetched is kept small"
@@ -85,6 +85,6 @@ def test_a_reader_that_waits_for_the_end_is_woken_once_and_misses_nothing():
     whole = stream.poll()
     assert (whole.token_ids, whole.text, whole.finish_reason) == (tuple(range(1000)), "." * 1000, FinishReason.LENGTH)
     failed = OutputStream("r", lambda: woken.append("failed"))
-    failed.tells_steps = False
+    failed.notifies_each_step = False
     failed.fail(ReplicaError("lost"))
     assert woken[1:] == ["failed"]

@@ -8,12 +8,12 @@ from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError, R
 from holdfast.worker.sampling_params import SamplingParams
 from tests.loops import on_a_loop, on_each_loop
 from tests.router import sample_tokenizers as sample
-from tests.router.desk import desk
+from tests.router.processor import processor_and_port
 
 
 @on_each_loop
 async def test_everything_left_open_is_resolved():
-    request_processor, port = await desk()
+    request_processor, port = await processor_and_port()
     async with request_processor.open(GenerationRequest(prompt="hi")) as stream:
         (request,) = port.requests
     assert request.prompt_token_ids == (104, 105)
@@ -24,7 +24,7 @@ async def test_everything_left_open_is_resolved():
 @on_each_loop
 async def test_numbers_that_mean_all_are_brought_down_to_what_there_is():
     """A number that fits no message of the link must not get there."""
-    request_processor, port = await desk(max_model_len=1000)
+    request_processor, port = await processor_and_port(max_model_len=1000)
     params = SamplingParams(max_tokens=2**40, top_k=2**40, seed=1)
     async with request_processor.open(GenerationRequest(prompt="hi", sampling_params=params)):
         (request,) = port.requests
@@ -33,7 +33,7 @@ async def test_numbers_that_mean_all_are_brought_down_to_what_there_is():
 
 @on_each_loop
 async def test_the_earlier_of_two_deadlines_holds():
-    request_processor, _ = await desk()
+    request_processor, _ = await processor_and_port()
     for timeout_s, time_remaining_s in ((0.01, 60), (60, 0.01), (None, 0.01), (0.01, None)):
         with pytest.raises(DeadlineExceededError):  # on a busy machine from opening it already
             async with request_processor.open(
@@ -44,7 +44,7 @@ async def test_the_earlier_of_two_deadlines_holds():
 
 @on_each_loop
 async def test_the_longest_prompt_leaves_room_for_one_token():
-    request_processor, port = await desk(max_model_len=10)
+    request_processor, port = await processor_and_port(max_model_len=10)
     async with request_processor.open(GenerationRequest(prompt="x" * 9)):
         assert len(port.requests) == 1
     with pytest.raises(InvalidRequestError, match="maximum context length is 10 tokens; the prompt has 10 tokens"):
@@ -53,8 +53,8 @@ async def test_the_longest_prompt_leaves_room_for_one_token():
 
 
 @on_each_loop
-async def test_a_closed_desk_opens_nothing_new():
-    request_processor, port = await desk()
+async def test_a_closed_processor_opens_nothing_new():
+    request_processor, port = await processor_and_port()
     request_processor.close()
     with pytest.raises(RequestAbortedError, match="stopping"):
         async with request_processor.open(GenerationRequest(prompt="hi")):
@@ -66,7 +66,7 @@ async def test_a_closed_desk_opens_nothing_new():
 @on_a_loop
 async def test_an_empty_text_is_a_prompt_where_the_tokenizer_begins_every_text(tmp_path, kind, token_ids):
     tokenizers = TokenizerRegistry(lambda path: sample.loaded(kind, tmp_path), inline_bytes=100)
-    request_processor, port = await desk(tokenizers)
+    request_processor, port = await processor_and_port(tokenizers)
     if not token_ids:
         with pytest.raises(InvalidRequestError, match="text = '': the prompt must not be empty"):
             async with request_processor.open(GenerationRequest(prompt="")):

@@ -1,4 +1,4 @@
-"""Structured outputs at the front desk: what is refused, by name and with a reason, and what reaches the replica."""
+"""Structured outputs in the router: what is refused, with field and reason, and what reaches the replica."""
 
 import json
 from pathlib import Path

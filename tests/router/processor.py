@@ -1,4 +1,4 @@
-"""An request processor, and what it would ask of a replica, without a wire."""
+"""A request processor with one replica that keeps what it is sent; no network."""
 
 import asyncio
 
@@ -25,8 +25,8 @@ class Port:
         pass
 
 
-async def desk(tokenizers: TokenizerRegistry | None = None, **changes) -> tuple[RequestProcessor, Port]:
-    """An request processor with one replica that is up; by default the tokenizer is one of bytes."""
+async def processor_and_port(tokenizers: TokenizerRegistry | None = None, **changes) -> tuple[RequestProcessor, Port]:
+    """A request processor with one replica that is up; by default the tokenizer is one of bytes."""
     tokenizers = tokenizers or TokenizerRegistry(byte_tokenizer, inline_bytes=100)
     await tokenizers.load("m", "/nowhere")
     dispatch = Dispatch(RouterConfig(), LimitsConfig(), lambda n: 0)
