@@ -16,17 +16,18 @@ import pytest
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.cluster.client.generation import Generation
 from holdfast.cluster.offline.inference_engine import InferenceEngine
-from holdfast.cluster.offline.local_replica import replica_facts
+from holdfast.cluster.offline.local_replica import REPLICA_ID
 from holdfast.cluster.offline.outputs import RequestOutput
 from holdfast.cluster.offline.rendering import by_token_id
 from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.generation import Generation
 from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirectory
 from holdfast.router.router import Router
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import CacheConfig, HealthConfig, ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
+from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import Priority, TokenLogprob
@@ -292,7 +293,7 @@ def test_an_answer_is_the_same_to_the_bit(engine: InferenceEngine, served: Serve
     asked = ANSWERED[name]
     here, there = ask_offline(engine, asked), served.ask(asked)
     assert told_offline(here) == told_by_a_server(there, engine.tokenizer)
-    assert there.system_fingerprint == replica_facts(engine.info).fingerprint
+    assert there.system_fingerprint == ReplicaFacts.of(REPLICA_ID, engine.info).fingerprint
     if asked.sampling_params().num_sequences == len(here.outputs) and asked.params.get("beam_width") is None:
         assert there.usage.num_completion_tokens == sum(len(one.token_ids) for one in here.outputs)
     if "request_id" in asked.service:

@@ -99,7 +99,7 @@ def prompt_logprob_requests(prompts: list[list[int]]) -> list[EngineRequest]:
 
 def rated_by(
     scheduler: Scheduler, leader: LeaderRunner, requests: list[EngineRequest]
-) -> dict[str, list[TokenLogprob | None]]:
+) -> dict[str, list[TokenLogprob]]:
     """What requests that run together are told of their prompts."""
     told = {request.request_id: [] for request in requests}
     for request in requests:
@@ -111,17 +111,15 @@ def rated_by(
     return told
 
 
-def told_by(leader: LeaderRunner, requests: list[EngineRequest], chunk: int) -> dict[str, list[TokenLogprob | None]]:
+def told_by(leader: LeaderRunner, requests: list[EngineRequest], chunk: int) -> dict[str, list[TokenLogprob]]:
     """As `rated_by`, in steps of so many tokens in all."""
     return rated_by(scheduler_of(leader, chunk, prefix_caching=False), leader, requests)
 
 
-def check_against_hugging_face(told: list[TokenLogprob | None], prompt: list[int], count: int, model) -> None:
+def check_against_hugging_face(told: list[TokenLogprob], prompt: list[int], count: int, model) -> None:
     with torch.inference_mode():
         expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0].double(), -1)
-    assert len(told) == len(prompt)
-    assert told[0] is None
-    for token_id, item, row in zip(prompt[1:], told[1:], expected[:-1], strict=True):
+    for token_id, item, row in zip(prompt[1:], told, expected[:-1], strict=True):
         best = row.topk(count)
         assert item.token_id == token_id
         assert item.rank == int((row > row[token_id]).sum()) + 1

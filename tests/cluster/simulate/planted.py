@@ -25,7 +25,6 @@ from holdfast.worker.kv.block_allocator import BlockAllocator
 from holdfast.worker.plan.grammar_matchers import GrammarMatchers, Matcher
 from holdfast.worker.plan.step_plan import DrawParams
 from holdfast.worker.request import TokenDelta
-from holdfast.worker.scheduling import scheduler as scheduler_module
 from holdfast.worker.scheduling import sequence as sequence_module
 from holdfast.worker.scheduling.queues import SequenceQueues
 from holdfast.worker.scheduling.sequence import Sequence
@@ -160,13 +159,13 @@ def count_from_the_failover_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drop_the_logprobs_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several tokens that a step confirms, only the first has its logprobs."""
-    advance = scheduler_module.advance
+    commit = Sequence.commit
 
     def dropping(*args: Any) -> TokenDelta | None:
-        delta = advance(*args)
+        delta = commit(*args)
         return delta and replace(delta, logprobs=delta.logprobs[:1])
 
-    monkeypatch.setattr(scheduler_module, "advance", dropping)
+    monkeypatch.setattr(Sequence, "commit", dropping)
 
 
 def skip_what_is_to_be_rated(monkeypatch: pytest.MonkeyPatch) -> None:
