@@ -232,7 +232,7 @@ async def served_client():
     endpoint = ReplicaEndpoint(
         replica_id="served",
         address=link_server.address,
-        model=replica.info.name,
+        model=replica.info.model,
         model_path=replica.info.path,
     )
     router = await Router.start(RouterConfig(), LimitsConfig(), StaticDirectory([endpoint]))
