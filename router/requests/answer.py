@@ -55,7 +55,7 @@ class SampledAnswer:
         self.request_id = call.request_id
         self.model = model
         self.prompt_token_ids = prompt_token_ids
-        """The prompt after `truncate_prompt_tokens`."""
+        """The tokens of the prompt that truncation has left."""
         self._call = call
         self._has_output = has_output
         self._params = params

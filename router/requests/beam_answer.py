@@ -41,7 +41,7 @@ class BeamAnswer:
         self.request_id = request.request_id
         self.model = model
         self.prompt_token_ids = request.prompt_token_ids
-        """The prompt after `truncate_prompt_tokens`."""
+        """The tokens of the prompt that truncation has left."""
         self._request = request
         self._search = search
         self._dispatch_host = dispatch_host

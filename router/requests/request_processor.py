@@ -196,7 +196,7 @@ class RequestProcessor:
         )
 
     async def _prompt_token_ids(self, request: GenerationRequest, model: ModelStatus) -> tuple[int, ...]:
-        """The token ids of the whole prompt, before `truncate_prompt_tokens`."""
+        """The token ids of the whole prompt, before truncation."""
         if request.chat is not None:
             text = await self._tokenizers.render(model.name, request.chat)
             check_text(text, self._limits, "chat")  # a template adds to each message

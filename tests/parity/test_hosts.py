@@ -129,7 +129,6 @@ ANSWERED: Final = {
 }
 
 REFUSED: Final = {
-    "no text": refused(""),
     "no token ids": refused([]),
     "beyond the vocabulary": refused([5, 5000]),
     "too long": refused(LONG * 20),
