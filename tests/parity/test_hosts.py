@@ -76,6 +76,7 @@ def refused(*args: Any, service: dict[str, Any] | None = None, **params: Any) ->
 
 ANSWERED: Final = {
     "drawn": case(),
+    "no text": case(""),
     "greedy": case(temperature=0.0),
     "token ids": case([1, 282, 298, 279, 889, 268]),
     "one token id": case([282]),
