@@ -1,0 +1,80 @@
+// The thread pool of the native executor: threads that go through the phases of a job together.
+// pool_protocol.h says how and why it is right; here stand the promises. Kernels belong elsewhere, and so does scratch
+// memory: a job keeps it by run.tid.
+//
+// A job is a function that every thread runs. It calls tasks(run, n, fn) once for each phase, all threads alike: the
+// same phases in the same order, the same n for a phase that is not over. A task runs once, on any thread, and a phase
+// begins when all tasks of the last one are done. When tasks() returns false the job is over: leave it at once.
+//
+// A thread that the system puts aside between tasks holds nobody up: the others go on, run() returns, and further jobs
+// begin while it is away. Therefore, outside tasks, a job may use
+// - *argument, a copy that stays this job's until the last thread has left it (the caller's may live on its stack), and
+// - memory that lives until drain(); a late thread may find there what later phases or jobs have written, also as its n,
+//   which is harmless: it gets no task. It must not follow a pointer that it finds in such changing memory.
+// Inside a task, everything that the caller owns during run() may be used. Tasks must not throw, nor end their thread.
+//
+// A thread that is stopped in the middle of a task holds its phase up until it goes on; one that is cancelled there
+// would for ever, and cannot be survived inside a process. After fork() the child has the pool without its threads:
+// run() answers kForked there and does nothing, destroy frees memory alone; the parent's pool is not touched.
+#pragma once
+#include <cstddef>
+#include <type_traits>
+
+#include "pool_protocol.h"
+
+#include <atomic>
+
+namespace holdfast {
+
+struct SystemAtomics {
+  template <class T>
+  using Atomic = std::atomic<T>;
+  static void pause() { __builtin_ia32_pause(); }
+  static void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value);
+  static void wake_all(std::atomic<std::uint32_t>& word);
+  [[noreturn]] static void fail(const char* what);  // a mistake of the program: says it and aborts
+};
+
+using Protocol = PoolProtocol<SystemAtomics>;
+using Run = Protocol::Run;
+using Job = Protocol::Job;
+struct Pool;
+
+enum Outcome : int {
+  kDone = 0,
+  kForked = -1,  // this process is a child of the pool's
+  kBusy = -2,    // the pool runs a job already: another thread's, or the one that this call was made in
+  kTooLong = -3  // the argument has more than kMostArgument bytes
+};
+
+// Runs a job on all threads; the caller is thread 0. Copies `bytes` bytes of the argument.
+int run(Pool* pool, Job job, const void* argument, std::size_t bytes);
+
+template <class Argument>
+int run(Pool* pool, Job job, const Argument* argument) {
+  static_assert(std::is_trivially_copyable_v<Argument>, "late threads read a copy of the argument");
+  static_assert(sizeof(Argument) <= Protocol::kMostArgument && alignof(Argument) <= 64, "it has to fit into its slot");
+  return run(pool, job, argument, sizeof(Argument));
+}
+
+// One phase of `n` tasks, fn(0) to fn(n - 1). False: this job is over, leave it.
+template <class Fn>
+bool tasks(Run& run, int n, Fn&& fn) {
+  return Protocol::tasks(run, n, fn);
+}
+
+// Waits until all threads have left all jobs: memory that jobs read between tasks may be freed after it.
+int drain(Pool* pool);
+
+}  // namespace holdfast
+
+extern "C" {
+// A pool of `threads` threads in all (1 to 1024). `spin`: pauses before a waiting thread sleeps; negative: a default.
+// `cores`: null, or one core for each thread; entry 0 is where the caller should be, which the pool leaves alone.
+// Null and errno: EINVAL for an argument out of range or a core that is not ours, EAGAIN or ENOMEM from the system.
+holdfast::Pool* hf_pool_create(int threads, int spin, const int* cores);
+// Joins the threads, which may sleep, spin or be late in a job that is over. Not during run().
+void hf_pool_destroy(holdfast::Pool* pool);
+int hf_pool_threads(const holdfast::Pool* pool);
+int hf_pool_drain(holdfast::Pool* pool);
+}
