@@ -1,0 +1,72 @@
+// The decoder's plain data, as Python fills it in (`structures.py` mirrors this file), and its entry points.
+// Pointers stay valid for as long as the decoder does. What is computed with them is in `step.h`.
+#pragma once
+
+extern "C" {
+
+struct HfLinear {
+  const void* tiles;  // packed (`linear.h`)
+  const float* bias;  // [groups * 64], or null
+  int slices, slice_tiles, groups, outputs;
+};
+
+struct HfNorm {
+  const float* weight;  // null: no norm
+  const float* bias;    // or null
+  float eps;
+  int is_layer_norm;
+};
+
+struct HfMlp {
+  HfLinear up;    // with a gate: groups of 32 gates and 32 ups
+  HfLinear down;  // sums over slices
+  int activation, has_gate;
+};
+
+struct HfExperts {
+  HfLinear router;
+  const HfMlp* experts;
+  int num_experts, top_k, scoring, normalized;
+};
+
+struct HfRotary {
+  const float* inverse_frequencies;
+  float* table;  // [positions][sines, cosines][pairs], filled as positions come up
+  float scaling;
+  int pairs, interleaved, filled;
+};
+
+// What a norm of queries and keys goes over: each head with one weight, all heads together, each head with its own weight.
+enum HfHeadNorms { HF_NORM_EACH_HEAD, HF_NORM_ALL_HEADS, HF_NORM_OWN_WEIGHTS };
+
+struct HfLayer {
+  HfNorm attention_norm, attention_out_norm, mlp_norm, mlp_out_norm, query_norm, key_norm;
+  HfLinear qkv, output;
+  HfMlp mlp;
+  const HfExperts* experts;  // instead of `mlp`, or null
+  const float* sinks;
+  void* pages;
+  float scaling, softcap, residual_scale;
+  int num_heads, num_kv_heads, head_dim, heads_per_slice, window, rotary, head_norms, parallel;  // head_norms: see `HeadNorms`
+};
+
+struct HfModel {
+  const HfLayer* layers;
+  HfRotary* rotaries;
+  const void* embedding;  // [rows of this rank][hidden], not packed
+  HfNorm norm;
+  HfLinear head;
+  float embedding_scale, logit_scale, logit_softcap;
+  int num_layers, num_rotaries, hidden, first_vocab_row, vocab_rows;
+  int max_rows, block_size, tensor_parallel_size;
+};
+
+struct HfStep {
+  const int *token_ids, *first_positions, *num_tokens, *num_blocks, *blocks, *wanted;
+  float* logits;     // [wanted][vocab rows], or null
+  int* best;         // [wanted]: the row's largest logit's column; -1: not all are finite
+  float* best_value; // [wanted]
+  long* progress;    // counts layers
+  int num_rows, num_sequences, num_wanted;
+};
+}

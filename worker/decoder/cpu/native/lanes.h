@@ -1,0 +1,222 @@
+// Sixteen float lanes with the same bits on AVX-512 and on AVX2 with FMA.
+// Only IEEE operations, explicit fused multiply-adds and reductions of a fixed order live here; what is computed with
+// them does not. Denormals are flushed (the caller sets the control register), as AMX's tile unit does.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#define HF_INLINE static inline __attribute__((always_inline))
+
+namespace {
+
+struct Bf16 { uint16_t bits; };
+struct Half { uint16_t bits; };
+
+#ifdef __AVX512F__
+
+struct Lanes { __m512 v; };
+
+HF_INLINE Lanes load(const float* p) { return {_mm512_loadu_ps(p)}; }
+HF_INLINE void store(float* p, Lanes a) { _mm512_storeu_ps(p, a.v); }
+HF_INLINE Lanes all(float x) { return {_mm512_set1_ps(x)}; }
+HF_INLINE Lanes zero() { return {_mm512_setzero_ps()}; }
+HF_INLINE Lanes operator+(Lanes a, Lanes b) { return {_mm512_add_ps(a.v, b.v)}; }
+HF_INLINE Lanes operator-(Lanes a, Lanes b) { return {_mm512_sub_ps(a.v, b.v)}; }
+HF_INLINE Lanes operator*(Lanes a, Lanes b) { return {_mm512_mul_ps(a.v, b.v)}; }
+HF_INLINE Lanes operator/(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
+HF_INLINE Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+HF_INLINE Lanes minus_fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fnmadd_ps(a.v, b.v, c.v)}; }
+HF_INLINE Lanes larger(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
+HF_INLINE Lanes smaller(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }
+HF_INLINE Lanes rounded(Lanes a) { return {_mm512_roundscale_ps(a.v, 8)}; }
+HF_INLINE Lanes absolute(Lanes a) { return {_mm512_abs_ps(a.v)}; }
+HF_INLINE Lanes with_sign_of(Lanes a, Lanes sign) {
+  __m512i mask = _mm512_set1_epi32(0x80000000);
+  return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(mask, _mm512_castps_si512(sign.v), _mm512_castps_si512(a.v), 0xca))};
+}
+// a * 2^n for whole n; the exponent must stay in range.
+HF_INLINE Lanes times_power(Lanes a, Lanes n) {
+  __m512i shifted = _mm512_slli_epi32(_mm512_cvtps_epi32(n.v), 23);
+  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), shifted))};
+}
+// a where y >= limit, else 0.
+HF_INLINE Lanes zero_below(Lanes y, float limit, Lanes a) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(y.v, _mm512_set1_ps(limit), _CMP_GE_OQ), a.v)};
+}
+// a where y > limit (in each lane), else b.
+HF_INLINE Lanes where_above(Lanes y, Lanes limit, Lanes a, Lanes b) {
+  return {_mm512_mask_mov_ps(b.v, _mm512_cmp_ps_mask(y.v, limit.v, _CMP_GT_OQ), a.v)};
+}
+// a in lanes [first, end), other elsewhere.
+HF_INLINE Lanes keep_range(Lanes a, int first, int end, Lanes other) {
+  unsigned below_end = end >= 16 ? 0xffff : end <= 0 ? 0 : (1u << end) - 1;
+  unsigned below_first = first >= 16 ? 0xffff : first <= 0 ? 0 : (1u << first) - 1;
+  return {_mm512_mask_mov_ps(other.v, (__mmask16)(below_end & ~below_first), a.v)};
+}
+HF_INLINE __m256 low_half(Lanes a) { return _mm512_castps512_ps256(a.v); }
+HF_INLINE __m256 high_half(Lanes a) {
+  return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
+}
+HF_INLINE Lanes load(const Bf16* p) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+HF_INLINE Lanes load(const Half* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+// Rounds to the nearest, ties to even; NaN stays NaN.
+HF_INLINE void store(Bf16* p, Lanes a) {
+  __m512i bits = _mm512_castps_si512(a.v);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(_mm512_set1_epi32(0x7fff), odd));
+  __mmask16 is_nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  up = _mm512_mask_mov_epi32(up, is_nan, _mm512_set1_epi32(0x7fc00000));
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
+}
+HF_INLINE void store(Half* p, Lanes a) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+// One register of a packed tile: as wide as the machine has it.
+enum { WIDTH = 16 };
+typedef __m512 Wide;
+HF_INLINE Wide wide_load(const float* p) { return _mm512_loadu_ps(p); }
+HF_INLINE void wide_store(float* p, Wide a) { _mm512_storeu_ps(p, a); }
+HF_INLINE Wide wide_all(const float* p) { return _mm512_set1_ps(*p); }
+HF_INLINE Wide wide_zero() { return _mm512_setzero_ps(); }
+HF_INLINE Wide wide_add(Wide a, Wide b) { return _mm512_add_ps(a, b); }
+HF_INLINE Wide wide_fma(Wide a, Wide b, Wide c) { return _mm512_fmadd_ps(a, b, c); }
+// Columns `c` onwards of row pair `p` of a tile: the elements of even k and of odd k.
+HF_INLINE Wide even_of(const Bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
+HF_INLINE Wide odd_of(const Bf16* p) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(0xffff0000)));
+}
+HF_INLINE Wide even_of(const Half* p) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_loadu_si512(p))); }
+HF_INLINE Wide odd_of(const Half* p) {
+  return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_loadu_si512(p), 16)));
+}
+
+#else  // AVX2 with FMA and F16C
+
+struct Lanes { __m256 a, b; };
+#define HF_BOTH(low, high) { return {low, high}; }
+
+HF_INLINE Lanes load(const float* p) HF_BOTH(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8))
+HF_INLINE void store(float* p, Lanes x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+HF_INLINE Lanes all(float x) HF_BOTH(_mm256_set1_ps(x), _mm256_set1_ps(x))
+HF_INLINE Lanes zero() HF_BOTH(_mm256_setzero_ps(), _mm256_setzero_ps())
+HF_INLINE Lanes operator+(Lanes x, Lanes y) HF_BOTH(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b))
+HF_INLINE Lanes operator-(Lanes x, Lanes y) HF_BOTH(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b))
+HF_INLINE Lanes operator*(Lanes x, Lanes y) HF_BOTH(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b))
+HF_INLINE Lanes operator/(Lanes x, Lanes y) HF_BOTH(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b))
+HF_INLINE Lanes fma(Lanes x, Lanes y, Lanes z) HF_BOTH(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b))
+HF_INLINE Lanes minus_fma(Lanes x, Lanes y, Lanes z)
+    HF_BOTH(_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b))
+HF_INLINE Lanes larger(Lanes x, Lanes y) HF_BOTH(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b))
+HF_INLINE Lanes smaller(Lanes x, Lanes y) HF_BOTH(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b))
+HF_INLINE Lanes rounded(Lanes x) HF_BOTH(_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8))
+HF_INLINE __m256 sign_mask() { return _mm256_set1_ps(-0.0f); }
+HF_INLINE Lanes absolute(Lanes x) HF_BOTH(_mm256_andnot_ps(sign_mask(), x.a), _mm256_andnot_ps(sign_mask(), x.b))
+HF_INLINE __m256 signed8(__m256 x, __m256 sign) {
+  return _mm256_or_ps(_mm256_andnot_ps(sign_mask(), x), _mm256_and_ps(sign_mask(), sign));
+}
+HF_INLINE Lanes with_sign_of(Lanes x, Lanes s) HF_BOTH(signed8(x.a, s.a), signed8(x.b, s.b))
+HF_INLINE __m256 times_power8(__m256 x, __m256 n) {
+  __m256i shifted = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
+  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), shifted));
+}
+HF_INLINE Lanes times_power(Lanes x, Lanes n) HF_BOTH(times_power8(x.a, n.a), times_power8(x.b, n.b))
+HF_INLINE __m256 zero_below8(__m256 y, float limit, __m256 x) {
+  return _mm256_and_ps(x, _mm256_cmp_ps(y, _mm256_set1_ps(limit), _CMP_GE_OQ));
+}
+HF_INLINE Lanes zero_below(Lanes y, float limit, Lanes x)
+    HF_BOTH(zero_below8(y.a, limit, x.a), zero_below8(y.b, limit, x.b))
+HF_INLINE __m256 where_above8(__m256 y, __m256 limit, __m256 a, __m256 b) {
+  return _mm256_blendv_ps(b, a, _mm256_cmp_ps(y, limit, _CMP_GT_OQ));
+}
+HF_INLINE Lanes where_above(Lanes y, Lanes limit, Lanes a, Lanes b)
+    HF_BOTH(where_above8(y.a, limit.a, a.a, b.a), where_above8(y.b, limit.b, a.b, b.b))
+HF_INLINE __m256 keep_range8(__m256 x, int first, int end, __m256 other) {
+  __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  __m256i before_end = _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lane);
+  __m256i before_first = _mm256_cmpgt_epi32(_mm256_set1_epi32(first), lane);
+  return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(_mm256_andnot_si256(before_first, before_end)));
+}
+HF_INLINE Lanes keep_range(Lanes x, int first, int end, Lanes other)
+    HF_BOTH(keep_range8(x.a, first, end, other.a), keep_range8(x.b, first - 8, end - 8, other.b))
+HF_INLINE __m256 low_half(Lanes x) { return x.a; }
+HF_INLINE __m256 high_half(Lanes x) { return x.b; }
+HF_INLINE __m256 widened(const Bf16* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+HF_INLINE Lanes load(const Bf16* p) HF_BOTH(widened(p), widened(p + 8))
+HF_INLINE __m256 widened(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+HF_INLINE Lanes load(const Half* p) HF_BOTH(widened(p), widened(p + 8))
+HF_INLINE __m256i to_bf16(__m256 x) {
+  __m256i bits = _mm256_castps_si256(x);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(_mm256_set1_epi32(0x7fff), odd));
+  __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  up = _mm256_blendv_epi8(up, _mm256_set1_epi32(0x7fc00000), is_nan);
+  return _mm256_srli_epi32(up, 16);
+}
+HF_INLINE void store(Bf16* p, Lanes x) {
+  __m256i both = _mm256_packus_epi32(to_bf16(x.a), to_bf16(x.b));
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(both, 0xd8));
+}
+HF_INLINE void store(Half* p, Lanes x) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+enum { WIDTH = 8 };
+typedef __m256 Wide;
+HF_INLINE Wide wide_load(const float* p) { return _mm256_loadu_ps(p); }
+HF_INLINE void wide_store(float* p, Wide a) { _mm256_storeu_ps(p, a); }
+HF_INLINE Wide wide_all(const float* p) { return _mm256_broadcast_ss(p); }
+HF_INLINE Wide wide_zero() { return _mm256_setzero_ps(); }
+HF_INLINE Wide wide_add(Wide a, Wide b) { return _mm256_add_ps(a, b); }
+HF_INLINE Wide wide_fma(Wide a, Wide b, Wide c) { return _mm256_fmadd_ps(a, b, c); }
+HF_INLINE Wide even_of(const Bf16* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i*)p), 16));
+}
+HF_INLINE Wide odd_of(const Bf16* p) {
+  __m256i both = _mm256_loadu_si256((const __m256i*)p);
+  return _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(0xffff0000)));
+}
+HF_INLINE __m128i low_words(__m256i x) {
+  __m256i words = _mm256_and_si256(x, _mm256_set1_epi32(0xffff));
+  return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+HF_INLINE Wide even_of(const Half* p) { return _mm256_cvtph_ps(low_words(_mm256_loadu_si256((const __m256i*)p))); }
+HF_INLINE Wide odd_of(const Half* p) {
+  return _mm256_cvtph_ps(low_words(_mm256_srli_epi32(_mm256_loadu_si256((const __m256i*)p), 16)));
+}
+
+#endif
+
+HF_INLINE Wide even_of(const float* p) { return wide_load(p); }
+HF_INLINE Wide odd_of(const float* p) { return wide_load(p + 16); }
+
+HF_INLINE float sum4(__m128 q) {
+  q = _mm_add_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_add_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
+HF_INLINE float sum_of(Lanes a) {
+  __m256 h = _mm256_add_ps(low_half(a), high_half(a));
+  return sum4(_mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1)));
+}
+HF_INLINE float largest_of(Lanes a) {
+  __m256 h = _mm256_max_ps(low_half(a), high_half(a));
+  __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
+  return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
+}
+HF_INLINE float scalar_fma(float a, float b, float c) {
+  return _mm_cvtss_f32(_mm_fmadd_ss(_mm_set_ss(a), _mm_set_ss(b), _mm_set_ss(c)));
+}
+HF_INLINE double scalar_fma(double a, double b, double c) {
+  return _mm_cvtsd_f64(_mm_fmadd_sd(_mm_set_sd(a), _mm_set_sd(b), _mm_set_sd(c)));
+}
+HF_INLINE float square_root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
+
+}  // namespace

@@ -1,0 +1,228 @@
+// Products with packed weights: y = x W^T for 64 outputs at a time, with one order of adding for any number of rows.
+//
+// A packed weight is [outputs / 32][k tiles of 32][2 tiles of 16 outputs][16 pairs of k][16 outputs][2]; in float32 the
+// last two are exchanged. Whole k tiles are added one after the other (`tiles.h` says in which order within one). A
+// row-parallel weight is cut into slices of k, each summed from zero; the partial sums are added as a binary tree, so that
+// ranks that hold whole subtrees give the same bits together. What is done with outputs does not live here.
+#pragma once
+#include <stdlib.h>
+
+#include <type_traits>
+
+#include "tiles.h"
+
+namespace {
+
+enum { GROUP = 64, MAX_ROWS = 256, BLOCK_ROWS = 32, TILE = 512, K_TILE = 32, MAX_LEVELS = 4 };
+const int PREFETCH_BYTES = 2048;
+
+template <class W> struct InputOf { typedef float Type; };  // what rows of a linear are stored as
+template <> struct InputOf<Bf16> { typedef Bf16 Type; };
+
+template <class W> struct Packed {
+  const W* tiles;
+  int slices, slice_tiles, groups;
+  int k_tiles() const { return slices * slice_tiles; }
+  long row_length() const { return (long)k_tiles() * K_TILE; }
+  const W* group(int g) const { return tiles + (long)g * k_tiles() * 4 * TILE; }
+};
+
+// Memory of one thread. Buffers grow and are kept.
+struct Scratch {
+  Tiles tiles;
+  alignas(64) float sums[MAX_ROWS * GROUP];
+  alignas(64) float partial[MAX_LEVELS][MAX_ROWS * GROUP];
+  float* floats = nullptr;
+  long num_floats = 0;
+  float* floats_of(long count) {
+    if (num_floats < count) {
+      free(floats);
+      floats = (float*)aligned_alloc(64, (count * 4 + 63) / 64 * 64);
+      num_floats = count;
+    }
+    return floats;
+  }
+  ~Scratch() { free(floats); }
+};
+
+template <class W> HF_INLINE const W* pair_at(const W* tile, int pair, int col) { return tile + pair * 32 + col * 2; }
+HF_INLINE const float* pair_at(const float* tile, int pair, int col) { return tile + pair * 32 + col; }
+
+// sums[R][C registers] += rows [R][k tiles] times columns `col` onwards of the panel pair at `w`, by FMA.
+template <class W, int R, int C>
+HF_INLINE void fma_block(const float* rows, long stride, const W* w, int k_tiles, int col, int first, int end, float* sums) {
+  Wide total[R][C];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) total[r][c] = wide_zero();
+  for (int k = first; k < end; k++) {
+    Wide even[R][C], odd[R][C];
+    const W* tile[C];
+    int inner[C];
+    for (int c = 0; c < C; c++) {
+      int at = col + c * WIDTH;
+      tile[c] = w + ((long)(at / 32) * k_tiles + k) * 2 * TILE + at / 16 % 2 * TILE;
+      inner[c] = at % 16;
+      for (int r = 0; r < R; r++) even[r][c] = odd[r][c] = wide_zero();
+    }
+    const float* row = rows + (long)k * K_TILE;
+#pragma GCC unroll 4
+    for (int pair = 0; pair < 16; pair++)
+      for (int c = 0; c < C; c++) {
+        const W* p = pair_at(tile[c], pair, inner[c]);
+        if (R < 4) _mm_prefetch((const char*)p + PREFETCH_BYTES, _MM_HINT_T0);
+        Wide e = even_of(p), o = odd_of(p);
+        for (int r = 0; r < R; r++) {
+          even[r][c] = wide_fma(wide_all(row + r * stride + 2 * pair), e, even[r][c]);
+          odd[r][c] = wide_fma(wide_all(row + r * stride + 2 * pair + 1), o, odd[r][c]);
+        }
+      }
+    for (int r = 0; r < R; r++)
+      for (int c = 0; c < C; c++) total[r][c] = wide_add(total[r][c], wide_add(even[r][c], odd[r][c]));
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) wide_store(sums + r * GROUP + col + c * WIDTH, total[r][c]);
+}
+
+// sums [count][64] = rows times one group of columns, over k tiles [first, end).
+template <class W>
+void fma_rows(const float* rows, long stride, int count, const W* w, int k_tiles, int first, int end, float* sums) {
+  int r = 0;
+  if (WIDTH == 16)
+    for (; r + 4 <= count; r += 4)
+      for (int c = 0; c < GROUP; c += 32)
+        fma_block<W, 4, 2>(rows + r * stride, stride, w, k_tiles, c, first, end, sums + r * GROUP);
+  for (; r + 2 <= count; r += 2)
+    for (int c = 0; c < GROUP; c += 2 * WIDTH)
+      fma_block<W, 2, 2>(rows + r * stride, stride, w, k_tiles, c, first, end, sums + r * GROUP);
+  for (; r < count; r++)
+    for (int c = 0; c < GROUP; c += 4 * WIDTH)
+      fma_block<W, 1, 4>(rows + r * stride, stride, w, k_tiles, c, first, end, sums + r * GROUP);
+}
+
+#ifdef HF_TILES
+HF_INLINE void prefetch_tile(const Bf16* tile) {
+  for (int i = 0; i < 1024; i += 64) _mm_prefetch((const char*)tile + PREFETCH_BYTES + i, _MM_HINT_T0);
+}
+
+// Up to 16 rows and 64 columns: four accumulators side by side.
+HF_INLINE void tiles_1x4(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int k_tiles, int first, int end, float* sums) {
+  const Bf16 *left = w + (long)first * 2 * TILE, *right = left + (long)k_tiles * 2 * TILE;
+  tile_zero<0>(t), tile_zero<1>(t), tile_zero<2>(t), tile_zero<3>(t);
+  for (int k = first; k < end; k++, left += 2 * TILE, right += 2 * TILE) {
+    tile_load<4>(t, rows + k * K_TILE, stride * 2);
+    prefetch_tile(left), tile_load<6>(t, left, 64), tile_product<0, 4, 6>(t);
+    prefetch_tile(left + TILE), tile_load<7>(t, left + TILE, 64), tile_product<1, 4, 7>(t);
+    prefetch_tile(right), tile_load<6>(t, right, 64), tile_product<2, 4, 6>(t);
+    prefetch_tile(right + TILE), tile_load<7>(t, right + TILE, 64), tile_product<3, 4, 7>(t);
+  }
+  tile_store<0>(t, sums, GROUP * 4), tile_store<1>(t, sums + 16, GROUP * 4);
+  tile_store<2>(t, sums + 32, GROUP * 4), tile_store<3>(t, sums + 48, GROUP * 4);
+}
+
+// 17 to 32 rows and 32 columns: two by two accumulators.
+template <bool FAR>
+HF_INLINE void tiles_2x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int first, int end, float* sums) {
+  tile_zero<0>(t), tile_zero<1>(t), tile_zero<2>(t), tile_zero<3>(t);
+  for (int k = first; k < end; k++) {
+    const Bf16* tile = w + (long)k * 2 * TILE;
+    if (FAR) prefetch_tile(tile);
+    tile_load<6>(t, tile, 64), tile_load<4>(t, rows + k * K_TILE, stride * 2), tile_load<7>(t, tile + TILE, 64);
+    tile_product<0, 4, 6>(t);
+    if (FAR) prefetch_tile(tile + TILE);
+    tile_load<5>(t, rows + 16 * stride + k * K_TILE, stride * 2);
+    tile_product<1, 4, 7>(t), tile_product<2, 5, 6>(t), tile_product<3, 5, 7>(t);
+  }
+  tile_store<0>(t, sums, GROUP * 4), tile_store<1>(t, sums + 16, GROUP * 4);
+  tile_store<2>(t, sums + 16 * GROUP, GROUP * 4), tile_store<3>(t, sums + 16 * GROUP + 16, GROUP * 4);
+}
+
+// Up to 16 rows and 32 columns.
+HF_INLINE void tiles_1x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int first, int end, float* sums) {
+  tile_zero<0>(t), tile_zero<1>(t);
+  for (int k = first; k < end; k++) {
+    const Bf16* tile = w + (long)k * 2 * TILE;
+    tile_load<4>(t, rows + k * K_TILE, stride * 2);
+    tile_load<6>(t, tile, 64), tile_product<0, 4, 6>(t);
+    tile_load<7>(t, tile + TILE, 64), tile_product<1, 4, 7>(t);
+  }
+  tile_store<0>(t, sums, GROUP * 4), tile_store<1>(t, sums + 16, GROUP * 4);
+}
+
+// Any number of rows: 32 columns of weights stay in the cache while the rows pass.
+void tile_rows(Tiles& t, const Bf16* rows, long stride, int count, const Bf16* w, int k_tiles, int first, int end, float* sums) {
+  if (count <= 16) {
+    shape_tiles(t, LINEAR, count, count);
+    tiles_1x4(t, rows, stride, w, k_tiles, first, end, sums);
+    return;
+  }
+  for (int half = 0; half < 2; half++, w += (long)k_tiles * 2 * TILE)
+    for (int r = 0; r < count; r += BLOCK_ROWS) {
+      int left = count - r < BLOCK_ROWS ? count - r : BLOCK_ROWS;
+      const Bf16* block = rows + r * stride;
+      float* out = sums + r * GROUP + half * 32;
+      shape_tiles(t, LINEAR, left < 16 ? left : 16, left > 16 ? left - 16 : 16);
+      if (left <= 16) tiles_1x2(t, block, stride, w, first, end, out);
+      else if (r == 0) tiles_2x2<true>(t, block, stride, w, first, end, out);
+      else tiles_2x2<false>(t, block, stride, w, first, end, out);
+    }
+}
+#endif
+
+// Rows [count][row length] of one linear's inputs, as the products want them.
+template <class W> struct InputRows {
+  typedef typename InputOf<W>::Type Input;
+  const Input* rows;
+  long stride;
+  int count;
+  const float* floats;  // the same, widened; null where tiles are used
+  long float_stride;
+};
+
+// One row streams faster by FMA, from two on tiles do: the bits are the same.
+template <class W> HF_INLINE bool uses_tiles(int count) {
+#ifdef HF_TILES
+  return std::is_same<W, Bf16>::value && count > 1;
+#else
+  return (void)count, false;
+#endif
+}
+
+template <class W>
+InputRows<W> input_rows(Scratch& scratch, const typename InputOf<W>::Type* rows, long stride, int count, long length) {
+  InputRows<W> input = {rows, stride, count, nullptr, length};
+  if constexpr (sizeof(*rows) == 4) {
+    input.floats = rows, input.float_stride = stride;
+  } else if (!uses_tiles<W>(count)) {
+    float* floats = scratch.floats_of(length * count);
+    for (int r = 0; r < count; r++)
+      for (long k = 0; k < length; k += 16) store(floats + r * length + k, load(rows + r * stride + k));
+    input.floats = floats;
+  }
+  return input;
+}
+
+template <class W>
+void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, int slice, float* sums) {
+  int first = slice * w.slice_tiles, end = first + w.slice_tiles;
+#ifdef HF_TILES
+  if constexpr (sizeof(W) == 2 && sizeof(*in.rows) == 2)
+    if (!in.floats) return tile_rows(scratch.tiles, in.rows, in.stride, in.count, w.group(group), w.k_tiles(), first, end, sums);
+#endif
+  fma_rows<W>(in.floats, in.float_stride, in.count, w.group(group), w.k_tiles(), first, end, sums);
+}
+
+HF_INLINE void add_to(float* sums, const float* others, int count) {
+  for (int i = 0; i < count; i += 16) store(sums + i, load(sums + i) + load(others + i));
+}
+
+// sums [count][64]: all slices, added as a binary tree over their numbers.
+template <class W> void product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, float* sums) {
+  float* level[MAX_LEVELS + 1] = {sums, scratch.partial[0], scratch.partial[1], scratch.partial[2], scratch.partial[3]};
+  int top = 0;
+  for (int slice = 0; slice < w.slices; slice++) {
+    slice_product(scratch, w, group, in, slice, level[top++]);
+    for (int done = slice + 1; done % 2 == 0; done /= 2) top--, add_to(level[top - 1], level[top], in.count * GROUP);
+  }
+}
+
+}  // namespace

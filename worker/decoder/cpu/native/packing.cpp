@@ -1,0 +1,69 @@
+// Packing of weights into tiles, once at load: see `linear.h` for the layout. Compiled for any x86-64.
+#include <stdint.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "decoder.h"
+#include "pool.h"
+
+namespace {
+
+struct Source {
+  const char* const* rows;  // [outputs]: where each row of inputs begins, or null for a row of zeros
+  long inputs;              // elements of a row
+  int slices, slice_length; // real inputs of a slice
+  int slice_tiles, bytes;   // k tiles of a padded slice, bytes of an element
+};
+
+// A tile: inputs [k, k + 32) of a slice for outputs [n, n + 16).
+void pack_tile(const Source& s, long slice, int tile, long n, char* out) {
+  int first = tile * 32, end = s.slice_length - first < 32 ? s.slice_length - first : 32;
+  memset(out, 0, 512 * s.bytes);
+  for (int c = 0; c < 16; c++) {
+    const char* row = s.rows[n + c];
+    if (!row) continue;
+    row += (slice * s.slice_length + first) * s.bytes;
+    for (int k = 0; k < end; k++) {
+      int at = s.bytes == 2 ? k / 2 * 32 + c * 2 + k % 2 : k / 2 * 32 + k % 2 * 16 + c;
+      if (s.bytes == 2) memcpy(out + at * 2, row + k * 2, 2);
+      else memcpy(out + at * 4, row + k * 4, 4);
+    }
+  }
+}
+
+struct Job { Source source; long panels; char* out; };
+
+void pack_all(const void* argument, holdfast::Run& run) {
+  const Job job = *(const Job*)argument;
+  const Source& s = job.source;
+  long tiles = (long)s.slices * s.slice_tiles;
+  holdfast::tasks(run, (int)job.panels, [&](int panel) {  // 32 outputs
+    char* out = job.out + panel * tiles * 1024 * s.bytes;
+    for (long t = 0; t < tiles; t++)
+      for (int half = 0; half < 2; half++, out += 512 * s.bytes) pack_tile(s, t / s.slice_tiles, (int)(t % s.slice_tiles), panel * 32L + half * 16, out);
+  });
+}
+
+}  // namespace
+
+extern "C" int hf_pack(holdfast::Pool* pool, const char* const* rows, long outputs, int slices, int slice_length, int slice_tiles, int bytes,
+                       char* out) {
+  Job job = {{rows, (long)slices * slice_length, slices, slice_length, slice_tiles, bytes}, outputs / 32, out};
+  return holdfast::run(pool, pack_all, &job);
+}
+
+// Asks the system to let this process use AMX's tiles; 0: they may be used.
+extern "C" int hf_allow_tiles() {
+  const long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  return (int)syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA);
+}
+
+extern "C" const char* hf_digest() { return HF_DIGEST; }
+
+// Sizes of the structures, in the order of `structures.py`.
+extern "C" void hf_sizes(int* out) {
+  const int sizes[] = {sizeof(HfLinear), sizeof(HfNorm),  sizeof(HfMlp),   sizeof(HfExperts),
+                       sizeof(HfRotary), sizeof(HfLayer), sizeof(HfModel), sizeof(HfStep)};
+  memcpy(out, sizes, sizeof sizes);
+}
