@@ -44,7 +44,7 @@ class Suspect:
         prepare_process(self._config, device)
         self._runner = ModelRunner.load(self._config, SingleRank(), device=device)
         self._checkpoint = load_file(f"{model}/model.safetensors")
-        modules: Any = self._runner._model._module
+        modules: Any = self._runner._model.module
         self._layers = [
             (f"{name}.weight", module)
             for name, module in modules.named_modules()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 POLICY = ("service_order", "plan", "kv", "scheduling", "speculation", "tuning", "engine_core")
-DEVICE = ("distributed", "layers", "attention", "sampling", "model", "engine")
+DEVICE = ("distributed", "layers", "attention", "sampling", "decoder", "model", "engine")
 PROCESS = ("wire", "supervision", "replica")  # wire: both ends of a link read and write its messages by one codec
 ROOMS = {  # from the ground up: a room imports from those before it
     "worker": (*POLICY, *DEVICE, *PROCESS),

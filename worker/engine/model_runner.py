@@ -38,7 +38,7 @@ from holdfast.worker.sampling.sampler import draw
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""Called as `progress(phase, done, total)`; phases are `load` and `check`."""
+"""Called as `progress(phase, done, total)`; phases are `load`, `pack` and `check`."""
 
 Item = TypeVar("Item")
 

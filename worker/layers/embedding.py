@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.layers.linear import Linear
-from holdfast.worker.layers.row_tiles import RowTiles
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -31,6 +30,21 @@ class VocabParallelEmbedding(nn.Module):
         return self._group.all_reduce(hidden.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
 
+class ScaledEmbedding(nn.Module):
+    """An embedding whose vectors are multiplied by a constant (Gemma 3)."""
+
+    scale: Tensor
+
+    def __init__(self, embedding: nn.Module, scale: Tensor) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.register_buffer("scale", scale)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        vectors: Tensor = self.embedding(token_ids)
+        return vectors * self.scale
+
+
 class VocabParallelHead(nn.Module):
     """This rank's rows of the output table. Every rank gets all logits, cut to `vocab_size`."""
 
@@ -41,14 +55,13 @@ class VocabParallelHead(nn.Module):
         group: TensorParallelGroup,
         *,
         vocab_size: int,
-        tiles: RowTiles,
     ) -> None:
         super().__init__()
-        self.linear = Linear(weight_slice, bias_slice, tiles=tiles)
+        self.linear = Linear(weight_slice, bias_slice)
         self._group = group
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden] -> [..., vocab_size]."""
         logits = self._group.all_gather(self.linear(x))
-        return logits[..., : self._vocab_size]
+        return logits[..., : self.vocab_size]

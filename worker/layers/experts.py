@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from holdfast.worker.layers.activation import VECTOR
 from holdfast.worker.layers.linear import Linear
-from holdfast.worker.layers.row_tiles import RowTiles
 
 _TENSORS = {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"}
 
@@ -47,13 +46,13 @@ class ExpertRouter(nn.Module):
 class Experts(nn.Module):
     """Takes over the weights of a Hugging Face experts module, whole or one rank's share; its call is the same."""
 
-    def __init__(self, module: Any, *, tiles: RowTiles) -> None:
+    def __init__(self, module: Any) -> None:
         """`module` is one that `can_replace` accepts. Its weights are consumed."""
         super().__init__()
         self._activation = module._apply_gate if module.has_gate else module.act_fn
         first = "gate_up_proj" if module.has_gate else "up_proj"
-        self.up = _linears(module, first, tiles)
-        self.down = _linears(module, "down_proj", tiles)
+        self.up = _linears(module, first)
+        self.down = _linears(module, "down_proj")
         for name in _TENSORS & set(dict(module.named_parameters())):
             module.register_parameter(name, None)
 
@@ -84,11 +83,9 @@ class Experts(nn.Module):
         return activated[: len(rows)]
 
 
-def _linears(module: Any, name: str, tiles: RowTiles) -> nn.ModuleList:
+def _linears(module: Any, name: str) -> nn.ModuleList:
     weights = getattr(module, name)
     biases = getattr(module, f"{name}_bias") if module.has_bias else [None] * len(weights)
     if module.is_transposed:
         weights = weights.transpose(1, 2)
-    return nn.ModuleList(
-        Linear(weight.contiguous(), bias, tiles=tiles) for weight, bias in zip(weights, biases, strict=True)
-    )
+    return nn.ModuleList(Linear(weight, bias) for weight, bias in zip(weights, biases, strict=True))

@@ -1,8 +1,11 @@
 """Row-invariant linear layers over one rank's slice of a weight, column- and row-parallel, packed where that pays.
 
-A weight is kept once, packed or plain, never both. What may not live here: how many rows a kernel is called with
-(`row_tiles.py`), and which slice of a checkpoint a rank has (`worker/model/parallel_plan.py`).
+A linear starts plain, with the weight as it came; `settle` tries out row rules and packs. A weight is kept once, packed
+or plain, never both. What may not live here: how many rows a kernel is called with (`row_tiles.py`), and which slice of
+a checkpoint a rank has (`worker/model/parallel_plan.py`).
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -24,26 +27,50 @@ PACKED_FOR_ROWS = 32
 
 
 class Linear(nn.Module):
-    """y = x W^T + b for x [..., in_features], with the same bits for a row whatever other rows are in the call.
+    """y = x W^T + b for x [..., in_features]; once settled, with the same bits for a row whatever else is in the call.
 
-    `weight` is [out_features, in_features]. The layer keeps it, or a packed copy instead, as no parameter or buffer:
-    drop other references, and do not move or cast the layer.
+    `weight` is [out_features, in_features]. The layer keeps it as no parameter or buffer, and once settled maybe a
+    packed copy instead: drop other references, and do not move or cast the layer.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, tiles: RowTiles) -> None:
+    weight: Tensor | None
+    """None once settled."""
+    bias: Tensor | None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self._rule = _choose_rule(tiles, weight, bias is not None)
-        self._kernel = linear_kernel(weight.detach(), None if bias is None else bias.detach(), packed=self._rule.packed)
+        self.weight = weight.detach()
+        self.bias = None if bias is None else bias.detach()
+        self._rule = RowRule()
+        self._kernel: Kernel | None = None
+
+    def settle(self, tiles: RowTiles) -> None:
+        """Chooses the row rule of this shape, and packs the weight where the rule says so. Once."""
+        assert self.weight is not None, "a linear is settled once"
+        self._rule = _choose_rule(tiles, self.weight, self.bias is not None)
+        self._kernel = linear_kernel(self.weight.contiguous(), self.bias, packed=self._rule.packed)
+        self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._kernel is None:
+            assert self.weight is not None
+            return F.linear(x, self.weight, self.bias)
         if self._rule.allows(x.numel() // self.in_features):
             return self._kernel(x)
         return self._rule.run(self._kernel, x)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self._rule}"
+
+
+def settle(module: nn.Module, tiles: RowTiles, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """Settles every linear inside `module`. `progress` gets linears done and in all."""
+    linears = [part for part in module.modules() if isinstance(part, Linear)]
+    for done, linear in enumerate(linears, start=1):
+        linear.settle(tiles)
+        progress(done, len(linears))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -58,17 +85,16 @@ class ColumnParallelLinear(nn.Module):
         bias: Tensor | None,
         group: TensorParallelGroup,
         *,
-        tiles: RowTiles,
         gather_output: bool = False,
     ) -> None:
         super().__init__()
-        self.linear = Linear(weight, bias, tiles=tiles)
+        self.linear = Linear(weight, bias)
         self._group = group
-        self._gathers = gather_output and group.size > 1
+        self.gathers = gather_output and group.size > 1
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
-        return self._group.all_gather(y) if self._gathers else y
+        return self._group.all_gather(y) if self.gathers else y
 
 
 class RowParallelLinear(nn.Module):
@@ -84,22 +110,21 @@ class RowParallelLinear(nn.Module):
         bias: Tensor | None,
         group: TensorParallelGroup,
         *,
-        tiles: RowTiles,
         split_input: bool = False,
     ) -> None:
         super().__init__()
         whole = group.size == 1
-        self.linear = Linear(weight, bias if whole else None, tiles=tiles)
-        self._bias = None if bias is None or whole else bias.detach()
+        self.linear = Linear(weight, bias if whole else None)
+        self.bias = None if bias is None or whole else bias.detach()
         self._group = group
-        self._splits = split_input and not whole
+        self.splits = split_input and not whole
         self._first_input = group.rank * self.linear.in_features
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._splits:
+        if self.splits:
             x = x.narrow(-1, self._first_input, self.linear.in_features)
         y = self._group.all_reduce(self.linear(x))
-        return y if self._bias is None else y + self._bias
+        return y if self.bias is None else y + self.bias
 
 
 def linear_kernel(weight: Tensor, bias: Tensor | None, *, packed: bool) -> Kernel:

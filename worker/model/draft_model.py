@@ -61,6 +61,7 @@ class DraftModel:
         # Rules of its own: no token depends on the bits of a draft, so a failed trial is no failure of the replica.
         alone = Target(group=SingleRank(), tiles=RowTiles(target.device), device=target.device, dtype=target.dtype)
         model = build_rank_model(config, draft_folder, hf_config, alone, lambda done, total: None)
+        model.settle()
         max_len = choose_max_model_len(hf_config, None)
         return cls(model, alone, vocab_size=vocab_size, draft_vocab_size=hf_config.vocab_size, max_len=max_len)
 

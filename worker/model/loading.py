@@ -67,6 +67,7 @@ def load_model(
     max_model_len = choose_max_model_len(hf_config, config.model.max_model_len)
     target = Target(group=group, tiles=RowTiles(device), device=device, dtype=serving_dtype(config.model, hf_config))
     model = build_rank_model(config.model, folder, hf_config, target, lambda *done: progress("load", *done))
+    model.settle(lambda *done: progress("pack", *done))
     if getattr(hf_config, "kv_lora_rank", None):
         logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
     draft = _load_draft(config, folder, hf_config.vocab_size, target)

@@ -16,6 +16,7 @@ from torch import Tensor
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.layers.linear import settle
 from holdfast.worker.model.checks import OTHER_ENGINE
 from holdfast.worker.model.dry_run import find_attention
 from holdfast.worker.model.parallel_plan import ParallelPlan
@@ -41,13 +42,20 @@ class RankModel:
 
         Raises `UnsupportedModelError` where a dry run shows that the paged cache would not see the model's state.
         """
-        self._module = module
-        self._device = target.device
+        self.module = module
+        self._target = target
         self._keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
         steps = torch.arange(_NUM_DRY_TOKENS, device=target.device)
         calls = find_attention(module, lambda: self._logits(steps, steps, steps), target)
         self.specs = tuple(spec for _, spec in calls)
         self._attentions = tuple(caller for caller, _ in calls)
+
+    def settle(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Makes the linears row-invariant and packs them, once and before the first step; until then they are plain.
+
+        `progress` gets linears done and in all.
+        """
+        settle(self.module, self._target.tiles, progress)
 
     def attach(self, attention: Callable[[int], Callable[..., Tensor]]) -> None:
         """Gives every attention layer its `PagedAttention`: `attention(i)` is called for layer i."""
@@ -63,13 +71,13 @@ class RankModel:
         """The logits [rows wanted, vocab] of a step, on every rank. The attention has been given the same step."""
         wanted = batch.logits_rows if len(batch.logits_rows) else batch.num_tokens[:1] - 1
         token_ids, positions, rows = (
-            torch.from_numpy(array).to(self._device) for array in (batch.token_ids, batch.positions, wanted)
+            torch.from_numpy(array).to(self._target.device) for array in (batch.token_ids, batch.positions, wanted)
         )
         return self._logits(token_ids, positions, rows)[: len(batch.logits_rows)]
 
     def _logits(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         kept = {"logits_to_keep": rows} if self._keeps_rows else {}
-        output = self._module(
+        output = self.module(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **kept
         )
         logits: Tensor = output.logits[0]
@@ -79,9 +87,10 @@ class RankModel:
 def build_rank_model(
     config: ModelConfig, folder: Path, hf_config: Any, target: Target, progress: Callable[[int, int], None]
 ) -> RankModel:
-    """Builds and loads this rank's share of the model in `folder`. All ranks of the group do so together.
+    """Builds this rank's share of the model in `folder`, its linears plain: `settle` it, or read it and drop it.
 
-    Raises `UnsupportedModelError` where a gate refuses the model. `progress` gets modules done and in all.
+    All ranks of the group do so together. Raises `UnsupportedModelError` where a gate refuses the model. `progress`
+    gets modules done and in all.
     """
     register_attention()
     if config.load_format == "dummy":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.layers.activation import RowActivation
-from holdfast.worker.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from holdfast.worker.layers.embedding import ScaledEmbedding, VocabParallelEmbedding, VocabParallelHead
 from holdfast.worker.layers.experts import ExpertRouter, Experts
 from holdfast.worker.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from holdfast.worker.layers.row_tiles import RowTiles
@@ -53,21 +53,6 @@ def parallelize(
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, replacement)
         progress(done, len(modules))
-
-
-class ScaledEmbedding(nn.Module):
-    """An embedding whose vectors are multiplied by a constant (Gemma 3)."""
-
-    scale: Tensor
-
-    def __init__(self, embedding: nn.Module, scale: Tensor) -> None:
-        super().__init__()
-        self.embedding = embedding
-        self.register_buffer("scale", scale)
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        vectors: Tensor = self.embedding(token_ids)
-        return vectors * self.scale
 
 
 class _Share:
@@ -113,7 +98,7 @@ class _Share:
             return RowActivation(module)
         if ExpertRouter.can_replace(module):
             return ExpertRouter(module)
-        return Experts(module, tiles=self._target.tiles) if Experts.can_replace(module) else module
+        return Experts(module) if Experts.can_replace(module) else module
 
     def _check_partial_sum(self, name: str, module: nn.Module) -> None:
         """A tensor that is whole on every rank inside a sum over ranks would count once for each rank."""
@@ -123,14 +108,14 @@ class _Share:
             raise UnsupportedModelError(self._model_type, reason, "Serve it with tensor_parallel_size 1")
 
     def _linear(self, name: str, module: Any, style: Style) -> nn.Module:
-        group, tiles = self._target.group, self._target.tiles
+        group = self._target.group
         weight = self._take(f"{name}.weight", module.weight, transposed=is_transposed_linear(module))
         bias = None if module.bias is None else self._take(f"{name}.bias", module.bias)
         if style.split is Split.WHOLE:
-            return Linear(weight, bias, tiles=tiles)
+            return Linear(weight, bias)
         if style.split is Split.COLUMNS:
-            return ColumnParallelLinear(weight, bias, group, tiles=tiles, gather_output=style.whole_activations)
-        return RowParallelLinear(weight, bias, group, tiles=tiles, split_input=style.whole_activations)
+            return ColumnParallelLinear(weight, bias, group, gather_output=style.whole_activations)
+        return RowParallelLinear(weight, bias, group, split_input=style.whole_activations)
 
     def _embedding(self, name: str, module: nn.Embedding) -> nn.Module:
         """The vocabulary's embedding, by rows; a kind with a forward of its own, whole, unless it only scales."""
@@ -149,7 +134,7 @@ class _Share:
         weight = self._rows_of_vocabulary(module.weight)
         bias = None if module.bias is None else self._rows_of_vocabulary(module.bias)
         vocab_size = module.weight.shape[0]
-        return VocabParallelHead(weight, bias, self._target.group, vocab_size=vocab_size, tiles=self._target.tiles)
+        return VocabParallelHead(weight, bias, self._target.group, vocab_size=vocab_size)
 
     def _rows_of_vocabulary(self, parameter: Tensor) -> Tensor:
         """This rank's rows; the last rank's are filled up with zeros. A tied table is cut once."""

@@ -4,6 +4,7 @@ from torch import nn
 
 from holdfast.worker.layers.activation import RowActivation
 from holdfast.worker.layers.experts import ExpertRouter, Experts
+from holdfast.worker.layers.linear import settle
 from holdfast.worker.layers.row_tiles import RowTiles
 
 E, H, INNER = 4, 16, 24
@@ -44,6 +45,11 @@ class StoredExperts(nn.Module):
         return output
 
 
+def settled(experts):
+    settle(experts, RowTiles("cpu"))
+    return experts
+
+
 def inputs(num_tokens):
     weights, index = torch.rand(num_tokens, E).topk(2, dim=-1)
     return torch.randn(num_tokens, H), index, weights
@@ -64,13 +70,13 @@ def test_every_token_goes_through_its_experts(transposed, has_bias, has_gate):
     batch = inputs(9)
     expected = stored.one_by_one(*batch)
     assert Experts.can_replace(stored)
-    experts = Experts(stored, tiles=RowTiles("cpu"))
+    experts = settled(Experts(stored))
     assert torch.allclose(experts(*batch), expected, atol=1e-4)
     assert not list(stored.parameters()), "the weights are held once"
 
 
 def test_a_token_has_the_same_bits_in_any_company():
-    experts = Experts(StoredExperts(transposed=False, has_bias=True), tiles=RowTiles("cpu"))
+    experts = settled(Experts(StoredExperts(transposed=False, has_bias=True)))
     x, index, weights = inputs(40)
     together = experts(x, index, weights)
     for start, end in ((0, 1), (7, 9), (12, 40)):

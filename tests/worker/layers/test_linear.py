@@ -9,7 +9,7 @@ from torch import Tensor
 
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from holdfast.worker.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
+from holdfast.worker.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear, settle
 from holdfast.worker.layers.row_tiles import RowTiles
 from tests.fake_group import run_ranks
 
@@ -26,6 +26,11 @@ def made(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
+def settled(linear: Linear, tiles: RowTiles) -> Linear:
+    linear.settle(tiles)
+    return linear
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -34,7 +39,7 @@ def test_a_linear_computes_what_torch_computes(tiles, shape, dtype, has_bias):
     bias = made(shape[0], dtype=dtype) if has_bias else None
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
-    y = Linear(weight, bias, tiles=tiles)(x)
+    y = settled(Linear(weight, bias), tiles)(x)
     assert y.dtype == dtype
     assert ((y.double() - expected).abs().max() / expected.abs().max()) < tolerance
 
@@ -42,7 +47,7 @@ def test_a_linear_computes_what_torch_computes(tiles, shape, dtype, has_bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_same_bits_in_any_company(tiles, shape, dtype):
-    linear = Linear(made(*shape, dtype=dtype), made(shape[0], dtype=dtype), tiles=tiles)
+    linear = settled(Linear(made(*shape, dtype=dtype), made(shape[0], dtype=dtype)), tiles)
     rows = made(300, shape[1], dtype=dtype)
     together = linear(rows)
     for count in (1, 2, 3, 7, 32, 33, 130, 299):
@@ -56,17 +61,26 @@ def test_a_row_has_the_same_bits_in_any_company(tiles, shape, dtype):
 def test_only_one_form_of_a_weight_is_kept(tiles):
     weight = made(64, 192)
     kept = weakref.ref(weight)
-    linear = Linear(weight, None, tiles=tiles)
+    linear = settled(Linear(weight, None), tiles)
     del weight
     assert not list(linear.parameters())
     assert (kept() is None) == linear._rule.packed
 
 
+def test_a_linear_keeps_the_weight_that_it_was_given_until_it_is_settled(tiles):
+    whole, x = made(64, 192), made(5, 96)
+    linear = Linear(whole[:, 96:], None)
+    assert linear.weight.data_ptr() == whole[:, 96:].data_ptr()
+    before = linear(x)
+    linear.settle(tiles)
+    assert linear.weight is None
+    torch.testing.assert_close(linear(x), before)
+
+
 def test_a_strided_input_will_do(tiles):
     weight, x = made(64, 192), made(6, 400)
-    assert torch.equal(
-        Linear(weight, None, tiles=tiles)(x[:, 3:195]), Linear(weight, None, tiles=tiles)(x[:, 3:195].contiguous())
-    )
+    linear = settled(Linear(weight, None), tiles)
+    assert torch.equal(linear(x[:, 3:195]), linear(x[:, 3:195].contiguous()))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -79,7 +93,6 @@ def test_column_parallel_outputs_make_up_the_whole(size, gather_output):
             weight.chunk(size)[group.rank],
             bias.chunk(size)[group.rank],
             group,
-            tiles=RowTiles(),
             gather_output=gather_output,
         )
         return linear(x)
@@ -95,9 +108,7 @@ def test_row_parallel_sums_once_and_adds_the_bias_once(size, split_input):
     weight, bias, x = made(64, 48), made(64) + 100, made(1, 7, 48)
 
     def on_rank(group):
-        linear = RowParallelLinear(
-            weight.chunk(size, 1)[group.rank], bias, group, tiles=RowTiles(), split_input=split_input
-        )
+        linear = RowParallelLinear(weight.chunk(size, 1)[group.rank], bias, group, split_input=split_input)
         return linear(x if split_input else x.chunk(size, -1)[group.rank])
 
     outputs = run_ranks(size, on_rank)
@@ -111,7 +122,8 @@ def test_a_row_has_the_same_bits_in_any_company_after_the_sum(size, dtype):
     weight, bias, rows = made(64, 256, dtype=dtype), made(64, dtype=dtype), made(50, 256, dtype=dtype)
 
     def on_rank(group):
-        linear = RowParallelLinear(weight.chunk(size, 1)[group.rank], bias, group, tiles=RowTiles(), split_input=True)
+        linear = RowParallelLinear(weight.chunk(size, 1)[group.rank], bias, group, split_input=True)
+        settle(linear, RowTiles())
         return linear(rows), torch.cat([linear(rows[i : i + 1]) for i in range(len(rows))])
 
     for together, alone in run_ranks(size, on_rank):
@@ -127,7 +139,7 @@ def test_the_ends_of_a_model_split_over_the_vocabulary(size):
     def on_rank(group):
         rows = table.chunk(size)[group.rank]
         embedding = VocabParallelEmbedding(rows, group.rank * len(rows), group)
-        head = VocabParallelHead(rows, None, group, vocab_size=vocab_size, tiles=RowTiles())
+        head = VocabParallelHead(rows, None, group, vocab_size=vocab_size)
         return embedding(token_ids), head(hidden)
 
     for embedded, logits in run_ranks(size, on_rank):
