@@ -13,7 +13,7 @@ enum Dtype { BFLOAT16, FLOAT16, FLOAT32 };
 struct AnyDecoder {
   virtual ~AnyDecoder() {}
   virtual void begin(const HfStep& step) = 0;
-  virtual int run(int first, int end) = 0;
+  virtual int run(int first, int end, int finished_layer) = 0;
   virtual float* partial() = 0;
   virtual float* residual() = 0;
   virtual long stride() = 0;
@@ -25,7 +25,7 @@ template <class W> struct TypedDecoder : AnyDecoder {
   TypedDecoder(const HfModel& model, holdfast::Pool* pool) : pool(pool), decoder(model, hf_pool_threads(pool)) {}
   ~TypedDecoder() { hf_pool_drain(pool); }
   void begin(const HfStep& step) override { decoder.begin(step); }
-  int run(int first, int end) override { return decoder.run(pool, first, end); }
+  int run(int first, int end, int finished_layer) override { return decoder.run(pool, first, end, finished_layer); }
   float* partial() override { return decoder.partial(); }
   float* residual() override { return decoder.residual(); }
   long stride() override { return decoder.partial_stride(); }
@@ -67,7 +67,9 @@ void* hf_decoder_create(const HfModel* model, int dtype, holdfast::Pool* pool) {
 }
 void hf_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
 void hf_decoder_begin(void* decoder, const HfStep* step) { ((AnyDecoder*)decoder)->begin(*step); }
-int hf_decoder_run(void* decoder, int first, int end) { return ((AnyDecoder*)decoder)->run(first, end); }
+int hf_decoder_run(void* decoder, int first, int end, int finished_layer) {
+  return ((AnyDecoder*)decoder)->run(first, end, finished_layer);
+}
 // What a sum over ranks is due of after a segment, and the residual stream: [rows][stride].
 float* hf_decoder_partial(void* decoder) { return ((AnyDecoder*)decoder)->partial(); }
 float* hf_decoder_residual(void* decoder) { return ((AnyDecoder*)decoder)->residual(); }

@@ -155,15 +155,16 @@ template <class W> class Decoder {
   float* residual() { return x.data; }
 
   // Runs segments [first, end) of the step: 0 embeds, 2 l + 1 and 2 l + 2 are a layer's halves, the last is the head.
-  int run(holdfast::Pool* pool, int first, int end) {
+  // `finished_layer`: also adds what this layer's MLP left to the residual; -1: the segment after it does so.
+  int run(holdfast::Pool* pool, int first, int end, int finished_layer) {
     next_segment = end;
-    Part part = {this, first, end, step.num_rows, step.num_wanted};
+    Part part = {this, first, end, finished_layer, step.num_rows, step.num_wanted};
     return holdfast::run(pool, [](const void* argument, Run& run) { ((const Part*)argument)->decoder->go(*(const Part*)argument, run); }, &part);
   }
 
  private:
   // What a thread may look at between tasks: a late one finds the numbers of its own job here, never a later one's.
-  struct Part { Decoder* decoder; int first, end, num_rows, num_wanted; };
+  struct Part { Decoder* decoder; int first, end, finished_layer, num_rows, num_wanted; };
   struct Local;
   struct Thread { Local& own; Run& run; int num_rows, num_wanted; };
 
@@ -177,6 +178,7 @@ template <class W> class Decoder {
       else if (s > 2 * m.num_layers) goes_on = head_part(thread);
       else goes_on = s % 2 ? attention_half((s - 1) / 2, thread) : mlp_half((s - 1) / 2, thread);
     }
+    if (goes_on && part.finished_layer >= 0) finish(thread, m.layers[part.finished_layer], false);
     release_tiles(thread.own.scratch.tiles);
     _mm_setcsr(control);
   }

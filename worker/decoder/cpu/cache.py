@@ -1,0 +1,87 @@
+"""KV cache of the native executor: pages of tiles, as its attention multiplies them.
+
+Here is only the memory, as in `worker/attention/kv_cache.py`. What may not live here: which block belongs to which
+sequence, and what reads and writes the pages (`native/attention.h`, `native/step.h`).
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.decoder.cpu.packing import address_of, mapped_memory, page_elements
+from holdfast.worker.decoder.cpu.structures import HfLayer
+
+SUB_PAGE: Final = 16
+"""Keys of a tile: a block holds a whole number of them."""
+
+
+class TiledCache:
+    """All layers' pages. They hold zeros until written; a block's memory is finite numbers at any time."""
+
+    def __init__(self, layers: "list[HfLayer]", num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        """Raises ValueError unless `block_size` is a multiple of 16."""
+        if block_size % SUB_PAGE:
+            raise ValueError(f"block_size = {block_size}: must be a multiple of {SUB_PAGE}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._layers = [_LayerPages(layer, num_blocks, block_size, dtype) for layer in layers]
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where each layer's pages begin."""
+        return [layer.address for layer in self._layers]
+
+    def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
+        """Copies the first `num_tokens` [C] slots of blocks to other ones in all layers, and clears their other slots.
+
+        All sources are read before any destination is written. The destinations differ from each other.
+        """
+        for layer in self._layers:
+            layer.copy(sources, destinations, num_tokens)
+
+    def clear(self, block_ids: Tensor) -> None:
+        """Writes zeros over these blocks in all layers."""
+        for layer in self._layers:
+            layer.pages.index_fill_(0, block_ids, 0)
+
+
+class _LayerPages:
+    """[num_blocks, num_kv_heads, page]."""
+
+    def __init__(self, layer: HfLayer, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        elements = page_elements(layer, block_size)
+        shape = (num_blocks, layer.num_kv_heads, elements)
+        memory = mapped_memory(num_blocks * layer.num_kv_heads * elements * dtype.itemsize)
+        self.address = address_of(memory)
+        count = num_blocks * layer.num_kv_heads * elements
+        self.pages = torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
+        self._num_keys = block_size * -(-layer.head_dim // 32) * 32
+        self._block_size = block_size
+        self._span = 16 if block_size % 32 else 32
+
+    def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
+        moved = self.pages[sources]
+        hidden = torch.arange(self._block_size) >= num_tokens[:, None]
+        keys, values = moved[:, :, : self._num_keys], moved[:, :, self._num_keys :]
+        self._of_keys(keys, hidden)
+        self._of_values(values, hidden)
+        self.pages.index_copy_(0, destinations, moved)
+
+    def _of_keys(self, keys: Tensor, hidden: Tensor) -> None:
+        """keys [C, heads, block / 16, tiles of dimensions, pairs of dimensions, 16 keys, 2], or 2 before the keys."""
+        count, heads, _ = keys.shape
+        tokens = hidden.view(count, 1, -1, 1, 1, SUB_PAGE, 1) if keys.itemsize == 2 else hidden.view(count, 1, -1, 1, 1, 1, SUB_PAGE)
+        pair = (SUB_PAGE, 2) if keys.itemsize == 2 else (2, SUB_PAGE)
+        tiles = keys.unflatten(2, (self._block_size // SUB_PAGE, -1, 16, *pair))
+        tiles.masked_fill_(tokens, 0)
+
+    def _of_values(self, values: Tensor, hidden: Tensor) -> None:
+        """values [C, heads, block / span, tiles of dimensions, pairs of keys, 16 dimensions, 2], or 2 before them."""
+        count = len(values)
+        pairs = self._span // 2
+        by_pair = hidden.view(count, 1, -1, 1, pairs, 2)
+        tokens = by_pair.unsqueeze(5) if values.itemsize == 2 else by_pair.unsqueeze(6)
+        pair = (16, 2) if values.itemsize == 2 else (2, 16)
+        tiles = values.unflatten(2, (self._block_size // self._span, -1, pairs, *pair))
+        tiles.masked_fill_(tokens, 0)

@@ -1,0 +1,191 @@
+"""Native CPU executor: runs the steps of a packed decoder on a pool of threads of its own.
+
+What may live here: one rank's decoder, and the way of a step's arrays into it. What may not: packing (`packing.py`),
+what a step means to the engine (`worker/decoder/program.py`), and arithmetic (`native/`).
+"""
+
+import ctypes
+from ctypes import byref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from holdfast.worker.decoder.cpu.cache import TiledCache
+from holdfast.worker.decoder.cpu.library import class_of, load_library
+from holdfast.worker.decoder.cpu.packing import PackedModel
+from holdfast.worker.decoder.cpu.structures import HfStep
+from holdfast.worker.decoder.layout import DecoderLayout
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.errors import ReplicaError
+from holdfast.worker.progress import ProgressCounter
+
+IntArray = NDArray[np.int32]
+
+_ALL: int = 1 << 30
+
+
+class CpuExecutor:
+    """One rank's share of a model on CPUs. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        layout: DecoderLayout,
+        group: TensorParallelGroup,
+        *,
+        max_positions: int,
+        num_threads: int,
+        instruction_class: str | None = None,
+    ) -> None:
+        """Packs the layout's weights. Raises `Unavailable` where this machine cannot run it."""
+        self._library = load_library(instruction_class)
+        self.instruction_class = class_of(self._library)
+        self._group = group
+        self._dtype = layout.dtype
+        self._vocab_size = layout.vocab_size
+        self._hidden = layout.hidden_size
+        self._pool = self._library.hf_pool_create(num_threads, -1, None)
+        if not self._pool:
+            raise ReplicaError(f"{num_threads} threads could not be started")
+        self._packed = PackedModel(layout, self._library, self._pool, max_positions=max_positions)
+        self._rows = self._packed.model.vocab_rows
+        self._decoder: int | None = None
+        self._cache: TiledCache | None = None
+
+    def close(self) -> None:
+        self._drop_decoder()
+        if self._pool:
+            self._library.hf_pool_destroy(self._pool)
+            self._pool = None
+
+    def _drop_decoder(self) -> None:
+        if self._decoder:
+            self._library.hf_decoder_destroy(self._decoder)
+            self._decoder = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_pool", None):
+            self.close()
+
+    def allocate_cache(self, num_blocks: int, block_size: int, max_rows: int) -> TiledCache:
+        """The cache that steps use from now on, of up to `max_rows` tokens each. Raises ValueError (see `TiledCache`)."""
+        self._drop_decoder()
+        self._cache = TiledCache(list(self._packed.layers), num_blocks, block_size, self._dtype)
+        for layer, address in zip(self._packed.layers, self._cache.addresses, strict=True):
+            layer.pages = address
+        model = self._packed.model
+        model.block_size, model.max_rows, model.tensor_parallel_size = block_size, max_rows, self._group.size
+        model.first_vocab_row = self._group.rank * self._rows
+        self._decoder = self._library.hf_decoder_create(byref(model), self._packed.dtype, self._pool)
+        if not self._decoder:
+            raise ReplicaError("there is no memory for the executor's buffers")
+        self._stride = self._library.hf_decoder_stride(self._decoder)
+        self._max_rows = max_rows
+        return self._cache
+
+    def run(self, batch: StepBatch, progress: ProgressCounter | None = None, *, with_logits: bool = True) -> "HeadOutput":
+        """One step; all ranks of the group run it together. Blocks are copied before."""
+        assert self._cache is not None, "a cache is allocated before steps run"
+        if batch.block_copies.size:
+            self._cache.copy(*torch.from_numpy(batch.block_copies))
+        step = _Step(batch, self._rows, with_logits or self._group.size > 1)
+        self._library.hf_decoder_begin(self._decoder, byref(step.native))
+        if self._group.size == 1:
+            self._go(0, self._num_segments)
+        else:
+            self._go_together(len(batch.token_ids))
+        return self._gathered(step)
+
+    @property
+    def _num_segments(self) -> int:
+        return 2 * self._packed.model.num_layers + 2
+
+    def _go(self, first: int, end: int, finished_layer: int = -1) -> None:
+        outcome = self._library.hf_decoder_run(self._decoder, first, end, finished_layer)
+        if outcome:
+            raise ReplicaError(f"the executor's threads did not run a step ({outcome})")
+
+    def _go_together(self, num_rows: int) -> None:
+        """Segment by segment, with a sum over ranks between them."""
+        for segment in range(self._num_segments):
+            self._go(segment, segment + 1)
+            if segment < self._num_segments - 1:
+                partial = self._view(self._library.hf_decoder_partial(self._decoder), num_rows)
+                partial.copy_(tree_sum(self._group, partial))
+
+    def _view(self, address: int, num_rows: int) -> Tensor:
+        """[num_rows, hidden] of the decoder's own memory."""
+        count = num_rows * self._stride
+        memory = (ctypes.c_float * count).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.float32).view(num_rows, self._stride)[:, : self._hidden]
+
+    def _gathered(self, step: "_Step") -> "HeadOutput":
+        if self._group.size == 1 or step.logits is None:
+            return HeadOutput(step.logits, step.best)
+        whole = self._group.all_gather(step.logits)[:, : self._vocab_size]
+        return HeadOutput(whole, None)
+
+    # --- for proofs ---
+
+    def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
+        """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their pages."""
+        step = _Step(batch, self._rows, False)
+        self._library.hf_decoder_begin(self._decoder, byref(step.native))
+        residual = self._view(self._library.hf_decoder_residual(self._decoder), len(x))
+        residual.copy_(x)
+        for segment in (2 * index + 1, 2 * index + 2):
+            self._go(segment, segment + 1)
+            if self._group.size > 1:
+                partial = self._view(self._library.hf_decoder_partial(self._decoder), len(x))
+                partial.copy_(tree_sum(self._group, partial))
+        self._go(0, 0, index)
+        return residual.clone()
+
+
+class HeadOutput:
+    """What a step's head gives: `logits` [rows wanted, vocab], float32, unless they were not wanted; and `best`, each
+    row's largest logit's token, the first of equal ones, -1 where not all of a row are finite."""
+
+    def __init__(self, logits: Tensor | None, best: IntArray | None) -> None:
+        self.logits = logits
+        self.best = best
+
+
+class _Step:
+    """A step's arrays as the library takes them; they live as long as this."""
+
+    def __init__(self, batch: StepBatch, vocab_rows: int, with_logits: bool) -> None:
+        num_wanted = len(batch.logits_rows)
+        self.logits = torch.empty(num_wanted, vocab_rows) if with_logits else None
+        self.best = np.empty(num_wanted, dtype=np.int32)
+        self._arrays = [
+            np.ascontiguousarray(array, dtype=np.int32)
+            for array in (
+                batch.token_ids,
+                batch.first_positions,
+                batch.num_tokens,
+                batch.num_blocks,
+                batch.block_ids,
+                batch.logits_rows,
+            )
+        ]
+        self.native = HfStep(
+            *(array.ctypes.data for array in self._arrays),
+            None if self.logits is None else self.logits.data_ptr(),
+            self.best.ctypes.data,
+            None,
+            None,
+            len(batch.token_ids),
+            len(batch.num_tokens),
+            num_wanted,
+        )
+
+
+def tree_sum(group: TensorParallelGroup, partial: Tensor) -> Tensor:
+    """The sum of all ranks' partial sums, added as a binary tree over ranks: the upper part of the tree over slices."""
+    parts = list(group.all_gather(partial.contiguous().unsqueeze(0), dim=0))
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]

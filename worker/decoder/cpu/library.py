@@ -1,0 +1,121 @@
+"""Loading of the native executor's library: finds it, or compiles it once, and declares its functions.
+
+What may live here: which instruction class a machine runs, and where libraries are kept. What may not: compiling
+(`build.py`), and what is passed to the functions (`packing.py`, `executor.py`).
+"""
+
+import ctypes
+import fcntl
+import logging
+from ctypes import CDLL, POINTER, c_char_p, c_int, c_long, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from holdfast.worker.decoder.cpu.build import CLASSES, NoCompilerError, compile_libraries, digest
+from holdfast.worker.decoder.cpu.structures import SIZES, HfLinear, HfModel, HfStep
+
+logger = logging.getLogger(__name__)
+
+INSTALLED: Final = Path(__file__).parent / "libraries"
+"""Where a package's build puts them."""
+
+_FLAGS: Final = {
+    "avx2": {"avx2", "fma", "f16c"},
+    "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
+}
+_FLAGS_OF: Final = {
+    "amx": _FLAGS["avx512"] | {"amx_tile", "amx_bf16"},
+    "avx512": _FLAGS["avx512"],
+    "tiles512": _FLAGS["avx512"],
+    "avx2": _FLAGS["avx2"],
+    "tiles2": _FLAGS["avx2"],
+}
+
+
+class Unavailable(RuntimeError):
+    """The native executor cannot run here; the message says what is missing."""
+
+
+def runnable_classes() -> list[str]:
+    """The instruction classes that this machine runs, best first."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = set(next((line for line in lines if line.startswith("flags")), "").split())
+    return [name for name in CLASSES if _FLAGS_OF[name] <= flags]
+
+
+@cache
+def load_library(name: str | None = None) -> CDLL:
+    """The library of an instruction class; None: the best that this machine runs.
+
+    Compiles it first where there is none for these sources. Raises `Unavailable`.
+    """
+    runnable = runnable_classes()
+    if name is None and not runnable:
+        raise Unavailable("this CPU has no AVX2")
+    for choice in [name] if name else runnable:
+        library = _declared(CDLL(str(_path(choice))))
+        if choice != "amx" or library.hf_allow_tiles() == 0:
+            return library
+    raise Unavailable(f"the system does not let this process use {name or 'AMX'} tiles")
+
+
+def class_of(library: CDLL) -> str:
+    """The instruction class of a loaded library."""
+    return Path(library._name).stem
+
+
+def _path(name: str) -> Path:
+    """Where the library is, after it was compiled if it had to be: beside the package, else in the user's cache."""
+    for folder in (INSTALLED, cache_folder()):
+        path = folder / f"{name}.so"
+        if path.is_file() and _is_current(path):
+            return path
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:  # ranks of one machine start together: one compiles, the others wait
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path = folder / f"{name}.so"
+        if not (path.is_file() and _is_current(path)):
+            logger.info("compiling the native executor (%s), once on this machine", name)
+            try:
+                compile_libraries(folder, [name])
+            except NoCompilerError as error:
+                raise Unavailable(str(error)) from error
+    return path
+
+
+def cache_folder() -> Path:
+    """The user's cache of libraries that were made from these very sources."""
+    return Path.home() / ".cache" / "holdfast" / "native" / digest()
+
+
+def _is_current(path: Path) -> bool:
+    """Made from the present sources: the digest is among the library's bytes."""
+    return digest().encode() in path.read_bytes()
+
+
+def _declared(library: CDLL) -> CDLL:
+    """Checks that structures are as long here as there, and says what functions take and return."""
+    sizes = (c_int * len(SIZES))()
+    library.hf_sizes(sizes)
+    assert list(sizes) == [ctypes.sizeof(kind) for kind in SIZES.values()], "structures.py differs from decoder.h"
+    library.hf_digest.restype = c_char_p
+    _declare(library, "hf_pool_create", c_void_p, c_int, c_int, c_void_p)
+    _declare(library, "hf_pool_destroy", None, c_void_p)
+    _declare(library, "hf_pack", c_int, c_void_p, c_void_p, c_long, c_int, c_int, c_int, c_int, c_void_p)
+    _declare(library, "hf_decoder_create", c_void_p, POINTER(HfModel), c_int, c_void_p)
+    _declare(library, "hf_decoder_destroy", None, c_void_p)
+    _declare(library, "hf_decoder_begin", None, c_void_p, POINTER(HfStep))
+    _declare(library, "hf_decoder_run", c_int, c_void_p, c_int, c_int, c_int)
+    _declare(library, "hf_decoder_partial", c_void_p, c_void_p)
+    _declare(library, "hf_decoder_residual", c_void_p, c_void_p)
+    _declare(library, "hf_decoder_stride", c_long, c_void_p)
+    _declare(library, "hf_product", None, POINTER(HfLinear), c_int, c_void_p, c_long, c_int, c_void_p)
+    _declare(library, "hf_function", None, c_int, c_void_p, c_void_p, c_long)
+    return library
+
+
+def _declare(library: CDLL, name: str, result: type | None, *arguments: type) -> None:
+    function = getattr(library, name)
+    function.restype, function.argtypes = result, arguments
