@@ -50,6 +50,11 @@ class Experts(nn.Module):
         """`module` is one that `can_replace` accepts. Its weights are consumed."""
         super().__init__()
         self._activation = module._apply_gate if module.has_gate else module.act_fn
+        self.has_gate: bool = module.has_gate
+        self.activation: nn.Module | None = getattr(module, "act_fn", None)
+        """None where the module computes it in a form of its own."""
+        self.is_partial = False
+        """The module's results are summed over ranks."""
         first = "gate_up_proj" if module.has_gate else "up_proj"
         self.up = _linears(module, first)
         self.down = _linears(module, "down_proj")

@@ -121,6 +121,8 @@ _OVERRIDES: Final[Mapping[str, Mapping[str, str]]] = {
     "phi3": _FUSED_MLP
     | {"model.layers.*.self_attn.qkv_proj": "fused_heads", "model.layers.*.self_attn.o_proj": "rowwise"},
     "phimoe": _ATTENTION,
+    "qwen2_moe": _rules("model.layers.*.mlp.shared_expert.", "colwise", "gate_proj", "up_proj")
+    | {"model.layers.*.mlp.shared_expert.down_proj": "rowwise"},
     "stablelm": _ATTENTION | _MLP,
 }
 

@@ -90,6 +90,8 @@ class _Share:
         if self._target.device.type == "cpu":
             module = self._row_invariant(module)
         if style.split is Split.SUM:
+            if isinstance(module, Experts):
+                module.is_partial = True
             module.register_forward_hook(lambda _, inputs, output: self._target.group.all_reduce(output))
         return module
 
