@@ -31,6 +31,7 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.layers.row_tiles import RowRule, RowTiles
 from holdfast.worker.model import loading
+from holdfast.worker.model.program import SkeletonProgram
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
 from holdfast.worker.replica.rank import default_device, prepare_process
 
@@ -93,7 +94,8 @@ def load(config: WorkerConfig, *, plain: bool) -> LeaderRunner:
         return LeaderRunner(ModelRunner.load(config, group, device=device), group)
     with patch.object(loading, "RowTiles", PlainTiles):
         runner = ModelRunner.load(config, group, device=device)
-    runner._context.backend = PlainAttention()
+    assert isinstance(runner.program, SkeletonProgram) and runner.program.context is not None
+    runner.program.context.backend = PlainAttention()
     return LeaderRunner(runner, group)
 
 

@@ -25,6 +25,7 @@ from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.layers.linear import Linear, linear_kernel
+from holdfast.worker.model.program import SkeletonProgram
 from holdfast.worker.replica.rank import prepare_process
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.supervision.known_answer_check import KnownAnswerCheck
@@ -38,13 +39,16 @@ class Suspect:
 
     def __init__(self, model: str) -> None:
         self._config = WorkerConfig(
-            model=ModelConfig(model=model, device="cpu", dtype="bfloat16"), cache=CacheConfig(num_blocks=128)
+            model=ModelConfig(model=model, device="cpu", dtype="bfloat16", executor="skeleton"),
+            cache=CacheConfig(num_blocks=128),
         )
         device = torch.device("cpu")
         prepare_process(self._config, device)
         self._runner = ModelRunner.load(self._config, SingleRank(), device=device)
         self._checkpoint = load_file(f"{model}/model.safetensors")
-        modules: Any = self._runner._model.module
+        program = self._runner.program
+        assert isinstance(program, SkeletonProgram)
+        modules: Any = program.model.module
         self._layers = [
             (f"{name}.weight", module)
             for name, module in modules.named_modules()

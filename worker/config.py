@@ -58,6 +58,10 @@ class ModelConfig(Settings):
         None, ge=1, description="longest prompt plus output in tokens; unset: the model's"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
+    executor: Literal["auto", "decoder", "skeleton"] = Field(
+        "auto",
+        description="what runs the layers; auto: the decoder program where it knows the model, else the skeleton",
+    )
     seed: int = Field(0, ge=0, description="seed of dummy weights")
 
 

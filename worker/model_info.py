@@ -30,6 +30,8 @@ class ModelInfo:
     """The start-up check found each row's bits independent of its neighbours, on the machine at hand."""
     device: str = ""
     """The kind of device: kinds differ in their bits."""
+    executor: str = ""
+    """What runs the layers, with the version of its numerics: executors differ in their bits."""
     checkpoint_digest: str = ""
     """Of samples of the weights; empty where they were made up."""
     answers_digest: bytes = b""
@@ -38,7 +40,7 @@ class ModelInfo:
     @property
     def numerics(self) -> str:
         """What the bits of the output depend on besides the model's name and the number of ranks."""
-        return "/".join(filter(None, (self.dtype, self.device, self.checkpoint_digest)))
+        return "/".join(filter(None, (self.dtype, self.device, self.executor, self.checkpoint_digest)))
 
     @property
     def fingerprint(self) -> str:

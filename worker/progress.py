@@ -4,6 +4,7 @@ What may live here: numbers and the rule. What may not: threads and clocks (`wor
 `router/links/link_watch.py`), and what happens to a frozen replica.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 AT_LEAST_S: Final = 1.0
@@ -20,16 +21,26 @@ class ProgressCounter:
     read it.
     """
 
-    __slots__ = ("_usual_s", "count", "expected_step_s")
+    __slots__ = ("_further", "_ticks", "_usual_s", "expected_step_s")
 
     def __init__(self) -> None:
-        self.count = 0
+        self._ticks = 0
+        self._further: Callable[[], int] | None = None
         self.expected_step_s = 0.0
         """How long the step now running, or the last one, should take by what was seen before."""
         self._usual_s: dict[int, float] = {}  # of steps of so many bits of tokens: sizes between two powers of two
 
+    @property
+    def count(self) -> int:
+        """Changes whenever some work was done."""
+        return self._ticks + (self._further() if self._further is not None else 0)
+
+    def follow(self, further: Callable[[], int]) -> None:
+        """Counts what `further` counts as well: work inside a call that Python does not see. Any thread may call it."""
+        self._further = further
+
     def tick(self) -> None:
-        self.count += 1
+        self._ticks += 1
 
     def begin_step(self, num_tokens: int) -> None:
         """A long prefill is expected to take long: on a GPU all of its layers count at once, and its end comes late.

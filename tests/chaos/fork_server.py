@@ -14,11 +14,10 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator
+from ctypes import c_uint32
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
@@ -58,8 +57,8 @@ class RottenRank(PacedRank):
     def broadcast(self, message: Message | None) -> Message:
         self._left -= 1
         if self._left == 0:
-            weight = self._runner._model._module.model.norm.weight
-            weight.detach()[:1].view(torch.int16).bitwise_xor_(1 << FLIPPED_BIT)
+            norm = self._runner.program.executor.packed.model.norm
+            (c_uint32 * 1).from_address(norm.weight)[0] ^= 1 << (16 + FLIPPED_BIT)  # the upper half is the bfloat16
         return super().broadcast(message)
 
 

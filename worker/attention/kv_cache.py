@@ -102,7 +102,7 @@ class KVCache:
     def clear(self, block_ids: Tensor) -> None:
         """Writes zeros over these blocks in all layers."""
         for pool in self._pools:
-            pool.index_fill_(1, block_ids, 0)
+            pool.index_fill_(1, block_ids.to(pool.device), 0)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -37,13 +37,12 @@ class AttentionBackend(Protocol):
 class AttentionContext:
     """What the attention layers of one rank share: the cache, the kernels, and the step now running."""
 
-    def __init__(self, cache: KVCache, tiles: RowTiles) -> None:
-        """Tries out the kernels' row rules on this machine, for each kind of layer."""
+    def __init__(self, cache: KVCache, tiles: RowTiles, progress: ProgressCounter | None = None) -> None:
+        """Tries out the kernels' row rules on this machine, for each kind of layer. `progress` moves with every one."""
         keys = cache.layers[0].keys
         specs = [layer.spec for layer in cache.layers]
         self.cache = cache
-        self.progress = ProgressCounter()
-        """Moves with every layer."""
+        self.progress = progress or ProgressCounter()
         self.backend: AttentionBackend = SdpaBackend(specs, tiles, block_size=cache.block_size, dtype=keys.dtype)
         self.slots = torch.zeros(0, dtype=torch.int64, device=keys.device)
         """[T]: where each token of the step is written, as block * block_size + offset."""

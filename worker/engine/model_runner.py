@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.worker.attention.kv_cache import KVCache
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
@@ -25,6 +24,7 @@ from holdfast.worker.engine.self_check import SelfCheck
 from holdfast.worker.errors import ReplicaError, UnsupportedModelError
 from holdfast.worker.model.loading import LoadedModel, load_model
 from holdfast.worker.model.model import choose_device
+from holdfast.worker.model.program import BlockCache
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.draws import draws_of
 from holdfast.worker.plan.step_plan import NO_TOKEN, StepPlan, StepResult
@@ -32,6 +32,7 @@ from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling.finite_rows import broken_rows, with_zeros
 from holdfast.worker.sampling.grammar_masks import GrammarMasks
+from holdfast.worker.sampling.head_output import HeadOutput, needs_logits
 from holdfast.worker.sampling.logprobs import token_logprobs, token_logprobs_of_prompts
 from holdfast.worker.sampling.sampler import draw
 
@@ -64,8 +65,7 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, rank: int) -> None:
         self.info: ModelInfo = loaded.info
         """The same on all ranks."""
-        self._model = loaded.model
-        self._context = loaded.context
+        self.program = loaded.program
         self.draft = loaded.draft
         self._is_leader = rank == 0
 
@@ -85,7 +85,7 @@ class ModelRunner:
         loaded = load_model(config, group, device or choose_device(config.model), progress)
         runner = cls(loaded, group.rank)
         progress("check", 0, 1)
-        row_invariant = _self_check(runner, group, loaded.cache) and loaded.tiles.report.row_invariant
+        row_invariant = _self_check(runner, group, loaded.cache) and loaded.program.row_invariant
         progress("check", 1, 1)
         if not row_invariant:
             logger.warning("on this machine a token's last bits depend on its batch: replays may differ")
@@ -95,14 +95,15 @@ class ModelRunner:
     @property
     def progress(self) -> ProgressCounter:
         """Moves with every layer of every step."""
-        return self._context.progress
+        return self.program.progress
 
-    def execute(self, batch: StepBatch) -> Tensor | None:
-        """Runs one step. The leader gets the logits [rows wanted, vocab] in float32, the others None."""
-        with torch.inference_mode():
-            self._context.begin(batch)
-            logits = self._model(batch)
-            return logits.float() if self._is_leader else None
+    def execute(self, batch: StepBatch, *, with_logits: bool = True) -> HeadOutput:
+        """Runs one step. What the leader gets counts."""
+        return self.program.run(batch, with_logits=with_logits)
+
+    def close(self) -> None:
+        """Frees what the program holds. Nothing is run after it."""
+        self.program.close()
 
 
 class LeaderRunner:
@@ -118,17 +119,20 @@ class LeaderRunner:
         drafts = self._runner.draft.guess(plan) if self._runner.draft is not None else ()
         plan = plan.with_drafts(drafts)
         waiting = self._grammars.start(plan)
-        logits = self.logits(plan)
+        output = self._execute(plan, with_logits=needs_logits(plan))
         self._runner.progress.tick()
-        result = step_result(plan, logits, self._masks(waiting) if waiting is not None else None)
+        result = step_result(plan, output, self._masks(waiting) if waiting is not None else None)
         return replace(result, drafts=drafts) if drafts else result
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Runs one step everywhere; the logits [rows wanted, vocab], in float32."""
-        message = self._group.broadcast(StepBatch.pack(plan))
-        logits = self._runner.execute(StepBatch.unpack(message))
+        logits = self._execute(plan, with_logits=True).logits
         assert logits is not None, "rank 0 is the leader"
         return logits
+
+    def _execute(self, plan: StepPlan, *, with_logits: bool) -> HeadOutput:
+        message = self._group.broadcast(StepBatch.pack(plan))
+        return self._runner.execute(StepBatch.unpack(message), with_logits=with_logits)
 
     def _masks(self, waiting: "Future[dict[int, bytes]]") -> dict[int, bytes]:
         """The first grammar of a replica has to load the tokenizer, which takes a second if it is large: that counts as
@@ -158,7 +162,7 @@ def follow(runner: ModelRunner, group: TensorParallelGroup) -> None:
             runner.execute(StepBatch.unpack(message))
 
 
-def _self_check(runner: ModelRunner, group: TensorParallelGroup, cache: KVCache) -> bool:
+def _self_check(runner: ModelRunner, group: TensorParallelGroup, cache: BlockCache) -> bool:
     """Whether rows are invariant, bit for bit. The leader runs the check, the others follow; the cache ends clean.
 
     Raises `UnsupportedModelError` on every rank if the model mixes tokens outside attention.
@@ -172,7 +176,7 @@ def _self_check(runner: ModelRunner, group: TensorParallelGroup, cache: KVCache)
             raise UnsupportedModelError(runner.info.model_type, "the leader's check refused it", "See its message")
     else:
         outcome = _lead_check(check, leader, group)
-    cache.clear(check.block_ids.to(cache.layers[0].keys.device))
+    cache.clear(check.block_ids)
     return outcome is _Outcome.BITS_EQUAL
 
 
@@ -187,11 +191,19 @@ def _lead_check(check: SelfCheck, leader: LeaderRunner, group: TensorParallelGro
     return outcome
 
 
-def step_result(plan: StepPlan, logits: Tensor, masks: Mapping[int, bytes] | None = None) -> StepResult:
-    """What a step's `logits` [rows wanted, vocab], float32, come to. `masks` are those of rows that have a grammar.
+def step_result(plan: StepPlan, output: HeadOutput, masks: Mapping[int, bytes] | None = None) -> StepResult:
+    """What a step's `output` for its rows wanted comes to. `masks` are those of rows that have a grammar.
 
     Rows with NaN or infinity give `NO_TOKEN`; the other rows are not affected.
     """
+    if output.logits is None:
+        assert output.best is not None, "a head gives logits or their argmax"
+        return StepResult(step_id=plan.step_id, token_ids=_of_sequences(plan, output.best))
+    return _drawn_result(plan, output.logits, masks)
+
+
+def _drawn_result(plan: StepPlan, logits: Tensor, masks: Mapping[int, bytes] | None) -> StepResult:
+    """As `step_result`, from the logits [rows wanted, vocab], float32."""
     draws = draws_of(plan)
     drawn_from, prompt_logits = logits[: len(draws)], logits[len(draws) :]
     if broken := broken_rows(drawn_from):

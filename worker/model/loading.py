@@ -11,8 +11,6 @@ from pathlib import Path, PurePath
 
 import torch
 
-from holdfast.worker.attention.kv_cache import KVCache
-from holdfast.worker.attention.paged import AttentionContext, PagedAttention
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
@@ -31,8 +29,9 @@ from holdfast.worker.model.memory import (
     smallest_of_all_ranks,
     useful_blocks,
 )
-from holdfast.worker.model.model import RankModel, build_rank_model, serving_dtype
+from holdfast.worker.model.model import serving_dtype
 from holdfast.worker.model.parallelize import Target
+from holdfast.worker.model.program import BlockCache, Program, load_program
 from holdfast.worker.model.weights import read_config, read_eos_token_ids, resolve_model
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
@@ -46,10 +45,8 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """One rank's share of a loaded model, with its cache: what a model runner needs."""
 
-    model: RankModel
-    context: AttentionContext
-    cache: KVCache
-    tiles: RowTiles
+    program: Program
+    cache: BlockCache
     info: ModelInfo
     draft: DraftModel | None
     """On the leading rank of a replica that has one."""
@@ -66,12 +63,11 @@ def load_model(
     hf_config = read_config(folder)
     max_model_len = choose_max_model_len(hf_config, config.model.max_model_len)
     target = Target(group=group, tiles=RowTiles(device), device=device, dtype=serving_dtype(config.model, hf_config))
-    model = build_rank_model(config.model, folder, hf_config, target, lambda *done: progress("load", *done))
-    model.settle(lambda *done: progress("pack", *done))
     if getattr(hf_config, "kv_lora_rank", None):
         logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
+    program = load_program(config, folder, hf_config, target, max_model_len, progress)
     draft = _load_draft(config, folder, hf_config.vocab_size, target)
-    cache = _allocate_cache(config, model, draft, target, max_model_len)
+    cache = _allocate_cache(config, program, draft, target, max_model_len)
     if draft is not None:
         draft.allocate_cache(cache.num_blocks, cache.block_size)
     num_tokens = cache.num_blocks * cache.block_size
@@ -88,13 +84,13 @@ def load_model(
         tensor_parallel_size=group.size,
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
-        kv_bytes_per_token=kv_bytes_per_token(model.specs, target.dtype),
+        kv_bytes_per_token=program.kv_bytes_per_token,
         row_invariant=False,
         device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
+        executor=program.numerics,
         checkpoint_digest=checkpoint_digest(folder),
     )
-    context = _attach(model, cache, target)
-    return LoadedModel(model=model, context=context, cache=cache, tiles=target.tiles, info=info, draft=draft)
+    return LoadedModel(program=program, cache=cache, info=info, draft=draft)
 
 
 def _load_draft(config: WorkerConfig, folder: Path, vocab_size: int, target: Target) -> DraftModel | None:
@@ -112,24 +108,18 @@ def _load_draft(config: WorkerConfig, folder: Path, vocab_size: int, target: Tar
     return DraftModel.load(draft_config, folder, vocab_size, target)
 
 
-def _attach(model: RankModel, cache: KVCache, target: Target) -> AttentionContext:
-    context = AttentionContext(cache, target.tiles)
-    model.attach(lambda layer: PagedAttention(context, layer))
-    return context
-
-
 def _allocate_cache(
-    config: WorkerConfig, model: RankModel, draft: DraftModel | None, target: Target, max_model_len: int
-) -> KVCache:
+    config: WorkerConfig, program: Program, draft: DraftModel | None, target: Target, max_model_len: int
+) -> BlockCache:
     """The cache, with the same number of blocks on every rank, and memory left for the draft model's."""
     block_size = config.cache.block_size or default_block_size(target.device)
-    specs = (*model.specs, *(draft.specs if draft is not None else ()))
-    block_bytes = kv_bytes_per_token(specs, target.dtype) * block_size
+    draft_bytes = kv_bytes_per_token(draft.specs, target.dtype) if draft is not None else 0
+    block_bytes = (program.kv_bytes_per_token + draft_bytes) * block_size
     most_blocks = None
     if config.cache.num_blocks is not None or config.cache.kv_cache_memory is not None:
         default_bytes = 0
     elif target.device.type == "cuda":
-        activations = _activation_bytes(config, model, target, block_size, max_model_len)
+        activations = _activation_bytes(config, program, target, block_size, max_model_len)
         default_bytes = gpu_cache_bytes(target.device, activations, config.cache.gpu_memory_utilization)
     else:
         default_bytes = cpu_cache_bytes()
@@ -139,28 +129,23 @@ def _allocate_cache(
     check_num_blocks(num_blocks, block_bytes)  # only now: all ranks come to the same answer
     logger.info("KV cache: %d blocks of %d tokens, %d MiB", num_blocks, block_size, num_blocks * block_bytes >> 20)
     try:
-        return KVCache.allocate(model.specs, num_blocks, block_size, target.dtype, target.device)
+        return program.allocate_cache(num_blocks, block_size)
     except ValueError as error:
         raise ConfigurationError(f"cache.{error}") from error
 
 
 def _activation_bytes(
-    config: WorkerConfig, model: RankModel, target: Target, block_size: int, max_model_len: int
+    config: WorkerConfig, program: Program, target: Target, block_size: int, max_model_len: int
 ) -> int:
     """What the fullest step needs on a GPU besides weights and cache, measured with a cache just large enough."""
     plan = full_step(config, block_size, max_model_len)
-    num_blocks = sum(len(sequence.block_ids) for sequence in plan.sequences)
-    cache = KVCache.allocate(model.specs, num_blocks, block_size, target.dtype, target.device)
-    context = _attach(model, cache, target)
+    program.allocate_cache(sum(len(sequence.block_ids) for sequence in plan.sequences), block_size)
     batch = StepBatch.unpack(StepBatch.pack(plan))
     torch.cuda.reset_peak_memory_stats(target.device)
     before = torch.cuda.memory_allocated(target.device)
-    with torch.inference_mode():
-        context.begin(batch)
-        model(batch).float()
+    program.run(batch, with_logits=True)
     peak = torch.cuda.max_memory_allocated(target.device) - before
-    model.detach()
-    del context, cache
+    program.drop_cache()
     torch.cuda.empty_cache()
     return peak
 

@@ -12,6 +12,7 @@ from holdfast.worker.engine_core.engine_core import EngineCore
 from holdfast.worker.errors import InternalError, ReplicaError
 from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.sampling.finite_rows import broken_rows
+from holdfast.worker.sampling.head_output import HeadOutput
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import Sequences, worker_config
 from tests.worker.schedulers import make_request, make_scheduler
@@ -46,10 +47,10 @@ def test_rows_with_a_nan_or_an_infinite_best_are_found_and_banned_tokens_are_non
 def test_a_row_that_is_no_numbers_draws_nothing_and_leaves_the_others_as_they_are(temperature, bad):
     logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
     draw = DrawParams(seed=5, first_output_index=0, temperature=temperature, top_k=4, top_p=0.9, num_logprobs=2)
-    right = step_result(plan_of(draw, draw, draw), logits)
+    right = step_result(plan_of(draw, draw, draw), HeadOutput(logits, None))
     broken = logits.clone()
     broken[1] = bad
-    result = step_result(plan_of(draw, draw, draw), broken)
+    result = step_result(plan_of(draw, draw, draw), HeadOutput(broken, None))
     assert result.token_ids == (right.token_ids[0], (NO_TOKEN,), right.token_ids[2])
     assert (result.logprobs[0], result.logprobs[2]) == (right.logprobs[0], right.logprobs[2])
 

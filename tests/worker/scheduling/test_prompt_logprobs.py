@@ -7,6 +7,7 @@ from holdfast.worker.engine.model_runner import step_result
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.plan.step_plan import DrawParams, StepPlan, StepResult
 from holdfast.worker.request import EngineRequest, TokenDelta, TokenLogprob
+from holdfast.worker.sampling.head_output import HeadOutput
 from holdfast.worker.sampling.logprobs import token_logprobs
 from holdfast.worker.scheduling import prompt_logprobs
 from tests.pseudo_model import pseudo_token
@@ -26,7 +27,9 @@ class PromptLogprobRunner(LogitsRunner):
                 end = sequence.first_position + sequence.prompt_logprobs.first_row + 1
                 prefix = self.read_back(sequence)
                 prompt_rows += [logits_after(prefix[: end + i]) for i in range(len(sequence.prompt_logprobs.token_ids))]
-        return step_result(plan, torch.stack(drawn + prompt_rows) if drawn + prompt_rows else torch.empty(0, VOCAB))
+        return step_result(
+            plan, HeadOutput(torch.stack(drawn + prompt_rows) if drawn + prompt_rows else torch.empty(0, VOCAB), None)
+        )
 
 
 def logits_after(prefix: list[int]) -> torch.Tensor:

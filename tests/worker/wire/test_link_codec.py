@@ -128,7 +128,9 @@ updates = of(
 counts = dict.fromkeys(("max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks"), positive)
 facts = of(
     ReplicaFacts,
-    **dict.fromkeys(("replica_id", "model", "path", "model_type", "dtype", "device", "checkpoint_digest"), text),
+    **dict.fromkeys(
+        ("replica_id", "model", "path", "model_type", "dtype", "device", "executor", "checkpoint_digest"), text
+    ),
     **counts,
     eos_token_ids=st.frozensets(uint32, max_size=3),
     kv_bytes_per_token=uint64,

@@ -1,8 +1,8 @@
 """Compiler driver of the native executor: C++ sources to a shared library for each instruction class.
 
-One library for all would let the linker pick, of equal template functions, one with instructions that the machine has not.
-A library carries the digest of what it was made from; a stale one is not used. What may not live here: loading and
-calling the library (`library.py`), and third-party imports, since a package's build runs this file by itself.
+One library for all would let the linker pick, of equal template functions, one that the machine cannot run. A library
+carries the digest of what it was made from; a stale one is not used. What may not live here: loading and calling the
+library (`library.py`), and third-party imports, since a package's build runs this file by itself.
 """
 
 import hashlib
@@ -86,7 +86,18 @@ def compile_libraries(folder: Path, classes: Sequence[str] = tuple(CLASSES), ext
         common = (f"{objects}/pool.o", f"{objects}/packing.o", "-lpthread")
         for name in classes:
             linked = Path(objects) / f"{name}.so"
-            _run((*compiler, *extra_flags, "-shared", "-Wl,-Bsymbolic", f"{objects}/{name}.o", *common, "-o", str(linked)))
+            _run(
+                (
+                    *compiler,
+                    *extra_flags,
+                    "-shared",
+                    "-Wl,-Bsymbolic",
+                    f"{objects}/{name}.o",
+                    *common,
+                    "-o",
+                    str(linked),
+                )
+            )
             linked.rename(folder / linked.name)
 
 

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.decoder.cpu.packing import address_of, mapped_memory, page_elements
+from holdfast.worker.decoder.cpu.packing import address_of, elements_per_token, mapped_memory
 from holdfast.worker.decoder.cpu.structures import HfLayer
 
 SUB_PAGE: Final = 16
@@ -50,7 +50,7 @@ class _LayerPages:
     """[num_blocks, num_kv_heads, page]."""
 
     def __init__(self, layer: HfLayer, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        elements = page_elements(layer, block_size)
+        elements = elements_per_token(layer) // layer.num_kv_heads * block_size
         shape = (num_blocks, layer.num_kv_heads, elements)
         memory = mapped_memory(num_blocks * layer.num_kv_heads * elements * dtype.itemsize)
         self.address = address_of(memory)
@@ -63,25 +63,29 @@ class _LayerPages:
     def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
         moved = self.pages[sources]
         hidden = torch.arange(self._block_size) >= num_tokens[:, None]
-        keys, values = moved[:, :, : self._num_keys], moved[:, :, self._num_keys :]
-        self._of_keys(keys, hidden)
-        self._of_values(values, hidden)
-        self.pages.index_copy_(0, destinations, moved)
+        keys, values = (part.contiguous() for part in moved.tensor_split([self._num_keys], dim=2))
+        self._hide_keys(keys, hidden)
+        self._hide_values(values, hidden)
+        self.pages.index_copy_(0, destinations, torch.cat([keys, values], dim=2))
 
-    def _of_keys(self, keys: Tensor, hidden: Tensor) -> None:
+    def _hide_keys(self, keys: Tensor, hidden: Tensor) -> None:
         """keys [C, heads, block / 16, tiles of dimensions, pairs of dimensions, 16 keys, 2], or 2 before the keys."""
         count, heads, _ = keys.shape
-        tokens = hidden.view(count, 1, -1, 1, 1, SUB_PAGE, 1) if keys.itemsize == 2 else hidden.view(count, 1, -1, 1, 1, 1, SUB_PAGE)
+        tokens = (
+            hidden.view(count, 1, -1, 1, 1, SUB_PAGE, 1)
+            if keys.itemsize == 2
+            else hidden.view(count, 1, -1, 1, 1, 1, SUB_PAGE)
+        )
         pair = (SUB_PAGE, 2) if keys.itemsize == 2 else (2, SUB_PAGE)
-        tiles = keys.unflatten(2, (self._block_size // SUB_PAGE, -1, 16, *pair))
+        tiles = keys.view(count, heads, self._block_size // SUB_PAGE, -1, 16, *pair)
         tiles.masked_fill_(tokens, 0)
 
-    def _of_values(self, values: Tensor, hidden: Tensor) -> None:
+    def _hide_values(self, values: Tensor, hidden: Tensor) -> None:
         """values [C, heads, block / span, tiles of dimensions, pairs of keys, 16 dimensions, 2], or 2 before them."""
-        count = len(values)
+        count, heads, _ = values.shape
         pairs = self._span // 2
         by_pair = hidden.view(count, 1, -1, 1, pairs, 2)
         tokens = by_pair.unsqueeze(5) if values.itemsize == 2 else by_pair.unsqueeze(6)
         pair = (16, 2) if values.itemsize == 2 else (2, 16)
-        tiles = values.unflatten(2, (self._block_size // self._span, -1, pairs, *pair))
+        tiles = values.view(count, heads, self._block_size // self._span, -1, pairs, *pair)
         tiles.masked_fill_(tokens, 0)

@@ -6,25 +6,23 @@ what a step means to the engine (`worker/decoder/program.py`), and arithmetic (`
 
 import ctypes
 from ctypes import byref
+from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.decoder.cpu.cache import TiledCache
 from holdfast.worker.decoder.cpu.library import class_of, load_library
-from holdfast.worker.decoder.cpu.packing import PackedModel
+from holdfast.worker.decoder.cpu.packing import PackedModel, elements_per_token
 from holdfast.worker.decoder.cpu.structures import HfStep
 from holdfast.worker.decoder.layout import DecoderLayout
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.progress import ProgressCounter
+from holdfast.worker.sampling.head_output import HeadOutput
 
-IntArray = NDArray[np.int32]
-
-_ALL: int = 1 << 30
+_FEWEST_ROWS: Final = 64
 
 
 class CpuExecutor:
@@ -49,10 +47,11 @@ class CpuExecutor:
         self._pool = self._library.hf_pool_create(num_threads, -1, None)
         if not self._pool:
             raise ReplicaError(f"{num_threads} threads could not be started")
-        self._packed = PackedModel(layout, self._library, self._pool, max_positions=max_positions)
-        self._rows = self._packed.model.vocab_rows
+        self.packed = PackedModel(layout, self._library, self._pool, max_positions=max_positions)
+        self._rows = self.packed.model.vocab_rows
         self._decoder: int | None = None
         self._cache: TiledCache | None = None
+        self._layers_done = ctypes.c_long(0)
 
     def close(self) -> None:
         self._drop_decoder()
@@ -69,38 +68,70 @@ class CpuExecutor:
         if getattr(self, "_pool", None):
             self.close()
 
-    def allocate_cache(self, num_blocks: int, block_size: int, max_rows: int) -> TiledCache:
-        """The cache that steps use from now on, of up to `max_rows` tokens each. Raises ValueError (see `TiledCache`)."""
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of this rank's cache, all layers together."""
+        return sum(elements_per_token(layer) for layer in self.packed.layers) * self._dtype.itemsize
+
+    def layers_done(self) -> int:
+        """Layers that have been run since the start, also while a step runs. Safe to call from any thread."""
+        return int(self._layers_done.value)
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache:
+        """The cache that steps use from now on. Raises ValueError (see `TiledCache`)."""
         self._drop_decoder()
-        self._cache = TiledCache(list(self._packed.layers), num_blocks, block_size, self._dtype)
-        for layer, address in zip(self._packed.layers, self._cache.addresses, strict=True):
+        self._cache = TiledCache(list(self.packed.layers), num_blocks, block_size, self._dtype)
+        for layer, address in zip(self.packed.layers, self._cache.addresses, strict=True):
             layer.pages = address
-        model = self._packed.model
-        model.block_size, model.max_rows, model.tensor_parallel_size = block_size, max_rows, self._group.size
-        model.first_vocab_row = self._group.rank * self._rows
-        self._decoder = self._library.hf_decoder_create(byref(model), self._packed.dtype, self._pool)
-        if not self._decoder:
-            raise ReplicaError("there is no memory for the executor's buffers")
-        self._stride = self._library.hf_decoder_stride(self._decoder)
-        self._max_rows = max_rows
+        self.packed.model.block_size = block_size
         return self._cache
 
-    def run(self, batch: StepBatch, progress: ProgressCounter | None = None, *, with_logits: bool = True) -> "HeadOutput":
+    def drop_cache(self) -> None:
+        self._drop_decoder()
+        self._cache = None
+
+    def _make_room(self, num_rows: int) -> None:
+        """A decoder whose buffers hold a step of so many rows. They take memory only once they are written to."""
+        if self._decoder and num_rows <= self.packed.model.max_rows:
+            return
+        self._drop_decoder()
+        model = self.packed.model
+        model.max_rows = max(num_rows, 2 * model.max_rows, _FEWEST_ROWS)
+        model.tensor_parallel_size = self._group.size
+        model.first_vocab_row = self._group.rank * self._rows
+        self._decoder = self._library.hf_decoder_create(byref(model), self.packed.dtype, self._pool)
+        if not self._decoder:
+            raise ReplicaError(f"there is no memory for a step of {num_rows} tokens")
+        self._stride = self._library.hf_decoder_stride(self._decoder)
+
+    def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
         """One step; all ranks of the group run it together. Blocks are copied before."""
         assert self._cache is not None, "a cache is allocated before steps run"
         if batch.block_copies.size:
             self._cache.copy(*torch.from_numpy(batch.block_copies))
-        step = _Step(batch, self._rows, with_logits or self._group.size > 1)
-        self._library.hf_decoder_begin(self._decoder, byref(step.native))
+        step = self._begin(batch, with_logits or self._group.size > 1)
         if self._group.size == 1:
             self._go(0, self._num_segments)
         else:
             self._go_together(len(batch.token_ids))
-        return self._gathered(step)
+        return self._output(step)
+
+    def _begin(self, batch: StepBatch, with_logits: bool) -> "_Step":
+        self._make_room(len(batch.token_ids))
+        step = _Step(batch, self._rows, with_logits, ctypes.addressof(self._layers_done))
+        self._library.hf_decoder_begin(self._decoder, byref(step.native))
+        return step
+
+    def _output(self, step: "_Step") -> HeadOutput:
+        if step.logits is None:
+            return HeadOutput(None, step.best.tolist())
+        if self._group.size == 1:
+            return HeadOutput(step.logits, None)
+        return HeadOutput(self._group.all_gather(step.logits)[:, : self._vocab_size], None)
 
     @property
     def _num_segments(self) -> int:
-        return 2 * self._packed.model.num_layers + 2
+        return 2 * len(self.packed.layers) + 2
 
     def _go(self, first: int, end: int, finished_layer: int = -1) -> None:
         outcome = self._library.hf_decoder_run(self._decoder, first, end, finished_layer)
@@ -119,20 +150,14 @@ class CpuExecutor:
         """[num_rows, hidden] of the decoder's own memory."""
         count = num_rows * self._stride
         memory = (ctypes.c_float * count).from_address(address)
-        return torch.frombuffer(memory, dtype=torch.float32).view(num_rows, self._stride)[:, : self._hidden]
-
-    def _gathered(self, step: "_Step") -> "HeadOutput":
-        if self._group.size == 1 or step.logits is None:
-            return HeadOutput(step.logits, step.best)
-        whole = self._group.all_gather(step.logits)[:, : self._vocab_size]
-        return HeadOutput(whole, None)
+        rows: Tensor = torch.frombuffer(memory, dtype=torch.float32).view(num_rows, self._stride)
+        return rows[:, : self._hidden]
 
     # --- for proofs ---
 
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
         """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their pages."""
-        step = _Step(batch, self._rows, False)
-        self._library.hf_decoder_begin(self._decoder, byref(step.native))
+        step = self._begin(batch, False)
         residual = self._view(self._library.hf_decoder_residual(self._decoder), len(x))
         residual.copy_(x)
         for segment in (2 * index + 1, 2 * index + 2):
@@ -141,22 +166,14 @@ class CpuExecutor:
                 partial = self._view(self._library.hf_decoder_partial(self._decoder), len(x))
                 partial.copy_(tree_sum(self._group, partial))
         self._go(0, 0, index)
+        del step  # its arrays are read until here
         return residual.clone()
-
-
-class HeadOutput:
-    """What a step's head gives: `logits` [rows wanted, vocab], float32, unless they were not wanted; and `best`, each
-    row's largest logit's token, the first of equal ones, -1 where not all of a row are finite."""
-
-    def __init__(self, logits: Tensor | None, best: IntArray | None) -> None:
-        self.logits = logits
-        self.best = best
 
 
 class _Step:
     """A step's arrays as the library takes them; they live as long as this."""
 
-    def __init__(self, batch: StepBatch, vocab_rows: int, with_logits: bool) -> None:
+    def __init__(self, batch: StepBatch, vocab_rows: int, with_logits: bool, layers_done: int) -> None:
         num_wanted = len(batch.logits_rows)
         self.logits = torch.empty(num_wanted, vocab_rows) if with_logits else None
         self.best = np.empty(num_wanted, dtype=np.int32)
@@ -176,7 +193,7 @@ class _Step:
             None if self.logits is None else self.logits.data_ptr(),
             self.best.ctypes.data,
             None,
-            None,
+            layers_done,
             len(batch.token_ids),
             len(batch.num_tokens),
             num_wanted,
@@ -188,4 +205,5 @@ def tree_sum(group: TensorParallelGroup, partial: Tensor) -> Tensor:
     parts = list(group.all_gather(partial.contiguous().unsqueeze(0), dim=0))
     while len(parts) > 1:
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
+    total: Tensor = parts[0]
+    return total

@@ -8,7 +8,7 @@ import ctypes
 import math
 import mmap
 from collections.abc import Sequence
-from ctypes import CDLL, c_void_p
+from ctypes import CDLL
 from typing import Any, Final
 
 import numpy as np
@@ -163,7 +163,14 @@ class PackedModel:
         addresses = _row_addresses(weights)
         pointers = np.where(rows == _NO_ROW, 0, addresses[rows]).astype(np.uint64)
         self._library.hf_pack(
-            self._pool, pointers.ctypes.data, len(rows), slices, slice_length, slice_tiles, self._itemsize, address_of(packed)
+            self._pool,
+            pointers.ctypes.data,
+            len(rows),
+            slices,
+            slice_length,
+            slice_tiles,
+            self._itemsize,
+            address_of(packed),
         )
         self._kept.append(packed)
         return HfLinear(
@@ -240,10 +247,7 @@ def _placed(bias: Tensor, rows: IntArray) -> Tensor:
     return bias.detach().float()[index].masked_fill(torch.from_numpy(rows == _NO_ROW), 0.0)
 
 
-def page_elements(layer: HfLayer, block_size: int) -> int:
-    """Numbers of one block and KV head: see `native/attention.h`."""
+def elements_per_token(layer: HfLayer) -> int:
+    """Numbers that the cache keeps of one token: keys are filled up to 32 dimensions, values to 16."""
     keys, values = math.ceil(layer.head_dim / 32) * 32, math.ceil(layer.head_dim / 16) * 16
-    return block_size * (keys + values)
-
-
-__all__ = ["PackedModel", "address_of", "c_void_p", "mapped_memory", "page_elements"]
+    return int(layer.num_kv_heads * (keys + values))

@@ -3,7 +3,7 @@
 What may not live here: anything but their shapes; `packing.py` fills them.
 """
 
-from ctypes import POINTER, Structure, c_float, c_int, c_long, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_void_p
 
 
 class HfLinear(Structure):
@@ -116,5 +116,3 @@ class HfStep(Structure):
 
 SIZES = {kind.__name__: kind for kind in (HfLinear, HfNorm, HfMlp, HfExperts, HfRotary, HfLayer, HfModel, HfStep)}
 """What the library says of its own structures must be equal: a field that is missing here would shift all others."""
-
-__all__ = ["SIZES", "HfExperts", "HfLayer", "HfLinear", "HfMlp", "HfModel", "HfNorm", "HfRotary", "HfStep", "c_long"]

@@ -1,0 +1,32 @@
+"""Head output of a step: the logits, or only their argmax where greedy decoding needs no more.
+
+What may live here: the data, and which steps need logits. What may not: drawing (`sampler.py`).
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from holdfast.worker.plan.draws import draws_of
+from holdfast.worker.plan.step_plan import StepPlan
+from holdfast.worker.sampling_params import GREEDY_TEMPERATURE
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOutput:
+    """What the head of a model gives for the rows wanted of a step. One of the two is there."""
+
+    logits: Tensor | None
+    """[rows wanted, vocab], float32."""
+    best: list[int] | None
+    """The argmax of each row, of equal logits the lowest token id; `NO_TOKEN` where not all of a row are finite."""
+
+
+def needs_logits(plan: StepPlan) -> bool:
+    """Whether a step's result depends on more than the argmax of its rows."""
+    if any(sequence.prompt_logprobs is not None for sequence in plan.sequences):
+        return True
+    return any(
+        draw.temperature >= GREEDY_TEMPERATURE or draw.logits_settings is not None or draw.num_logprobs is not None
+        for draw in draws_of(plan)
+    )
