@@ -94,7 +94,8 @@ def load(config: WorkerConfig, *, plain: bool) -> LeaderRunner:
         return LeaderRunner(ModelRunner.load(config, group, device=device), group)
     with patch.object(loading, "RowTiles", PlainTiles):
         runner = ModelRunner.load(config, group, device=device)
-    assert isinstance(runner.program, SkeletonProgram) and runner.program.context is not None
+    assert isinstance(runner.program, SkeletonProgram)
+    assert runner.program.context is not None
     runner.program.context.backend = PlainAttention()
     return LeaderRunner(runner, group)
 

@@ -19,6 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
 from holdfast.router.config import LimitsConfig, RouterConfig
