@@ -17,12 +17,12 @@
 // would for ever, and cannot be survived inside a process. After fork() the child has the pool without its threads:
 // run() answers kForked there and does nothing, destroy frees memory alone; the parent's pool is not touched.
 #pragma once
+#include <atomic>
 #include <cstddef>
+#include <cstring>
 #include <type_traits>
 
 #include "pool_protocol.h"
-
-#include <atomic>
 
 namespace holdfast {
 
@@ -30,6 +30,7 @@ struct SystemAtomics {
   template <class T>
   using Atomic = std::atomic<T>;
   static void pause() { __builtin_ia32_pause(); }
+  static void copy(void* to, const void* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
   static void sleep_while(std::atomic<std::uint32_t>& word, std::uint32_t value);
   static void wake_all(std::atomic<std::uint32_t>& word);
   [[noreturn]] static void fail(const char* what);  // a mistake of the program: says it and aborts

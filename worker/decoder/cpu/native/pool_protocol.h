@@ -21,8 +21,8 @@
 // All operations are sequentially consistent: on x86-64 that costs nothing here (every write is a locked instruction
 // anyway), and it makes the interleavings that the checker tries all that there are.
 #pragma once
+#include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 namespace holdfast {
 
@@ -115,7 +115,7 @@ class PoolProtocol {
     int index = free_slot();
     Slot& slot = slots[index];
     slot.job = job;
-    std::memcpy(slot.argument, argument, bytes);
+    Atomics::copy(slot.argument, argument, bytes);
     slot.progress.store(0);
     publish(index);
     return {0, num_threads, this, &slot, &waiter, 0};
