@@ -58,6 +58,8 @@ class FakeReplica:
         """Links that have ever been made to it."""
         self.num_followers = 0
         """Links whose router has asked for the prefix cache's events. There are none."""
+        self.after_hello: list[engine_pb2.LinkResponse | bytes] = []
+        """What every new link is told next after the hello."""
         self.num_steps = 0
         self.num_tokens = 0
         self.running: dict[int, engine_pb2.Submit] = {}
@@ -126,9 +128,12 @@ class FakeReplica:
         outbox: asyncio.Queue[engine_pb2.LinkResponse | bytes] = asyncio.Queue()
         self._outboxes.add(outbox)
         self.num_links += 1
+        self._tell()
         reader = asyncio.create_task(self._read(requests, outbox))
         try:
-            yield engine_pb2.LinkResponse(hello=self._hello())
+            yield self.hello()
+            for message in self.after_hello:
+                yield message
             while True:
                 yield await outbox.get()
         finally:
@@ -190,8 +195,9 @@ class FakeReplica:
             attempt=attempt, first_token_index=done, token_ids=[token_id], finish_reason=finish_reason
         )
 
-    def _hello(self) -> engine_pb2.Hello:
-        return engine_pb2.Hello(
+    def hello(self) -> engine_pb2.LinkResponse:
+        """The first message of each of its links."""
+        hello = engine_pb2.Hello(
             replica_id=self.replica_id,
             model=self.model,
             max_model_len=self.max_model_len,
@@ -204,6 +210,7 @@ class FakeReplica:
             frozen_after_ms=self.frozen_after_ms,
             load=self._load(),
         )
+        return engine_pb2.LinkResponse(hello=hello)
 
     def _load(self) -> engine_pb2.Load:
         return engine_pb2.Load(num_running=len(self.running), num_free_blocks=9, num_total_blocks=9)
