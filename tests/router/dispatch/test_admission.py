@@ -3,7 +3,7 @@
 from itertools import count
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.router.dispatch.admission import MAX_RETRY_S, MIN_RETRY_S, AdmissionQueue
@@ -198,6 +198,7 @@ def test_what_is_held_leaves_only_by_name():
     assert not queue.has_any("m")
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["push", "pop", "remove"]), st.sampled_from("ab"), st.sampled_from(Priority)))
 )
