@@ -13,7 +13,11 @@ from holdfast.worker.config import Bytes, Settings
 class LimitsConfig(Settings):
     """Limits on requests."""
 
-    max_queued: int = Field(1024, ge=0, description="requests that may wait in this router for a replica")
+    max_queued: int = Field(
+        1024,
+        ge=0,
+        description="requests that may wait in one router for a replica; then a tenant below its share may still enter",
+    )
     default_timeout_s: float = Field(600.0, gt=0, description="seconds a request may take if it names no timeout")
     max_timeout_s: float = Field(3600.0, gt=0, description="longest timeout a request may name, in seconds")
     max_prompt_bytes: Bytes = Field(512 * 2**10, ge=1, description="bytes of a prompt's text, in UTF-8")

@@ -19,6 +19,7 @@ from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.kernel.promises import Violation, require
 from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.admission import OVERFLOW
 from holdfast.router.dispatch.call import Call, open_call, stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.parallel_sampling import siblings
@@ -182,9 +183,9 @@ class SimulatedRouter(Process):
             connection.send(self, Fail(request_id=request.request_id, error=error))
             self.hang_up(connection)
             return
-        is_new = not any(one.request.output_token_ids for one in sequences)
-        if is_new and self.dispatch_host.num_queued > max(num_before, self._limits.max_queued):
-            raise Violation(f"{self}: {request.request_id} is queued beyond {self._limits.max_queued}")
+        is_new, most = not any(one.request.output_token_ids for one in sequences), OVERFLOW * self._limits.max_queued
+        if is_new and self.dispatch_host.num_queued > max(num_before, most):
+            raise Violation(f"{self}: {request.request_id} is queued beyond {most}")
 
     def _note_news(self, connection: Connection) -> None:
         """Schedules the reading of what has come."""
