@@ -151,9 +151,9 @@ class FakeReplica:
         for outbox in self._outboxes:
             outbox.put_nowait(message)
 
-    def beat(self, progress: int, expected_step_s: float = 0.0) -> None:
+    def beat(self, progress: int, expected_gap_s: float = 0.0) -> None:
         """A heartbeat up every link."""
-        heartbeat = engine_pb2.Heartbeat(progress=progress, expected_step_s=expected_step_s)
+        heartbeat = engine_pb2.Heartbeat(progress=progress, expected_gap_s=expected_gap_s)
         self.put(engine_pb2.LinkResponse(heartbeat=heartbeat))
 
     async def _read(self, requests: AsyncIterator[engine_pb2.LinkRequest], outbox: asyncio.Queue) -> None:

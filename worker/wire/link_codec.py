@@ -172,7 +172,7 @@ def hello_message(hello: Hello) -> engine_pb2.LinkResponse:
 
 
 def heartbeat_message(heartbeat: Heartbeat) -> engine_pb2.LinkResponse:
-    message = engine_pb2.Heartbeat(progress=heartbeat.progress, expected_step_s=heartbeat.expected_step_s)
+    message = engine_pb2.Heartbeat(progress=heartbeat.progress, expected_gap_s=heartbeat.expected_gap_s)
     return engine_pb2.LinkResponse(heartbeat=message)
 
 
@@ -280,10 +280,10 @@ def _check_hello(hello: engine_pb2.Hello) -> None:
 
 
 def _heartbeat(heartbeat: engine_pb2.Heartbeat) -> Heartbeat:
-    expected_step_s = heartbeat.expected_step_s
-    if not (math.isfinite(expected_step_s) and expected_step_s >= 0):
-        raise LinkMessageError(f"heartbeat.expected_step_s = {expected_step_s}: must be a number of at least 0")
-    return Heartbeat(progress=heartbeat.progress, expected_step_s=expected_step_s)
+    expected_gap_s = heartbeat.expected_gap_s
+    if not (math.isfinite(expected_gap_s) and expected_gap_s >= 0):
+        raise LinkMessageError(f"heartbeat.expected_gap_s = {expected_gap_s}: must be a number of at least 0")
+    return Heartbeat(progress=heartbeat.progress, expected_gap_s=expected_gap_s)
 
 
 def _step_update(step: engine_pb2.StepUpdate) -> StepUpdate:

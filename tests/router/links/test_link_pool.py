@@ -176,7 +176,7 @@ async def is_logged(caplog, text: str) -> bool:
     ("saying", "told"),
     [
         (engine_pb2.LinkResponse(step={"deltas": [{"attempt": 1, "finish_reason": 77}]}), "finish_reason = 77: must"),
-        (engine_pb2.LinkResponse(heartbeat={"expected_step_s": math.nan}), "expected_step_s = nan: must be"),
+        (engine_pb2.LinkResponse(heartbeat={"expected_gap_s": math.nan}), "expected_gap_s = nan: must be"),
         (engine_pb2.LinkResponse(), "of a kind that is not known here"),
         (b"\xff\xff\xff", "bytes that are no message"),
     ],

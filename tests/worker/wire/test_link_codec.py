@@ -138,7 +138,7 @@ facts = of(
 hellos = of(
     Hello, facts=facts, load=loads, heartbeat_s=seconds, frozen_after_s=st.integers(1, 10**9).map(lambda ms: ms / 1000)
 )
-heartbeats = of(Heartbeat, progress=uint64, expected_step_s=st.floats(0, width=32, allow_infinity=False))
+heartbeats = of(Heartbeat, progress=uint64, expected_gap_s=st.floats(0, width=32, allow_infinity=False))
 
 
 # --- it comes through ---
@@ -242,8 +242,8 @@ def test_messages_have_a_field_for_each_of_the_words():
             engine_pb2.LinkResponse(step={"deltas": [{"prompt_logprobs": [{"top_token_ids": [1]}]}]}),
             "0 top_logprobs for 1 top_token_ids",
         ),
-        (engine_pb2.LinkResponse(heartbeat={"expected_step_s": math.nan}), "expected_step_s = nan: must be"),
-        (engine_pb2.LinkResponse(heartbeat={"expected_step_s": -1.0}), "expected_step_s = -1.0: must be"),
+        (engine_pb2.LinkResponse(heartbeat={"expected_gap_s": math.nan}), "expected_gap_s = nan: must be"),
+        (engine_pb2.LinkResponse(heartbeat={"expected_gap_s": -1.0}), "expected_gap_s = -1.0: must be"),
         (engine_pb2.LinkResponse(hello={}), "hello.max_model_len = 0: must be at least 1"),
         (engine_pb2.LinkResponse(hello=dict.fromkeys(counts, 1) | {"heartbeat_ms": 5}), "hello.frozen_after_ms = 0"),
     ],
