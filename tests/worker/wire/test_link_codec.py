@@ -261,16 +261,22 @@ def test_what_a_replica_says_wrongly_is_named(message, told):
         ({"prompt_token_ids": []}, "prompt"),
         ({"prompt_token_ids": [VOCAB_SIZE]}, f"prompt = {VOCAB_SIZE}: token ids must be below the vocabulary's size"),
         ({"output_token_ids": [1, 2**32 - 1]}, "output_token_ids = 4294967295: token ids must be below"),
-        ({"draw": {"top_p": 2.0}}, r"sampling_params.top_p = 2.0: must be in \(0, 1\]"),
-        ({"draw": {"top_p": 1.0, "seed": -1}}, "sampling_params.seed = -1"),
-        ({"draw": {"top_p": 1.0, "stop_token_ids": [VOCAB_SIZE]}}, "sampling_params.stop_token_ids = 50000"),
-        ({"draw": {"top_p": 1.0, "allowed_token_ids": [VOCAB_SIZE]}}, "sampling_params.allowed_token_ids = 50000"),
-        ({"draw": {"top_p": 1.0, "logit_bias": {VOCAB_SIZE: 1.0}}}, "sampling_params.logit_bias = 50000"),
-        ({"draw": {"top_p": 1.0, "bad_words": [{"ids": [1, VOCAB_SIZE]}]}}, "sampling_params.bad_words = 50000"),
+        ({"sampling_params": {"top_p": 2.0}}, r"sampling_params.top_p = 2.0: must be in \(0, 1\]"),
+        ({"sampling_params": {"top_p": 1.0, "seed": -1}}, "sampling_params.seed = -1"),
+        ({"sampling_params": {"top_p": 1.0, "stop_token_ids": [VOCAB_SIZE]}}, "sampling_params.stop_token_ids = 50000"),
+        (
+            {"sampling_params": {"top_p": 1.0, "allowed_token_ids": [VOCAB_SIZE]}},
+            "sampling_params.allowed_token_ids = 50000",
+        ),
+        ({"sampling_params": {"top_p": 1.0, "logit_bias": {VOCAB_SIZE: 1.0}}}, "sampling_params.logit_bias = 50000"),
+        (
+            {"sampling_params": {"top_p": 1.0, "bad_words": [{"ids": [1, VOCAB_SIZE]}]}},
+            "sampling_params.bad_words = 50000",
+        ),
     ],
 )
 def test_what_a_router_asks_wrongly_is_refused_by_field(change, told):
-    submit = engine_pb2.Submit(**({"prompt_token_ids": [1], "draw": {"top_p": 1.0}} | change))
+    submit = engine_pb2.Submit(**({"prompt_token_ids": [1], "sampling_params": {"top_p": 1.0}} | change))
     with pytest.raises(InvalidRequestError, match=told):
         codec.engine_request(submit, "link-1", VOCAB_SIZE)
 
