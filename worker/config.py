@@ -106,7 +106,7 @@ class HealthConfig(Settings):
     frozen_after_s: float = Field(
         1.0,
         gt=0,
-        description="seconds with work and without progress after which a replica is frozen; more where layers are slow",
+        description="seconds with work and no progress after which a replica is frozen; more if layers are slow",
     )
     heartbeat_s: float = Field(0.2, gt=0, description="seconds between a busy replica's heartbeats to its routers")
     condemned_after_s: float | None = Field(

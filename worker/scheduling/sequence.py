@@ -31,7 +31,7 @@ class SequenceStatus(Enum):
     RUNNING = "running"
     """Owns blocks, alone or with others; every step may compute some of its tokens."""
     FINISHED = "finished"
-    """Ended or aborted, and told so. Never runs again; its blocks are free, unless its policy holds them still."""
+    """Ended or aborted, and reported. Never runs again; its blocks are free, unless its policy still holds them."""
 
 
 class Sequence:
@@ -123,7 +123,7 @@ class Sequence:
         """Settings of its logits processors; None: there are none."""
         asks = params.prompt_logprobs is not None and not request.output_token_ids
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
-        """Of the prompt's second token and on, told with the first output token; None: not asked for, or told."""
+        """From the prompt's second token on, reported with the first output token; None: not asked for, or reported."""
 
     @property
     def urgency(self) -> tuple[float, int]:
@@ -179,9 +179,9 @@ class Sequence:
         return DrawParams.of(self.request.sampling_params, self.num_output_tokens, settings, output)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """What is to be told with the first output token; once."""
-        told, self.prompt_logprobs = self.prompt_logprobs or (), None
-        return tuple(told)
+        """The prompt's log-probabilities, to report with the first output token; only once."""
+        logprobs, self.prompt_logprobs = self.prompt_logprobs or (), None
+        return tuple(logprobs)
 
     def advance(self, scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> tuple[int, ...]:
         """Take in what a step computed and drew for this sequence; returns the tokens that it gained.

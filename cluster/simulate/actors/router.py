@@ -97,7 +97,7 @@ class SimulatedRouter(Process):
         if isinstance(message, Generate):
             self._open(connection, message)
         elif connection in self._links:
-            self._hear(self._links[connection], message)
+            self._handle(self._links[connection], message)
 
     def on_closed(self, connection: Connection) -> None:
         if connection in self._links:
@@ -140,7 +140,7 @@ class SimulatedRouter(Process):
             self.hang_up(connection)
             self._link_lost(connection)
 
-    def _hear(self, link: SimulatedLink, message: Any) -> None:
+    def _handle(self, link: SimulatedLink, message: Any) -> None:
         match message:
             case StepUpdate() if link.replica_id is not None:
                 self.dispatch_host.replica_update(link.replica_id, message)
@@ -176,7 +176,7 @@ class SimulatedRouter(Process):
                 sequences,
                 model=MODEL,
                 deadline=self.clock + message.timeout_s,
-                on_output=partial(self._note_news, connection),
+                on_output=partial(self._note_output, connection),
                 client_attempt=message.attempt,
             )
         except HoldfastError as error:
@@ -187,7 +187,7 @@ class SimulatedRouter(Process):
         if is_new and self.dispatch_host.num_queued > max(num_before, most):
             raise Violation(f"{self}: {request.request_id} is queued beyond {most}")
 
-    def _note_news(self, connection: Connection) -> None:
+    def _note_output(self, connection: Connection) -> None:
         """Schedules the reading of what has come."""
         if not self._unread:
             self.after(self._max_lag_s * self._rng.random() ** 8, self._read_all)
