@@ -58,6 +58,8 @@ class FakeReplica:
         """Links that have ever been made to it."""
         self.num_followers = 0
         """Links whose router has asked for the prefix cache's events. There are none."""
+        self.after_hello: list[engine_pb2.LinkResponse | bytes] = []
+        """What every new link is told next after the hello."""
         self.num_steps = 0
         self.num_tokens = 0
         self.running: dict[int, engine_pb2.Submit] = {}
@@ -126,9 +128,12 @@ class FakeReplica:
         outbox: asyncio.Queue[engine_pb2.LinkResponse | bytes] = asyncio.Queue()
         self._outboxes.add(outbox)
         self.num_links += 1
+        self._tell()
         reader = asyncio.create_task(self._read(requests, outbox))
         try:
-            yield engine_pb2.LinkResponse(hello=self._hello())
+            yield self.hello()
+            for message in self.after_hello:
+                yield message
             while True:
                 yield await outbox.get()
         finally:
@@ -146,9 +151,9 @@ class FakeReplica:
         for outbox in self._outboxes:
             outbox.put_nowait(message)
 
-    def beat(self, progress: int, expected_step_s: float = 0.0) -> None:
+    def beat(self, progress: int, expected_gap_s: float = 0.0) -> None:
         """A heartbeat up every link."""
-        heartbeat = engine_pb2.Heartbeat(progress=progress, expected_step_s=expected_step_s)
+        heartbeat = engine_pb2.Heartbeat(progress=progress, expected_gap_s=expected_gap_s)
         self.put(engine_pb2.LinkResponse(heartbeat=heartbeat))
 
     async def _read(self, requests: AsyncIterator[engine_pb2.LinkRequest], outbox: asyncio.Queue) -> None:
@@ -181,17 +186,18 @@ class FakeReplica:
         submit, done = self.running[attempt], self._num_done[attempt]
         self._num_done[attempt] += 1
         self.num_tokens += 1
-        is_over = done + 1 == submit.draw.max_tokens
+        is_over = done + 1 == submit.sampling_params.max_tokens
         if is_over:
             del self.running[attempt]
-        token_id = ord("a") + (sum(submit.prompt_token_ids) + submit.draw.seed + 7 * done + done * done) % 26
+        token_id = ord("a") + (sum(submit.prompt_token_ids) + submit.sampling_params.seed + 7 * done + done * done) % 26
         finish_reason = LENGTH if is_over else 0
         return engine_pb2.Delta(
             attempt=attempt, first_token_index=done, token_ids=[token_id], finish_reason=finish_reason
         )
 
-    def _hello(self) -> engine_pb2.Hello:
-        return engine_pb2.Hello(
+    def hello(self) -> engine_pb2.LinkResponse:
+        """The first message of each of its links."""
+        hello = engine_pb2.Hello(
             replica_id=self.replica_id,
             model=self.model,
             max_model_len=self.max_model_len,
@@ -204,6 +210,7 @@ class FakeReplica:
             frozen_after_ms=self.frozen_after_ms,
             load=self._load(),
         )
+        return engine_pb2.LinkResponse(hello=hello)
 
     def _load(self) -> engine_pb2.Load:
         return engine_pb2.Load(num_running=len(self.running), num_free_blocks=9, num_total_blocks=9)

@@ -62,7 +62,7 @@ def carriers(name: str) -> list[str]:
     found = []
     for path, text in sources().items():
         in_proto = path.endswith(".proto") and re.search(
-            rf"^message (SamplingParams|DrawSettings) {{[^}}]* {name} = ", text, re.M
+            rf"^message (SamplingParams|EngineSamplingParams) {{[^}}]* {name} = ", text, re.M
         )
         if in_proto or (path.endswith(".py") and name in carried(text)):
             found.append(path)
@@ -146,7 +146,7 @@ def test_a_new_parameter_travels_on_both_wires(parameters, warmth):
     params = Warmer(warmth=warmth, seed=0)
     public = message_with(inference_pb2, "SamplingParams", proto3_optional=True)
     assert params_of(public.FromString(public(**fields_of(params, public)).SerializeToString())) == params
-    link = message_with(engine_pb2, "DrawSettings")
+    link = message_with(engine_pb2, "EngineSamplingParams")
     said = link(**fields_of(params, link, TOKEN_WORLD))
     assert params_of(link.FromString(said.SerializeToString()), TOKEN_WORLD) == params
 

@@ -50,12 +50,16 @@ class Settings(BaseModel):
 class ModelConfig(Settings):
     """Which model, and how it is loaded."""
 
-    model: str = Field("demo", description="a local Hugging Face folder, a hub id, or `demo` for the bundled model")
-    served_model_name: str | None = Field(None, description="the name clients use; default: the last part of `model`")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: the checkpoint's")
+    model: str = Field("demo", description="a local Hugging Face folder, a hub id, or `demo`, the bundled model")
+    served_model_name: str | None = Field(
+        None, description="the model's name in the API; default: the last part of `model`"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="data type of the weights; auto: the checkpoint's"
+    )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for benchmarks")
     max_model_len: int | None = Field(
-        None, ge=1, description="longest prompt plus output in tokens; unset: the model's"
+        None, ge=1, description="maximum tokens of prompt plus output; unset: the model's context length"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
     executor: Literal["auto", "decoder", "skeleton"] = Field(
@@ -68,40 +72,49 @@ class ModelConfig(Settings):
 class ParallelConfig(Settings):
     """How one replica is spread over devices."""
 
-    tensor_parallel_size: int = Field(1, ge=1, description="ranks of one replica")
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of a rank; unset: cores / ranks of a replica")
+    tensor_parallel_size: int = Field(1, ge=1, description="tensor-parallel ranks of one replica")
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of each rank; unset: cores / tensor_parallel_size"
+    )
 
 
 class CacheConfig(Settings):
     """The paged KV cache."""
 
-    block_size: int | None = Field(None, ge=1, description="tokens of a block; default: 16 on CPU, 64 on GPU")
-    kv_cache_memory: Bytes | None = Field(None, ge=1, description="bytes of a rank's KV cache, e.g. 2GiB")
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the GPU's memory to use in all")
-    num_blocks: int | None = Field(None, ge=1, description="blocks of the cache, overriding every memory setting")
-    enable_prefix_caching: bool = Field(True, description="keep computed prefixes for requests that share them")
+    block_size: int | None = Field(None, ge=1, description="tokens per KV block; default: 16 on a CPU, 64 on a GPU")
+    kv_cache_memory: Bytes | None = Field(None, ge=1, description="size of the KV cache of each rank, e.g. 2GiB")
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="share of the GPU's memory that a rank may use in all"
+    )
+    num_blocks: int | None = Field(None, ge=1, description="KV blocks of each rank; overrides the memory settings")
+    enable_prefix_caching: bool = Field(True, description="reuse the KV blocks of prompts with a common prefix")
 
 
 class ServiceOrderConfig(Settings):
     """Who is served first, wherever requests wait: in a router for a replica, and in a replica for a place."""
 
-    aging_s: float = Field(30.0, gt=0, description="seconds of waiting after which a request counts as a class better")
-    tenant_shares: TenantShares = Field({}, description="weights of tenants, e.g. gold=4,free=0.5; others have 1")
+    aging_s: float = Field(30.0, gt=0, description="seconds of waiting that improve a request's priority by one class")
+    tenant_shares: TenantShares = Field(
+        {}, description="weights of tenants in fair sharing, e.g. gold=4,free=0.5; others have 1"
+    )
 
 
 class SchedulerConfig(ServiceOrderConfig):
     """The batcher: how a step is filled, besides who is served first."""
 
     policy: Literal["continuous", "memory_aware"] = Field(
-        "continuous", description="memory_aware: admit by estimated peak memory, so that hardly any are preempted"
+        "continuous",
+        description="batching policy; memory_aware: admit by estimated peak memory, with hardly any preemption",
     )
-    max_num_batched_tokens: int = Field(512, ge=1, description="tokens of one step, prompt chunks and decodes together")
-    max_num_seqs: int = Field(64, ge=1, description="sequences of one step")
-    max_num_waiting: int = Field(1024, ge=1, description="requests that may wait in one replica")
+    max_num_batched_tokens: int = Field(
+        512, ge=1, description="maximum tokens of one step, prefill chunks and decodes together"
+    )
+    max_num_seqs: int = Field(64, ge=1, description="maximum number of running sequences")
+    max_num_waiting: int = Field(1024, ge=1, description="maximum number of waiting requests in one replica")
     target_tpot_ms: float | None = Field(
-        None, gt=0, description="milliseconds from token to token that prompts of others may not exceed; unset: off"
+        None, gt=0, description="target time per output token in ms, which limits the prefill in each step; unset: off"
     )
-    auto_tune: bool = Field(False, description="adapt the limits of a step to the load, within the settings")
+    auto_tune: bool = Field(False, description="adapt the limits of each step to the load, up to their settings")
 
 
 class HealthConfig(Settings):
@@ -110,16 +123,16 @@ class HealthConfig(Settings):
     frozen_after_s: float = Field(
         1.0,
         gt=0,
-        description="a replica is frozen after so many seconds with work and no progress, or 20 expected steps",
+        description="seconds with work and no progress after which a replica is frozen; more if layers are slow",
     )
     heartbeat_s: float = Field(0.2, gt=0, description="seconds between a busy replica's heartbeats to its routers")
     condemned_after_s: float | None = Field(
         5.0,
         ge=1,
-        description="a router, or a leader with its ranks, that hangs for so many seconds is killed; unset: never",
+        description="seconds after which a router, or a leader with its ranks, is killed if it hangs; unset: never",
     )
     self_check_every_s: float = Field(
-        60.0, ge=0, description="seconds between self-checks of a replica that serves; 0: none, nor one before"
+        60.0, ge=0, description="seconds between self-checks of a replica; 0: none, not even at the start"
     )
 
     @property
@@ -132,17 +145,18 @@ class SpeculationConfig(Settings):
     """Tokens that are guessed ahead and checked together. They change how fast tokens come, never which."""
 
     speculative: Literal["none", "ngram", "suffix", "draft"] = Field(
-        "none", description="who guesses: the text so far, earlier outputs too, or a draft model"
+        "none",
+        description="draft tokens from the sequence itself (ngram), earlier outputs too (suffix), or a draft model",
     )
     num_speculative_tokens: int | None = Field(
-        None, ge=1, le=64, description="most tokens guessed ahead for one sequence; unset: 8, or 4 by a draft model"
+        None, ge=1, le=64, description="maximum draft tokens per sequence and step; unset: 8, or 4 with a draft model"
     )
     draft_model: str | None = Field(
-        None, description="folder or hub id of the draft model; `demo` has one of its own, `demo-draft`"
+        None, description="folder or hub id of the draft model; `demo-draft` is the bundled one, for `demo`"
     )
-    ngram_min: int = Field(2, ge=1, le=16, description="fewest last tokens that must have come before")
-    ngram_max: int = Field(4, ge=1, le=16, description="most last tokens that are looked for")
-    suffix_corpus_tokens: int = Field(32768, ge=0, description="tokens of earlier outputs that are remembered")
+    ngram_min: int = Field(2, ge=1, le=16, description="shortest n-gram to look up, in tokens")
+    ngram_max: int = Field(4, ge=1, le=16, description="longest n-gram to look up, in tokens")
+    suffix_corpus_tokens: int = Field(32768, ge=0, description="tokens of earlier outputs to keep for suffix")
 
     @property
     def max_num_drafts(self) -> int:

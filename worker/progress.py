@@ -1,14 +1,15 @@
 """Liveness by progress: a counter that moves inside a step, and the rule that calls an engine frozen.
 
-What may live here: numbers and the rule. What may not: threads and clocks (`worker/supervision/watchdog.py`,
+What may live here: numbers and the rule. What may not: threads (`worker/supervision/watchdog.py`,
 `router/links/link_watch.py`), and what happens to a frozen replica.
 """
 
+import time
 from collections.abc import Callable
 from typing import Final
 
 AT_LEAST_S: Final = 1.0
-NUM_EXPECTED_STEPS: Final = 20.0
+NUM_EXPECTED_GAPS: Final = 20.0
 LONGEST_LOOK_S: Final = 0.25
 """Of the time between two looks no more than this counts: whoever looks may have been held up itself, on a busy machine
 or by a debugger, and must not blame another for that."""
@@ -19,16 +20,22 @@ _WEIGHT: Final = 0.1
 class ProgressCounter:
     """Moves whenever some work was done: with every layer of a model and with every step. One thread writes it, any may
     read it.
+
+    It also learns how far apart in time two counts are: the longest such gap of a step, by the size of the step. On a
+    CPU that is about the time of a layer; on a GPU, whose layers count when they are launched, the time of a step.
     """
 
-    __slots__ = ("_further", "_ticks", "_usual_s", "expected_step_s")
+    __slots__ = ("_clock", "_further", "_longest_gap_s", "_ticked_at", "_ticks", "_usual_gap_s", "expected_gap_s")
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._ticks = 0
         self._further: Callable[[], int] | None = None
-        self.expected_step_s = 0.0
-        """How long the step now running, or the last one, should take by what was seen before."""
-        self._usual_s: dict[int, float] = {}  # of steps of so many bits of tokens: sizes between two powers of two
+        self.expected_gap_s = 0.0
+        """The longest time between two counts that the step now running, or the last one, should have."""
+        self._clock = clock
+        self._ticked_at = 0.0
+        self._longest_gap_s = 0.0
+        self._usual_gap_s: dict[int, float] = {}  # of steps of so many bits of tokens: sizes between two powers of two
 
     @property
     def count(self) -> int:
@@ -40,28 +47,29 @@ class ProgressCounter:
         self._further = further
 
     def tick(self) -> None:
+        now = self._clock()
+        self._longest_gap_s = max(self._longest_gap_s, now - self._ticked_at)
+        self._ticked_at = now
         self._ticks += 1
 
     def begin_step(self, num_tokens: int) -> None:
-        """A long prefill is expected to take long: on a GPU all of its layers count at once, and its end comes late.
-
-        Steps that are larger than all before take at most as much longer as they are larger.
-        """
-        size, usual_s = num_tokens.bit_length(), self._usual_s
-        nearest = max((seen for seen in usual_s if seen <= size), default=min(usual_s, default=0))
-        self.expected_step_s = usual_s.get(nearest, 0.0) * 2 ** max(0, size - nearest)
+        """Steps that are larger than all before are expected to have gaps as much longer as they are larger."""
+        size, usual_gap_s = num_tokens.bit_length(), self._usual_gap_s
+        nearest = max((seen for seen in usual_gap_s if seen <= size), default=min(usual_gap_s, default=0))
+        self.expected_gap_s = usual_gap_s.get(nearest, 0.0) * 2 ** max(0, size - nearest)
         self.tick()
+        self._longest_gap_s = 0.0  # the time between two steps is not the step's
 
-    def end_step(self, num_tokens: int, step_s: float) -> None:
-        """Takes the step's time in seconds into what is usual for its size: a mean that forgets."""
+    def end_step(self, num_tokens: int) -> None:
+        """Takes the step's longest gap into what is usual for its size: a moving average."""
+        self.tick()
         size = num_tokens.bit_length()
-        usual_s = self._usual_s.get(size, step_s)
-        self._usual_s[size] = usual_s + _WEIGHT * (step_s - usual_s)
-        self.tick()
+        usual_gap_s = self._usual_gap_s.get(size, self._longest_gap_s)
+        self._usual_gap_s[size] = usual_gap_s + _WEIGHT * (self._longest_gap_s - usual_gap_s)
 
 
 class FrozenVerdict:
-    """The rule: frozen means work, and no progress for `max(at_least_s, 20 times the expected step)`.
+    """The rule: frozen means work, and no count for `max(at_least_s, 20 times the longest gap that is expected)`.
 
     `look` is called at regular times with the counter as it is then. No clock: the time is passed in.
     """
@@ -73,7 +81,7 @@ class FrozenVerdict:
         self.still_s = 0.0
         """Seconds, as far as they were watched, without progress while there was work."""
 
-    def look(self, count: int, *, has_work: bool, expected_step_s: float, now: float) -> bool:
+    def look(self, count: int, *, has_work: bool, expected_gap_s: float, now: float) -> bool:
         """Whether it is frozen. `count` is the counter as last known: a heartbeat that does not come is no progress."""
         since = 0.0 if self._looked_at is None else min(max(0.0, now - self._looked_at), LONGEST_LOOK_S)
         self._looked_at = now
@@ -82,4 +90,4 @@ class FrozenVerdict:
             self.still_s = 0.0
             return False
         self.still_s += since
-        return self.still_s >= max(self._at_least_s, NUM_EXPECTED_STEPS * expected_step_s)
+        return self.still_s >= max(self._at_least_s, NUM_EXPECTED_GAPS * expected_gap_s)

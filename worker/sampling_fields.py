@@ -24,14 +24,14 @@ TOKEN_WORLD: Final = frozenset({World.TOKENS})
 
 def fields_of(params: SamplingParams, message: type[Message], worlds: frozenset[World] = EVERY_WORLD) -> dict[str, Any]:
     """What a message of this sort is made of to say the parameters of these worlds. A default may be left unset."""
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for field in _fields(message.DESCRIPTOR, worlds):
         value = getattr(params, field.name)
         if value is None:
-            said |= {field.denial: True} if field.denial else {}
+            fields |= {field.denial: True} if field.denial else {}
         elif not field.can_be_unset or value != field.default:
-            said[field.name] = _structure_fields(value) if field.kind is STRUCTURE else value
-    return said
+            fields[field.name] = _structure_fields(value) if field.kind is STRUCTURE else value
+    return fields
 
 
 def params_of(message: Message, worlds: frozenset[World] = EVERY_WORLD) -> SamplingParams:
@@ -120,9 +120,9 @@ def shortest_decimal(value: float) -> float:
 # --- structured outputs: one of several kinds, of which a choice is a message ---
 
 
-def _structure_fields(wish: StructuredOutputs) -> dict[str, object]:
-    value = getattr(wish, wish.kind)
-    return {wish.kind: value if wish.choice is None else {"texts": value}}
+def _structure_fields(structure: StructuredOutputs) -> dict[str, object]:
+    value = getattr(structure, structure.kind)
+    return {structure.kind: value if structure.choice is None else {"texts": value}}
 
 
 def _structure(message: Any) -> dict[str, object]:

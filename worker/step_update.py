@@ -75,7 +75,7 @@ class Heartbeat:
 
     progress: int
     """Moves with every layer of a model and with every step."""
-    expected_step_s: float
+    expected_gap_s: float
     """How long the step now running should take, by what was seen before."""
 
 

@@ -158,18 +158,18 @@ def _stream_here(engine: "InferenceEngine", prompt: str | list[int], ask: Ask, p
 
 def _print_all_logprobs(output: "RequestOutput", text_of: Callable[[int], str]) -> None:
     if output.prompt_logprobs is not None:
-        print_logprobs("prompt", [_ranked(said) for said in output.prompt_logprobs], text_of)
+        print_logprobs("prompt", list(map(_ranked, output.prompt_logprobs)), text_of)
     for completion in output.outputs:
         if completion.logprobs is not None:
-            print_logprobs(f"completion {completion.index}", [_ranked(said) for said in completion.logprobs], text_of)
+            print_logprobs(f"completion {completion.index}", list(map(_ranked, completion.logprobs)), text_of)
 
 
-def _ranked(said: "dict[int, Logprob] | None") -> TokenLogprob | None:
+def _ranked(by_token_id: "dict[int, Logprob] | None") -> TokenLogprob | None:
     """The token's own entry is the first; among the best it is only if it has its place there."""
-    if said is None:
+    if by_token_id is None:
         return None
-    (token_id, own), *_ = said.items()
-    by_rank = sorted((one.rank, other, one.logprob) for other, one in said.items())
+    (token_id, own), *_ = by_token_id.items()
+    by_rank = sorted((one.rank, other, one.logprob) for other, one in by_token_id.items())
     top = tuple((other, logprob) for place, (rank, other, logprob) in enumerate(by_rank, start=1) if rank == place)
     return TokenLogprob(token_id=token_id, logprob=own.logprob, rank=own.rank, top=top)
 

@@ -81,17 +81,17 @@ class SamplingFlags(_ParameterFlags):  # type: ignore[misc]  # a class made from
 
     def params(self) -> SamplingParams:
         """Raises `InvalidRequestError`, and `ConfigurationError` for what is not even of the right form."""
-        said = {item.name: getattr(self, item.name) for item in PARAMETERS.values() if item.kind in _TYPES}
+        values = {item.name: getattr(self, item.name) for item in PARAMETERS.values() if item.kind in _TYPES}
         for item in PARAMETERS.values():
             if item.kind is BIASES:
-                said[item.name] = dict(
-                    _bias(f"--{item.name.replace('_', '-')}", text) for text in said[item.name] or ()
+                values[item.name] = dict(
+                    _bias(f"--{item.name.replace('_', '-')}", text) for text in values[item.name] or ()
                 )
-        return SamplingParams(**said, structured_outputs=self._structured_outputs())
+        return SamplingParams(**values, structured_outputs=self._structured_outputs())
 
     def _structured_outputs(self) -> StructuredOutputs | None:
-        wishes = (self.json_schema, self.json_object, self.regex, self.choice, self.grammar)
-        if not any(wish not in (None, False) for wish in wishes):
+        kinds = (self.json_schema, self.json_object, self.regex, self.choice, self.grammar)
+        if not any(kind not in (None, False) for kind in kinds):
             return None
         schema_is_text = self.json_schema is None or self.json_schema.lstrip().startswith("{")
         grammar_is_text = self.grammar is None or ":" in self.grammar

@@ -56,15 +56,15 @@ def _row(replica: Any) -> list[str]:
     now = [replica.replica_id, str(replica.num_running), str(replica.num_waiting), str(used)]
     if not replica.HasField("stats"):
         return [*now, "-", str(replica.num_free_blocks), *["-"] * (len(_COLUMNS) - len(now) - 2)]
-    told = replica.stats
-    tokens_per_s = told.num_tokens_generated / told.step_time_s if told.step_time_s else 0.0
-    blocks = [told.num_cached_blocks, replica.num_free_blocks, told.num_wasted_slots]
+    stats = replica.stats
+    tokens_per_s = stats.num_tokens_generated / stats.step_time_s if stats.step_time_s else 0.0
+    blocks = [stats.num_cached_blocks, replica.num_free_blocks, stats.num_wasted_slots]
     shares = [
-        _share(told.num_prefix_hit_tokens, told.num_prefix_query_tokens),
-        str(told.num_forked_tokens),
-        _share(told.num_accepted_tokens, told.num_draft_tokens),
+        _share(stats.num_prefix_hit_tokens, stats.num_prefix_query_tokens),
+        str(stats.num_forked_tokens),
+        _share(stats.num_accepted_tokens, stats.num_draft_tokens),
     ]
-    losses = [told.num_evictions, told.num_preemptions, told.num_expired]
+    losses = [stats.num_evictions, stats.num_preemptions, stats.num_expired]
     return [*now, *map(str, blocks), *shares, *map(str, losses), f"{tokens_per_s:.0f}"]
 
 

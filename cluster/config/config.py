@@ -61,21 +61,31 @@ CustomResources = Annotated[dict[str, Amount], BeforeValidator(_read_resources),
 class ClusterConfig(Settings):
     """Settings of the cluster: numbers of replicas and routers, addresses, resources, Ray."""
 
-    replicas: int = Field(1, ge=1, description="copies of the model")
-    routers: int = Field(2, ge=1, description="front doors; on one machine they take one port each")
-    host: str | None = Field(None, description="address routers listen on; unset: loopback, or 0.0.0.0 with `address`")
+    replicas: int = Field(1, ge=1, description="number of replicas of the model")
+    routers: int = Field(2, ge=1, description="number of routers; on one machine each has a port of its own")
+    host: str | None = Field(
+        None, description="address that routers listen on; unset: loopback, or 0.0.0.0 with `address`"
+    )
     port: int = Field(50051, ge=0, le=65535, description="gRPC port of the first router; 0: any free port")
-    address: str | None = Field(None, description="an existing Ray cluster to join (`auto`, host:port); unset: our own")
+    address: str | None = Field(
+        None, description="an existing Ray cluster to join (`auto` or host:port); unset: start one"
+    )
     namespace: str = Field("holdfast", min_length=1, description="Ray namespace and name of the Serve application")
-    cpus_per_rank: float = Field(1.0, gt=0, description="CPUs that Ray sets aside for each rank")
+    cpus_per_rank: float = Field(1.0, gt=0, description="CPUs that Ray reserves for each rank")
     rank_resources: CustomResources = Field(
-        {}, description="what each rank takes of its node besides CPU and GPU, e.g. accelerator_type:H100=0.001"
+        {}, description="custom Ray resources of each rank, besides CPU and GPU, e.g. accelerator_type:H100=0.001"
     )
     router_resources: CustomResources = Field(
-        {}, description="what each router takes of its node besides one CPU, e.g. front_door=1"
+        {}, description="custom Ray resources of each router, besides one CPU, e.g. front_door=1"
     )
-    object_store_memory: Bytes = Field(100 * 2**20, ge=80 * 2**20, description="of our own Ray; no token goes there")
-    drain_timeout_s: float = Field(30.0, ge=0, description="seconds that running requests get when the cluster stops")
+    object_store_memory: Bytes = Field(
+        100 * 2**20, ge=80 * 2**20, description="object store of a Ray that is started here; no token is stored there"
+    )
+    drain_timeout_s: float = Field(
+        30.0,
+        ge=0,
+        description="seconds that open requests have to finish when the cluster, a router or a replica stops",
+    )
 
 
 class HoldfastConfig(Settings):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from holdfast.cluster.offline.outputs import BeamSearchSequence
 from holdfast.cluster.offline.rendering import ranked
-from holdfast.router.requests.answer import Completion
+from holdfast.router.requests.answer import CompletedSequence
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import FinishReason
@@ -47,11 +47,11 @@ class BeamSearchParams:
 
 
 def beam_sequence(
-    completion: Completion, prompt_token_ids: Sequence[int], tokenizer: Tokenizer, *, keep_end: bool
+    completion: CompletedSequence, prompt_token_ids: Sequence[int], tokenizer: Tokenizer, *, keep_end: bool
 ) -> BeamSearchSequence:
     """A beam as vLLM shows it: after its prompt, and without its end of sequence unless `keep_end`."""
     output = completion.output
-    assert output.finish_reason is not None, "a beam is told of when it has ended"
+    assert output.finish_reason is not None, "a beam is returned when it has ended"
     assert completion.cumulative_logprob is not None, "a beam is ranked by it"
     is_cut = output.finish_reason is FinishReason.STOP and not keep_end
     shown = output.token_ids[:-1] if is_cut else output.token_ids

@@ -19,7 +19,7 @@ from holdfast.cluster.offline.outputs import RequestOutput
 from holdfast.cluster.service_options import ServiceOptions, check_timeout
 from holdfast.router.config import LimitsConfig
 from holdfast.router.request import GenerationRequest, derived_seed
-from holdfast.router.requests.answer import Completion
+from holdfast.router.requests.answer import CompletedSequence
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import InvalidRequestError, RequestAbortedError
@@ -56,7 +56,7 @@ class RequestHandle:
         self._router.cancel(self._request)
 
     @property
-    def beams(self) -> tuple[Completion, ...]:
+    def beams(self) -> tuple[CompletedSequence, ...]:
         """What a beam search that has finished has found, with what each token was chosen from."""
         return self._request.beams
 
@@ -246,17 +246,17 @@ class InferenceEngine:
         if callback is not None and not callable(callback):
             raise InvalidRequestError("callback", callback, "must be a function of one argument")
         number = next(self._numbers)
-        wish = GenerationRequest(
+        request = GenerationRequest(
             prompt=prompt,  # type: ignore[arg-type]  # it becomes a tuple there
             request_id=request_id or f"request-{number}",
             sampling_params=SamplingParams() if params is None else params,
             **service,
         )
-        check_timeout(wish.timeout_s)
-        if wish.sampling_params.seed is None:
-            seeded = wish.sampling_params.with_changes(seed=derived_seed(f"{self._seed}:{number}"))
-            wish = replace(wish, sampling_params=seeded)
-        return LocalRequest(wish, self.tokenizer, callback, is_awaited=is_awaited)
+        check_timeout(request.timeout_s)
+        if request.sampling_params.seed is None:
+            seeded = request.sampling_params.with_changes(seed=derived_seed(f"{self._seed}:{number}"))
+            request = replace(request, sampling_params=seeded)
+        return LocalRequest(request, self.tokenizer, callback, is_awaited=is_awaited)
 
     def _running(self) -> tuple[Replica, LocalRouter]:
         if self._replica is None or self._router is None:

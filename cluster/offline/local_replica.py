@@ -26,8 +26,8 @@ class LocalReplica:
         self._replica = replica
         self._dispatch_host = dispatch_host
         self._loop = loop
-        self._unheard: deque[StepUpdate | HoldfastError] = deque()
-        self._is_hearing = False
+        self._pending: deque[StepUpdate | HoldfastError] = deque()
+        self._is_draining = False
         self.failure: HoldfastError | None = None
         """The error that has ended the engine; None while it runs."""
 
@@ -57,24 +57,24 @@ class LocalReplica:
     # --- on the event loop ---
 
     def _take(self, item: StepUpdate | HoldfastError) -> None:
-        self._unheard.append(item)
-        if not self._is_hearing:
-            self._is_hearing = True
-            self._hear_next()
+        self._pending.append(item)
+        if not self._is_draining:
+            self._is_draining = True
+            self._handle_next()
 
-    def _hear_next(self) -> None:
+    def _handle_next(self) -> None:
         """Handles one update in each turn of the loop, so that readers see every step before the next one comes."""
-        if not self._unheard:
-            self._is_hearing = False
+        if not self._pending:
+            self._is_draining = False
             return
-        item = self._unheard.popleft()
+        item = self._pending.popleft()
         try:
             if isinstance(item, StepUpdate):
                 self._dispatch_host.replica_update(REPLICA_ID, item)
             else:
                 self._end(item)
         finally:
-            self._loop.call_soon(self._hear_next)  # after those whom this wakes
+            self._loop.call_soon(self._handle_next)  # after those whom this wakes
 
     def _end(self, error: HoldfastError) -> None:
         """Fails the requests: there is no other replica to continue them."""

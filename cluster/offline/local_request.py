@@ -17,7 +17,7 @@ from holdfast.router.dispatch.output_stream import merged
 from holdfast.router.dispatch.parallel_sampling import is_ranked
 from holdfast.router.events import Deliver
 from holdfast.router.request import GenerationRequest
-from holdfast.router.requests.answer import Completion, SampledAnswer
+from holdfast.router.requests.answer import CompletedSequence, SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.text.tokenizer import Tokenizer
@@ -33,35 +33,35 @@ class LocalRequest:
     """One request, on the router's event loop: a task runs `run`; `end` answers the caller, however that has ended."""
 
     def __init__(
-        self, wish: GenerationRequest, tokenizer: Tokenizer, callback: Callback | None = None, *, is_awaited: bool
+        self, request: GenerationRequest, tokenizer: Tokenizer, callback: Callback | None = None, *, is_awaited: bool
     ) -> None:
         """`is_awaited`: the caller waits for `admitted`, which alone then reports what is wrong with the request."""
-        self.request_id = wish.request_id
+        self.request_id = request.request_id
         self.future: Future[RequestOutput] = Future()
         self.future.set_running_or_notify_cancel()  # it is cancelled through the router, not through the future
         self.admitted: Future[None] = Future()
         """Done when the request has passed its checks, or when it has ended before."""
-        self.beams: tuple[Completion, ...] = ()
+        self.beams: tuple[CompletedSequence, ...] = ()
         """What a beam search that has finished has found."""
-        self._wish = wish
+        self._request = request
         self._tokenizer = tokenizer
         self._callback = callback
         self._is_awaited = is_awaited
         self._answer: SampledAnswer | BeamAnswer | None = None
-        self._pieces: list[list[Deliver]] = [[] for _ in range(wish.sampling_params.num_sequences)]
+        self._pieces: list[list[Deliver]] = [[] for _ in range(request.sampling_params.num_sequences)]
         self._num_unfinished = len(self._pieces)
-        self._tells_steps = callback is not None and not is_ranked(wish.sampling_params)
+        self._is_streamed = callback is not None and not is_ranked(request.sampling_params)
 
-    async def run(self, processor: RequestProcessor) -> tuple[Completion, ...]:
+    async def run(self, processor: RequestProcessor) -> tuple[CompletedSequence, ...]:
         """From admission to the end. Raises `HoldfastError`; cancelling it cancels the request."""
-        if self._wish.sampling_params.beam_width is not None:
-            async with processor.search(self._wish) as search:
+        if self._request.sampling_params.beam_width is not None:
+            async with processor.search(self._request) as search:
                 self._begin(search)
                 self.beams = (await search.whole()).completions
             return self.beams
-        async with processor.open(self._wish) as answer:
+        async with processor.open(self._request) as answer:
             self._begin(answer)
-            if not self._tells_steps:
+            if not self._is_streamed:
                 answer.await_ends()
             try:
                 async for delivery in answer:
@@ -71,7 +71,7 @@ class LocalRequest:
                 raise
             return answer.completions(self._outputs())
 
-    def end(self, task: asyncio.Task[tuple[Completion, ...]], failure: HoldfastError | None) -> None:
+    def end(self, task: asyncio.Task[tuple[CompletedSequence, ...]], failure: HoldfastError | None) -> None:
         """Answers the caller for good. `failure` is why the engine has ended, if it has."""
         try:
             if task.cancelled():
@@ -79,10 +79,10 @@ class LocalRequest:
             elif (error := task.exception()) is None:
                 self._finish(task.result())
             else:
-                self._fail(self._said(error, failure))
+                self._fail(self._reported(error, failure))
         finally:
             if not self.future.done():
-                self.future.set_exception(InternalError("the output could not be told"))
+                self.future.set_exception(InternalError("the output could not be delivered"))
             if not self.admitted.done():
                 self.admitted.set_result(None)
             self._pieces, self._answer = [], None  # whoever keeps the handle keeps the output alone
@@ -97,7 +97,7 @@ class LocalRequest:
         """A ranked request has no output before its ranking is known; the final output comes from `end`."""
         self._pieces[delivery.sequence_index].append(delivery)
         self._num_unfinished -= delivery.finish_reason is not None
-        if self._tells_steps and self._num_unfinished:
+        if self._is_streamed and self._num_unfinished:
             self._call_back(self._output(self._so_far()))
 
     def _take_unread(self, answer: SampledAnswer) -> None:
@@ -114,21 +114,21 @@ class LocalRequest:
             pieces[:] = [merged(pieces) if pieces else nothing]
         return [pieces[0] for pieces in self._pieces]
 
-    def _so_far(self, outputs: Sequence[Deliver] | None = None) -> tuple[Completion, ...]:
+    def _so_far(self, outputs: Sequence[Deliver] | None = None) -> tuple[CompletedSequence, ...]:
         outputs = self._outputs() if outputs is None else outputs
         if isinstance(self._answer, SampledAnswer):
             return self._answer.completions(outputs)
-        return tuple(Completion(output=output) for output in outputs[: self._wish.sampling_params.n])
+        return tuple(CompletedSequence(output=output) for output in outputs[: self._request.sampling_params.n])
 
     # --- the end ---
 
-    def _aborted(self) -> tuple[Completion, ...]:
+    def _aborted(self) -> tuple[CompletedSequence, ...]:
         """What there is, where the caller has cancelled."""
         return self._so_far(
             [replace(output, finish_reason=output.finish_reason or FinishReason.ABORT) for output in self._outputs()]
         )
 
-    def _finish(self, completions: Sequence[Completion]) -> None:
+    def _finish(self, completions: Sequence[CompletedSequence]) -> None:
         output = self._output(completions, finished=True)
         self._call_back(output)
         self.future.set_result(output)
@@ -140,7 +140,7 @@ class LocalRequest:
             self._call_back(self._output(self._so_far(), error=error))
         self.future.set_exception(error)
 
-    def _said(self, error: BaseException, failure: HoldfastError | None) -> HoldfastError:
+    def _reported(self, error: BaseException, failure: HoldfastError | None) -> HoldfastError:
         if failure is not None and isinstance(error, ReplicaError):
             return failure
         if isinstance(error, HoldfastError):
@@ -151,9 +151,9 @@ class LocalRequest:
     # --- outputs ---
 
     def _output(
-        self, completions: Sequence[Completion], *, finished: bool = False, error: HoldfastError | None = None
+        self, completions: Sequence[CompletedSequence], *, finished: bool = False, error: HoldfastError | None = None
     ) -> RequestOutput:
-        prompt, params = self._wish.prompt, self._wish.sampling_params
+        prompt, params = self._request.prompt, self._request.sampling_params
         given = () if isinstance(prompt, str) else prompt
         cached = [pieces[0].num_cached_tokens if pieces else 0 for pieces in self._pieces]
         if params.beam_width is not None:

@@ -1,7 +1,7 @@
 """In-process router: request processor and dispatch host on an event loop, in a thread of their own.
 
 What may live here: the thread, its start and end, and the open requests. What may not: the stages of a request
-(`router/requests/`), and what its caller is told (`local_request.py`).
+(`router/requests/`), and its result for the caller (`local_request.py`).
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from holdfast.cluster.offline.local_request import LocalRequest
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.requests.answer import Completion
+from holdfast.router.requests.answer import CompletedSequence
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
@@ -34,7 +34,7 @@ class LocalRouter:
         self._loop = _new_event_loop()
         self._gate = threading.Lock()
         self._is_closed = False
-        self._open: dict[LocalRequest, asyncio.Task[tuple[Completion, ...]]] = {}
+        self._open: dict[LocalRequest, asyncio.Task[tuple[CompletedSequence, ...]]] = {}
         self._processor: RequestProcessor
         self._replica: LocalReplica
         self.tokenizer: Tokenizer
@@ -111,7 +111,7 @@ class LocalRouter:
         self._open[request] = task
         task.add_done_callback(partial(self._end, request))
 
-    def _end(self, request: LocalRequest, task: asyncio.Task[tuple[Completion, ...]]) -> None:
+    def _end(self, request: LocalRequest, task: asyncio.Task[tuple[CompletedSequence, ...]]) -> None:
         del self._open[request]
         request.end(task, self._replica.failure)
 

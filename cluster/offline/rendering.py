@@ -6,13 +6,13 @@ Pure functions. What may not live here: who gets an output, and when (`local_req
 from collections.abc import Iterable
 
 from holdfast.cluster.offline.outputs import CompletionOutput, Logprob
-from holdfast.router.requests.answer import Completion
+from holdfast.router.requests.answer import CompletedSequence
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 
 
-def completion_output(completion: Completion, params: SamplingParams, tokenizer: Tokenizer) -> CompletionOutput:
+def completion_output(completion: CompletedSequence, params: SamplingParams, tokenizer: Tokenizer) -> CompletionOutput:
     """One completion, of a request with `params`."""
     output = completion.output
     has_logprobs = params.logprobs is not None
@@ -27,7 +27,7 @@ def completion_output(completion: Completion, params: SamplingParams, tokenizer:
 
 
 def prompt_logprobs(
-    first: Completion, params: SamplingParams, tokenizer: Tokenizer
+    first: CompletedSequence, params: SamplingParams, tokenizer: Tokenizer
 ) -> list[dict[int, Logprob] | None] | None:
     """What is said of the prompt, which goes with the first completion. Of its first token no model says anything."""
     if params.prompt_logprobs is None:

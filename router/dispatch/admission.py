@@ -3,11 +3,14 @@
 The order is the worker's (`worker/service_order/`): by priority class, which improves with waiting, by tenant share, by
 due time. Between class and tenant, requests that lost their replica go first, then those resumed after the loss of
 their router, then new ones. The first have no bound and the second have their own, so that new requests cannot shut
-them out. Quarantine suspects that wait for a trial are held aside, unordered. What may live here: the bounds, and the
-estimate of when there is room. What may not: when a request may leave (`placement.py`), clocks.
+them out. Nor can one tenant's requests shut out another's: a full queue still takes those of a tenant with less than
+its share of it. Quarantine suspects that wait for a trial are held aside, unordered. What may live here: the bounds,
+and the estimate of when there is room. What may not: when a request may leave (`placement.py`), clocks.
 """
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Final
 
 from holdfast.router.dispatch.request_state import RequestState, RequestStatus, Standing
 from holdfast.worker.config import ServiceOrderConfig
@@ -20,6 +23,9 @@ MAX_RETRY_S = 30.0
 SMOOTHING = 0.1
 """Weight of the newest interval between two departures in the moving average."""
 
+OVERFLOW: Final = 2
+"""A queue holds at most this many times its bound: beyond the bound, only tenants with less than their share enter."""
+
 
 class AdmissionQueue:
     """Waiting requests. Each model has its own order and tenant accounts, because models share no replicas."""
@@ -31,6 +37,7 @@ class AdmissionQueue:
         self._held: dict[str, dict[RequestState, None]] = {}
         self._num_waiting = 0
         self._num_resumed = 0
+        self._num_of_tenant = Counter[str]()
         self._last_pop: float | None = None
         self._mean_pause_s: float | None = None
 
@@ -39,17 +46,19 @@ class AdmissionQueue:
 
     def push(self, state: RequestState, now: float) -> None:
         """Queues a new request. Raises `QueueFullError` with an estimate of when to retry."""
-        num_before = self._num_resumed if state.standing is Standing.RESUMED else self._num_waiting
-        if num_before >= self._max_queued:
-            message = f"{num_before} requests wait for a replica already (limits.max_queued)"
-            raise QueueFullError(message, self.retry_after_s())
+        is_resumed = state.standing is Standing.RESUMED
+        num_before = self._num_resumed if is_resumed else self._num_waiting
+        if num_before >= self._max_queued and (is_resumed or not self._has_share_left(state.request.tenant)):
+            num_own = self._num_of_tenant[state.request.tenant]
+            message = f"{num_before} requests wait for a replica already, {num_own} of them this tenant's"
+            raise QueueFullError(f"{message} (limits.max_queued)", self.retry_after_s())
         self._enter(state, now)
 
     def put_back(self, state: RequestState, now: float) -> None:
         """Queues a request that was admitted before, beyond the bound if need be. A suspect is held aside."""
         if state.status is RequestStatus.HELD:
             self._held.setdefault(state.model, {})[state] = None
-            self._num_waiting += 1
+            self._count(state, 1)
         else:
             self._enter(state, now)
 
@@ -70,7 +79,7 @@ class AdmissionQueue:
         else:
             self._queues[state.model].remove(state)
             self._num_resumed -= state.standing is Standing.RESUMED
-        self._num_waiting -= 1
+        self._count(state, -1)
 
     def advance(self, model: str, now: float) -> None:
         """Ages the requests of a model: those that have waited long enough move to a better class."""
@@ -112,8 +121,9 @@ class AdmissionQueue:
         for queue in self._queues.values():
             queue.check_integrity()
         assert len(found) == self._num_waiting, f"{len(found)} are here, {self._num_waiting} were counted"
+        assert Counter(state.request.tenant for state in found) == self._num_of_tenant
         in_order = [state.standing for state in found if state.status is not RequestStatus.HELD]
-        assert in_order.count(Standing.ARRIVED) <= self._max_queued
+        assert in_order.count(Standing.ARRIVED) <= OVERFLOW * self._max_queued
         assert in_order.count(Standing.RESUMED) == self._num_resumed <= self._max_queued
 
     def _enter(self, state: RequestState, now: float) -> None:
@@ -123,8 +133,22 @@ class AdmissionQueue:
             queue = self._queues[state.model] = WaitingQueue(tenants, self._order.aging_s, len(Standing))
         queue.advance(now)
         queue.add(state)
-        self._num_waiting += 1
         self._num_resumed += state.standing is Standing.RESUMED
+        self._count(state, 1)
+
+    def _count(self, state: RequestState, change: int) -> None:
+        tenant = state.request.tenant
+        self._num_waiting += change
+        self._num_of_tenant[tenant] += change
+        if not self._num_of_tenant[tenant]:
+            del self._num_of_tenant[tenant]
+
+    def _has_share_left(self, tenant: str) -> bool:
+        """Whether a tenant may enter a full queue: it has less than its share of it, among the tenants that wait."""
+        shares = self._order.tenant_shares
+        total = sum(shares.get(name, 1.0) for name in {*self._num_of_tenant, tenant})
+        num_allowed = self._max_queued * shares.get(tenant, 1.0) / total
+        return self._num_waiting < OVERFLOW * self._max_queued and self._num_of_tenant[tenant] < num_allowed
 
     def _note_departure(self, now: float) -> None:
         """Intervals count only while requests wait: idle time says nothing about the rate."""

@@ -106,8 +106,8 @@ class Dispatch:
         if state is None:
             return []
         if state.client_attempt > client_attempt:
-            told = f"submission {client_attempt} of request {request_id} came after submission {state.client_attempt}"
-            raise RequestSupersededError(f"{told}, which goes on")
+            stale = f"submission {client_attempt} of request {request_id} came after submission {state.client_attempt}"
+            raise RequestSupersededError(f"{stale}, which goes on")
         error = RequestSupersededError(f"request {request_id} was submitted again; the newer submission goes on")
         return [*self._fail(state, error), *self._placement.drain(state.model, now)]
 

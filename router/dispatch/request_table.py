@@ -4,6 +4,7 @@ What may live here: these indices, and attempts as they begin and end. What may 
 (`request_state.py`), decisions (`dispatch.py`, `placement.py`).
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from holdfast.router.dispatch.request_state import Attempt, RequestEvent, RequestState, RequestStatus
@@ -19,6 +20,8 @@ class RequestTable:
         self._states: dict[str, RequestState] = {}
         self._by_attempt: dict[Hashable, RequestState] = {}
         self._last_attempt = 0
+        self._siblings = Counter[tuple[Hashable, str]]()
+        """Attempts of each group of siblings on each replica."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -55,11 +58,11 @@ class RequestTable:
         state.num_steps = 0
         state.note_replica(replica.facts)
         self._by_attempt[self._last_attempt] = state
-        num_tokens = len(state.request.prompt_token_ids) + len(state.output_token_ids)
-        num_uncached_tokens = num_tokens - replica.cached.num_cached_tokens(state.prefix)
-        replica.note_sent(self._last_attempt, num_uncached_tokens)
+        num_new_tokens = self._num_new_tokens(state, replica)
+        replica.note_sent(self._last_attempt, num_new_tokens)
         if is_first:  # a tenant is not charged for recomputation after a failover
-            state.tenant.charge(num_uncached_tokens, 0)
+            state.tenant.charge(num_new_tokens, 0)
+        self._count_sibling(state, replica, 1)
         return state.attempt
 
     def end_attempt(self, state: RequestState) -> Attempt:
@@ -69,6 +72,7 @@ class RequestTable:
         state.attempt = None
         del self._by_attempt[attempt.number]
         attempt.replica.attempts.remove(attempt.number)
+        self._count_sibling(state, attempt.replica, -1)
         return attempt
 
     def running(self, replica: ReplicaState, attempt: Hashable) -> RequestState | None:
@@ -91,3 +95,21 @@ class RequestTable:
             assert request_id in self.deadlines
             assert self._by_attempt[attempt.number] is self._states[request_id]
             assert attempt.number in attempt.replica.attempts
+        in_groups = [state for state in self._by_attempt.values() if state.request.group_id]
+        assert self._siblings.total() == len(in_groups), f"{len(in_groups)} siblings have attempts: {self._siblings}"
+
+    # --- inside ---
+
+    def _num_new_tokens(self, state: RequestState, replica: ReplicaState) -> int:
+        """The tokens that a replica has to compute before the next one: siblings there share one computed prompt."""
+        num_prompt_tokens = len(state.request.prompt_token_ids)
+        has_sibling = (state.request.group_id, replica.facts.replica_id) in self._siblings
+        num_shared = num_prompt_tokens if has_sibling else replica.cached.num_cached_tokens(state.prefix)
+        return num_prompt_tokens + len(state.output_token_ids) - num_shared
+
+    def _count_sibling(self, state: RequestState, replica: ReplicaState, change: int) -> None:
+        if state.request.group_id:
+            key = (state.request.group_id, replica.facts.replica_id)
+            self._siblings[key] += change
+            if not self._siblings[key]:
+                del self._siblings[key]

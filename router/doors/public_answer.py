@@ -6,7 +6,7 @@ one. What may live here: this conversion, for every protocol. What may not: wire
 
 from holdfast.router.events import Deliver
 from holdfast.router.generation import Chunk, GeneratedSequence, Generation
-from holdfast.router.requests.answer import CompletedRequest, Completion
+from holdfast.router.requests.answer import CompletedRequest, CompletedSequence
 from holdfast.worker.request import TokenLogprob
 
 
@@ -40,7 +40,7 @@ def public_generation(answer: CompletedRequest) -> Generation:
     )
 
 
-def _sequence(completion: Completion) -> GeneratedSequence:
+def _sequence(completion: CompletedSequence) -> GeneratedSequence:
     output = completion.output
     return GeneratedSequence(
         sequence_index=output.sequence_index,

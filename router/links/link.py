@@ -118,6 +118,8 @@ class ReplicaLink:
             if _is_cancelled():
                 raise
             error = self._lost("the call was cut off" if self._frozen_s is None else self._frozen())
+        except LinkMessageError as garbage:
+            error, is_fault = self._lost(f"what it says cannot be read: {garbage}"), True
         except ReplicaError as refused:
             error = refused
         except Exception as bug:
@@ -142,7 +144,7 @@ class ReplicaLink:
         return True
 
     async def _talk(self) -> NoReturn:
-        """Runs one session. It always ends by raising: `ReplicaError`, or what gRPC raises."""
+        """Runs one session. It always ends by raising: `ReplicaError`, `LinkMessageError`, or what gRPC raises."""
         self._outbox = asyncio.Queue()
         self._frozen_s = None
         if self._config.routing_policy == "prefix_aware":
@@ -158,28 +160,21 @@ class ReplicaLink:
                 if hello.heartbeat_s:
                     tasks.append(asyncio.create_task(self._end_when_frozen(watch, call)))
                 async for message in messages:
-                    self._take(self._read(message), watch)
+                    self._take(read_response(message), watch)
                 raise self._lost("it hung up")
             finally:
                 for task in tasks:
                     task.cancel()
 
-    def _take(self, said: Hello | StepUpdate | Heartbeat, watch: LinkWatch) -> None:
-        match said:
+    def _take(self, message: Hello | StepUpdate | Heartbeat, watch: LinkWatch) -> None:
+        match message:
             case StepUpdate():
                 watch.note_step()
-                self._dispatch_host.replica_update(self.endpoint.replica_id, said)
+                self._dispatch_host.replica_update(self.endpoint.replica_id, message)
             case Heartbeat():
-                watch.note_heartbeat(said.progress, said.expected_step_s)
+                watch.note_heartbeat(message.progress, message.expected_gap_s)
             case Hello():
-                raise self._lost("it has said hello twice")
-
-    def _read(self, message: engine_pb2.LinkResponse | None) -> Hello | StepUpdate | Heartbeat:
-        """Converts a message. gRPC gives None for bytes that cannot be parsed."""
-        try:
-            return read_response(message)
-        except LinkMessageError as error:
-            raise self._lost(f"what it says cannot be read: {error}") from None
+                raise LinkMessageError("a second hello")
 
     async def _end_when_frozen(self, watch: LinkWatch, call: LinkCall) -> None:
         """Cancels the call when the replica is frozen: its requests then move elsewhere, and late output cannot arrive.
@@ -205,7 +200,7 @@ class ReplicaLink:
             raise self._lost(f"no hello within {self._config.connect_timeout_s:g} s") from None
         if first is _HUNG_UP:
             raise self._lost("it hung up before its hello")
-        hello = self._read(first)
+        hello = read_response(first)
         if not isinstance(hello, Hello):
             raise self._lost("it has not said hello first")
         facts = self._checked(hello)

@@ -31,27 +31,25 @@ class LinkWatch:
         self._count = 0
         self._num_messages = 0
         self._last_progress = 0
-        self._expected_step_s = 0.0
+        self._expected_gap_s = 0.0
 
     def note_step(self) -> None:
         """A step update arrived."""
         self._count += 1
         self._num_messages += 1
 
-    def note_heartbeat(self, progress: int, expected_step_s: float) -> None:
+    def note_heartbeat(self, progress: int, expected_gap_s: float) -> None:
         """A heartbeat arrived. It is progress if the replica's own counter has moved."""
         self._count += progress != self._last_progress
         self._num_messages += 1
         self._last_progress = progress
-        self._expected_step_s = expected_step_s
+        self._expected_gap_s = expected_gap_s
 
     def look(self) -> bool:
         """Whether the replica is frozen now. To be called regularly."""
         has_work, now = self._has_work(), self._clock()
-        is_silent = self._silence.look(self._num_messages, has_work=has_work, expected_step_s=0.0, now=now)
-        stands_still = self._progress.look(
-            self._count, has_work=has_work, expected_step_s=self._expected_step_s, now=now
-        )
+        is_silent = self._silence.look(self._num_messages, has_work=has_work, expected_gap_s=0.0, now=now)
+        stands_still = self._progress.look(self._count, has_work=has_work, expected_gap_s=self._expected_gap_s, now=now)
         return is_silent or stands_still
 
     async def until_frozen(self) -> float:

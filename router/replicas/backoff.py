@@ -10,7 +10,7 @@ from typing import Final
 FIRST_PAUSE_S: Final = 0.05
 MAX_DOUBLINGS: Final = 10
 FORGIVEN_S: Final = 60.0
-"""A session that lasted this long resets the count of our own faults."""
+"""A session that lasted this long resets the count of faulty sessions."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,14 +21,15 @@ class Backoff:
     num_failed: int = 0
     """Failed connection attempts in a row."""
     num_faults: int = 0
-    """Short sessions in a row that ended by a bug of ours. Their dials succeed, so `num_failed` does not count them."""
+    """Short sessions in a row that ended by a bug of ours, or by a message that cannot be read. Their dials succeed, so
+    `num_failed` does not count them."""
 
     def note_up(self) -> None:
         """A connection attempt succeeded."""
         self.num_failed = 0
 
     def note_fault(self, lasted_s: float) -> None:
-        """A session ended by a bug of ours after `lasted_s`. Its cause may still be there."""
+        """A session ended by a fault of either side after `lasted_s`. Its cause may still be there."""
         self.num_faults = 1 if lasted_s >= FORGIVEN_S else self.num_faults + 1
 
     def note_failure(self) -> None:

@@ -17,7 +17,7 @@ from holdfast.worker.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class CompletedSequence:
     """The whole output of one sequence."""
 
     output: Deliver
@@ -33,7 +33,7 @@ class CompletedRequest:
 
     request_id: str
     model: str
-    completions: tuple[Completion, ...]
+    completions: tuple[CompletedSequence, ...]
     usage: Usage
 
 
@@ -97,7 +97,7 @@ class SampledAnswer:
             request_id=self.request_id, model=self.model, completions=completions, usage=self._call.usage
         )
 
-    def completions(self, outputs: Sequence[Deliver]) -> tuple[Completion, ...]:
+    def completions(self, outputs: Sequence[Deliver]) -> tuple[CompletedSequence, ...]:
         """The completions to return, from the whole output of every sequence. Each output is one delivery."""
         chosen = self._chosen(outputs) if is_ranked(self._params) else outputs
         return tuple(self._completion(output) for output in chosen)
@@ -105,15 +105,15 @@ class SampledAnswer:
     def _chosen(self, outputs: Sequence[Deliver]) -> list[Deliver]:
         """The best outputs, with new indices. The prompt's log-probabilities, which sequence 0 has, go to the first."""
         ranking = best([[item.logprob for item in output.logprobs] for output in outputs], self._params.n)
-        said = outputs[0].prompt_logprobs
+        prompt_logprobs = outputs[0].prompt_logprobs
         return [
-            replace(outputs[index], sequence_index=number, prompt_logprobs=said if number == 0 else ())
+            replace(outputs[index], sequence_index=number, prompt_logprobs=prompt_logprobs if number == 0 else ())
             for number, index in enumerate(ranking)
         ]
 
-    def _completion(self, output: Deliver) -> Completion:
+    def _completion(self, output: Deliver) -> CompletedSequence:
         """Log-probabilities that only the ranking needed are left out; their sum is kept."""
         is_known = self._params.logprobs is not None or is_ranked(self._params)
         total = math.fsum(item.logprob for item in output.logprobs) if is_known else None
         kept = output if self._params.logprobs is not None else replace(output, logprobs=())
-        return Completion(output=kept, cumulative_logprob=total)
+        return CompletedSequence(output=kept, cumulative_logprob=total)

@@ -11,7 +11,7 @@ from typing import Final
 from holdfast.router.dispatch.call import open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import Deliver, Usage
-from holdfast.router.requests.answer import CompletedRequest, Completion, SampledAnswer
+from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.requests.beam_search import Beam, BeamSearch, extension
 from holdfast.router.resume import NewSequence
 from holdfast.router.text.text_stream import TextStream
@@ -92,7 +92,7 @@ class BeamAnswer:
         self._num_extensions += 1
         return NewSequence(request=request, text=TextStream(self._tokenizer, _AS_IT_IS))
 
-    def _completion(self, index: int, beam: Beam) -> Completion:
+    def _completion(self, index: int, beam: Beam) -> CompletedSequence:
         params = self._request.sampling_params
         text = TextStream(self._tokenizer, params, self._request.prompt_token_ids)
         output = Deliver(
@@ -106,7 +106,7 @@ class BeamAnswer:
             identity_guaranteed=len(self._fingerprints) <= 1,
             num_cached_tokens=self._num_cached_tokens,
         )
-        return Completion(output=output, cumulative_logprob=beam.logprob, candidates=beam.candidates)
+        return CompletedSequence(output=output, cumulative_logprob=beam.logprob, candidates=beam.candidates)
 
     def _usage(self) -> Usage:
         """Every generated token counts, whether its beam was kept or not."""

@@ -248,8 +248,8 @@ def generation_message(generation: Generation) -> inference_pb2.GenerateResponse
         replayed_without_guarantee=generation.replayed_without_guarantee,
         system_fingerprint=generation.system_fingerprint,
     )
-    if said := [item for item in generation.prompt_logprobs if item is not None]:
-        message.completions[0].prompt_logprobs.extend(map(_logprob_message, said))
+    if logprobs := [item for item in generation.prompt_logprobs if item is not None]:
+        message.completions[0].prompt_logprobs.extend(map(_logprob_message, logprobs))
     return message
 
 

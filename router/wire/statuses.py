@@ -120,14 +120,14 @@ def call_status(error: HoldfastError) -> CallStatus:
 def error_of(status: CallStatus) -> HoldfastError:
     """The error of a status: the same class, message and fields as the router's."""
     info, bad, retry = ErrorInfo(), BadRequest(), RetryInfo()
-    said = status.details
-    for detail in said.details if said is not None else ():
+    details = status.details
+    for detail in details.details if details is not None else ():
         for form in (info, bad, retry):
             if detail.Is(form.DESCRIPTOR):
                 detail.Unpack(form)
     error_class = CLASSES.get(info.reason) if info.domain == DOMAIN else None
     if error_class is None:
-        error = _error_by_code(status, is_said=said is not None)
+        error = _error_by_code(status, has_details=details is not None)
     else:
         error = _made(error_class, status.message, _fields(KINDS[error_class], info.metadata, bad))
     if retry.HasField("retry_delay"):
@@ -170,12 +170,12 @@ def _made(error_class: type[HoldfastError], message: str, fields: Mapping[str, o
     return error
 
 
-def _error_by_code(status: CallStatus, *, is_said: bool) -> HoldfastError:
+def _error_by_code(status: CallStatus, *, has_details: bool) -> HoldfastError:
     message = status.message or status.code.name
     error_class = CLASSES_BY_CODE.get(status.code)
     if error_class is None:
         return InternalError(f"{status.code.name}: {message}")
-    if error_class is ReplicaError and not is_said:
+    if error_class is ReplicaError and not has_details:
         return ReplicaError(f"no router answers ({message}): is `holdfast serve` running there?")
     return error_class(message)
 

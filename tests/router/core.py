@@ -76,6 +76,7 @@ class Core:
         stop_at: int | None = None,
         num_prompt_tokens: int = 3,
         group_id: str = "",
+        tenant: str = "",
         prompt_logprobs: int | None = None,
         output: Sequence[int] = (),
         client_attempt: int = 0,
@@ -87,6 +88,7 @@ class Core:
             sampling_params=params,
             priority=priority,
             group_id=group_id,
+            tenant=tenant,
             output_token_ids=tuple(output),
         )
         actions = self.dispatch.submit(

@@ -52,7 +52,7 @@ def test_the_public_message_has_every_parameter_and_no_other():
 
 
 def test_the_link_has_every_parameter_of_the_token_world_and_no_other():
-    fields = set(engine_pb2.DrawSettings.DESCRIPTOR.fields_by_name)
+    fields = set(engine_pb2.EngineSamplingParams.DESCRIPTOR.fields_by_name)
     made_by_the_router = {"bad_words", "grammar"}
     concerned = {name for name, parameter in PARAMETERS.items() if parameter.about.world in TOKEN_WORLD}
     assert fields - made_by_the_router == concerned
@@ -67,8 +67,8 @@ def test_parameters_come_back_from_the_public_message_as_they_were_said(params):
 @given(PARAMS)
 def test_the_link_carries_what_concerns_the_token_world_bit_by_bit(params):
     resolved = params.with_changes(seed=params.seed or 0, temperature=params.temperature / 3)
-    message = engine_pb2.DrawSettings(**fields_of(resolved, engine_pb2.DrawSettings, TOKEN_WORLD))
-    carried = params_of(engine_pb2.DrawSettings.FromString(message.SerializeToString()), TOKEN_WORLD)
+    message = engine_pb2.EngineSamplingParams(**fields_of(resolved, engine_pb2.EngineSamplingParams, TOKEN_WORLD))
+    carried = params_of(engine_pb2.EngineSamplingParams.FromString(message.SerializeToString()), TOKEN_WORLD)
     for name, parameter in PARAMETERS.items():
         concerned = parameter.about.world in TOKEN_WORLD
         assert getattr(carried, name) == getattr(resolved if concerned else SamplingParams(), name), name

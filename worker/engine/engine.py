@@ -177,7 +177,7 @@ class Engine:
         started_s = self._clock()
         result = self._runner.run(plan)
         step_s = self._clock() - started_s
-        self.progress.end_step(plan.num_tokens, step_s)
+        self.progress.end_step(plan.num_tokens)
         return result, step_s
 
     def _tune(self, tuner: StepTuner, plan: StepPlan, turn_s: float, num_gained: int) -> None:

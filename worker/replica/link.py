@@ -148,7 +148,7 @@ class RouterLink:
         while True:
             await asyncio.sleep(every_s)
             if self._engine.has_work:
-                heartbeat = Heartbeat(progress=progress.count, expected_step_s=progress.expected_step_s)
+                heartbeat = Heartbeat(progress=progress.count, expected_gap_s=progress.expected_gap_s)
                 self._outbox.put_nowait(heartbeat)
 
     async def messages(self) -> AsyncIterator[engine_pb2.LinkResponse]:

@@ -26,7 +26,7 @@ class BatchingPolicy(Protocol):
     """May be replaced between two steps."""
 
     def schedule(self, queues: SequenceQueues) -> list[Share]:
-        """Choose the next step, admitting and preempting as needed. Empty only if nothing waits or runs.
+        """Chooses the next step, and admits and preempts as needed. Empty only if nothing waits or runs.
 
         At most `limits.max_num_seqs` shares with at most `limits.max_num_batched_tokens` tokens in all; blocks for all
         of them are allocated.
@@ -34,7 +34,7 @@ class BatchingPolicy(Protocol):
         ...
 
     def release(self, queues: SequenceQueues) -> None:
-        """Called whenever running sequences have ended: free the blocks of those that need not keep their place."""
+        """Called when running sequences have ended: frees the blocks of those that need not keep their place."""
         ...
 
 
@@ -42,31 +42,31 @@ MakePolicy = Callable[[StepLimits], BatchingPolicy]
 
 
 class ContinuousBatching:
-    """Fills every step: decodes first, then, class by class, chunks of prefill and newly admitted sequences.
+    """Continuous batching: each step decodes all running sequences, then prefills in chunks, class by class.
 
-    Blocks are allocated for the tokens that a sequence has, not for those it may draw. When they run out, one of the
-    worst class among those running is preempted: the one with the fewest tokens computed, the newest of several, but
-    never the first in the order of service. Likewise, one waiting of a better class who finds no place or blocks takes
-    them from running ones of worse classes. Classes are those of `Sequence.service_class`: a priority, bettered by
-    waiting, and unchanged while a sequence runs, so that nobody is preempted by the class it has caught up with.
+    Blocks are allocated for the tokens that a sequence has, not for those that it may generate. When blocks run out, a
+    running sequence of the worst class is preempted: the one with the fewest computed tokens, of several the newest,
+    but never the first in order of service. A waiting sequence without a place or blocks may preempt running sequences
+    of worse classes. The class is `Sequence.service_class`: the request's priority, improved by aging. It is fixed
+    while a sequence runs, so a sequence admitted in the class it has aged to is not preempted by that class.
 
-    No request starves, whatever the stream of others, as long as time goes on:
-      - *Everybody gets to the best class*, after waiting for three times `aging_s` in all, or ends before. There nobody
-        else's class preempts it, and it is enough to look at this class.
-      - *Everybody gets to be the first.* By `urgency`, deadline and arrival, each has a fixed place, and whoever comes
-        after the time at which it is due stands behind it. So only finitely many will ever stand before it, and it is
-        enough to show that the most urgent of all alive, A, ends: then another is the most urgent.
-      - *While A runs it ends.* It is the first of the running, so it is never preempted, it may take everyone else's
-        blocks, and `Scheduler.add` has seen to it that alone it fits. It gets a token at every step: one is admitted
-        only where fewer run than a step has tokens, and of these the first is served first.
-      - *While A waits it gets to run.* It is the first in its tenant's line. Served tenants' counters rise and its own
-        does not, newcomers are lifted to the smallest, and equal counters go by urgency: so its tenant comes to be the
-        first and A the first of the waiting. That one is never overtaken: until it finds room nobody else is admitted.
-        Of those running in its class the first always goes on and ends, as above, and the others give way to A, so it
-        does find room: at the latest when it is alone. Only while a sibling that runs computes its prompt is it passed
-        over; that one is not held up by those behind.
-    Which of the others is preempted does not matter to this. Blocks that are only cached count as free, so they are in
-    nobody's way, and what a sequence shares it need not be given.
+    No request starves, however many others arrive:
+      - *Each request reaches the best class*, after it has waited three times `aging_s` in all, or ends before. No
+        other class preempts it there, so only this class matters.
+      - *Each request becomes the most urgent.* Its `urgency` (due time, then arrival) is fixed, and requests that
+        arrive after its due time stand behind it. So only finitely many are ever before it. It remains to show that
+        the most urgent request, A, ends; then the next one is the most urgent.
+      - *Once A runs, it ends.* It is the first of the running sequences: it is never preempted, it may take all other
+        blocks, and `Scheduler.add` has checked that it fits alone. It gets a token in every step, because fewer
+        sequences are admitted than a step has tokens, and the first is served first.
+      - *While A waits, it is admitted in the end.* It is the first of its tenant. The counters of tenants that are
+        served rise, its own does not, new tenants start at the smallest counter, and equal counters are ordered by
+        urgency. So its tenant becomes the first, and A the first of the waiting. No other request is admitted before
+        it. Of the running sequences in its class the first goes on until it ends, and the others give way, so A finds
+        room, at the latest when it is alone. A is passed over only while a running sibling computes its prompt, and
+        requests behind A do not hold that sibling up.
+    The argument does not depend on which other sequence is preempted. Blocks that are only cached count as free, and
+    shared blocks need not be allocated again.
     """
 
     def __init__(self, limits: StepLimits) -> None:
@@ -118,7 +118,7 @@ class ContinuousBatching:
         return _still_running(decodes), _still_running(prefills)
 
     def _admit(self, queues: SequenceQueues, siblings: Siblings, service_class: Priority, budget: int) -> list[Share]:
-        """Admit from the front of the waiting, of this class alone, while there are places, tokens and blocks."""
+        """Admits waiting sequences of this class, in order, while there are places, tokens and blocks."""
         shares: list[Share] = []
         while budget > 0 and queues.waiting.best_class is service_class and self._has_place(queues):
             if (first := siblings.first_ready()) is None:
@@ -134,11 +134,11 @@ class ContinuousBatching:
         return shares
 
     def _has_place(self, queues: SequenceQueues) -> bool:
-        """Whether one more sequence may run and still every running one get a token of each step."""
+        """Whether every running sequence still gets a token in each step if one more runs."""
         return len(queues.running) < min(self.limits.max_num_seqs, self.limits.max_num_batched_tokens)
 
     def _has_memory(self, queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> bool:
-        """Whether a waiting sequence that can begin with `prefix` may be admitted as far as blocks go.
+        """Whether there are blocks enough to admit a waiting sequence that can begin with `prefix`.
 
         It gets blocks for all of its tokens at once, and one more is kept for everyone who runs already: a newcomer
         would often be the next victim, its prefill in vain, as soon as the others grow.
@@ -146,7 +146,7 @@ class ContinuousBatching:
         return num_blocks_to_take(queues, sequence, prefix) + len(queues.running) <= queues.allocator.num_free
 
     def _make_way(self, queues: SequenceQueues, siblings: Siblings) -> None:
-        """Preempt running sequences of worse classes for the first of the waiting, if that can make room for it."""
+        """Preempts running sequences of worse classes for the first waiting one, if that makes room for it."""
         best_class = queues.waiting.best_class
         if best_class is None or not queues.running or queues.running[-1].service_class <= best_class:
             return
@@ -168,13 +168,13 @@ class ContinuousBatching:
 
 
 def num_blocks_to_take(queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> int:
-    """Free blocks that admitting a waiting sequence takes: all it needs, less those of its prefix that are in use."""
+    """Free blocks that a waiting sequence needs: all its blocks, less those of its prefix that are in use already."""
     num_shared = sum(queues.allocator.ref_count(block_id) > 0 for block_id in prefix.block_ids)
     return queues.allocator.num_blocks_for(len(sequence.token_ids)) - num_shared
 
 
 def share_out(sequences: Iterable[Sequence], budget: int) -> list[Share]:
-    """Divide a budget of tokens among sequences, each getting all it can use before the next gets any."""
+    """Divides a budget of tokens among sequences: each gets all it can use before the next gets any."""
     shares: list[Share] = []
     for sequence in sequences:
         if budget <= 0:
@@ -186,7 +186,7 @@ def share_out(sequences: Iterable[Sequence], budget: int) -> list[Share]:
 
 
 def _grow(queues: SequenceQueues, sequences: Iterable[Sequence]) -> bool:
-    """Give each of these running sequences one more block. False: someone was preempted for it, maybe one of them."""
+    """Gives each of these running sequences one more block. False if a sequence, maybe one of them, was preempted."""
     num_preemptions = queues.num_preemptions
     for sequence in sequences:
         while queues.allocator.num_free == 0 and sequence.status is SequenceStatus.RUNNING:
@@ -197,7 +197,7 @@ def _grow(queues: SequenceQueues, sequences: Iterable[Sequence]) -> bool:
 
 
 def _victim(running: list[Sequence]) -> Sequence:
-    """Whose blocks go when they run out: of the worst class, the one that loses least, but never the first."""
+    """The sequence to preempt when blocks run out: of the worst class, the one that loses least, never the first."""
     assert len(running) > 1, "a sequence that runs alone must fit the cache"
     worst = running[-1].service_class
     candidates = (sequence for sequence in reversed(running[1:]) if sequence.service_class == worst)

@@ -20,7 +20,7 @@ class DeadlineWatch:
         """The most that can be computed in a second; None: not known."""
 
     def watch(self, sequence: Sequence) -> None:
-        """From now on, until it is forgotten. One without a deadline is never found."""
+        """Watches a sequence until it is forgotten. One without a deadline is never returned by `pop`."""
         if sequence.deadline_s < math.inf:
             self._timers.set(sequence, self._latest_start_s(sequence))
 
@@ -28,7 +28,7 @@ class DeadlineWatch:
         self._timers.drop(sequence)
 
     def next_expired(self, now: float) -> Sequence | None:
-        """One whose time is up, which is watched no longer. To be called until None."""
+        """A sequence whose deadline has passed; it is no longer watched. To be called until None."""
         while (sequence := self._timers.pop(now)) is not None:
             # What was true when the timer was set may not be true any more: it runs now, or its prefix is cached.
             latest_start_s = self._latest_start_s(sequence)

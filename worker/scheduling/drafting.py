@@ -15,7 +15,7 @@ from holdfast.worker.scheduling.step_limits import StepLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """What speculation adds to a sequence's share of a step: guesses, or an order to guess."""
+    """What speculation adds to a sequence's share of a step: draft tokens, or how many the runner shall draft."""
 
     token_ids: tuple[int, ...] = ()
     drafting: Drafting | None = None
@@ -34,17 +34,17 @@ class Drafter(Protocol):
     """
 
     num_draft_tokens: int
-    """Tokens that were guessed so far."""
+    """Draft tokens so far."""
     num_accepted_tokens: int
-    """Those of them that the model drew as well."""
+    """Draft tokens that were accepted."""
 
     @property
     def num_speculative_tokens(self) -> int:
-        """The most tokens that it guesses for one sequence in one step."""
+        """The most draft tokens for one sequence in one step."""
 
     @property
     def num_remembered(self) -> int:
-        """Sequences that it keeps something of; 0 when none is alive."""
+        """Sequences that it has state of; 0 when none is alive."""
 
     def drafts(self, shares: list[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
         """Drafts for each share of a step, within the step's limits and the blocks that are free."""
@@ -52,14 +52,14 @@ class Drafter(Protocol):
     def settle(
         self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...], queues: SequenceQueues
     ) -> None:
-        """Takes in what a step made of a running sequence's drafts."""
+        """Takes the result of a step for a running sequence: which of its drafts were accepted."""
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has ended, or was aborted: nothing of its state is kept. It may never have been seen."""
+        """Drops the state of a sequence that has ended or was aborted. It may never have been seen."""
 
 
 class NoDrafter:
-    """Speculation that is off."""
+    """No speculative decoding."""
 
     num_draft_tokens = 0
     num_accepted_tokens = 0

@@ -13,17 +13,17 @@ from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
 
 
 class Siblings:
-    """The running sequences by group, for the time of one admission. Costs nothing while no sequence has a group."""
+    """The running sequences by group, valid for one admission. Costs nothing while no sequence has a group."""
 
     def __init__(self, queues: SequenceQueues) -> None:
         self._queues = queues
         self._groups: dict[Hashable, list[Sequence]] | None = None
 
     def prefix_of(self, sequence: Sequence) -> SharedPrefix | None:
-        """The most that a waiting sequence can begin with; None: a sibling is still computing what it could have.
+        """The longest prefix that a waiting sequence can share; None: wait, a running sibling still computes it.
 
-        Not to be admitted then costs it next to no time, since both would compute the same. Whoever stands behind it
-        need not wait: the sibling runs, so it gets on, and either it has soon computed the prompt or it runs no more.
+        The wait costs hardly any time, because both would compute the same. Sequences behind it need not wait. The
+        wait ends: the sibling runs, so it either computes the prompt or stops running.
         """
         num_common = min(sequence.num_prompt_tokens, sequence.num_skippable_tokens)
         siblings = self._siblings_of(sequence) if num_common > 0 else []
@@ -37,7 +37,7 @@ class Siblings:
         return self._fork(parent, num_common)
 
     def first_ready(self) -> tuple[Sequence, SharedPrefix] | None:
-        """The first of the waiting that need not wait for a sibling, and what it can begin with. Those before it stand
+        """The first waiting sequence that need not wait for a sibling, and its shared prefix. Those before it are set
         aside, until `WaitingQueue.return_all`.
         """
         waiting = self._queues.waiting
@@ -49,12 +49,13 @@ class Siblings:
         return None
 
     def add(self, sequence: Sequence) -> None:
-        """Another one runs."""
+        """A sequence was admitted."""
         if self._groups is not None and sequence.request.group_id:
             self._groups[sequence.request.group_id].append(sequence)
 
     def _siblings_of(self, sequence: Sequence) -> list[Sequence]:
-        """Those that run and have its prompt. What the group's name promises is looked at, not believed."""
+        """The running sequences of its group. That their prompts are equal is checked, because the group id is given by
+        routers."""
         if not sequence.request.group_id:
             return []
         if self._groups is None:
@@ -67,7 +68,7 @@ class Siblings:
         return [sibling for sibling in alive if _share_prompt(sequence, sibling, block_size)]
 
     def _fork(self, parent: Sequence, num_tokens: int) -> SharedPrefix:
-        """Whole blocks are shared. The last one, if it is not whole, is where the fork writes next: it gets a copy."""
+        """Full blocks are shared. A last block that is not full is copied, because the fork writes to it next."""
         num_whole = num_tokens // self._queues.allocator.block_size
         return SharedPrefix(parent.block_ids[:num_whole], num_tokens, parent)
 

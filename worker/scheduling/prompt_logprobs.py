@@ -10,7 +10,7 @@ from holdfast.worker.plan.step_plan import PromptLogprobParams
 from holdfast.worker.scheduling.sequence import Sequence
 
 MAX_PROMPT_LOGPROBS: Final = 128
-"""Prompt tokens whose logprobs one step tells, all sequences together: each takes a row of logits, as a draw does."""
+"""Most prompt tokens whose logprobs one step reports, all sequences together: each takes a row of logits."""
 
 
 def num_step_tokens(sequence: Sequence) -> int:
@@ -20,7 +20,7 @@ def num_step_tokens(sequence: Sequence) -> int:
 
 
 def prompt_logprob_params(sequence: Sequence, num_tokens: int) -> PromptLogprobParams | None:
-    """What the next `num_tokens` tokens of a sequence say of its prompt; None: nothing that is asked for."""
+    """The prompt logprobs to compute with the next `num_tokens` tokens of a sequence; None: there are none."""
     num_logprobs = sequence.request.sampling_params.prompt_logprobs
     rows = prompt_logprob_rows(sequence, num_tokens)
     if num_logprobs is None or not rows:
@@ -32,7 +32,7 @@ def prompt_logprob_params(sequence: Sequence, num_tokens: int) -> PromptLogprobP
 
 
 def bound_prompt_logprobs(shares: list[tuple[Sequence, int]]) -> list[tuple[Sequence, int]]:
-    """The shares of a step, cut so that it tells `MAX_PROMPT_LOGPROBS` prompt logprobs at most; the first go first.
+    """The shares of a step, cut so that it reports at most `MAX_PROMPT_LOGPROBS` prompt logprobs, in order.
 
     Those that are asked for none stay as they are. One sequence alone is within the bound already.
     """
@@ -50,7 +50,7 @@ def bound_prompt_logprobs(shares: list[tuple[Sequence, int]]) -> list[tuple[Sequ
 
 
 def prompt_logprob_rows(sequence: Sequence, num_tokens: int) -> range:
-    """Positions among the next `num_tokens` whose logits tell the logprob of the token after them, and are to."""
+    """Positions among the next `num_tokens` whose logits are needed for the logprob of the token after them."""
     end = sequence.num_computed_tokens + num_tokens
     first_missing = sequence.num_prompt_tokens - sequence.num_missing_prompt_logprobs
     return range(max(sequence.num_computed_tokens, first_missing - 1), min(end, sequence.num_prompt_tokens - 1))

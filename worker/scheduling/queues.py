@@ -20,14 +20,14 @@ from holdfast.worker.service_order.waiting_queue import WaitingQueue
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """What a sequence can begin with and need not compute."""
+    """A prefix that a sequence shares and need not compute."""
 
     block_ids: tuple[int, ...] = ()
     """Full blocks of other sequences, or cached ones."""
     num_tokens: int = 0
-    """Those in `block_ids` and, in a fork, those that the parent has in its next block as well: they are copied."""
+    """Tokens in `block_ids`; in a fork also those in the parent's next block, which is copied."""
     parent: Sequence | None = None
-    """A running sequence with the same prompt, which has computed so many tokens; None: all is from the cache."""
+    """The running sequence to fork from; None: the prefix is from the prefix cache."""
 
 
 NOTHING = SharedPrefix()
@@ -57,16 +57,16 @@ class SequenceQueues:
         self._copies: dict[int, BlockCopy] = {}  # of the coming step, by destination
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence in line."""
+        """Adds a new sequence to the waiting."""
         self.waiting.add(sequence)
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
-        """The cached blocks that a waiting sequence can begin with: whole blocks, of tokens that it can skip."""
+        """The cached full blocks that a waiting sequence can begin with."""
         max_num_blocks = sequence.num_skippable_tokens // self.allocator.block_size
         return self.allocator.prefix_cache.find(sequence.hash_chain, sequence.token_ids, max_num_blocks)
 
     def admit(self, sequence: Sequence, num_blocks: int, prefix: SharedPrefix = NOTHING) -> None:
-        """Move a waiting sequence to the running with so many blocks in all, those of the prefix among them.
+        """Moves a waiting sequence to the running, with `num_blocks` blocks in all, those of the prefix included.
 
         A block has several owners only once all of them have filled it: a fork writes to the parent's last block at its
         first step, so it gets a copy of it at once, and never owns the original.
@@ -83,30 +83,30 @@ class SequenceQueues:
         self._count_prompt(sequence, prefix.parent)
 
     def take_block_copies(self) -> tuple[BlockCopy, ...]:
-        """What the coming step has to copy before it computes; once."""
+        """The block copies that the next step makes before it computes; each is returned once."""
         copies = tuple(self._copies.values())
         self._copies.clear()
         return copies
 
     def grow(self, sequence: Sequence, num_blocks: int = 1) -> None:
-        """Give a running sequence more blocks."""
+        """Allocates more blocks for a running sequence."""
         sequence.block_ids += tuple(self.allocator.allocate(num_blocks))
 
     def shrink(self, sequence: Sequence, num_blocks: int) -> None:
-        """Take the last blocks of a running sequence, in which nothing is computed that counts."""
+        """Frees the last blocks of a running sequence, which hold no computed token."""
         kept = len(sequence.block_ids) - num_blocks
         self.allocator.free(sequence.block_ids[kept:])
         sequence.block_ids = sequence.block_ids[:kept]
 
     def store_full_blocks(self, sequence: Sequence, first_position: int) -> None:
-        """Let others find the blocks that a running sequence has filled, by computing from `first_position` on."""
+        """Adds the blocks that a running sequence has filled, from `first_position` on, to the prefix cache."""
         block_size = self.allocator.block_size
         for index in range(first_position // block_size, sequence.num_computed_tokens // block_size):
             block_id = sequence.block_ids[index]
             self.allocator.prefix_cache.store(block_id, sequence.hash_chain, sequence.token_ids, index)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Send a running sequence back to wait. It keeps its outputs and loses all that was computed, but for what the
+        """Preempts a running sequence. It keeps its outputs and loses all that was computed, but for what the
         prefix cache still has of it when it comes back.
 
         It goes back to the class that it ran in, and to its old place in its tenant's line.
@@ -120,7 +120,7 @@ class SequenceQueues:
         self.num_preemptions += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a waiting or running sequence out for good and free its blocks."""
+        """Removes a waiting or running sequence and frees its blocks."""
         if sequence.status is SequenceStatus.RUNNING:
             self._take_out(sequence)
         else:
@@ -129,20 +129,20 @@ class SequenceQueues:
         sequence.status = SequenceStatus.FINISHED
 
     def forget_prefix(self, sequence: Sequence) -> None:
-        """Evict a running sequence's blocks from the prefix cache, both those it computed and those it found."""
+        """Evicts a running sequence's blocks from the prefix cache, both those it computed and those it found."""
         for block_id in sequence.block_ids:
             if block_id in self.allocator.prefix_cache:
                 self.allocator.prefix_cache.evict(block_id)
 
     def release_finished(self) -> None:
-        """Free the blocks of those that finished since they were admitted, and drop them from `running`."""
+        """Removes finished sequences from `running` and frees their blocks."""
         for sequence in self.running:
             if sequence.status is SequenceStatus.FINISHED:
                 self._free_blocks(sequence)
         self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
 
     def num_wasted_slots(self) -> int:
-        """Slots that are allocated, but for no token that their sequence has so far; all slots of a finished one."""
+        """Allocated slots without a token of their sequence so far; of a finished sequence, all."""
         block_size = self.allocator.block_size
         wasted = 0  # shared blocks are full, so none is counted twice
         for sequence in self.running:
@@ -151,7 +151,7 @@ class SequenceQueues:
         return wasted
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless blocks, states and orders agree. O(blocks + sequences)."""
+        """Raises AssertionError unless blocks, states and orders agree. O(blocks + sequences)."""
         self.allocator.check_integrity()
         owners = Counter(block_id for sequence in self.running for block_id in sequence.block_ids)
         for block_id in range(self.allocator.num_blocks):
@@ -169,7 +169,7 @@ class SequenceQueues:
             self._check_blocks(sequence)
 
     def _check_blocks(self, sequence: Sequence) -> None:
-        """What a running sequence may still write to is its own and not to be found; what is found holds its tokens."""
+        """Blocks that a running sequence may still write to are its own and not cached; cached ones hold its tokens."""
         block_size, cache = self.allocator.block_size, self.allocator.prefix_cache
         num_full = sequence.num_computed_tokens // block_size
         num_slots = len(sequence.block_ids) * block_size
@@ -195,7 +195,7 @@ class SequenceQueues:
         self._copies[destination] = BlockCopy(source=source, destination=destination, num_tokens=num_tokens)
 
     def _count_prompt(self, sequence: Sequence, parent: Sequence | None) -> None:
-        """Count what a request finds and what it costs when first admitted, not when it is back from a preemption.
+        """Counts what a request finds cached and what it costs when first admitted, not after a preemption.
 
         A fork has not asked the cache. What it says of it is what the sequence that did ask was given.
         """

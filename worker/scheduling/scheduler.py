@@ -25,7 +25,7 @@ from holdfast.worker.stats import SchedulerStats
 
 
 class Scheduler:
-    """Decides what every step of one replica does. Not thread-safe: one thread calls it."""
+    """Plans every step of one replica. Not thread-safe."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Scheduler:
         drafter: Drafter | None = None,
         make_policy: MakePolicy | None = None,
     ) -> None:
-        """`make_policy` makes what fills the steps; None: the policy that the settings name."""
+        """`make_policy` makes the batching policy; None: the one that the settings name."""
         self._max_num_waiting = config.max_num_waiting
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
@@ -65,7 +65,7 @@ class Scheduler:
     # --- Requests ---
 
     def add(self, request: EngineRequest, now: float = 0.0, attempt: Hashable = None) -> TokenDelta | None:
-        """Take in a request; its tokens come out of `commit`. `now` is in seconds of a clock that does not go back;
+        """Adds a request; its tokens come out of `commit`. `now` is in seconds of a clock that does not go back;
         `attempt` is the key to know it by, None the request's own id.
 
         Returns None, or the request's one and only delta where nothing is left to do: a continued request whose earlier
@@ -101,7 +101,7 @@ class Scheduler:
         return None
 
     def abort(self, attempt: Hashable) -> TokenDelta | None:
-        """End a request now and free its blocks; None if no such request is alive.
+        """Ends a request now and frees its blocks; None if it is not open.
 
         Between `plan` and `commit` the step goes on with these blocks, and `commit` then ignores what it did for the
         request. That is safe because only the next plan can hand the blocks out again.
@@ -121,7 +121,7 @@ class Scheduler:
     # --- Steps ---
 
     def plan(self, now: float = 0.0) -> StepPlan | None:
-        """What the next step does, or None if there is nothing to do. To be committed before the next plan.
+        """The plan of the next step; None if there is nothing to do. To be committed before the next plan.
 
         Requests whose time is up by `now` are dropped first: see `take_expired`.
         """
@@ -140,7 +140,7 @@ class Scheduler:
         return StepPlan(step_id=self._num_steps, sequences=tuple(scheduled), block_copies=copies)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
-        """Take in what the outstanding plan computed and drew; returns a delta for each sequence that gained tokens."""
+        """Takes the result of the outstanding plan; returns a delta for each sequence that gained tokens."""
         assert self._in_flight is not None, "there is no outstanding plan"
         assert plan.step_id == result.step_id == self._num_steps, "the result is not that of the outstanding plan"
         in_flight, self._in_flight = self._in_flight, None
@@ -172,7 +172,7 @@ class Scheduler:
         return deltas
 
     def take_expired(self) -> list[Hashable]:
-        """Requests that have been dropped since the last call, because their time was up. There is no delta for them.
+        """Requests dropped since the last call because their deadline passed. There is no delta for them.
 
         Besides those past their deadline, waiting ones that could not have come to their first token in time; this
         takes `tokens_per_s`.
@@ -188,21 +188,21 @@ class Scheduler:
         return broken
 
     def take_cache_events(self) -> list[CacheEvent]:
-        """Which prefixes came to be cached here and which went, since the last call; at the first call, all there are.
+        """Prefix cache events since the last call: blocks stored and evicted. The first call returns all cached blocks.
 
         For routers that send requests to where their prefix is. Nothing is kept for this before the first call.
         """
         return self._allocator.prefix_cache.take_events()
 
     def cached_block_hashes(self) -> Iterable[bytes]:
-        """All prefixes that are cached now, whichever events have been taken. To be read before the next step."""
+        """All blocks that are cached now, whichever events have been taken. To be read before the next step."""
         return self._allocator.prefix_cache.block_hashes
 
     # --- State ---
 
     @property
     def limits(self) -> StepLimits:
-        """What the next step may do. Set it between two steps."""
+        """Limits of the next step. To be set between two steps."""
         return self._policy.limits
 
     @limits.setter
@@ -212,7 +212,7 @@ class Scheduler:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The most tokens that steps compute in a second, as measured by whoever runs them; None: not known.
+        """The most tokens that steps compute in a second, as measured by the engine; None: not known.
 
         Set too low, it drops requests that could have been served; too high, it drops fewer of the hopeless.
         """
@@ -224,11 +224,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
+        """Whether any request is open."""
         return bool(self._sequences)
 
     def load(self) -> EngineLoad:
-        """How busy this replica is now. O(requests)."""
+        """The load of this replica now. O(requests)."""
         return EngineLoad(
             num_running=len(self._sequences) - len(self._queues.waiting),
             num_waiting=len(self._queues.waiting),
@@ -238,7 +238,7 @@ class Scheduler:
         )
 
     def stats(self) -> SchedulerStats:
-        """Counts for people and benchmarks. O(running sequences)."""
+        """Statistics. O(running sequences)."""
         return SchedulerStats(
             num_steps=self._num_steps,
             num_tokens_computed=self._num_tokens_computed,
@@ -261,7 +261,7 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless requests, queues and blocks agree. O(blocks + requests): for idle times."""
+        """Raises AssertionError unless requests, queues and blocks agree. O(blocks + requests)."""
         self._queues.check_integrity()
         queued = [*self._queues.waiting, *self._queues.running]
         alive = {sequence.attempt for sequence in queued if sequence.status is not SequenceStatus.FINISHED}
@@ -290,7 +290,7 @@ class Scheduler:
         )
 
     def _settle(self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...]) -> None:
-        """Accounts for what a sequence has gained in a step, and for the blocks that are full since."""
+        """Charges the tenant for the tokens that a sequence gained in a step, and caches blocks that became full."""
         sequence.tenant.charge(0, len(gained))
         self._drafter.settle(sequence, scheduled, gained, self._queues)
         block_size = self._allocator.block_size
@@ -310,7 +310,7 @@ class Scheduler:
         self._broken.append((sequence.attempt, sequence.request))
 
     def _drop(self, sequence: Sequence) -> None:
-        """Take out one that has not come to its own end."""
+        """Removes a sequence that has not finished by itself."""
         del self._sequences[sequence.attempt]
         self._deadlines.forget(sequence)
         self._queues.remove(sequence)

@@ -19,7 +19,7 @@ from holdfast.worker.service_order.waiting_queue import DUE_AFTER_S
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is in its life.
+    """The state of a sequence in its life cycle.
 
     WAITING ───admit──> RUNNING ──end, abort──> FINISHED
        │  <──preempt──     │                       ^
@@ -29,9 +29,9 @@ class SequenceStatus(Enum):
     WAITING = "waiting"
     """Owns no blocks and has nothing computed: it is new, or it was preempted and will be replayed with its outputs."""
     RUNNING = "running"
-    """Owns blocks, alone or with others; every step may compute some of its tokens."""
+    """Owns blocks, some perhaps shared; every step may compute some of its tokens."""
     FINISHED = "finished"
-    """Ended or aborted, and told so. Never runs again; its blocks are free, unless its policy holds them still."""
+    """Ended or aborted, and reported. Never runs again; its blocks are free, unless its policy still holds them."""
 
 
 class Sequence:
@@ -42,9 +42,9 @@ class Sequence:
     """
 
     tenant: Tenant
-    """Whom its tokens are charged to; set whenever it stands in line."""
+    """The account that its tokens are charged to; set whenever it joins the waiting queue."""
     standing: ClassVar[int] = 0
-    """No sequence goes before the others of its class: a preempted one has its old place in its tenant's line."""
+    """The same for all: a preempted sequence keeps its place among those of its tenant."""
 
     __slots__ = (
         "attempt",
@@ -81,7 +81,7 @@ class Sequence:
         arrived_s: float = 0.0,
         attempt: Hashable = None,
     ) -> None:
-        """`attempt` is the key that it is known by; None: the request's own id."""
+        """`attempt` identifies it to its submitter; None: the request's own id."""
         params = request.sampling_params
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
         self.sequence_id = sequence_id
@@ -93,14 +93,14 @@ class Sequence:
         """Its logits came out as NaN or infinity: no token can follow."""
         time_left_s = math.inf if request.time_left_s is None else max(0.0, request.time_left_s)
         self.deadline_s = arrived_s + time_left_s
-        """Nobody waits for it any more after this time."""
+        """Its deadline: it is dropped after this time."""
         self.due_s = arrived_s + min(time_left_s, DUE_AFTER_S)
-        """Of one tenant and class, whoever is due first is served first."""
+        """Its due time: within tenant and class, the earlier is served first."""
         self.service_class = request.priority
-        """The class it is served as: its priority, or a better one after a long wait (`service_order/`)."""
+        """Its priority class, which improves with waiting (`service_order/`)."""
         self.waits_since_s = arrived_s
         self.waited_s = 0.0
-        """All earlier waits together."""
+        """Seconds of all earlier waits together."""
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         """Prompt and output."""
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -109,21 +109,21 @@ class Sequence:
         self.num_discarded_tokens = 0
         """Tokens that were computed once and lost by a preemption; computing them again is waste."""
         self.num_cached_tokens = 0
-        """Tokens that were in the prefix cache when it, or the sequence that it is a fork of, was first admitted."""
+        """Tokens found in the prefix cache when it, or the sequence that it was forked from, was first admitted."""
         self.hash_chain = HashChain(request.cache_salt)
-        """By which the prefix cache knows its full blocks."""
+        """Hashes of its full blocks: their keys in the prefix cache."""
         self.block_ids: tuple[int, ...] = ()
         """Block of positions 0 to block_size - 1, and so on. A tuple, so that plans can share it instead of copying."""
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        """Length at which the sequence ends at the latest, prompt included."""
+        """Its maximum length, prompt included."""
         # An output with a grammar has an end, so that `ignore_eos` can put it off but not away.
         goes_on = params.ignore_eos and not request.grammar
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if goes_on else eos_token_ids)
         self.logits_settings = LogitsSettings.of(request, eos_token_ids)
-        """Settings of its logits processors; None: there are none."""
+        """Settings of its logits processors; None: it needs none."""
         asks = params.prompt_logprobs is not None and not request.output_token_ids
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
-        """Of the prompt's second token and on, told with the first output token; None: not asked for, or told."""
+        """From the prompt's second token on, reported with the first output token; None: not asked for, or reported."""
 
     @property
     def urgency(self) -> tuple[float, int]:
@@ -132,12 +132,12 @@ class Sequence:
 
     @property
     def service_order(self) -> tuple[int, float, int]:
-        """Of those that run, smaller is served first and preempted last. Does not change while it runs."""
+        """Of the running sequences, the smaller is served first and preempted last. Fixed while it runs."""
         return self.service_class, self.due_s, self.sequence_id
 
     @property
     def max_num_slots(self) -> int:
-        """Cache slots it may come to need: one for each token but the very last, which is drawn and never computed."""
+        """Cache slots that it may need: one for each token but the last, which is sampled and never computed."""
         return self.max_len - 1
 
     @property
@@ -146,31 +146,31 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens to compute before the next one is drawn; 1 for a sequence that decodes."""
+        """Tokens to compute before the next one is sampled; 1 for a sequence that decodes."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def num_missing_prompt_logprobs(self) -> int:
-        """Prompt tokens whose logprobs are asked for and not known."""
+        """Prompt tokens whose logprobs are requested and not computed yet."""
         return 0 if self.prompt_logprobs is None else self.num_prompt_tokens - 1 - len(self.prompt_logprobs)
 
     @property
     def num_skippable_tokens(self) -> int:
-        """How many of the first tokens need not be computed if somebody else has: never all, because it takes computing
-        the last to draw the next, and computing any to tell the logprob of the one after it."""
+        """How many of the first tokens may come from another sequence or the cache. Never all: the last one must be
+        computed to sample the next, and a token whose successor's logprob is requested must be computed."""
         if num_missing := self.num_missing_prompt_logprobs:
             return self.num_prompt_tokens - num_missing - 1
         return len(self.token_ids) - 1
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the tokens so far are all that there will be, or None while more are to come."""
+        """The finish reason; None while more tokens are to come."""
         if self.token_ids[-1] in self.stop_token_ids and self.num_output_tokens > 0:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_len else None
 
     def draw_params(self) -> DrawParams:
-        """Parameters of the next draw, which depend on nothing but the request and its outputs."""
+        """Parameters for sampling the next token, a function of the request and its outputs alone."""
         settings = self.logits_settings
         if settings is not None and not settings.apply_after(self.num_output_tokens):
             settings = None
@@ -179,12 +179,12 @@ class Sequence:
         return DrawParams.of(self.request.sampling_params, self.num_output_tokens, settings, output)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """What is to be told with the first output token; once."""
-        told, self.prompt_logprobs = self.prompt_logprobs or (), None
-        return tuple(told)
+        """The prompt's log-probabilities, to report with the first output token; only once."""
+        logprobs, self.prompt_logprobs = self.prompt_logprobs or (), None
+        return tuple(logprobs)
 
     def advance(self, scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> tuple[int, ...]:
-        """Take in what a step computed and drew for this sequence; returns the tokens that it gained.
+        """Takes what a step computed and sampled for this sequence; returns the tokens that it gained.
 
         Tokens after one that ends the sequence, or after a draft that turned out wrong, are dropped, and the positions
         computed for them count as not computed. A draw without a token (`NO_TOKEN`) breaks the sequence.
@@ -223,7 +223,7 @@ class Sequence:
         )
 
     def last_delta(self, reason: FinishReason) -> TokenDelta:
-        """The last delta of a request that ends without another token."""
+        """The final delta of a request that ends without another token."""
         return TokenDelta(
             attempt=self.attempt, first_token_index=self.num_output_tokens, token_ids=(), finish_reason=reason
         )
@@ -249,7 +249,7 @@ class Sequence:
 
 
 def _confirmed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, ...]:
-    """The drawn tokens that follow from confirmed ones.
+    """The sampled tokens that follow accepted drafts.
 
     Draw i is made from the i-th of the last `len(drawn)` rows. The first of these rows is a token of the sequence, the
     others are drafts: draw i is what the model says only if draft i equals draw i - 1, and so on back to the first.

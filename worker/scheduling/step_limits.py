@@ -15,15 +15,15 @@ class StepLimits:
     max_num_batched_tokens: int
     """Tokens, of prompts and of decodes together."""
     max_num_seqs: int
-    """Sequences that run. Lowered below those that run already, it only keeps others from joining them."""
+    """Running sequences. If lowered below the number that runs now, it only stops new admissions."""
     max_num_prefill_tokens: int | None = None
-    """Those of `max_num_batched_tokens` that may be of prompts in a step that also decodes; None: all."""
+    """Prompt tokens of a step that also decodes; None: as `max_num_batched_tokens`."""
     num_speculative_tokens: int = 0
-    """Most tokens guessed ahead for one of them."""
+    """Draft tokens for one sequence."""
 
     @classmethod
     def of(cls, config: SchedulerConfig, num_speculative_tokens: int = 0) -> "StepLimits":
-        """As the settings have them."""
+        """The limits of the settings."""
         return cls(
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_seqs=config.max_num_seqs,

@@ -57,7 +57,7 @@ def hangs(leader: ProcessId, beats: int, limit_s: float) -> bool:
             return False
         num_beats += len(news or b"")
         is_watched = num_beats > 0 and not is_traced(leader.pid)
-        if verdict.look(num_beats, has_work=is_watched, expected_step_s=0.0, now=time.monotonic()):
+        if verdict.look(num_beats, has_work=is_watched, expected_gap_s=0.0, now=time.monotonic()):
             return True
 
 

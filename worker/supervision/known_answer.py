@@ -73,10 +73,10 @@ class KnownAnswer:
             ("output token", self.token_ids, right.token_ids),
             ("log-probability of output token", self.logprobs, right.logprobs),
         )
-        for what, told, wanted in parts:
-            for index, (said, expected) in enumerate(zip_longest(told, wanted)):
-                if said != expected:
-                    return f"{what} {index}: {said}, not {expected}"
+        for name, found, expected in parts:
+            for index, (one, other) in enumerate(zip_longest(found, expected)):
+                if one != other:
+                    return f"{name} {index}: {one}, not {other}"
         return ""
 
 

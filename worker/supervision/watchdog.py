@@ -51,7 +51,7 @@ class Watchdog:
         return self._verdict.look(
             progress.count,
             has_work=self._has_work(),
-            expected_step_s=progress.expected_step_s,
+            expected_gap_s=progress.expected_gap_s,
             now=self._clock(),
         )
 

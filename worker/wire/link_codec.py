@@ -80,7 +80,7 @@ def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkReque
         request_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
         output_token_ids=request.output_token_ids,
-        draw=_draw_settings(request),
+        sampling_params=_sampling_params_message(request),
         priority=request.priority,
         cache_salt=request.cache_salt,
         tenant=request.tenant,
@@ -99,9 +99,9 @@ def follow_cache_message() -> engine_pb2.LinkRequest:
     return engine_pb2.LinkRequest(follow_cache=engine_pb2.FollowCache())
 
 
-def _draw_settings(request: EngineRequest) -> engine_pb2.DrawSettings:
-    return engine_pb2.DrawSettings(
-        **fields_of(request.sampling_params, engine_pb2.DrawSettings, TOKEN_WORLD),
+def _sampling_params_message(request: EngineRequest) -> engine_pb2.EngineSamplingParams:
+    return engine_pb2.EngineSamplingParams(
+        **fields_of(request.sampling_params, engine_pb2.EngineSamplingParams, TOKEN_WORLD),
         bad_words=[engine_pb2.TokenSequence(ids=word) for word in request.bad_word_token_ids],
         grammar=request.grammar,
     )
@@ -112,18 +112,18 @@ def _draw_settings(request: EngineRequest) -> engine_pb2.DrawSettings:
 
 def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> EngineRequest:
     """As it comes by a link of that name. Raises `InvalidRequestError`, by field, for what an engine must not get."""
-    draw = submit.draw
+    params = submit.sampling_params
     request = EngineRequest(
         request_id=submit.request_id,
         prompt_token_ids=tuple(submit.prompt_token_ids),
-        sampling_params=params_of(draw, TOKEN_WORLD),
+        sampling_params=params_of(params, TOKEN_WORLD),
         priority=_member(Priority, "priority", submit.priority),
         output_token_ids=tuple(submit.output_token_ids),
         cache_salt=submit.cache_salt,
         tenant=submit.tenant,
         time_left_s=submit.time_left_ms / 1000 if submit.HasField("time_left_ms") else None,
-        bad_word_token_ids=tuple(tuple(word.ids) for word in draw.bad_words),
-        grammar=draw.grammar,
+        bad_word_token_ids=tuple(tuple(word.ids) for word in params.bad_words),
+        grammar=params.grammar,
         group_id=GroupKey(link, submit.group_id) if submit.group_id else "",
         suspicion=_member(Suspicion, "suspicion", submit.suspicion),
     )
@@ -172,7 +172,7 @@ def hello_message(hello: Hello) -> engine_pb2.LinkResponse:
 
 
 def heartbeat_message(heartbeat: Heartbeat) -> engine_pb2.LinkResponse:
-    message = engine_pb2.Heartbeat(progress=heartbeat.progress, expected_step_s=heartbeat.expected_step_s)
+    message = engine_pb2.Heartbeat(progress=heartbeat.progress, expected_gap_s=heartbeat.expected_gap_s)
     return engine_pb2.LinkResponse(heartbeat=message)
 
 
@@ -211,8 +211,8 @@ def _delta_message(delta: TokenDelta) -> engine_pb2.Delta:
     )
 
 
-def _logprob_message(item: TokenLogprob, token_id: int = 0) -> engine_pb2.DrawnLogprob:
-    return engine_pb2.DrawnLogprob(
+def _logprob_message(item: TokenLogprob, token_id: int = 0) -> engine_pb2.EngineTokenLogprob:
+    return engine_pb2.EngineTokenLogprob(
         token_id=token_id,
         logprob=item.logprob,
         rank=item.rank,
@@ -280,10 +280,10 @@ def _check_hello(hello: engine_pb2.Hello) -> None:
 
 
 def _heartbeat(heartbeat: engine_pb2.Heartbeat) -> Heartbeat:
-    expected_step_s = heartbeat.expected_step_s
-    if not (math.isfinite(expected_step_s) and expected_step_s >= 0):
-        raise LinkMessageError(f"heartbeat.expected_step_s = {expected_step_s}: must be a number of at least 0")
-    return Heartbeat(progress=heartbeat.progress, expected_step_s=expected_step_s)
+    expected_gap_s = heartbeat.expected_gap_s
+    if not (math.isfinite(expected_gap_s) and expected_gap_s >= 0):
+        raise LinkMessageError(f"heartbeat.expected_gap_s = {expected_gap_s}: must be a number of at least 0")
+    return Heartbeat(progress=heartbeat.progress, expected_gap_s=expected_gap_s)
 
 
 def _step_update(step: engine_pb2.StepUpdate) -> StepUpdate:
@@ -325,7 +325,7 @@ def _prompt_logprobs(delta: engine_pb2.Delta) -> tuple[TokenLogprob, ...]:
     return tuple([_token_logprob(item.token_id, item) for item in delta.prompt_logprobs])
 
 
-def _token_logprob(token_id: int, item: engine_pb2.DrawnLogprob) -> TokenLogprob:
+def _token_logprob(token_id: int, item: engine_pb2.EngineTokenLogprob) -> TokenLogprob:
     if len(item.top_token_ids) != len(item.top_logprobs):
         raise LinkMessageError(f"{len(item.top_logprobs)} top_logprobs for {len(item.top_token_ids)} top_token_ids")
     top = tuple(zip(item.top_token_ids, item.top_logprobs, strict=True))

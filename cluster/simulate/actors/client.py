@@ -13,7 +13,7 @@ from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.actors.stragglers import Straggler
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.promises import Violation, require
-from holdfast.cluster.simulate.oracle.oracle import ExpectedCompletion, right_completion
+from holdfast.cluster.simulate.oracle.oracle import ExpectedCompletion, expected_completion
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Deliver, Fail, Usage
 from holdfast.router.resume import Progress, Resume
@@ -37,7 +37,7 @@ HELD_UP_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class PlannedRequest:
     """A request and how its client will behave."""
 
     request: EngineRequest
@@ -55,7 +55,7 @@ class Wish:
 class CheckedSequence:
     """One completion: what has arrived, and what is expected."""
 
-    right: ExpectedCompletion
+    expected: ExpectedCompletion
     num_tokens: int = 0
     text: str = ""
     is_finished: bool = False
@@ -63,9 +63,9 @@ class CheckedSequence:
     @property
     def progress(self) -> Progress:
         return Progress(
-            token_ids=self.right.token_ids[: self.num_tokens],
+            token_ids=self.expected.token_ids[: self.num_tokens],
             text_length=len(self.text),
-            finish_reason=self.right.finish_reason if self.is_finished else None,
+            finish_reason=self.expected.finish_reason if self.is_finished else None,
         )
 
 
@@ -73,13 +73,18 @@ class SimulatedClient:
     """One request's client. `outcome` says how it ended."""
 
     def __init__(
-        self, wish: Wish, network: Network, routers: list[SimulatedRouter], rng: random.Random, max_model_len: int
+        self,
+        planned: PlannedRequest,
+        network: Network,
+        routers: list[SimulatedRouter],
+        rng: random.Random,
+        max_model_len: int,
     ) -> None:
-        self.wish = wish
+        self.planned = planned
         self.outcome: str | None = None
         """`completed`, `cancelled`, `expired`, `shed` or `quarantined`; None while it goes on."""
         self.num_connections = 0
-        self.is_told = False
+        self.is_notified = False
         """Its router has reported that its time is up."""
         self.stragglers: list[Straggler] = []
         """Its calls that were held up on their way."""
@@ -99,11 +104,13 @@ class SimulatedClient:
 
     def begin(self) -> None:
         """The request is made."""
-        self._deadline_s = self._timeline.now + self.wish.timeout_s
-        self._timeline.at(self._deadline_s + self.wish.grace_s, self._time_up)
-        rights = [right_completion(sibling, self._max_model_len) for sibling in siblings(self.wish.request)]
-        self._sequences = [CheckedSequence(right) for right in rights]
-        if self.wish.cancel_after == 0:
+        self._deadline_s = self._timeline.now + self.planned.timeout_s
+        self._timeline.at(self._deadline_s + self.planned.grace_s, self._time_up)
+        self._sequences = [
+            CheckedSequence(expected_completion(sibling, self._max_model_len))
+            for sibling in siblings(self.planned.request)
+        ]
+        if self.planned.cancel_after == 0:
             self._timeline.after(0.05, self._leave)
         self._connect()
 
@@ -115,7 +122,7 @@ class SimulatedClient:
     @property
     def is_wronged(self) -> bool:
         """Whether it was taken for a poison, and is none."""
-        return self.outcome == "quarantined" and not self.wish.is_poison
+        return self.outcome == "quarantined" and not self.planned.is_poison
 
     # --- as an endpoint ---
 
@@ -132,7 +139,7 @@ class SimulatedClient:
             self._reconnect()
 
     def __str__(self) -> str:
-        return self.wish.request.request_id
+        return self.planned.request.request_id
 
     # --- inside ---
 
@@ -143,12 +150,12 @@ class SimulatedClient:
         router = self._routers[self._router]
         path = self._network.path(SITE, router.site)
         call = Generate(
-            request=self.wish.request,
+            request=self.planned.request,
             resume=self._resume(),
             timeout_s=self._left_s(),
             attempt=self.num_connections,
         )
-        if not self.wish.is_poison and self._network.rng.random() < HELD_UP_SHARE:
+        if not self.planned.is_poison and self._network.rng.random() < HELD_UP_SHARE:
             self._leave_behind(Straggler(call, self._network, path, router))
         else:
             self._connection = Connection(self._network, path, (self, router))
@@ -187,46 +194,46 @@ class SimulatedClient:
         if delivery.usage is not None:
             self._check_end(delivery.usage)
             self._over("completed")
-        elif self.wish.cancel_after is not None and self.num_tokens >= self.wish.cancel_after:
+        elif self.planned.cancel_after is not None and self.num_tokens >= self.planned.cancel_after:
             self._leave()
 
     def _take_news(self, sequence: CheckedSequence, delivery: Deliver) -> None:
-        right = sequence.right
+        expected = sequence.expected
         first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
         if first != sequence.num_tokens:
             raise Violation(f"{self}: token {first} came when token {sequence.num_tokens} was due")
-        if delivery.token_ids != right.token_ids[first:end]:
-            raise Violation(f"{self}: tokens {delivery.token_ids} at {first}, right are {right.token_ids}")
-        self._check_reports(right, delivery)
+        if delivery.token_ids != expected.token_ids[first:end]:
+            raise Violation(f"{self}: tokens {delivery.token_ids} at {first}, expected {expected.token_ids}")
+        self._check_reports(expected, delivery)
         sequence.num_tokens = end
         sequence.text += delivery.text
         self._fingerprint = delivery.fingerprint
         if not delivery.identity_guaranteed:
             raise Violation(f"{self}: {delivery} says that it may differ")
-        if not right.text.startswith(sequence.text):
-            raise Violation(f"{self}: text {sequence.text!r}, right is {right.text!r}")
+        if not expected.text.startswith(sequence.text):
+            raise Violation(f"{self}: text {sequence.text!r}, expected {expected.text!r}")
         if delivery.finish_reason is not None:
             sequence.is_finished = True
-            require(end == len(right.token_ids), f"{self}: {end} tokens of {right}")
-            require(sequence.text == right.text, f"{self}: text {sequence.text!r} of {right}")
+            require(end == len(expected.token_ids), f"{self}: {end} tokens of {expected}")
+            require(sequence.text == expected.text, f"{self}: text {sequence.text!r} of {expected}")
             reason = delivery.finish_reason
-            require(reason is right.finish_reason, f"{self}: ended by {reason}, right is {right}")
+            require(reason is expected.finish_reason, f"{self}: ended by {reason}, expected {expected}")
 
-    def _check_reports(self, right: ExpectedCompletion, delivery: Deliver) -> None:
+    def _check_reports(self, expected: ExpectedCompletion, delivery: Deliver) -> None:
         """Checks that each token comes with its logprobs, and those of the prompt once, with the first."""
         first, end = delivery.first_token_index, delivery.first_token_index + len(delivery.token_ids)
-        if delivery.logprobs != right.logprobs[first:end]:
-            raise Violation(f"{self}: logprobs {delivery.logprobs} at {first}, right are {right.logprobs[first:end]}")
-        of_prompt = right.prompt_logprobs if first == 0 else ()
+        if delivery.logprobs != expected.logprobs[first:end]:
+            raise Violation(f"{self}: logprobs {delivery.logprobs} at {first}, expected {expected.logprobs[first:end]}")
+        of_prompt = expected.prompt_logprobs if first == 0 else ()
         if delivery.prompt_logprobs != of_prompt:
-            raise Violation(f"{self}: prompt logprobs {delivery.prompt_logprobs} at {first}, right are {of_prompt}")
+            raise Violation(f"{self}: prompt logprobs {delivery.prompt_logprobs} at {first}, expected {of_prompt}")
 
     def _check_end(self, usage: Usage) -> None:
         """Checks the usage: it counts the prompt once, and the tokens of all completions."""
         for number, sequence in enumerate(self._sequences):
             require(sequence.is_finished, f"{self}: the answer is over, and completion {number} is not")
-        told = (usage.num_prompt_tokens, usage.num_completion_tokens)
-        require(told == (len(self.wish.request.prompt_token_ids), self.num_tokens), f"{self}: {usage}")
+        counts = (usage.num_prompt_tokens, usage.num_completion_tokens)
+        require(counts == (len(self.planned.request.prompt_token_ids), self.num_tokens), f"{self}: {usage}")
 
     def _fail(self, error: HoldfastError) -> None:
         match error:
@@ -237,7 +244,7 @@ class SimulatedClient:
             case DeadlineExceededError():
                 is_due = self._timeline.now + self.clock_error_s + self.hopeless_s >= self._deadline_s
                 require(is_due, f"{self}: {error}, {self._left_s():.3f} s before its time")
-                self.is_told = True
+                self.is_notified = True
                 self._over("expired")
             case RequestQuarantinedError():
                 self._over("quarantined")

@@ -99,7 +99,7 @@ class SimulatedReplica(Process):
         if not self.is_frozen or life != self.num_lives:
             return
         has_work = self.has_backlog or self.core.has_work
-        if self.verdict.look(self.num_steps, has_work=has_work, expected_step_s=0.0, now=self.timeline.now):
+        if self.verdict.look(self.num_steps, has_work=has_work, expected_gap_s=0.0, now=self.timeline.now):
             self.num_condemned += 1
             self._restart()
         else:

@@ -19,6 +19,7 @@ from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.kernel.promises import Violation, require
 from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.admission import OVERFLOW
 from holdfast.router.dispatch.call import Call, open_call, stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.parallel_sampling import siblings
@@ -96,7 +97,7 @@ class SimulatedRouter(Process):
         if isinstance(message, Generate):
             self._open(connection, message)
         elif connection in self._links:
-            self._hear(self._links[connection], message)
+            self._handle(self._links[connection], message)
 
     def on_closed(self, connection: Connection) -> None:
         if connection in self._links:
@@ -139,7 +140,7 @@ class SimulatedRouter(Process):
             self.hang_up(connection)
             self._link_lost(connection)
 
-    def _hear(self, link: SimulatedLink, message: Any) -> None:
+    def _handle(self, link: SimulatedLink, message: Any) -> None:
         match message:
             case StepUpdate() if link.replica_id is not None:
                 self.dispatch_host.replica_update(link.replica_id, message)
@@ -175,18 +176,18 @@ class SimulatedRouter(Process):
                 sequences,
                 model=MODEL,
                 deadline=self.clock + message.timeout_s,
-                on_output=partial(self._note_news, connection),
+                on_output=partial(self._note_output, connection),
                 client_attempt=message.attempt,
             )
         except HoldfastError as error:
             connection.send(self, Fail(request_id=request.request_id, error=error))
             self.hang_up(connection)
             return
-        is_new = not any(one.request.output_token_ids for one in sequences)
-        if is_new and self.dispatch_host.num_queued > max(num_before, self._limits.max_queued):
-            raise Violation(f"{self}: {request.request_id} is queued beyond {self._limits.max_queued}")
+        is_new, most = not any(one.request.output_token_ids for one in sequences), OVERFLOW * self._limits.max_queued
+        if is_new and self.dispatch_host.num_queued > max(num_before, most):
+            raise Violation(f"{self}: {request.request_id} is queued beyond {most}")
 
-    def _note_news(self, connection: Connection) -> None:
+    def _note_output(self, connection: Connection) -> None:
         """Schedules the reading of what has come."""
         if not self._unread:
             self.after(self._max_lag_s * self._rng.random() ** 8, self._read_all)

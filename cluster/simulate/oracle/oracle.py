@@ -27,19 +27,23 @@ class ExpectedCompletion:
     """One for each prompt token but the first, if the request asks for them."""
 
 
-def right_completion(request: EngineRequest, max_model_len: int) -> ExpectedCompletion:
+def expected_completion(request: EngineRequest, max_model_len: int) -> ExpectedCompletion:
     """The output of `request` in a world without faults."""
     params, prompt = request.sampling_params, bytes(request.prompt_token_ids)
     output, text, finish_reason = _right_output(request, max_model_len - len(prompt))
-    tokens, said, of_prompt = prompt + output, params.logprobs, params.prompt_logprobs
+    tokens = prompt + output
     later, drawn = range(1, len(prompt)), range(len(prompt), len(tokens))
     return ExpectedCompletion(
         token_ids=tuple(output),
         text=text,
         finish_reason=finish_reason,
-        logprobs=() if said is None else tuple(right_logprob(tokens, index, said) for index in drawn),
-        prompt_logprobs=() if of_prompt is None else tuple(right_logprob(tokens, index, of_prompt) for index in later),
+        logprobs=_logprobs(tokens, drawn, params.logprobs),
+        prompt_logprobs=_logprobs(tokens, later, params.prompt_logprobs),
     )
+
+
+def _logprobs(tokens: bytes, positions: range, num_top: int | None) -> tuple[TokenLogprob, ...]:
+    return () if num_top is None else tuple(right_logprob(tokens, index, num_top) for index in positions)
 
 
 def _right_output(request: EngineRequest, num_room: int) -> tuple[bytes, str, FinishReason]:

@@ -70,8 +70,8 @@ def _what(action: Callable[..., None], args: tuple[Any, ...]) -> str:
     if isinstance(owner, Connection):
         side, message = args
         return f"{owner.ends[1 - side]} > {owner.ends[side]}: {message}"
-    told = (arg.__name__.strip("_") if callable(arg) else str(arg) for arg in args)
-    return " ".join([str(owner), action.__name__.strip("_"), *told])
+    shown = (arg.__name__.strip("_") if callable(arg) else str(arg) for arg in args)
+    return " ".join([str(owner), action.__name__.strip("_"), *shown])
 
 
 def _counts(counter: Counter[str]) -> str:

@@ -6,13 +6,13 @@ What may not live here: running it (`world.py`).
 import random
 from dataclasses import dataclass
 
-from holdfast.cluster.simulate.actors.client import Wish
+from holdfast.cluster.simulate.actors.client import PlannedRequest
 from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
 from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE
 from holdfast.cluster.simulate.oracle.pseudo_runner import PseudoRunner
 from holdfast.cluster.simulate.world.faults import SimulatedFault, draw_faults
-from holdfast.cluster.simulate.world.traffic import draw_storm, draw_wishes
+from holdfast.cluster.simulate.world.traffic import draw_requests, draw_storm
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.tuning.step_time import StepCosts
@@ -33,13 +33,13 @@ class Scenario:
     """What all replicas have in common."""
     proposers: list[str | None]
     """The draft proposer of each replica (`cluster/simulate/oracle/proposers.py`); None: no drafts."""
-    wishes: list[Wish]
+    requests: list[PlannedRequest]
     faults: list[SimulatedFault]
 
     @property
     def is_calm(self) -> bool:
         """Nothing goes wrong in it, whatever is asked."""
-        return not self.faults and not any(wish.is_poison for wish in self.wishes)
+        return not self.faults and not any(planned.is_poison for planned in self.requests)
 
 
 def draw_scenario(seed: int) -> Scenario:
@@ -61,8 +61,8 @@ def draw_scenario(seed: int) -> Scenario:
         limits=LimitsConfig(max_queued=rng.choice((4, 1024, 1024, 1024))),
         replica=replica,
         proposers=rng.choices((None, *PROPOSERS), weights=(3, 1, 1, 1), k=num_replicas),
-        wishes=[
-            *draw_wishes(rng, rng.randint(60, 160), span_s, replica.max_model_len),
+        requests=[
+            *draw_requests(rng, rng.randint(60, 160), span_s, replica.max_model_len),
             *draw_storm(random.Random(f"storm {seed}"), span_s),
         ],
         faults=draw_faults(rng, span_s, num_routers, num_replicas),

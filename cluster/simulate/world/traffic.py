@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from holdfast.cluster.simulate.actors.client import Wish
+from holdfast.cluster.simulate.actors.client import PlannedRequest
 from holdfast.cluster.simulate.oracle.pseudo_model import POISON_TOKEN_ID, VOCAB_SIZE, WHOLE_TOKEN_IDS
 from holdfast.worker.request import EngineRequest, Priority
 from holdfast.worker.sampling_params import SamplingParams
@@ -20,17 +20,17 @@ GRACE_S = 5.0
 """So long after its time some of a storm's clients still listen for the router to say that it is up."""
 
 
-def draw_wishes(rng: random.Random, num_requests: int, span_s: float, max_model_len: int) -> list[Wish]:
+def draw_requests(rng: random.Random, num_requests: int, span_s: float, max_model_len: int) -> list[PlannedRequest]:
     """Requests over `span_s` seconds, some of them all at once, some with a common beginning."""
     prefixes = [tuple(rng.choices(WHOLE_TOKEN_IDS, k=rng.randint(1, 12))) for _ in range(3)]
     burst_s = rng.uniform(0, span_s)
     burst_share = rng.choice((0.0, 0.0, 0.3, 0.7))
-    wishes = []
+    requests = []
     for number in range(num_requests):
         arrival_s = burst_s if rng.random() < burst_share else rng.uniform(0, span_s)
         request = _draw_request(rng, f"request-{number}", rng.choice(prefixes), max_model_len)
-        wishes.append(
-            Wish(
+        requests.append(
+            PlannedRequest(
                 request=request,
                 arrival_s=arrival_s,
                 timeout_s=rng.uniform(0.05, 3.0) if rng.random() < 0.05 else LONGEST_S,
@@ -38,17 +38,17 @@ def draw_wishes(rng: random.Random, num_requests: int, span_s: float, max_model_
             )
         )
     for number in range(rng.choice((0,) * 8 + (1, 2))):
-        wishes.append(_draw_poison(rng, f"poison-{number}", rng.uniform(0, span_s)))
-    return wishes
+        requests.append(_draw_poison(rng, f"poison-{number}", rng.uniform(0, span_s)))
+    return requests
 
 
-def draw_storm(rng: random.Random, span_s: float) -> list[Wish]:
+def draw_storm(rng: random.Random, span_s: float) -> list[PlannedRequest]:
     """In one simulation of four: dozens of requests at once, with 1 ms to 1 s to live, and many run out together."""
     if rng.random() < 0.75:
         return []
     begin_s, length_s, shortest_s = rng.uniform(0, span_s), rng.choice((0.0, 0.01, 0.3)), rng.choice((0.001, 0.1))
     return [
-        Wish(
+        PlannedRequest(
             request=EngineRequest(
                 request_id=f"storm-{number}",
                 prompt_token_ids=tuple(rng.choices(WHOLE_TOKEN_IDS, k=rng.randint(1, 4))),
@@ -63,14 +63,14 @@ def draw_storm(rng: random.Random, span_s: float) -> list[Wish]:
     ]
 
 
-def _draw_poison(rng: random.Random, request_id: str, arrival_s: float) -> Wish:
+def _draw_poison(rng: random.Random, request_id: str, arrival_s: float) -> PlannedRequest:
     """A request that kills whoever runs it, soon or a little later."""
     request = EngineRequest(
         request_id=request_id,
         prompt_token_ids=(POISON_TOKEN_ID, *rng.choices(WHOLE_TOKEN_IDS, k=3)),
         sampling_params=SamplingParams(seed=rng.getrandbits(40), max_tokens=16, ignore_eos=True),
     )
-    return Wish(request=request, arrival_s=arrival_s, timeout_s=LONGEST_S, cancel_after=None, is_poison=True)
+    return PlannedRequest(request=request, arrival_s=arrival_s, timeout_s=LONGEST_S, cancel_after=None, is_poison=True)
 
 
 def _draw_request(rng: random.Random, request_id: str, prefix: tuple[int, ...], max_model_len: int) -> EngineRequest:

@@ -125,10 +125,10 @@ class World:
         ]
         max_model_len = scenario.replica.max_model_len
         self.clients = [
-            SimulatedClient(wish, self.network, self.routers, rng, max_model_len) for wish in scenario.wishes
+            SimulatedClient(planned, self.network, self.routers, rng, max_model_len) for planned in scenario.requests
         ]
         for client in self.clients:
-            client.hopeless_s = self._prefill_s(len(client.wish.request.prompt_token_ids))
+            client.hopeless_s = self._prefill_s(len(client.planned.request.prompt_token_ids))
         self._checks = Checks(self.routers, self.replicas)
 
     def run(self) -> None:
@@ -136,7 +136,7 @@ class World:
         for process in (*self.replicas, *self.routers):
             self.timeline.at(0.0, process.start)
         for client in self.clients:
-            self.timeline.at(client.wish.arrival_s, client.begin)
+            self.timeline.at(client.planned.arrival_s, client.begin)
         for fault in self.scenario.faults:
             self.timeline.at(fault.time_s, self.strike, fault)
         healed_s = self._healed_s()
@@ -193,12 +193,12 @@ class World:
         nothing else takes replicas.
         """
         num_killed = sum(replica.num_poisoned for replica in self.replicas)
-        num_sent = sum(client.num_connections for client in self.clients if client.wish.is_poison)
+        num_sent = sum(client.num_connections for client in self.clients if client.planned.is_poison)
         # A replica that was to go, or that a router had lost already, dies without being counted.
         num_losses = sum(fault.kind in LOSSES for fault in self.scenario.faults)
         most = (self.scenario.router.max_replicas_lost + 1) * num_sent + num_losses
         require(num_killed <= most, f"poison killed {num_killed} replicas, and {most} would do to know it")
-        has_one_poison = sum(client.wish.is_poison for client in self.clients) == 1
+        has_one_poison = sum(client.planned.is_poison for client in self.clients) == 1
         is_plain = has_one_poison and num_sent == 1 and num_losses == 0
         for client in self.clients:
             require(not (is_plain and client.is_wronged), f"{client} was taken for poison")
@@ -211,10 +211,13 @@ class World:
             num_lost = router.dispatch_host.num_replicas_lost
             require(num_lost == 0, f"{router} lost {num_lost} replicas to nothing")
         for client in self.clients:
-            is_patient = client.wish.timeout_s == LONGEST_S
+            is_patient = client.planned.timeout_s == LONGEST_S
             require(not is_patient or client.outcome != "expired", f"{client} had time, and expired")
-            is_heard = client.outcome != "expired" or client.is_told or not client.wish.grace_s
-            require(is_heard, f"{client} listened for {client.wish.grace_s:g} s, and was not told that its time was up")
+            is_reported = client.outcome != "expired" or client.is_notified or not client.planned.grace_s
+            require(
+                is_reported,
+                f"{client} listened for {client.planned.grace_s:g} s, and was not told that its time was up",
+            )
 
     def _prefill_s(self, num_tokens: int) -> float:
         """How long a prompt takes in full steps of a replica that is as slow as any gets."""
@@ -227,7 +230,7 @@ class World:
     def _healed_s(self) -> float:
         """When the last fault is over and the last request has come."""
         ends = [fault.time_s + fault.duration_s for fault in self.scenario.faults]
-        return max([*ends, *(wish.arrival_s for wish in self.scenario.wishes)], default=0.0)
+        return max([*ends, *(planned.arrival_s for planned in self.scenario.requests)], default=0.0)
 
 
 def simulate(seed: int, watch: Callable[[Event], None] | None = None) -> Outcome:

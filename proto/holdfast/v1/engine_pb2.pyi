@@ -27,11 +27,11 @@ class LinkRequest(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "draw", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion", "request_id")
+    __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion", "request_id")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    DRAW_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -42,7 +42,7 @@ class Submit(_message.Message):
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     output_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    draw: DrawSettings
+    sampling_params: EngineSamplingParams
     priority: int
     cache_salt: str
     tenant: str
@@ -50,9 +50,9 @@ class Submit(_message.Message):
     group_id: str
     suspicion: Suspicion
     request_id: str
-    def __init__(self, attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., draw: _Optional[_Union[DrawSettings, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., group_id: _Optional[str] = ..., suspicion: _Optional[_Union[Suspicion, str]] = ..., request_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[EngineSamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., time_left_ms: _Optional[int] = ..., group_id: _Optional[str] = ..., suspicion: _Optional[_Union[Suspicion, str]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
-class DrawSettings(_message.Message):
+class EngineSamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "logprobs", "prompt_logprobs", "grammar")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
@@ -126,12 +126,12 @@ class LinkResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[StepUpdate, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("progress", "expected_step_s")
+    __slots__ = ("progress", "expected_gap_s")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
-    EXPECTED_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_GAP_S_FIELD_NUMBER: _ClassVar[int]
     progress: int
-    expected_step_s: float
-    def __init__(self, progress: _Optional[int] = ..., expected_step_s: _Optional[float] = ...) -> None: ...
+    expected_gap_s: float
+    def __init__(self, progress: _Optional[int] = ..., expected_gap_s: _Optional[float] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "answers_digest", "path", "model_type", "dtype", "device", "checkpoint_digest", "kv_bytes_per_token", "executor", "heartbeat_ms", "frozen_after_ms", "eos_token_ids")
@@ -215,11 +215,11 @@ class Delta(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: int
     num_cached_tokens: int
-    logprobs: _containers.RepeatedCompositeFieldContainer[DrawnLogprob]
-    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[DrawnLogprob]
-    def __init__(self, attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[DrawnLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[DrawnLogprob, _Mapping]]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[EngineTokenLogprob]
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[EngineTokenLogprob]
+    def __init__(self, attempt: _Optional[int] = ..., first_token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[EngineTokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[EngineTokenLogprob, _Mapping]]] = ...) -> None: ...
 
-class DrawnLogprob(_message.Message):
+class EngineTokenLogprob(_message.Message):
     __slots__ = ("logprob", "rank", "top_token_ids", "top_logprobs", "token_id")
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]

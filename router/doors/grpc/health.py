@@ -52,12 +52,12 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # a
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """The current status, then every change. Unknown names can be watched: they may be served later."""
-        told = None
+        sent = None
         while True:
             changed, status = self._changed, self._status(request.service)
-            if status != told:
+            if status != sent:
                 yield health_pb2.HealthCheckResponse(status=status)
-            told = status
+            sent = status
             if self._is_stopping:
                 return
             await changed.wait()

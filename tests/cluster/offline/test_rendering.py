@@ -2,7 +2,7 @@
 
 from holdfast.cluster.offline.rendering import by_token_id, completion_output, prompt_logprobs
 from holdfast.router.events import Deliver
-from holdfast.router.requests.answer import Completion
+from holdfast.router.requests.answer import CompletedSequence
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import byte_tokenizer
@@ -27,7 +27,7 @@ def test_a_token_comes_once_with_its_rank_and_its_text():
 
 
 def test_what_is_said_of_the_prompt_begins_with_nothing():
-    first = Completion(output=DELIVERY)
+    first = CompletedSequence(output=DELIVERY)
     nothing, said = prompt_logprobs(first, SamplingParams(prompt_logprobs=1), byte_tokenizer())
     assert nothing is None
     assert [(item.decoded_token, item.rank) for item in said.values()] == [("p", 9), ("q", 1)]
@@ -35,5 +35,5 @@ def test_what_is_said_of_the_prompt_begins_with_nothing():
 
 
 def test_what_was_not_asked_for_is_none():
-    output = completion_output(Completion(output=DELIVERY), SamplingParams(), byte_tokenizer())
+    output = completion_output(CompletedSequence(output=DELIVERY), SamplingParams(), byte_tokenizer())
     assert (output.logprobs, output.cumulative_logprob) == (None, None)

@@ -6,12 +6,12 @@ import re
 import pytest
 import torch
 
-from holdfast.cluster.simulate.oracle.oracle import right_completion
+from holdfast.cluster.simulate.oracle.oracle import expected_completion
 from holdfast.cluster.simulate.oracle.oracle_draws import _may_follow, right_logprob, right_token
 from holdfast.cluster.simulate.oracle.pseudo_draws import drawn_token, token_logprob
 from holdfast.cluster.simulate.oracle.pseudo_grammar import PseudoMatcher, allows
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE, PseudoCodec, likelihoods, scores
-from holdfast.cluster.simulate.world.traffic import draw_wishes
+from holdfast.cluster.simulate.world.traffic import draw_requests
 from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import DrawParams
 from holdfast.worker.request import EngineRequest, FinishReason
@@ -50,7 +50,7 @@ def draw_params(item: EngineRequest, output: bytes) -> DrawParams:
 
 def drawn_requests(number: int) -> list[EngineRequest]:
     """Those of a simulation."""
-    return [wish.request for wish in draw_wishes(random.Random(number), 150, 1.0, 48) if not wish.is_poison]
+    return [planned.request for planned in draw_requests(random.Random(number), 150, 1.0, 48) if not planned.is_poison]
 
 
 def test_simulations_have_requests_of_every_kind():
@@ -138,20 +138,20 @@ def test_an_output_with_a_grammar_ends_where_the_grammar_does():
     item, entry = request("ab:cde:1", max_tokens=None, ignore_eos=True), "[cde]"
     for _ in range(40):
         entry = f"(?:[cde]|a{entry}b)"
-    right = right_completion(item, 4000)
+    right = expected_completion(item, 4000)
     assert re.fullmatch(f"a{entry}b", right.text)
     assert (right.finish_reason, right.token_ids[-1]) == (FinishReason.STOP, EOS_TOKEN_ID)
 
 
 def test_without_noise_the_likeliest_token_is_drawn():
-    right = right_completion(request(temperature=0.0, logprobs=0, ignore_eos=True), 60)
+    right = expected_completion(request(temperature=0.0, logprobs=0, ignore_eos=True), 60)
     assert {said.rank for said in right.logprobs} == {1}
 
 
 def test_bans_and_penalties_change_what_comes():
-    plain = right_completion(request(), 60).token_ids
-    banned = right_completion(request(bad_words=tuple((token_id,) for token_id in set(plain))), 60).token_ids
+    plain = expected_completion(request(), 60).token_ids
+    banned = expected_completion(request(bad_words=tuple((token_id,) for token_id in set(plain))), 60).token_ids
     assert not set(plain) & set(banned)
-    penalized = right_completion(request(frequency_penalty=2.0, presence_penalty=2.0), 60).token_ids
+    penalized = expected_completion(request(frequency_penalty=2.0, presence_penalty=2.0), 60).token_ids
     assert penalized != plain
-    assert right_completion(request(allowed_token_ids=[4]), 60).token_ids == (4,) * 40
+    assert expected_completion(request(allowed_token_ids=[4]), 60).token_ids == (4,) * 40

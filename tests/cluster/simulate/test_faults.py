@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from holdfast.cluster.simulate.actors.client import Wish
+from holdfast.cluster.simulate.actors.client import PlannedRequest
 from holdfast.cluster.simulate.world.campaign import run_campaign
 from holdfast.cluster.simulate.world.faults import KINDS
 from holdfast.cluster.simulate.world.scenario import draw_scenario
@@ -26,8 +26,8 @@ def first_failure(seeds: range) -> Failure:
 scenario = cache(draw_scenario)
 
 
-def storm(seed: int) -> list[Wish]:
-    return [wish for wish in scenario(seed).wishes if wish.request.request_id.startswith("storm")]
+def storm(seed: int) -> list[PlannedRequest]:
+    return [planned for planned in scenario(seed).requests if planned.request.request_id.startswith("storm")]
 
 
 def test_two_hundred_simulations_keep_every_promise():
@@ -45,7 +45,7 @@ def test_two_hundred_simulations_keep_every_promise():
 def test_storms_meet_calm_and_trouble():
     scenarios = [scenario(seed) for seed in range(NUM_SEEDS) if storm(seed)]
     assert 3 <= sum(drawn.is_calm for drawn in scenarios) < len(scenarios) - 20
-    timeouts_s = [wish.timeout_s for drawn in scenarios for wish in storm(drawn.seed)]
+    timeouts_s = [planned.timeout_s for drawn in scenarios for planned in storm(drawn.seed)]
     assert min(timeouts_s) < 0.002 < 0.9 < max(timeouts_s) < 1.0
 
 

@@ -3,7 +3,7 @@
 from itertools import count
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.router.dispatch.admission import MAX_RETRY_S, MIN_RETRY_S, AdmissionQueue
@@ -137,6 +137,53 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
     assert [state.request_id for state in queue.waiting("m")] == ["x"]
 
 
+def test_one_tenant_cannot_fill_the_queue_for_the_others():
+    queue = a_queue(10)
+    for index in range(10):
+        push(queue, f"flood {index}", tenant="flood")
+    with pytest.raises(QueueFullError, match="10 requests wait for a replica already, 10 of them this tenant's"):
+        push(queue, "flood", tenant="flood")
+    for index in range(5):
+        push(queue, f"other {index}", tenant="other")
+    with pytest.raises(QueueFullError):
+        push(queue, "other", tenant="other")
+    for _ in range(6):
+        popped(queue)
+    push(queue, "there is room again", tenant="flood")
+    queue.check_integrity()
+
+
+def test_a_share_of_a_full_queue_is_that_of_the_tenants_that_wait():
+    queue = a_queue(10, gold=4.0)
+    for index in range(10):
+        push(queue, f"free {index}", tenant="free")
+    for index in range(8):
+        push(queue, f"gold {index}", tenant="gold")
+    with pytest.raises(QueueFullError):
+        push(queue, "gold", tenant="gold")
+    push(queue, "third 0", tenant="third")
+    push(queue, "third 1", tenant="third")
+    with pytest.raises(QueueFullError):
+        push(queue, "twice the bound", tenant="fourth")
+    queue.check_integrity()
+
+
+def test_a_tenant_that_waits_for_one_model_has_no_share_left_for_another():
+    queue = a_queue(4)
+    for model in ("a", "b"):
+        push(queue, f"{model} one", model, tenant="one")
+        push(queue, f"{model} other", model, tenant="other")
+    for tenant in ("one", "other"):
+        with pytest.raises(QueueFullError):
+            push(queue, "more", "b", tenant=tenant)
+    push(queue, "third", "b", tenant="third")
+
+
+def test_a_queue_without_places_takes_nobody():
+    with pytest.raises(QueueFullError):
+        push(a_queue(0), "x")
+
+
 def test_the_estimate_follows_the_pace_of_departures():
     queue = a_queue(100)
     for index in range(41):
@@ -198,6 +245,7 @@ def test_what_is_held_leaves_only_by_name():
     assert not queue.has_any("m")
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["push", "pop", "remove"]), st.sampled_from("ab"), st.sampled_from(Priority)))
 )

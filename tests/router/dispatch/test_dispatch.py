@@ -453,3 +453,47 @@ def test_siblings_go_elsewhere_when_the_first_ones_replica_is_full_or_retiring_o
     over.submit("other")
     over.cancel("g/0")
     assert siblings_sent_to(over, 1) == ["a"]
+
+
+def charged(core: Core, request_id: str) -> float:
+    """All that the tenant of an open request has been charged, in prompt tokens."""
+    return core.dispatch._requests[request_id].tenant.counter
+
+
+def test_a_prompt_that_siblings_share_is_charged_once(core):
+    """A replica computes it once, and the siblings fork from there."""
+    for number in range(4):
+        core.submit(f"g/{number}", group_id="g", tenant="t", num_prompt_tokens=100)
+    assert charged(core, "g/0") == 100
+
+
+def test_a_prompt_is_charged_once_for_each_replica_that_computes_it():
+    core = Core(config=RouterConfig(max_waiting_per_replica=2))
+    core.up("a")
+    core.up("b")
+    where = []
+    for number in range(4):
+        actions = core.submit(f"g/{number}", group_id="g", tenant="t", num_prompt_tokens=100)
+        where.append(sent(actions).replica_id)
+    assert where == ["a", "a", "b", "b"]
+    assert charged(core, "g/0") == 200
+
+
+def test_a_sibling_without_another_on_its_replica_is_charged_for_the_prompt(core):
+    core.submit("g/0", group_id="g", tenant="t", num_prompt_tokens=100)
+    core.cancel("g/0")
+    core.submit("g/1", group_id="g", tenant="t", num_prompt_tokens=100)
+    assert charged(core, "g/1") == 200
+
+
+def test_siblings_count_as_load_with_one_prompt():
+    """Four siblings are less work than two requests of their own with the same prompt."""
+    core = Core()
+    core.up("a")
+    core.up("b")
+    for number in range(4):
+        core.submit(f"g/{number}", group_id="g", num_prompt_tokens=500)
+    for name in ("x", "y"):
+        core.submit(name, num_prompt_tokens=500)
+    a, b = (core.dispatch._registry.get(name) for name in "ab")
+    assert (a._num_sent_tokens, b._num_sent_tokens) == (500, 1000)

@@ -3,7 +3,7 @@
 from holdfast.router.doors.public_answer import public_chunk, public_generation
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.generation import Chunk, GeneratedSequence, Generation
-from holdfast.router.requests.answer import CompletedRequest, Completion
+from holdfast.router.requests.answer import CompletedRequest, CompletedSequence
 from holdfast.worker.request import FinishReason, TokenLogprob
 
 SAID = TokenLogprob(token_id=7, logprob=-1.5, rank=3, top=((4, -0.25),))
@@ -61,7 +61,7 @@ def test_a_generation_is_as_certain_as_all_of_its_completions():
         )
         for index in range(2)
     ]
-    completions = tuple(Completion(output=output, cumulative_logprob=-1.0) for output in outputs)
+    completions = tuple(CompletedSequence(output=output, cumulative_logprob=-1.0) for output in outputs)
     answer = CompletedRequest(request_id="x", model="m", completions=completions, usage=USAGE)
     assert public_generation(answer) == Generation(
         request_id="x",

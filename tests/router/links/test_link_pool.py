@@ -176,7 +176,7 @@ async def is_logged(caplog, text: str) -> bool:
     ("saying", "told"),
     [
         (engine_pb2.LinkResponse(step={"deltas": [{"attempt": 1, "finish_reason": 77}]}), "finish_reason = 77: must"),
-        (engine_pb2.LinkResponse(heartbeat={"expected_step_s": math.nan}), "expected_step_s = nan: must be"),
+        (engine_pb2.LinkResponse(heartbeat={"expected_gap_s": math.nan}), "expected_gap_s = nan: must be"),
         (engine_pb2.LinkResponse(), "of a kind that is not known here"),
         (b"\xff\xff\xff", "bytes that are no message"),
     ],
@@ -195,6 +195,27 @@ async def test_a_replica_that_cannot_be_understood_is_dialled_again_and_its_requ
         assert "replica r0 was lost (what it says cannot be read: " in caplog.text
         assert told in caplog.text
         assert "fault of ours" not in caplog.text
+
+
+@pytest.mark.parametrize("nonsense", ["bytes", "second hello"])
+@on_each_loop
+async def test_a_replica_that_says_hello_and_then_nonsense_is_dialled_after_growing_pauses(monkeypatch, nonsense):
+    """The dials succeed, so only the faulty sessions can make the pauses grow."""
+    nums_doublings = []
+
+    def no_pause(num_doublings: int, *args: object) -> float:
+        nums_doublings.append(num_doublings)
+        return 0.0
+
+    monkeypatch.setattr("holdfast.router.replicas.backoff.growing_pause_s", no_pause)
+    replica = await FakeReplica.start()
+    replica.after_hello = [b"\xff\xff\xff" if nonsense == "bytes" else replica.hello()]
+    directory = StaticDirectory([replica.endpoint])
+    router = await Router.start(RouterConfig(), LimitsConfig(), directory, load_tokenizer=byte_tokenizer)
+    await replica.until(lambda: replica.num_links == 5)
+    await router.stop()
+    await replica.kill()
+    assert nums_doublings[:4] == [1, 2, 3, 4]
 
 
 @on_each_loop

@@ -15,20 +15,26 @@ class Leader:
     def __init__(self, watch: LinkWatch, step_s: float) -> None:
         self._watch = watch
         self._step_s = step_s
-        self._progress = ProgressCounter()
-        self._progress.end_step(64, step_s)  # a replica has run steps before it serves
+        self._now = -step_s
+        self._progress = ProgressCounter(lambda: self._now)
         self._progress.begin_step(64)
+        self._step(0.0)  # a replica has run steps before it serves
         self._next_step_s, self._next_beat_s = step_s, HEARTBEAT_S
 
     def live_until(self, now: float) -> None:
         while self._next_step_s <= now:
-            self._progress.end_step(64, self._step_s)
-            self._progress.begin_step(64)
+            self._step(self._next_step_s)
             self._watch.note_step()
             self._next_step_s += self._step_s
         while self._next_beat_s <= now:
-            self._watch.note_heartbeat(self._progress.count, self._progress.expected_step_s)
+            self._watch.note_heartbeat(self._progress.count, self._progress.expected_gap_s)
             self._next_beat_s += HEARTBEAT_S
+
+    def _step(self, now: float) -> None:
+        """The step now running ends, and the next one begins."""
+        self._now = now
+        self._progress.end_step(64)
+        self._progress.begin_step(64)
 
 
 def found_after_s(step_s: float, stopped_s: float, *, limit_s: float = 60.0) -> float | None:
@@ -54,11 +60,11 @@ def test_a_stopped_leader_is_found_within_two_seconds_however_long_its_steps_are
 
 @pytest.mark.parametrize("step_s", [0.005, 0.155, 0.7, 3.0])
 def test_a_leader_whose_steps_are_long_is_not_taken_for_a_stopped_one(step_s):
-    """It has heartbeats, which say how long a step should take."""
+    """It has heartbeats, which say how long it should take to the next count."""
     assert found_after_s(step_s, stopped_s=60.0, limit_s=60.0) is None
 
 
-def test_a_leader_that_beats_and_does_not_get_on_has_twenty_steps():
+def test_a_leader_that_beats_and_does_not_get_on_has_twenty_times_its_longest_gap():
     now = 0.0
     watch = LinkWatch(lambda: True, FROZEN_AFTER_S, HEARTBEAT_S, lambda: now)
     watch.look()

@@ -76,7 +76,11 @@ async def test_cancelling_a_search_ends_what_it_has_asked():
         call = place.stub.Generate(request(sampling_params=inference_pb2.SamplingParams(beam_width=4)))
         await replica.until(lambda: bool(replica.running))
         (submit,) = replica.submits
-        assert (submit.draw.max_tokens, submit.draw.logprobs, submit.draw.temperature) == (1, 8, 0)
+        assert (
+            submit.sampling_params.max_tokens,
+            submit.sampling_params.logprobs,
+            submit.sampling_params.temperature,
+        ) == (1, 8, 0)
         call.cancel()
         await eventually(lambda: num_open_is(place, 0))
         await replica.until(lambda: replica.aborted)

@@ -189,8 +189,8 @@ def test_every_parameter_of_the_token_world_survives_the_link():
 
 def test_neutral_logits_processors_take_no_room_on_the_link():
     sent = EngineRequest(request_id="r", prompt_token_ids=(1,), sampling_params=SamplingParams(seed=1))
-    draw = submit_message(1, sent).submit.draw
-    assert {field.name for field, _ in draw.ListFields()} == {"temperature", "top_p", "seed", "max_tokens"}
+    params = submit_message(1, sent).submit.sampling_params
+    assert {field.name for field, _ in params.ListFields()} == {"temperature", "top_p", "seed", "max_tokens"}
 
 
 @on_each_loop
@@ -199,7 +199,7 @@ async def test_bad_words_reach_the_replica_as_tokens():
         params = inference_pb2.SamplingParams(bad_words=["no"], max_tokens=2)
         await place.stub.Generate(inference_pb2.GenerateRequest(text="x", sampling_params=params))
         (submit,) = place.replicas[0].submits
-        assert [bytes(word.ids) for word in submit.draw.bad_words] == [b"no", b" no"]
+        assert [bytes(word.ids) for word in submit.sampling_params.bad_words] == [b"no", b" no"]
 
 
 # --- bad words ---

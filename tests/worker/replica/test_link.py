@@ -68,14 +68,14 @@ class Router:
         suspicion=engine_pb2.SUSPICION_UNSPECIFIED,
         **settings,
     ) -> None:
-        draw = engine_pb2.DrawSettings(
+        params = engine_pb2.EngineSamplingParams(
             temperature=temperature, top_p=1.0, seed=attempt, max_tokens=max_tokens, **settings
         )
         submit = engine_pb2.Submit(
             attempt=attempt,
             prompt_token_ids=prompt,
             output_token_ids=output,
-            draw=draw,
+            sampling_params=params,
             priority=2,
             group_id=group_id,
             time_left_ms=time_left_ms,

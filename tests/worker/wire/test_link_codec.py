@@ -140,7 +140,7 @@ facts = of(
 hellos = of(
     Hello, facts=facts, load=loads, heartbeat_s=seconds, frozen_after_s=st.integers(1, 10**9).map(lambda ms: ms / 1000)
 )
-heartbeats = of(Heartbeat, progress=uint64, expected_step_s=st.floats(0, width=32, allow_infinity=False))
+heartbeats = of(Heartbeat, progress=uint64, expected_gap_s=st.floats(0, width=32, allow_infinity=False))
 
 
 # --- it comes through ---
@@ -244,8 +244,8 @@ def test_messages_have_a_field_for_each_of_the_words():
             engine_pb2.LinkResponse(step={"deltas": [{"prompt_logprobs": [{"top_token_ids": [1]}]}]}),
             "0 top_logprobs for 1 top_token_ids",
         ),
-        (engine_pb2.LinkResponse(heartbeat={"expected_step_s": math.nan}), "expected_step_s = nan: must be"),
-        (engine_pb2.LinkResponse(heartbeat={"expected_step_s": -1.0}), "expected_step_s = -1.0: must be"),
+        (engine_pb2.LinkResponse(heartbeat={"expected_gap_s": math.nan}), "expected_gap_s = nan: must be"),
+        (engine_pb2.LinkResponse(heartbeat={"expected_gap_s": -1.0}), "expected_gap_s = -1.0: must be"),
         (engine_pb2.LinkResponse(hello={}), "hello.max_model_len = 0: must be at least 1"),
         (engine_pb2.LinkResponse(hello=dict.fromkeys(counts, 1) | {"heartbeat_ms": 5}), "hello.frozen_after_ms = 0"),
     ],
@@ -263,16 +263,22 @@ def test_what_a_replica_says_wrongly_is_named(message, told):
         ({"prompt_token_ids": []}, "prompt"),
         ({"prompt_token_ids": [VOCAB_SIZE]}, f"prompt = {VOCAB_SIZE}: token ids must be below the vocabulary's size"),
         ({"output_token_ids": [1, 2**32 - 1]}, "output_token_ids = 4294967295: token ids must be below"),
-        ({"draw": {"top_p": 2.0}}, r"sampling_params.top_p = 2.0: must be in \(0, 1\]"),
-        ({"draw": {"top_p": 1.0, "seed": -1}}, "sampling_params.seed = -1"),
-        ({"draw": {"top_p": 1.0, "stop_token_ids": [VOCAB_SIZE]}}, "sampling_params.stop_token_ids = 50000"),
-        ({"draw": {"top_p": 1.0, "allowed_token_ids": [VOCAB_SIZE]}}, "sampling_params.allowed_token_ids = 50000"),
-        ({"draw": {"top_p": 1.0, "logit_bias": {VOCAB_SIZE: 1.0}}}, "sampling_params.logit_bias = 50000"),
-        ({"draw": {"top_p": 1.0, "bad_words": [{"ids": [1, VOCAB_SIZE]}]}}, "sampling_params.bad_words = 50000"),
+        ({"sampling_params": {"top_p": 2.0}}, r"sampling_params.top_p = 2.0: must be in \(0, 1\]"),
+        ({"sampling_params": {"top_p": 1.0, "seed": -1}}, "sampling_params.seed = -1"),
+        ({"sampling_params": {"top_p": 1.0, "stop_token_ids": [VOCAB_SIZE]}}, "sampling_params.stop_token_ids = 50000"),
+        (
+            {"sampling_params": {"top_p": 1.0, "allowed_token_ids": [VOCAB_SIZE]}},
+            "sampling_params.allowed_token_ids = 50000",
+        ),
+        ({"sampling_params": {"top_p": 1.0, "logit_bias": {VOCAB_SIZE: 1.0}}}, "sampling_params.logit_bias = 50000"),
+        (
+            {"sampling_params": {"top_p": 1.0, "bad_words": [{"ids": [1, VOCAB_SIZE]}]}},
+            "sampling_params.bad_words = 50000",
+        ),
     ],
 )
 def test_what_a_router_asks_wrongly_is_refused_by_field(change, told):
-    submit = engine_pb2.Submit(**({"prompt_token_ids": [1], "draw": {"top_p": 1.0}} | change))
+    submit = engine_pb2.Submit(**({"prompt_token_ids": [1], "sampling_params": {"top_p": 1.0}} | change))
     with pytest.raises(InvalidRequestError, match=told):
         codec.engine_request(submit, "link-1", VOCAB_SIZE)
 

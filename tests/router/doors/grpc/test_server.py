@@ -69,17 +69,18 @@ async def test_what_is_unset_takes_defaults_and_what_is_set_arrives():
             temperature=0.7, top_k=5, top_p=0.9, seed=7, max_tokens=2, stop_token_ids=[3], ignore_eos=True
         )
         priority = inference_pb2.PRIORITY_CRITICAL
-        wish = inference_pb2.GenerateRequest(
+        request = inference_pb2.GenerateRequest(
             text="x", sampling_params=params, priority=priority, tenant="gold", timeout_ms=5000
         )
-        await place.stub.Generate(wish)
+        await place.stub.Generate(request)
         plain, full = place.replicas[0].submits
-        assert (plain.draw.temperature, plain.draw.top_k, plain.draw.top_p, plain.draw.max_tokens) == (1.0, 0, 1.0, 16)
+        found = plain.sampling_params
+        assert (found.temperature, found.top_k, found.top_p, found.max_tokens) == (1.0, 0, 1.0, 16)
         assert (plain.priority, plain.tenant) == (2, "")
-        draw = engine_pb2.DrawSettings(
+        wanted = engine_pb2.EngineSamplingParams(
             temperature=0.7, top_k=5, top_p=0.9, seed=7, max_tokens=2, stop_token_ids=[3], ignore_eos=True
         )
-        assert full.draw == draw, "0.7 and not 0.699999988"
+        assert full.sampling_params == wanted, "0.7 and not 0.699999988"
         assert (full.priority, full.tenant) == (0, "gold")
         assert 0 < full.time_left_ms <= 5000
 
@@ -89,7 +90,7 @@ async def test_the_seed_of_an_unseeded_request_follows_from_its_id():
     async with site(await FakeReplica.start()) as place:
         for request_id in ("a", "a", "b"):
             await place.stub.Generate(inference_pb2.GenerateRequest(text="x", request_id=request_id))
-        first, again, other = (submit.draw.seed for submit in place.replicas[0].submits)
+        first, again, other = (submit.sampling_params.seed for submit in place.replicas[0].submits)
         assert first == again != other
 
 
