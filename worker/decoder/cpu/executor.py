@@ -178,27 +178,28 @@ class _Step:
         num_wanted = len(batch.logits_rows)
         self.logits = torch.empty(num_wanted, vocab_rows) if with_logits else None
         self.best = np.empty(num_wanted, dtype=np.int32)
-        self._arrays = [
-            np.ascontiguousarray(array, dtype=np.int32)
-            for array in (
-                batch.token_ids,
-                batch.first_positions,
-                batch.num_tokens,
-                batch.num_blocks,
-                batch.block_ids,
-                batch.logits_rows,
-            )
-        ]
+        self._batch = batch
         self.native = HfStep(
-            *(array.ctypes.data for array in self._arrays),
+            _address(batch.token_ids),
+            _address(batch.first_positions),
+            _address(batch.num_tokens),
+            _address(batch.num_blocks),
+            _address(batch.block_ids),
+            _address(batch.logits_rows),
             None if self.logits is None else self.logits.data_ptr(),
-            self.best.ctypes.data,
+            _address(self.best),
             None,
             layers_done,
             len(batch.token_ids),
             len(batch.num_tokens),
             num_wanted,
         )
+
+
+def _address(array: np.ndarray) -> int:
+    assert array.flags.c_contiguous, "the parts of a step lie in one piece"
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def tree_sum(group: TensorParallelGroup, partial: Tensor) -> Tensor:

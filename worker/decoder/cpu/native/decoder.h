@@ -62,7 +62,7 @@ struct HfModel {
 };
 
 struct HfStep {
-  const int *token_ids, *first_positions, *num_tokens, *num_blocks, *blocks, *wanted;
+  const long *token_ids, *first_positions, *num_tokens, *num_blocks, *blocks, *wanted;
   float* logits;     // [wanted][vocab rows], or null
   int* best;         // [wanted]: the row's largest logit's column; -1: not all are finite
   float* best_value; // [wanted]
