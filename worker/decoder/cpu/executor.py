@@ -206,6 +206,7 @@ def tree_sum(group: TensorParallelGroup, partial: Tensor) -> Tensor:
     """The sum of all ranks' partial sums, added as a binary tree over ranks: the upper part of the tree over slices."""
     parts = list(group.all_gather(partial.contiguous().unsqueeze(0), dim=0))
     while len(parts) > 1:
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+        pairs = [left + right for left, right in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs + parts[2 * len(pairs) :]
     total: Tensor = parts[0]
     return total
