@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
     from xdist.workermanage import WorkerController
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # how long an example takes is no property
 hypothesis.settings.load_profile("any machine")
@@ -38,7 +42,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
             return "ray" if nodeid.startswith(STARTS_RAY) else nodeid.split("::")[0]
 
         def _reschedule(self, node: "WorkerController") -> None:
-            """A process begins a test once it knows the next, or that there is none: a replaced one may get one test."""
+            """A process begins a test once it knows the next, or that there is none; a replaced one may be given one."""
             super()._reschedule(node)
             while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
                 super()._reschedule(node)
