@@ -42,7 +42,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
             return "ray" if nodeid.startswith(STARTS_RAY) else nodeid.split("::")[0]
 
         def _reschedule(self, node: "WorkerController") -> None:
-            """A process begins a test once it knows the next, or that there is none; a replaced one may be given one."""
+            """A process begins a test once it knows the next, or that there is none: a replaced one may get one."""
             super()._reschedule(node)
             while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
                 super()._reschedule(node)
