@@ -7,7 +7,9 @@ Requests are made for the bundled model, whose tokenizer grammars need.
 
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import pytest
 
@@ -24,6 +26,7 @@ from holdfast.worker.step_update import StepUpdate
 
 NUM_REQUESTS = 40
 TIMEOUT_S = 240
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
 ROOMY = {"block_size": 4, "num_blocks": 1600}
 
 VARIANTS = {
@@ -41,8 +44,8 @@ VARIANTS = {
     },
 }
 
-ON_TWO_RANKS = ("strangers", "draft model", "all of it")
-"""Tried there every time. Ranks run the same steps as one would: the others are for a long search."""
+ON_TWO_RANKS = ("draft model", "all of it")
+"""Tried there every time, on few requests. Ranks run the same steps as one would: the rest is for a long search."""
 
 
 @dataclass(slots=True)
@@ -183,13 +186,32 @@ def mixture(request_id: str, rng: random.Random, tokenizer: Tokenizer) -> Engine
 # --- the test ---
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
-def alone(request, requests) -> tuple[int, dict[str, Outcome]]:
-    """Each request by itself: its prompt in one piece, nothing cached, nobody beside it."""
-    replica = start(request.param, {})
-    outcomes = {one.request_id: run(replica, [one])[one.request_id] for one in requests}
-    replica.stop()
-    return request.param, outcomes
+@dataclass(frozen=True)
+class Alone:
+    """Requests, and what became of each by itself on so many ranks."""
+
+    num_ranks: int
+    requests: list[EngineRequest]
+    outcomes: dict[str, Outcome]
+
+
+@pytest.fixture(scope="module")
+def run_alone(requests) -> Callable[[int, int], Alone]:
+    """Each request by itself: its prompt in one piece, nothing cached, nobody beside it. Done once for each size."""
+
+    @cache
+    def run_so_many(num_ranks: int, num_requests: int) -> Alone:
+        replica, asked = start(num_ranks, {}), requests[:num_requests]
+        outcomes = {one.request_id: run(replica, [one])[one.request_id] for one in asked}
+        replica.stop()
+        return Alone(num_ranks, asked, outcomes)
+
+    return run_so_many
+
+
+@pytest.fixture
+def alone(request, run_alone) -> Alone:
+    return run_alone(*request.param)
 
 
 def test_the_mixture_is_a_mixture(requests):
@@ -201,20 +223,25 @@ def test_the_mixture_is_a_mixture(requests):
         assert 3 < sum(getattr(one, name) is not None for one in params) < NUM_REQUESTS - 3, name
 
 
+ONE_RANK, TWO_RANKS, TWO_RANKS_FEW = (1, NUM_REQUESTS), (2, NUM_REQUESTS), (2, 14)
 CASES = [
-    pytest.param(size, name, id=f"tp{size}-{name}", marks=[] if size == 1 or name in ON_TWO_RANKS else pytest.mark.slow)
-    for size in (1, 2)
-    for name in VARIANTS
+    *(pytest.param(ONE_RANK, name, id=f"tp1-{name}") for name in VARIANTS),
+    *(pytest.param(TWO_RANKS_FEW, name, id=f"tp2-{name}") for name in ON_TWO_RANKS),
+    *(pytest.param(TWO_RANKS, name, id=f"tp2-{name}-all", marks=pytest.mark.slow) for name in VARIANTS),
+]
+SIZES = [
+    pytest.param(ONE_RANK, id="tp1"),
+    pytest.param(TWO_RANKS_FEW, id="tp2"),
+    pytest.param(TWO_RANKS, id="tp2-all", marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize(("alone", "name"), CASES, indirect=["alone"])
-def test_a_request_comes_out_the_same_whatever_happens_around_it(alone, requests, name):
-    tensor_parallel_size, expected = alone
-    replica = start(tensor_parallel_size, VARIANTS[name])
-    shuffled = random.Random(name).sample(requests, NUM_REQUESTS)
+def test_a_request_comes_out_the_same_whatever_happens_around_it(alone, name):
+    replica = start(alone.num_ranks, VARIANTS[name])
+    shuffled = random.Random(name).sample(alone.requests, len(alone.requests))
     for order in (shuffled, shuffled[::-1]):
-        assert_equal(run(replica, order), expected)
+        assert_equal(run(replica, order), alone.outcomes)
     stats = replica.engine.stats()
     replica.stop()
     assert stats.num_used_blocks == 0
@@ -223,15 +250,16 @@ def test_a_request_comes_out_the_same_whatever_happens_around_it(alone, requests
     assert (stats.num_accepted_tokens > 0) == ("speculation" in VARIANTS[name])
 
 
-def test_a_request_goes_on_after_any_token_as_if_nothing_had_been(alone, requests):
+@pytest.mark.parametrize("alone", SIZES, indirect=True)
+def test_a_request_goes_on_after_any_token_as_if_nothing_had_been(alone):
     """Continued on another replica at a token of chance, in a batch: what is left is what was left."""
-    tensor_parallel_size, expected = alone
+    expected = alone.outcomes
     rng = random.Random(5)
-    replica = start(tensor_parallel_size, VARIANTS["all of it"])
-    cuts = {request.request_id: rng.randrange(len(expected[request.request_id].token_ids)) for request in requests}
+    replica = start(alone.num_ranks, VARIANTS["all of it"])
+    cuts = {request_id: rng.randrange(len(expected[request_id].token_ids)) for request_id in expected}
     continued = [
         replace(request, output_token_ids=tuple(expected[request.request_id].token_ids[: cuts[request.request_id]]))
-        for request in requests
+        for request in alone.requests
     ]
     listener = ContinuedListener(cuts)
     replica.engine.attach(listener)

@@ -80,7 +80,7 @@ def ask_under_load(replica: Replica, num_times: int) -> None:
     assert replica.engine.load.num_running > 0
 
 
-@pytest.mark.parametrize("size", [1, 2], ids=["tp1", "tp2"])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["tp1", "tp2"])
 def test_a_healthy_replica_gives_the_same_bits_in_any_company(folder, size):
     """And so does every other one, whatever its settings: the digests are equal."""
     digests = set()
