@@ -116,9 +116,10 @@ class CpuExecutor:
             self._go_together(len(batch.token_ids))
         return self._output(step)
 
-    def _begin(self, batch: StepBatch, with_logits: bool) -> "_Step":
+    def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> "_Step":
         self._make_room(len(batch.token_ids))
         step = _Step(batch, self._rows, with_logits, ctypes.addressof(self._layers_done))
+        step.native.first_layer = first_layer
         self._library.hf_decoder_begin(self._decoder, byref(step.native))
         return step
 
@@ -157,7 +158,7 @@ class CpuExecutor:
 
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
         """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their pages."""
-        step = self._begin(batch, False)
+        step = self._begin(batch, False, first_layer=index)
         residual = self._view(self._library.hf_decoder_residual(self._decoder), len(x))
         residual.copy_(x)
         for segment in (2 * index + 1, 2 * index + 2):

@@ -111,6 +111,7 @@ class HfStep(Structure):
         ("num_rows", c_int),
         ("num_sequences", c_int),
         ("num_wanted", c_int),
+        ("first_layer", c_int),
     )
 
 

@@ -68,5 +68,6 @@ struct HfStep {
   float* best_value; // [wanted]
   long* progress;    // counts layers
   int num_rows, num_sequences, num_wanted;
+  int first_layer;  // where the step begins: 0, but for a proof of one layer
 };
 }

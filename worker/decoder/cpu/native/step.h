@@ -158,20 +158,20 @@ template <class W> class Decoder {
   // `finished_layer`: also adds what this layer's MLP left to the residual; -1: the segment after it does so.
   int run(holdfast::Pool* pool, int first, int end, int finished_layer) {
     next_segment = end;
-    Part part = {this, first, end, finished_layer, step.num_rows, step.num_wanted};
+    Part part = {this, first, end, finished_layer, step.first_layer, step.num_rows, step.num_wanted};
     return holdfast::run(pool, [](const void* argument, Run& run) { ((const Part*)argument)->decoder->go(*(const Part*)argument, run); }, &part);
   }
 
  private:
   // What a thread may look at between tasks: a late one finds the numbers of its own job here, never a later one's.
-  struct Part { Decoder* decoder; int first, end, finished_layer, num_rows, num_wanted; };
+  struct Part { Decoder* decoder; int first, end, finished_layer, first_layer, num_rows, num_wanted; };
   struct Local;
-  struct Thread { Local& own; Run& run; int num_rows, num_wanted; };
+  struct Thread { Local& own; Run& run; int first_layer, num_rows, num_wanted; };
 
   void go(const Part& part, Run& run) {
     unsigned control = _mm_getcsr();
     _mm_setcsr(control | 0x8040);  // flush denormals, as the tile unit does
-    Thread thread = {*local[run.tid], run, part.num_rows, part.num_wanted};
+    Thread thread = {*local[run.tid], run, part.first_layer, part.num_rows, part.num_wanted};
     bool goes_on = true;
     for (int s = part.first; s < part.end && goes_on; s++) {
       if (s == 0) goes_on = embed(thread);
@@ -309,7 +309,7 @@ template <class W> class Decoder {
   bool attention_half(int index, Thread& t) {
     const HfLayer& l = m.layers[index];
     if (t.run.tid == 0 && step.progress) __atomic_fetch_add(step.progress, 1, __ATOMIC_RELAXED);
-    if (index > 0 && !finish(t, m.layers[index - 1], false)) return false;
+    if (index > t.first_layer && !finish(t, m.layers[index - 1], false)) return false;
     Rows rows, rows2;
     if (!(l.parallel ? normed_together(t, l.attention_norm, h, rows) : normed(t, l.attention_norm, rows))) return false;
     if (l.parallel && l.mlp_norm.weight && !normed_together(t, l.mlp_norm, h2, rows2)) return false;
