@@ -101,10 +101,20 @@ def greedy_tokens(leader: LeaderRunner, prompts: Sequence[Sequence[int]], num_ne
     return [tokens[len(prompt) :] for tokens, prompt in zip(sequences.tokens, prompts, strict=True)]
 
 
+def is_run_by(leader: LeaderRunner, executor: str) -> bool:
+    """Whether `decoder` or `skeleton` runs the model's layers."""
+    return leader._runner.info.executor.partition("-")[0] == executor
+
+
 def hugging_face(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def relative_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest difference, in relation to the largest logit."""
+    return largest_difference(ours, theirs) / max(float(rows.abs().max()) for rows in theirs)
 
 
 def reference_logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
