@@ -31,6 +31,12 @@ def _shared_trials(_trials: RowTiles) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", params=["decoder", "skeleton"])
+def executor(request: pytest.FixtureRequest) -> str:
+    """What runs the model: a test that asks for it runs on both."""
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
