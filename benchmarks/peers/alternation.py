@@ -6,7 +6,7 @@ processes (`server.py`) and arithmetic on results (`results.py`).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -48,7 +48,7 @@ class Alternation:
     def __init__(
         self,
         ours: Answering,
-        peers: list[Answering],
+        peers: Sequence[Answering],
         vocab_size: int,
         limits: Limits,
         *,

@@ -6,7 +6,7 @@ how bursts are scheduled and timed (`alternation.py`).
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 
@@ -35,7 +35,7 @@ class Case:
         return self.num_requests * self.max_tokens
 
 
-_SHARED: Final = {"num_requests": 16, "num_prompt_tokens": 544, "max_tokens": 32, "num_shared_tokens": 512}
+_E_COLD: Final = Case(name="e_cold", num_requests=16, num_prompt_tokens=544, max_tokens=32, num_shared_tokens=512)
 
 CASES: Final = {
     case.name: case
@@ -44,8 +44,8 @@ CASES: Final = {
         Case(name="b", num_requests=8, num_prompt_tokens=128, max_tokens=64),
         Case(name="c", num_requests=32, num_prompt_tokens=128, max_tokens=64),
         Case(name="d", num_requests=8, num_prompt_tokens=1024, max_tokens=32),
-        Case(name="e_cold", **_SHARED),
-        Case(name="e_warm", **_SHARED, is_warm=True),
+        _E_COLD,
+        replace(_E_COLD, name="e_warm", is_warm=True),
     )
 }
 

@@ -109,7 +109,8 @@ def _run(command: list[Any], log: Path, cwd: Path | None = None) -> None:
     """Output goes to the log. Raises `InstallationError` with its end if the command fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or cwd is not None}
-    with log.open("w") as file:
+    with log.open("a") as file:
+        print("$", *command, file=file, flush=True)
         ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env=variables)
     if ended.returncode:
         tail = log.read_text(errors="replace")[-_TAIL_CHARACTERS:]

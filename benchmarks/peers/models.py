@@ -102,6 +102,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SHAPES)}; default: all")
     parser.add_argument("--folder", type=Path, default=Folders().root)
     options = parser.parse_args()
+    if unknown := set(options.names) - set(SHAPES):
+        parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(SHAPES)}")
     folders = Folders(options.folder)
     for name in options.names or SHAPES:
         out = folders.model(name)

@@ -106,13 +106,14 @@ class Report:
 
 
 def _options() -> argparse.Namespace:
+    usual = Limits()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default="S,M")
     parser.add_argument("--cases", default="a,b,c,d,e")
     parser.add_argument("--peers", default=",".join(DEFAULT_PEERS), help=f"of {', '.join(PEERS)}; empty: ours alone")
-    parser.add_argument("--rounds", type=int, default=Limits.rounds)
-    parser.add_argument("--patience", type=float, default=Limits.patience_s, help="seconds of a peer for a case")
-    parser.add_argument("--noise", type=float, default=Limits.noise, help="share of the machine others may take")
+    parser.add_argument("--rounds", type=int, default=usual.rounds)
+    parser.add_argument("--patience", type=float, default=usual.patience_s, help="seconds of a peer for a case")
+    parser.add_argument("--noise", type=float, default=usual.noise, help="share of the machine others may take")
     parser.add_argument("--setting", action="append", default=[], metavar="NAME=VALUE", help="of LLM; may be repeated")
     parser.add_argument("--out", type=Path, help="JSON file; the tables go beside it as markdown")
     parser.add_argument("--folder", type=Path, default=Folders().root)

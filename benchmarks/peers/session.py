@@ -66,7 +66,7 @@ class Session:
         ours, *peers = servers
         noise = self.limits.noise
         alternation = Alternation(
-            ours, list(peers), vocab_size, self.limits, settle=lambda: settle(noise, _SETTLE_S), say=self.say
+            ours, peers, vocab_size, self.limits, settle=lambda: settle(noise, _SETTLE_S), say=self.say
         )
         for case in self.cases:
             self.say(f"{case.name}: {case.title}")

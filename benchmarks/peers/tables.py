@@ -52,8 +52,8 @@ def legend(results: Iterable[ModelResult], noise: float) -> str:
     titles = "; ".join(f"{name}: {CASES[name].title}" for name in names if name in CASES)
     dropped = sum(case.num_dropped for case in cases)
     return (
-        f"{titles}. Medians [least..most]. {dropped} rounds were dropped and repeated because other processes took more "
-        f"than {noise:.0%} of the machine; ~: kept although they did; 1st: too slow for a run after its warm-up; "
+        f"{titles}. Medians [least..most]. {dropped} rounds were dropped and repeated because other processes took "
+        f"more than {noise:.0%} of the machine; ~: kept although they did; 1st: too slow for a run after its warm-up; "
         f"!: greedy ids that are not the model's."
     )
 

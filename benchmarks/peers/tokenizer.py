@@ -54,8 +54,8 @@ def _trained(vocab_size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(_texts(), trainer)
     model = json.loads(tokenizer.to_str())["model"]
-    merges = [tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]]
-    return dict(model["vocab"]), merges
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    return dict(model["vocab"]), [(first, second) for first, second in merges]
 
 
 def _texts() -> Iterator[str]:

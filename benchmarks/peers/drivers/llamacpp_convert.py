@@ -57,7 +57,7 @@ def gguf_name(name: str) -> str:
 
 
 def with_neighbouring_pairs(words: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of a head reordered: Hugging Face keeps the two halves of a rotary pair apart, llama's graph side by side."""
+    """Rows of a head reordered: Hugging Face keeps the halves of a rotary pair apart, llama's graph side by side."""
     half = words.shape[0] // num_heads // 2
     return words.reshape(num_heads, 2, half, -1).swapaxes(1, 2).reshape(words.shape)
 

@@ -10,7 +10,7 @@ from transformers.generation import ContinuousBatchingConfig
 
 PAGE_SIZE = 256
 MOST_TOKENS = 40_000
-"""Enough for every case. Each step handles masks as large as the cache, so that a larger one would only slow it down."""
+"""Enough for every case. Each step handles masks as large as the cache: a larger one would only slow it down."""
 
 
 def load(model: str, settings: dict[str, Any]) -> Generate:
