@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from benchmarks.peers.cases import Case, prompts
 from benchmarks.peers.results import CaseResult, Comparison, Pair, Run
 from benchmarks.peers.server import Answer, ServerError
 
 Say = Callable[[str], None]
+Measured = TypeVar("Measured", Run, Pair)
 _MOST_BURSTS: Final = 10
 
 
@@ -71,7 +72,7 @@ class Alternation:
             with _noting(result.comparisons[peer.name], peer.name):
                 warm_ups[peer.name] = self._run(peer, case, "warm", 1)
         fastest_s = min(run.seconds for run in warm_ups.values())
-        result.num_bursts = min(_MOST_BURSTS, math.ceil(self._limits.least_s / fastest_s))
+        result.num_bursts = min(_MOST_BURSTS, max(1, math.ceil(self._limits.least_s / fastest_s)))
         self._rounds(case, result, warm_ups)
         result.our_parts = self._burst(self._ours, case, "split", split=True).parts
         return result
@@ -85,7 +86,7 @@ class Alternation:
                 with _noting(comparison, peer.name):
                     self._round(case, peer, number, warm_ups[peer.name], result)
             if not self._peers:
-                result.ours_alone.append(self._run(self._ours, case, f"alone/{number}", result.num_bursts))
+                result.ours_alone.append(self._alone(case, number, result))
 
     def _round(self, case: Case, peer: Answering, number: int, warm_up: Run, result: CaseResult) -> None:
         """One counted round of a peer, if it has patience for it."""
@@ -105,15 +106,28 @@ class Alternation:
 
     def _quiet_pair(self, case: Case, peer: Answering, number: int, result: CaseResult) -> Pair:
         """A peer's run and ours. Every attempt has prompts of its own, which no cache has seen."""
-        comparison = result.comparisons[peer.name]
-        while True:
-            name = f"{peer.name}/{number}/{len(comparison.dropped)}"
+
+        def attempt(repeat: int) -> Pair:
+            name = f"{peer.name}/{number}/{repeat}"
             theirs = self._run(peer, case, name, result.num_bursts)
-            pair = Pair(theirs=theirs, ours=self._run(self._ours, case, name, result.num_bursts))
-            if pair.others <= self._limits.noise or len(comparison.dropped) >= self._limits.repeats:
-                return pair
-            comparison.dropped.append(pair)
-            self._say(f"  {case.name}: round {number + 1} of {peer.name} dropped, others took {pair.others:.0%}")
+            return Pair(theirs=theirs, ours=self._run(self._ours, case, name, result.num_bursts))
+
+        return self._quiet(attempt, result.comparisons[peer.name].dropped, f"{case.name}: {peer.name}")
+
+    def _alone(self, case: Case, number: int, result: CaseResult) -> Run:
+        def attempt(repeat: int) -> Run:
+            return self._run(self._ours, case, f"alone/{number}/{repeat}", result.num_bursts)
+
+        return self._quiet(attempt, result.dropped_alone, f"{case.name}: {self._ours.name}")
+
+    def _quiet(self, attempt: Callable[[int], Measured], dropped: list[Measured], title: str) -> Measured:
+        """The first attempt that nobody disturbed, or the first after the repeats were used up."""
+        while True:
+            measured = attempt(len(dropped))
+            if measured.others <= self._limits.noise or len(dropped) >= self._limits.repeats:
+                return measured
+            dropped.append(measured)
+            self._say(f"  {title}: a round dropped, others took {measured.others:.0%} of the machine")
             self._settle()
 
     def _keep(self, case: Case, peer: Answering, pair: Pair, comparison: Comparison) -> None:

@@ -87,6 +87,7 @@ class CaseResult:
     """Bursts of a run: more than one where a burst is too short to be timed."""
     ours_alone: list[Run] = field(default_factory=list)
     """Runs without a peer, where none was asked for."""
+    dropped_alone: list[Run] = field(default_factory=list)
     our_parts: dict[str, float] = field(default_factory=dict)
     """The split of ours, from a burst of its own that was not timed."""
 
@@ -101,7 +102,7 @@ class CaseResult:
 
     @property
     def num_dropped(self) -> int:
-        return sum(len(one.dropped) for one in self.comparisons.values())
+        return len(self.dropped_alone) + sum(len(one.dropped) for one in self.comparisons.values())
 
     @property
     def best_peer(self) -> str | None:

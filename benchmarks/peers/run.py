@@ -9,6 +9,7 @@ Peers are installed by `python -m benchmarks.peers.install`; `benchmarks/peers/R
 import argparse
 import datetime
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -65,7 +66,7 @@ class Report:
         self._bandwidth_gb_s = bandwidth_gb_s
         self._facts: dict[str, Any] = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": " ".join(["python -m benchmarks.peers.run", *sys.argv[1:]]),
+            "command": shlex.join(["python", "-m", "benchmarks.peers.run", *sys.argv[1:]]),
             "commit": _commit(),
             "machine": describe_machine() | {"bandwidth_gb_s": bandwidth_gb_s},
             "limits": {"rounds": options.rounds, "patience_s": options.patience, "noise": options.noise},

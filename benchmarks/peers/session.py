@@ -29,6 +29,24 @@ _LOADS: Final = 3
 _REPOSITORY: Final = Path(__file__).parents[2]
 
 
+Ids = list[list[int]]
+Compare = Callable[[Path, Ids, Mapping[str, Ids]], dict[str, dict[str, float]]]
+"""(model, prompts, outputs by server): how each server's outputs compare with the reference's."""
+
+
+def compare_with_reference(model: Path, asked: Ids, outputs: Mapping[str, Ids]) -> dict[str, dict[str, float]]:
+    """By `reference.py`, in a process of its own: the runner itself loads no model."""
+    request = {"model": str(model), "prompts": asked, "outputs": outputs}
+    command = [sys.executable, "-m", "benchmarks.peers.reference"]
+    ended = subprocess.run(
+        command, input=json.dumps(request), capture_output=True, text=True, cwd=_REPOSITORY, check=False
+    )
+    if ended.returncode:
+        raise RuntimeError(f"the reference failed:\n{ended.stderr[-2000:]}")
+    checks: dict[str, dict[str, float]] = json.loads(ended.stdout.splitlines()[-1])
+    return checks
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """What is measured, on one model after another."""
@@ -41,6 +59,7 @@ class Session:
     ours: Mapping[str, object] = field(default_factory=dict)
     """Settings of `LLM`."""
     our_peer: Peer = OURS
+    compare: Compare = compare_with_reference
 
     def run(self, model: str, result: ModelResult, store: Callable[[], None]) -> None:
         """Fills `result`, and calls `store` after every case. Raises `ServerError` if ours fails."""
@@ -49,7 +68,7 @@ class Session:
         vocab_size = config["vocab_size"]
         result.weight_bytes = _weight_bytes(self.folders.model(model), config)
         servers: list[Server] = []
-        outputs: dict[str, list[list[int]]] = {}
+        outputs: dict[str, Ids] = {}
         try:
             for peer in (self.our_peer, *self.peers):
                 result.servers[peer.name] = self._open(peer, model, vocab_size, servers, outputs)
@@ -59,7 +78,10 @@ class Session:
         finally:
             for server in servers:
                 server.close()
-        self._check(model, vocab_size, outputs, result)
+        self.say(f"{model}: comparing greedy ids with the float32 reference")
+        checks = self.compare(self.folders.model(model), prompts(CHECK, vocab_size, "check"), outputs)
+        for name, check in checks.items():
+            result.servers[name].check = check
         store()
 
     def _measure(self, servers: list[Server], vocab_size: int, result: ModelResult, store: Callable[[], None]) -> None:
@@ -74,7 +96,7 @@ class Session:
             store()
 
     def _open(
-        self, peer: Peer, model: str, vocab_size: int, servers: list[Server], outputs: dict[str, list[list[int]]]
+        self, peer: Peer, model: str, vocab_size: int, servers: list[Server], outputs: dict[str, Ids]
     ) -> ServerFacts:
         """Starts one server and adds it to the list; one that cannot be started has its reason in the facts."""
         facts = ServerFacts()
@@ -108,22 +130,6 @@ class Session:
         needed_mib = _LOADS * weights_mib + KV_GIB * 1024
         if (there_mib := available_memory_mib()) < needed_mib:
             raise InstallationError(f"{there_mib} MiB of memory are free beside the others, {needed_mib} are wanted")
-
-    def _check(self, model: str, vocab_size: int, outputs: dict[str, list[list[int]]], result: ModelResult) -> None:
-        self.say(f"{model}: comparing greedy ids with the float32 reference")
-        request = {
-            "model": str(self.folders.model(model)),
-            "prompts": prompts(CHECK, vocab_size, "check"),
-            "outputs": outputs,
-        }
-        command = [sys.executable, "-m", "benchmarks.peers.reference"]
-        ended = subprocess.run(
-            command, input=json.dumps(request), capture_output=True, text=True, cwd=_REPOSITORY, check=False
-        )
-        if ended.returncode:
-            raise RuntimeError(f"the reference failed:\n{ended.stderr[-2000:]}")
-        for name, check in json.loads(ended.stdout.splitlines()[-1]).items():
-            result.servers[name].check = check
 
 
 def _weight_bytes(model: Path, config: Mapping[str, object]) -> int:

@@ -13,6 +13,8 @@ from benchmarks.peers.results import CaseResult, Comparison, ModelResult, Server
 
 _LEAST_FIRST_CHOICE = 0.9
 """A server below it computes something else: it is marked."""
+_MOST_CACHED_BYTES = 256 << 20
+"""Smaller weights may stay in a core's caches: memory does not bound them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Sheet:
     def rich(self) -> Table:
         table = Table(*self.columns, title=self.title, title_justify="left")
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*(cell.replace("**", "") for cell in row))
         return table
 
 
@@ -62,7 +64,7 @@ def _rates(model: str, result: ModelResult, ours: str, bandwidth_gb_s: float | N
     peers = [name for name in result.servers if name != ours]
     rows = [[f"**{ours}**", *(_spread(case.our_rate) for case in result.cases.values())]]
     rows += [[_marked(name, result), *_cells(result, name, lambda one: _spread(one.rate))] for name in peers]
-    if bandwidth_gb_s and "a" in result.cases:
+    if bandwidth_gb_s and "a" in result.cases and result.weight_bytes > _MOST_CACHED_BYTES:
         rows.append(_bandwidth_row(result, bandwidth_gb_s))
     return Sheet(f"{model}: output tokens/s", ["server", *result.cases], rows)
 

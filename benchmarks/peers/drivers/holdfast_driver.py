@@ -10,15 +10,8 @@ from holdfast import LLM, SamplingParams
 
 
 def load(model: str, settings: dict[str, Any]) -> Generate:
-    llm = LLM(
-        model,
-        dtype=settings["dtype"],
-        max_model_len=settings["max_model_len"],
-        max_num_seqs=settings["max_num_seqs"],
-        kv_cache_memory=settings["kv_cache_bytes"],
-        num_threads=settings["num_threads"],
-        **settings["ours"],
-    )
+    shared = {name: settings[name] for name in ("dtype", "max_model_len", "max_num_seqs", "num_threads")}
+    llm = LLM(model, **{**shared, "kv_cache_memory": settings["kv_cache_bytes"], **settings["ours"]})
 
     def generate(prompts: Prompts, max_tokens: int, split: bool) -> Output:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
