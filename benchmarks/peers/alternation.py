@@ -33,7 +33,7 @@ class Limits:
     """How long is measured, and how quiet it must be."""
 
     rounds: int = 3
-    patience_s: float = 30.0
+    patience_s: float = 25.0
     """A peer's time for a case, its warm-up among it: a slow one gets fewer rounds."""
     least_s: float = 0.5
     """A run has as many bursts as it takes the fastest server to last so long."""

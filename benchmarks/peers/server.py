@@ -94,7 +94,7 @@ class Server:
             raise ServerError(self.name, f"asked for {wanted}, gave {len(answer['ids'])} of lengths {lengths}")
         return Answer(ids=answer["ids"], seconds=answer["seconds"], parts=answer.get("parts", {}), usage=usage)
 
-    def idle_share(self, seconds: float = 1.0) -> float:
+    def idle_share(self, seconds: float = 0.5) -> float:
         """Share of the cores that it takes while it has nothing to do."""
         self._resume()
         watch = NoiseWatch(self.group)
