@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,7 +90,8 @@ def _make(environment: Environment, folders: Folders) -> None:
         _run([*pip, "install", environment.torch], log)
         constraints.write_text(f"torch=={_version_of('torch', python)}\n")
     source = [f"--no-binary={name}" for name in environment.from_source]
-    _run([*pip, "install", "-c", constraints, *source, *environment.requirements], log)
+    command = [*pip, "install", "-c", constraints, *source, *environment.requirements]
+    _run(command, log, variables=environment.build_variables)
     if environment.unwanted:
         _run([*pip, "uninstall", "-y", *environment.unwanted], log)
     _run([python, "-c", f"import {environment.probe}"], log)
@@ -105,13 +107,14 @@ def _version_of(package: str, python: Path) -> str:
     return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _run(command: list[Any], log: Path, cwd: Path | None = None) -> None:
+def _run(command: list[Any], log: Path, *, cwd: Path | None = None, variables: Mapping[str, str] | None = None) -> None:
     """Output goes to the log. Raises `InstallationError` with its end if the command fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or cwd is not None}
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH" or cwd is not None}
+    env = {**inherited, **(variables or {})}
     with log.open("a") as file:
         print("$", *command, file=file, flush=True)
-        ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env=variables)
+        ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=cwd, env=env)
     if ended.returncode:
         tail = log.read_text(errors="replace")[-_TAIL_CHARACTERS:]
         raise InstallationError(f"{' '.join(map(str, command))} ended with {ended.returncode}; {log} ends:\n{tail}")

@@ -23,6 +23,8 @@ class Environment:
     """Packages that come along and break it."""
     from_source: tuple[str, ...] = ()
     """Packages that are compiled here, for this machine's instructions."""
+    build_variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the installation."""
     probe: str
     """The module that must load once all is installed."""
     form: str = "models"
@@ -74,6 +76,7 @@ ENVIRONMENTS: Final = {
             name="llamacpp",
             requirements=("llama-cpp-python==0.3.36", "gguf", "numpy"),
             from_source=("llama-cpp-python",),
+            build_variables={"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"},  # half of what there is to compile, and not used
             probe="llama_cpp",
             form="gguf",
             converter="llamacpp_convert.py",
