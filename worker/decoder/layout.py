@@ -38,7 +38,8 @@ class Linear:
     weights: tuple[Tensor, ...]
     """Each [out, in], in the serving dtype; views of the checkpoint's memory where possible."""
     bias: Tensor | None = None
-    """float32 [out of all parts]. Of a row-parallel linear: whole on every rank, added once after the sum."""
+    """float32 [out of all parts]. Of a row-parallel linear: whole on every rank, added once after the sum. Of an
+    expert's `down`: part of the first slice, and so of the first rank; zeros on the others."""
 
     @property
     def out_features(self) -> int:

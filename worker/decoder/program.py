@@ -135,7 +135,6 @@ class _Provable:
         return StepBatch(
             step_id=0,
             token_ids=token_ids,
-            positions=np.arange(count),
             first_positions=np.zeros(1, dtype=np.int64),
             num_tokens=np.array([count]),
             num_draws=np.array([count]),

@@ -9,7 +9,7 @@ What may not live here: torch; the model turns arrays into tensors.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Final
 
 import numpy as np
@@ -29,8 +29,6 @@ class StepBatch:
     step_id: int
     token_ids: IntArray
     """[T]"""
-    positions: IntArray
-    """[T] absolute position of each token in its sequence."""
     first_positions: IntArray
     """[S] position of each sequence's first token of this step."""
     num_tokens: IntArray
@@ -48,6 +46,11 @@ class StepBatch:
     that tell prompt logprobs."""
     with_logits: bool = True
     """False: their argmax is enough."""
+
+    @property
+    def positions(self) -> IntArray:
+        """[T] absolute position of each token in its sequence. Computed anew each time."""
+        return counts_up(self.first_positions, self.num_tokens)
 
     def blocks_of(self, sequences: IntArray, indices: IntArray) -> IntArray:
         """For each pair: block number `index` of the sequence's table."""
@@ -84,17 +87,16 @@ class StepBatch:
     @classmethod
     def unpack(cls, packed: IntArray) -> "StepBatch":
         """The step that was packed. Its fields are views of `packed` where they can be."""
-        num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, step_id, with_logits = packed[
-            :_HEADER_WORDS
-        ].tolist()
-        lengths = [num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_prompt_rows]
-        parts = np.split(packed[_HEADER_WORDS:], np.cumsum(lengths)[:-1])
+        header = packed[:_HEADER_WORDS].tolist()
+        num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, step_id, with_logits = header
+        ends = accumulate([num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_prompt_rows])
+        bounds = pairwise([_HEADER_WORDS, *(_HEADER_WORDS + end for end in ends)])
+        parts = [packed[start:end] for start, end in bounds]
         first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, prompt_rows = parts
         drawn_rows = counts_up(np.cumsum(num_tokens) - num_draws, num_draws)
         return cls(
             step_id=step_id,
             token_ids=token_ids,
-            positions=counts_up(first_positions, num_tokens),
             first_positions=first_positions,
             num_tokens=num_tokens,
             num_draws=num_draws,

@@ -43,8 +43,8 @@ def folder_of(tmp_path_factory):
 def test_estimates_are_what_loading_finds(family, size, folder_of, monkeypatch):
     placed = [0] * size
 
-    def place(share, tensor, plain=_Share._place):
-        local = plain(share, tensor)
+    def place(share, *args, plain=_Share._place):
+        local = plain(share, *args)
         placed[share._target.group.rank] += local.nbytes
         return local
 

@@ -211,22 +211,17 @@ class _Step:
         num_wanted = len(batch.logits_rows)
         self.logits: Tensor | None = None
         self.best = np.empty(num_wanted, dtype=np.int32)
-        self._arrays = [
-            np.ascontiguousarray(array, dtype=np.int32)
-            for array in (
-                batch.token_ids,
-                batch.first_positions,
-                batch.num_tokens,
-                batch.num_blocks,
-                batch.block_ids,
-                batch.logits_rows,
-            )
-        ]
+        self._batch = batch
         self.native = HfStep(
-            *(array.ctypes.data for array in self._arrays),
+            _address(batch.token_ids),
+            _address(batch.first_positions),
+            _address(batch.num_tokens),
+            _address(batch.num_blocks),
+            _address(batch.block_ids),
+            _address(batch.logits_rows),
             None,
             None,
-            self.best.ctypes.data,
+            _address(self.best),
             None,
             layers_done,
             len(batch.token_ids),
@@ -243,6 +238,12 @@ class _Step:
         """Those of all ranks: [rows wanted, vocab_size]."""
         self.logits = torch.empty(self.native.num_wanted, vocab_size)
         self.native.all_logits = self.logits.data_ptr()
+
+
+def _address(array: np.ndarray) -> int:
+    assert array.flags.c_contiguous, "the parts of a step lie in one piece"
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def tree_sum(group: TensorParallelGroup, partial: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ _FLAGS: Final = {
     "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
 }
 _FLAGS_OF: Final = {
-    "amx": _FLAGS["avx512"] | {"amx_tile", "amx_bf16"},
+    "amx": _FLAGS["avx512"] | {"amx_tile", "amx_bf16", "avx512_bf16"},
     "avx512": _FLAGS["avx512"],
     "tiles512": _FLAGS["avx512"],
     "avx2": _FLAGS["avx2"],

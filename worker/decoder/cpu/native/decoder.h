@@ -71,7 +71,7 @@ struct HfModel {
 };
 
 struct HfStep {
-  const int *token_ids, *first_positions, *num_tokens, *num_blocks, *blocks, *wanted;
+  const long *token_ids, *first_positions, *num_tokens, *num_blocks, *blocks, *wanted;
   float* logits;     // [wanted][vocab rows], or null
   float* all_logits; // [wanted][vocab size], or null: with an exchange, those of all ranks; null or not on all alike
   int* best;         // [wanted]: the token of the row's largest logit; -1: not all are finite. With an exchange, of all

@@ -131,15 +131,17 @@ template <class W> class Decoder {
   // Takes the step; the arrays behind it stay valid until its last segment has run.
   void begin(const HfStep& next) {
     step = next;
-    positions.resize(step.num_rows), sequence_of.resize(step.num_rows), sequences.clear(), units.clear();
+    sequences.clear(), units.clear();
     int row = 0, last = 0;
-    const int* blocks = step.blocks;
+    long num_blocks = 0;
+    for (int i = 0; i < step.num_sequences; i++) num_blocks += step.num_blocks[i];
+    block_ids.assign(step.blocks, step.blocks + num_blocks);
+    const int* blocks = block_ids.data();
     decodes_alone = true;
     for (int i = 0; i < step.num_sequences; i++) {
-      SequenceView seq = {row, step.first_positions[i], step.num_tokens[i], blocks};
+      SequenceView seq = {row, (int)step.first_positions[i], (int)step.num_tokens[i], blocks};
       sequences.push_back(seq);
       blocks += step.num_blocks[i];
-      for (int t = 0; t < seq.num_tokens; t++) positions[row + t] = seq.first_position + t, sequence_of[row + t] = i;
       for (int t = 0; t < seq.num_tokens;) {  // runs of tokens that share 32 positions
         int end = std::min(seq.num_tokens, t + 32 - (seq.first_position + t) % 32);
         units.push_back({i, t, end});
@@ -257,7 +259,7 @@ template <class W> class Decoder {
     return !exchange || summed_tasks(t, t.num_rows, [&](int r) { sum_over_ranks(t.sum, r, x.row(r)); });
   }
   void embed_row(int r, float* out) {
-    int row = step.token_ids[r] - m.first_vocab_row;
+    int row = (int)step.token_ids[r] - m.first_vocab_row;
     bool mine = row >= 0 && row < m.vocab_rows;
     const W* vector = (const W*)m.embedding + (mine ? (long)row * m.hidden : 0);
     int i = 0;
@@ -726,7 +728,7 @@ template <class W> class Decoder {
   Exchange::Sum last_sum = 0;
   std::unique_ptr<Exchange> exchange;  // or none
   bool decodes_alone = false;
-  std::vector<int> positions, sequence_of;
+  std::vector<int> block_ids;
   std::vector<SequenceView> sequences;
   std::vector<Unit> units;
   std::vector<std::unique_ptr<Local>> local;
