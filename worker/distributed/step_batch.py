@@ -1,7 +1,7 @@
 """Step batch: a plan as arrays, in the form in which the leader broadcasts a step to the other ranks.
 
-    packed:  [S, T, B, C, P, step id | S first positions | S token counts | S draw counts | S block counts | T ids |
-              B blocks | C sources | C destinations | C slot counts | P rows]
+    packed:  [S, T, B, C, P, step id, with logits | S first positions | S token counts | S draw counts |
+              S block counts | T ids | B blocks | C sources | C destinations | C slot counts | P rows]
 
 It is one int64 array. C, the block copies, and P, the rows that give prompt log-probabilities, are nearly always 0.
 What may not live here: torch; the model turns arrays into tensors.
@@ -19,7 +19,7 @@ from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan
 
 IntArray = NDArray[np.int64]
 
-_HEADER_WORDS: Final = 6
+_HEADER_WORDS: Final = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,8 @@ class StepBatch:
     logits_rows: IntArray
     """[R] rows among T whose logits are wanted: all that are drawn from, in the order of the plan, and after them all
     that tell prompt logprobs."""
+    with_logits: bool = True
+    """False: their argmax is enough."""
 
     @property
     def positions(self) -> IntArray:
@@ -57,7 +59,7 @@ class StepBatch:
         return blocks
 
     @staticmethod
-    def pack(plan: StepPlan) -> IntArray:
+    def pack(plan: StepPlan, *, with_logits: bool = True) -> IntArray:
         """The array that `unpack` reads. Its first word is at least 1: other messages may begin with 0 or less."""
         sequences = plan.sequences
         tokens = _concatenated(sequence.token_ids for sequence in sequences)
@@ -77,6 +79,7 @@ class StepBatch:
             len(plan.block_copies),
             len(prompt_rows),
             plan.step_id,
+            with_logits,
         )
         words = np.fromiter(chain(header, *per_sequence), dtype=np.int64)
         return np.concatenate((words, tokens, blocks, copies, prompt_rows))
@@ -85,7 +88,7 @@ class StepBatch:
     def unpack(cls, packed: IntArray) -> "StepBatch":
         """The step that was packed. Its fields are views of `packed` where they can be."""
         header = packed[:_HEADER_WORDS].tolist()
-        num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, step_id = header
+        num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, step_id, with_logits = header
         ends = accumulate([num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_prompt_rows])
         bounds = pairwise([_HEADER_WORDS, *(_HEADER_WORDS + end for end in ends)])
         parts = [packed[start:end] for start, end in bounds]
@@ -101,6 +104,7 @@ class StepBatch:
             num_blocks=num_blocks,
             block_copies=copies.reshape(3, num_copies),
             logits_rows=np.concatenate((drawn_rows, prompt_rows)) if num_prompt_rows else drawn_rows,
+            with_logits=bool(with_logits),
         )
 
 

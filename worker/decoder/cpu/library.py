@@ -111,6 +111,7 @@ def _declared(library: CDLL) -> CDLL:
     _declare(library, "hf_decoder_partial", c_void_p, c_void_p)
     _declare(library, "hf_decoder_residual", c_void_p, c_void_p)
     _declare(library, "hf_decoder_stride", c_long, c_void_p)
+    _declare(library, "hf_exchange_bytes", c_long, c_int, c_long, c_int)
     _declare(library, "hf_product", None, POINTER(HfLinear), c_int, c_void_p, c_long, c_int, c_void_p)
     _declare(library, "hf_function", None, c_int, c_void_p, c_void_p, c_long)
     return library
