@@ -1,38 +1,14 @@
 // Attention straight from the pages of the KV cache, in tiles of 64 keys from position 0.
 //
-// A page belongs to one block and one KV head: keys [block / 16][dims / 32][16 pairs of dims][16 keys][2], then values
-// [block / span][dims / 16][span / 2 pairs of keys][16 dims][2], with spans of 32 keys, or 16 where blocks are that small: tiles
-// as they are multiplied. A row is a token and a query head. What it computes depends on its own position alone: the tiles
+// A row is a token and a query head. What it computes depends on its own position alone: the tiles
 // start at fixed positions, a tile that it does not see leaves it as it is, and contexts longer than `SPLIT` keys are
 // cut at fixed places, each part summed by itself (by any thread) and merged in order.
 #pragma once
-#include "functions.h"
-#include "linear.h"
+#include "pages.h"
 
 namespace {
 
-enum { KEYS = 64, QUERY_ROWS = 64, MAX_HEAD = 256, SPLIT = 1024, SUB_PAGE = 16 };
-
-struct HeadShape {
-  int num_heads, num_kv_heads, head_dim;
-  int key_tiles, value_tiles;  // tiles of 32 and of 16 dimensions
-  int block_size, span;        // keys of a page, and of a tile of its values
-  int window;                  // keys that a query sees; 0: all
-  float scale, softcap;        // scale of scores in units of log2; softcap 0: none (then scores are tanh'ed at `cap_scale`)
-  float cap_scale;
-  const float* sinks;
-  int group() const { return num_heads / num_kv_heads; }
-  int padded() const { return key_tiles * 32; }
-  int value_dims() const { return value_tiles * 16; }
-  long key_elements() const { return (long)block_size * padded(); }
-  long page_elements() const { return key_elements() + (long)block_size * value_dims(); }
-};
-
-// One sequence of a step, as attention sees it.
-struct SequenceView {
-  int first_row, first_position, num_tokens;
-  const int* blocks;
-};
+enum { KEYS = 64, QUERY_ROWS = 64, SPLIT = 1024 };
 
 // What rows have summed so far: the largest score, the sum of powers (16 partial sums), and the weighted values.
 struct Softmax {
@@ -51,37 +27,6 @@ template <class W> struct AttentionScratch {
   alignas(64) float weight_floats[QUERY_ROWS * KEYS];
   alignas(64) W joined[TILE];
 };
-
-template <class W> struct Pages {
-  const W* base;  // of this layer
-  HeadShape shape;
-  const W* page(int block, int kv_head) const {
-    return base + ((long)block * shape.num_kv_heads + kv_head) * shape.page_elements();
-  }
-};
-
-// The tile of 16 keys (a sub-page) at position `key`, dimensions 32 * d onwards.
-template <class W> HF_INLINE const W* key_tile(const Pages<W>& pages, const SequenceView& seq, int kv_head, int key) {
-  int in_block = key % pages.shape.block_size;
-  return pages.page(seq.blocks[key / pages.shape.block_size], kv_head) + (long)in_block / SUB_PAGE * pages.shape.key_tiles * TILE;
-}
-template <class W> HF_INLINE const W* value_span(const Pages<W>& pages, const SequenceView& seq, int kv_head, int key) {
-  const HeadShape& s = pages.shape;
-  int in_block = key % s.block_size;
-  return pages.page(seq.blocks[key / s.block_size], kv_head) + s.key_elements() +
-         (long)in_block / s.span * s.span * s.value_dims();
-}
-// The values of 32 keys from `key` on, 16 dimensions: a tile. Two spans of 16 are put together; `num_keys` of them exist.
-template <class W>
-HF_INLINE const W* value_tile(const Pages<W>& pages, const SequenceView& seq, int kv_head, int key, int num_keys, int dims, W* joined) {
-  const W* first = value_span(pages, seq, kv_head, key) + (long)dims * pages.shape.span * 16;
-  if (pages.shape.span == 32) return first;
-  memcpy(joined, first, TILE / 2 * sizeof(W));
-  if (num_keys > 16)
-    memcpy(joined + TILE / 2, value_span(pages, seq, kv_head, key + 16) + (long)dims * 16 * 16, TILE / 2 * sizeof(W));
-  else memset((void*)(joined + TILE / 2), 0, TILE / 2 * sizeof(W));
-  return joined;
-}
 
 // out [rows][16 of `out_stride`] = (or +=) floats [rows][32] times one tile, in the order of `tiles.h`.
 template <class W, bool ADD>
@@ -172,9 +117,12 @@ HF_INLINE void add_values(Tiles& t, AttentionScratch<W>& a, const Pages<W>& page
         int at = key + 32 * s, have = num_keys - 32 * s;
         tile_load<4>(t, a.weights + row * KEYS + 32 * s, KEYS * 2);
         tile_load<6>(t, value_tile(pages, seq, kv_head, at, have, v, a.joined), 64), tile_product<0, 4, 6>(t);
-        if (some > 1) tile_load<7>(t, value_tile(pages, seq, kv_head, at, have, v + 1, a.joined), 64), tile_product<1, 4, 7>(t);
-        if (some > 2) tile_load<6>(t, value_tile(pages, seq, kv_head, at, have, v + 2, a.joined), 64), tile_product<2, 4, 6>(t);
-        if (some > 3) tile_load<7>(t, value_tile(pages, seq, kv_head, at, have, v + 3, a.joined), 64), tile_product<3, 4, 7>(t);
+        if (some > 1)
+          tile_load<7>(t, value_tile(pages, seq, kv_head, at, have, v + 1, a.joined), 64), tile_product<1, 4, 7>(t);
+        if (some > 2)
+          tile_load<6>(t, value_tile(pages, seq, kv_head, at, have, v + 2, a.joined), 64), tile_product<2, 4, 6>(t);
+        if (some > 3)
+          tile_load<7>(t, value_tile(pages, seq, kv_head, at, have, v + 3, a.joined), 64), tile_product<3, 4, 7>(t);
       }
       tile_store<0>(t, out, dims * 4);
       if (some > 1) tile_store<1>(t, out + 16, dims * 4);
@@ -198,7 +146,8 @@ HF_INLINE int first_key(const HeadShape& shape, int position) {
 
 // Turns the scores of one tile into weights, and scales what the rows have summed where a larger score came up.
 template <class W>
-HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const int* positions, Softmax& sum, int row, int count, int key) {
+HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const int* positions, Softmax& sum, int row,
+                          int count, int key) {
   alignas(64) float change[16] = {}, factor[16];
   int firsts[16], ends[16];
   float scale = shape.softcap > 0 ? 1.0f : shape.scale;
@@ -305,8 +254,9 @@ template <class W> struct QueryRows {
 };
 
 template <class W>
-HF_INLINE void gather_queries(AttentionScratch<W>& a, const HeadShape& s, const SequenceView& seq, int kv_head, int first, int count,
-                              const typename InputOf<W>::Type* queries, long stride, QueryRows<W>& rows) {
+HF_INLINE void gather_queries(AttentionScratch<W>& a, const HeadShape& s, const SequenceView& seq, int kv_head,
+                              int first, int count, const typename InputOf<W>::Type* queries, long stride,
+                              QueryRows<W>& rows) {
   rows.count = count;
   for (int r = 0; r < count; r++) {
     int row = first + r, token = row / s.group(), head = kv_head * s.group() + row % s.group();

@@ -47,7 +47,8 @@ struct HfLayer {
   const float* sinks;
   void* pages;
   float scaling, softcap, residual_scale;
-  int num_heads, num_kv_heads, head_dim, heads_per_slice, window, rotary, head_norms, parallel;  // head_norms: see `HeadNorms`
+  int num_heads, num_kv_heads, head_dim, heads_per_slice, window, rotary, head_norms,
+      parallel;  // head_norms: see `HeadNorms`
 };
 
 // Memory that all ranks of a replica have mapped, zeros at first, and what each of them knows of the others.
@@ -66,18 +67,19 @@ struct HfModel {
   HfLinear head;
   const HfExchange* exchange;  // null: a step stops where a sum over ranks is due
   float embedding_scale, logit_scale, logit_softcap;
-  int num_layers, num_rotaries, hidden, first_vocab_row, vocab_rows, vocab_size;  // rows: of this rank; the last ranks' may lie beyond the vocabulary
+  int num_layers, num_rotaries, hidden, first_vocab_row, vocab_rows,
+      vocab_size;  // rows: of this rank; the last ranks' may lie beyond the vocabulary
   int max_rows, block_size, tensor_parallel_size;
 };
 
 struct HfStep {
   const long *token_ids, *first_positions, *num_tokens, *num_blocks, *blocks, *wanted;
-  float* logits;     // [wanted][vocab rows], or null
-  float* all_logits; // [wanted][vocab size], or null: with an exchange, those of all ranks; null or not on all alike
-  int* best;         // [wanted]: the token of the row's largest logit; -1: not all are finite. With an exchange, of all
-                     // ranks, unless there are logits; without, a column of this rank
-  float* best_value; // [wanted]
-  long* progress;    // counts layers
+  float* logits;      // [wanted][vocab rows], or null
+  float* all_logits;  // [wanted][vocab size], or null: with an exchange, those of all ranks; null or not on all alike
+  int* best;  // [wanted]: the token of the row's largest logit; -1: not all are finite. With an exchange, of all
+              // ranks, unless there are logits; without, a column of this rank
+  float* best_value;  // [wanted]
+  long* progress;     // counts layers
   int num_rows, num_sequences, num_wanted;
   int first_layer;  // where the step begins: 0, but for a proof of one layer
 };

@@ -4,6 +4,9 @@
 //   avx2      likewise, with registers of half the width
 //   tiles512, tiles2: as amx, with the tiles in software on avx512 or avx2 (tests, on machines without AMX)
 // All give the same bits.
+#include "attention_half.h"
+#include "head.h"
+#include "mlp_half.h"
 #include "step.h"
 
 namespace {
@@ -40,7 +43,8 @@ template <class W> void multiply(const HfLinear& linear, const void* rows, long 
     InputRows<W> input = input_rows<W>(*scratch, (const Input*)rows + first * stride, stride, some, w.row_length());
     for (int g = 0; g < w.groups; g++) {
       product(*scratch, w, g, input, scratch->sums);
-      for (int r = 0; r < some; r++) memcpy(out + ((long)(first + r) * w.groups + g) * GROUP, scratch->sums + r * GROUP, GROUP * 4);
+      for (int r = 0; r < some; r++)
+        memcpy(out + ((long)(first + r) * w.groups + g) * GROUP, scratch->sums + r * GROUP, GROUP * 4);
     }
   }
   release_tiles(scratch->tiles);
@@ -61,9 +65,7 @@ void* hf_decoder_create(const HfModel* model, int dtype, holdfast::Pool* pool) {
     if (dtype == BFLOAT16) return static_cast<AnyDecoder*>(new TypedDecoder<Bf16>(*model, pool));
     if (dtype == FLOAT16) return static_cast<AnyDecoder*>(new TypedDecoder<Half>(*model, pool));
     return static_cast<AnyDecoder*>(new TypedDecoder<float>(*model, pool));
-  } catch (const std::bad_alloc&) {
-    return nullptr;
-  }
+  } catch (const std::bad_alloc&) { return nullptr; }
 }
 void hf_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
 void hf_decoder_begin(void* decoder, const HfStep* step) { ((AnyDecoder*)decoder)->begin(*step); }
@@ -92,8 +94,8 @@ void hf_product(const HfLinear* linear, int dtype, const void* rows, long stride
 void hf_function(int which, const float* x, float* out, long n) {
   FlushedDenormals flushed;
   static Lanes (*const functions[])(Lanes) = {
-      [](Lanes v) { return exp2_of(v); }, [](Lanes v) { return exp_of(v); },  [](Lanes v) { return sigmoid_of(v); },
-      [](Lanes v) { return tanh_of(v); }, [](Lanes v) { return erf_of(v); },  [](Lanes v) { return silu_of(v); },
+      [](Lanes v) { return exp2_of(v); }, [](Lanes v) { return exp_of(v); },      [](Lanes v) { return sigmoid_of(v); },
+      [](Lanes v) { return tanh_of(v); }, [](Lanes v) { return erf_of(v); },      [](Lanes v) { return silu_of(v); },
       [](Lanes v) { return gelu_of(v); }, [](Lanes v) { return gelu_tanh_of(v); }};
   if (which < 8) {
     for (long i = 0; i < n; i += 16) store(out + i, functions[which](load(x + i)));

@@ -10,12 +10,18 @@
 
 namespace {
 
-struct Bf16 { uint16_t bits; };
-struct Half { uint16_t bits; };
+struct Bf16 {
+  uint16_t bits;
+};
+struct Half {
+  uint16_t bits;
+};
 
 #ifdef __AVX512F__
 
-struct Lanes { __m512 v; };
+struct Lanes {
+  __m512 v;
+};
 
 HF_INLINE Lanes load(const float* p) { return {_mm512_loadu_ps(p)}; }
 HF_INLINE void store(float* p, Lanes a) { _mm512_storeu_ps(p, a.v); }
@@ -33,7 +39,8 @@ HF_INLINE Lanes rounded(Lanes a) { return {_mm512_roundscale_ps(a.v, 8)}; }
 HF_INLINE Lanes absolute(Lanes a) { return {_mm512_abs_ps(a.v)}; }
 HF_INLINE Lanes with_sign_of(Lanes a, Lanes sign) {
   __m512i mask = _mm512_set1_epi32(0x80000000);
-  return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(mask, _mm512_castps_si512(sign.v), _mm512_castps_si512(a.v), 0xca))};
+  return {_mm512_castsi512_ps(
+      _mm512_ternarylogic_epi32(mask, _mm512_castps_si512(sign.v), _mm512_castps_si512(a.v), 0xca))};
 }
 // a * 2^n for whole n up to 127 and a of 0.7 to 1.42; 0 where it is below the smallest normal number.
 HF_INLINE Lanes times_power(Lanes a, Lanes n) { return {_mm512_scalef_ps(a.v, n.v)}; }
@@ -48,9 +55,7 @@ HF_INLINE Lanes keep_range(Lanes a, int first, int end, Lanes other) {
   return {_mm512_mask_mov_ps(other.v, (__mmask16)(below_end & ~below_first), a.v)};
 }
 HF_INLINE __m256 low_half(Lanes a) { return _mm512_castps512_ps256(a.v); }
-HF_INLINE __m256 high_half(Lanes a) {
-  return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
-}
+HF_INLINE __m256 high_half(Lanes a) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1)); }
 HF_INLINE Lanes load(const Bf16* p) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
@@ -94,59 +99,70 @@ HF_INLINE Wide odd_of(const Half* p) {
 
 #else  // AVX2 with FMA and F16C
 
-struct Lanes { __m256 a, b; };
-#define HF_BOTH(low, high) { return {low, high}; }
+struct Lanes {
+  __m256 a, b;
+};
+#define HF_BOTH(low, high) \
+  { return {low, high}; }
 
-HF_INLINE Lanes load(const float* p) HF_BOTH(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8))
-HF_INLINE void store(float* p, Lanes x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
-HF_INLINE Lanes all(float x) HF_BOTH(_mm256_set1_ps(x), _mm256_set1_ps(x))
-HF_INLINE Lanes zero() HF_BOTH(_mm256_setzero_ps(), _mm256_setzero_ps())
-HF_INLINE Lanes operator+(Lanes x, Lanes y) HF_BOTH(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b))
-HF_INLINE Lanes operator-(Lanes x, Lanes y) HF_BOTH(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b))
-HF_INLINE Lanes operator*(Lanes x, Lanes y) HF_BOTH(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b))
-HF_INLINE Lanes operator/(Lanes x, Lanes y) HF_BOTH(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b))
-HF_INLINE Lanes fma(Lanes x, Lanes y, Lanes z) HF_BOTH(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b))
-HF_INLINE Lanes minus_fma(Lanes x, Lanes y, Lanes z)
-    HF_BOTH(_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b))
-HF_INLINE Lanes larger(Lanes x, Lanes y) HF_BOTH(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b))
-HF_INLINE Lanes smaller(Lanes x, Lanes y) HF_BOTH(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b))
-HF_INLINE Lanes rounded(Lanes x) HF_BOTH(_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8))
-HF_INLINE __m256 sign_mask() { return _mm256_set1_ps(-0.0f); }
-HF_INLINE Lanes absolute(Lanes x) HF_BOTH(_mm256_andnot_ps(sign_mask(), x.a), _mm256_andnot_ps(sign_mask(), x.b))
-HF_INLINE __m256 signed8(__m256 x, __m256 sign) {
+HF_INLINE Lanes load(const float* p) HF_BOTH(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)) HF_INLINE
+    void store(float* p, Lanes x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+HF_INLINE Lanes all(float x) HF_BOTH(_mm256_set1_ps(x), _mm256_set1_ps(x)) HF_INLINE Lanes zero()
+    HF_BOTH(_mm256_setzero_ps(), _mm256_setzero_ps()) HF_INLINE Lanes operator+(Lanes x, Lanes y)
+        HF_BOTH(_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)) HF_INLINE Lanes operator-(Lanes x, Lanes y)
+            HF_BOTH(_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)) HF_INLINE Lanes operator*(Lanes x, Lanes y)
+                HF_BOTH(_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)) HF_INLINE Lanes operator/(Lanes x, Lanes y)
+                    HF_BOTH(_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)) HF_INLINE Lanes
+    fma(Lanes x, Lanes y, Lanes z)
+        HF_BOTH(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)) HF_INLINE Lanes
+    minus_fma(Lanes x, Lanes y, Lanes z)
+        HF_BOTH(_mm256_fnmadd_ps(x.a, y.a, z.a), _mm256_fnmadd_ps(x.b, y.b, z.b)) HF_INLINE Lanes
+    larger(Lanes x, Lanes y) HF_BOTH(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)) HF_INLINE Lanes
+    smaller(Lanes x, Lanes y) HF_BOTH(_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)) HF_INLINE Lanes rounded(Lanes x)
+        HF_BOTH(_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)) HF_INLINE __m256 sign_mask() {
+  return _mm256_set1_ps(-0.0f);
+}
+HF_INLINE Lanes absolute(Lanes x)
+    HF_BOTH(_mm256_andnot_ps(sign_mask(), x.a), _mm256_andnot_ps(sign_mask(), x.b)) HF_INLINE __m256
+    signed8(__m256 x, __m256 sign) {
   return _mm256_or_ps(_mm256_andnot_ps(sign_mask(), x), _mm256_and_ps(sign_mask(), sign));
 }
-HF_INLINE Lanes with_sign_of(Lanes x, Lanes s) HF_BOTH(signed8(x.a, s.a), signed8(x.b, s.b))
-HF_INLINE __m256 times_power8(__m256 x, __m256 n) {
+HF_INLINE Lanes with_sign_of(Lanes x, Lanes s) HF_BOTH(signed8(x.a, s.a), signed8(x.b, s.b)) HF_INLINE __m256
+    times_power8(__m256 x, __m256 n) {
   // In two steps, so that 2^n is a normal number; the second one flushes what is too small.
   __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), rest = _mm256_sub_epi32(whole, half);
   __m256i bias = _mm256_set1_epi32(127);
   x = _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23)));
   return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23)));
 }
-HF_INLINE Lanes times_power(Lanes x, Lanes n) HF_BOTH(times_power8(x.a, n.a), times_power8(x.b, n.b))
-HF_INLINE __m256 where_above8(__m256 y, __m256 limit, __m256 a, __m256 b) {
+HF_INLINE Lanes times_power(Lanes x, Lanes n) HF_BOTH(times_power8(x.a, n.a), times_power8(x.b, n.b)) HF_INLINE __m256
+    where_above8(__m256 y, __m256 limit, __m256 a, __m256 b) {
   return _mm256_blendv_ps(b, a, _mm256_cmp_ps(y, limit, _CMP_GT_OQ));
 }
 HF_INLINE Lanes where_above(Lanes y, Lanes limit, Lanes a, Lanes b)
-    HF_BOTH(where_above8(y.a, limit.a, a.a, b.a), where_above8(y.b, limit.b, a.b, b.b))
-HF_INLINE __m256 keep_range8(__m256 x, int first, int end, __m256 other) {
+    HF_BOTH(where_above8(y.a, limit.a, a.a, b.a), where_above8(y.b, limit.b, a.b, b.b)) HF_INLINE __m256
+    keep_range8(__m256 x, int first, int end, __m256 other) {
   __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   __m256i before_end = _mm256_cmpgt_epi32(_mm256_set1_epi32(end), lane);
   __m256i before_first = _mm256_cmpgt_epi32(_mm256_set1_epi32(first), lane);
   return _mm256_blendv_ps(other, x, _mm256_castsi256_ps(_mm256_andnot_si256(before_first, before_end)));
 }
 HF_INLINE Lanes keep_range(Lanes x, int first, int end, Lanes other)
-    HF_BOTH(keep_range8(x.a, first, end, other.a), keep_range8(x.b, first - 8, end - 8, other.b))
-HF_INLINE __m256 low_half(Lanes x) { return x.a; }
+    HF_BOTH(keep_range8(x.a, first, end, other.a), keep_range8(x.b, first - 8, end - 8, other.b)) HF_INLINE __m256
+    low_half(Lanes x) {
+  return x.a;
+}
 HF_INLINE __m256 high_half(Lanes x) { return x.b; }
 HF_INLINE __m256 widened(const Bf16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
-HF_INLINE Lanes load(const Bf16* p) HF_BOTH(widened(p), widened(p + 8))
-HF_INLINE __m256 widened(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-HF_INLINE Lanes load(const Half* p) HF_BOTH(widened(p), widened(p + 8))
-HF_INLINE __m256i to_bf16(__m256 x) {
+HF_INLINE Lanes load(const Bf16* p) HF_BOTH(widened(p), widened(p + 8)) HF_INLINE __m256 widened(const Half* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+HF_INLINE Lanes load(const Half* p) HF_BOTH(widened(p), widened(p + 8)) HF_INLINE __m256i to_bf16(__m256 x) {
   __m256i bits = _mm256_castps_si256(x);
   __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(_mm256_set1_epi32(0x7fff), odd));
@@ -191,6 +207,11 @@ HF_INLINE Wide odd_of(const Half* p) {
 
 HF_INLINE Wide even_of(const float* p) { return wide_load(p); }
 HF_INLINE Wide odd_of(const float* p) { return wide_load(p + 16); }
+
+// The first `left` of sixteen numbers, zeros behind them; all sixteen are readable.
+HF_INLINE Lanes tail_of(const float* p, int left) {
+  return left >= 16 ? load(p) : keep_range(load(p), 0, left, zero());
+}
 
 HF_INLINE float sum4(__m128 q) {
   q = _mm_add_ps(q, _mm_movehl_ps(q, q));

@@ -16,8 +16,12 @@ namespace {
 enum { GROUP = 64, MAX_ROWS = 256, BLOCK_ROWS = 32, TILE = 512, K_TILE = 32, MAX_LEVELS = 4 };
 const int PREFETCH_BYTES = 2048;
 
-template <class W> struct InputOf { typedef float Type; };  // what rows of a linear are stored as
-template <> struct InputOf<Bf16> { typedef Bf16 Type; };
+template <class W> struct InputOf {
+  typedef float Type;
+};  // what rows of a linear are stored as
+template <> struct InputOf<Bf16> {
+  typedef Bf16 Type;
+};
 
 template <class W> struct Packed {
   const W* tiles;
@@ -50,7 +54,8 @@ HF_INLINE const float* pair_at(const float* tile, int pair, int col) { return ti
 
 // sums[R][C registers] += rows [R][k tiles] times columns `col` onwards of the panel pair at `w`, by FMA.
 template <class W, int R, int C>
-HF_INLINE void fma_block(const float* rows, long stride, const W* w, int k_tiles, int col, int first, int end, float* sums) {
+HF_INLINE void fma_block(const float* rows, long stride, const W* w, int k_tiles, int col, int first, int end,
+                         float* sums) {
   Wide total[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) total[r][c] = wide_zero();
@@ -105,7 +110,8 @@ HF_INLINE void prefetch_tile(const Bf16* tile) {
 }
 
 // Up to 16 rows and 64 columns: four accumulators side by side.
-HF_INLINE void tiles_1x4(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int k_tiles, int first, int end, float* sums) {
+HF_INLINE void tiles_1x4(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int k_tiles, int first, int end,
+                         float* sums) {
   const Bf16 *left = w + (long)first * 2 * TILE, *right = left + (long)k_tiles * 2 * TILE;
   tile_zero<0>(t), tile_zero<1>(t), tile_zero<2>(t), tile_zero<3>(t);
   for (int k = first; k < end; k++, left += 2 * TILE, right += 2 * TILE) {
@@ -149,7 +155,8 @@ HF_INLINE void tiles_1x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w,
 }
 
 // Any number of rows: 32 columns of weights stay in the cache while the rows pass.
-void tile_rows(Tiles& t, const Bf16* rows, long stride, int count, const Bf16* w, int k_tiles, int first, int end, float* sums) {
+void tile_rows(Tiles& t, const Bf16* rows, long stride, int count, const Bf16* w, int k_tiles, int first, int end,
+               float* sums) {
   if (count <= 16) {
     shape_tiles(t, LINEAR, count, count);
     tiles_1x4(t, rows, stride, w, k_tiles, first, end, sums);
@@ -206,7 +213,8 @@ void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputR
   int first = slice * w.slice_tiles, end = first + w.slice_tiles;
 #ifdef HF_TILES
   if constexpr (sizeof(W) == 2 && sizeof(*in.rows) == 2)
-    if (!in.floats) return tile_rows(scratch.tiles, in.rows, in.stride, in.count, w.group(group), w.k_tiles(), first, end, sums);
+    if (!in.floats)
+      return tile_rows(scratch.tiles, in.rows, in.stride, in.count, w.group(group), w.k_tiles(), first, end, sums);
 #endif
   fma_rows<W>(in.floats, in.float_stride, in.count, w.group(group), w.k_tiles(), first, end, sums);
 }

@@ -10,10 +10,10 @@
 namespace {
 
 struct Source {
-  const char* const* rows;  // [outputs]: where each row of inputs begins, or null for a row of zeros
-  long inputs;              // elements of a row
-  int slices, slice_length; // real inputs of a slice
-  int slice_tiles, bytes;   // k tiles of a padded slice, bytes of an element
+  const char* const* rows;   // [outputs]: where each row of inputs begins, or null for a row of zeros
+  long inputs;               // elements of a row
+  int slices, slice_length;  // real inputs of a slice
+  int slice_tiles, bytes;    // k tiles of a padded slice, bytes of an element
 };
 
 // A tile: inputs [k, k + 32) of a slice for outputs [n, n + 16).
@@ -32,7 +32,11 @@ void pack_tile(const Source& s, long slice, int tile, long n, char* out) {
   }
 }
 
-struct Job { Source source; long panels; char* out; };
+struct Job {
+  Source source;
+  long panels;
+  char* out;
+};
 
 void pack_all(const void* argument, holdfast::Run& run) {
   const Job job = *(const Job*)argument;
@@ -41,14 +45,15 @@ void pack_all(const void* argument, holdfast::Run& run) {
   holdfast::tasks(run, (int)job.panels, [&](int panel) {  // 32 outputs
     char* out = job.out + panel * tiles * 1024 * s.bytes;
     for (long t = 0; t < tiles; t++)
-      for (int half = 0; half < 2; half++, out += 512 * s.bytes) pack_tile(s, t / s.slice_tiles, (int)(t % s.slice_tiles), panel * 32L + half * 16, out);
+      for (int half = 0; half < 2; half++, out += 512 * s.bytes)
+        pack_tile(s, t / s.slice_tiles, (int)(t % s.slice_tiles), panel * 32L + half * 16, out);
   });
 }
 
 }  // namespace
 
-extern "C" int hf_pack(holdfast::Pool* pool, const char* const* rows, long outputs, int slices, int slice_length, int slice_tiles, int bytes,
-                       char* out) {
+extern "C" int hf_pack(holdfast::Pool* pool, const char* const* rows, long outputs, int slices, int slice_length,
+                       int slice_tiles, int bytes, char* out) {
   Job job = {{rows, (long)slices * slice_length, slices, slice_length, slice_tiles, bytes}, outputs / 32, out};
   return holdfast::run(pool, pack_all, &job);
 }
@@ -63,8 +68,7 @@ extern "C" const char* hf_digest() { return HF_DIGEST; }
 
 // Sizes of the structures, in the order of `structures.py`.
 extern "C" void hf_sizes(int* out) {
-  const int sizes[] = {sizeof(HfLinear), sizeof(HfNorm),  sizeof(HfMlp),   sizeof(HfExperts),
-                       sizeof(HfRotary), sizeof(HfLayer), sizeof(HfExchange), sizeof(HfModel),
-                       sizeof(HfStep)};
+  const int sizes[] = {sizeof(HfLinear), sizeof(HfNorm),     sizeof(HfMlp),   sizeof(HfExperts), sizeof(HfRotary),
+                       sizeof(HfLayer),  sizeof(HfExchange), sizeof(HfModel), sizeof(HfStep)};
   memcpy(out, sizes, sizeof sizes);
 }

@@ -8,13 +8,22 @@ namespace {
 
 #if defined(HF_AMX)
 
-struct Tiles { int shape = 0; };
+struct Tiles {
+  int shape = 0;
+};
 
-struct alignas(64) TileConfig { uint8_t palette, start_row, reserved[14]; uint16_t bytes_per_row[16]; uint8_t rows[16]; };
+struct alignas(64) TileConfig {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t bytes_per_row[16];
+  uint8_t rows[16];
+};
 
 // Not the intrinsic: GCC 12 tells its optimizer that 8 of the 64 bytes are read, and drops the stores to the others.
 HF_INLINE void load_config(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
-HF_INLINE void release_tiles(Tiles& tiles) { asm volatile("tilerelease"); tiles.shape = 0; }
+HF_INLINE void release_tiles(Tiles& tiles) {
+  asm volatile("tilerelease");
+  tiles.shape = 0;
+}
 template <int T> HF_INLINE void tile_zero(Tiles&) { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
 template <int T> HF_INLINE void tile_load(Tiles&, const void* p, long stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(T) : "memory");
@@ -28,14 +37,23 @@ template <int C, int A, int B> HF_INLINE void tile_product(Tiles&) {
 
 #elif defined(HF_SOFTWARE_TILES)
 
-struct TileConfig { uint8_t palette, start_row; uint16_t bytes_per_row[16]; uint8_t rows[16]; };
-struct Tiles { int shape = 0; TileConfig config; alignas(64) unsigned char bytes[8][16][64]; };
+struct TileConfig {
+  uint8_t palette, start_row;
+  uint16_t bytes_per_row[16];
+  uint8_t rows[16];
+};
+struct Tiles {
+  int shape = 0;
+  TileConfig config;
+  alignas(64) unsigned char bytes[8][16][64];
+};
 
 HF_INLINE void release_tiles(Tiles& tiles) { tiles.shape = 0; }
 template <int T> void tile_zero(Tiles& t) { memset(t.bytes[T], 0, sizeof t.bytes[T]); }
 template <int T> void tile_load(Tiles& t, const void* p, long stride) {
   memset(t.bytes[T], 0, sizeof t.bytes[T]);
-  for (int r = 0; r < t.config.rows[T]; r++) memcpy(t.bytes[T][r], (const char*)p + r * stride, t.config.bytes_per_row[T]);
+  for (int r = 0; r < t.config.rows[T]; r++)
+    memcpy(t.bytes[T][r], (const char*)p + r * stride, t.config.bytes_per_row[T]);
 }
 template <int T> void tile_store(Tiles& t, float* p, long stride) {
   for (int r = 0; r < t.config.rows[T]; r++) memcpy((char*)p + r * stride, t.bytes[T][r], t.config.bytes_per_row[T]);

@@ -1,0 +1,110 @@
+// Pages of the KV cache, as tiles: where keys and values lie, how they are written and read.
+//
+// A page belongs to one block and one KV head: keys [block / 16][dims / 32][16 pairs of dims][16 keys][2], then values
+// [block / span][dims / 16][span / 2 pairs of keys][16 dims][2], with spans of 32 keys, or 16 where blocks are that small: tiles
+// as they are multiplied. What is computed from them is in `attention.h`.
+#pragma once
+#include "functions.h"
+#include "linear.h"
+
+namespace {
+
+enum { MAX_HEAD = 256, SUB_PAGE = 16 };
+
+struct HeadShape {
+  int num_heads, num_kv_heads, head_dim;
+  int key_tiles, value_tiles;  // tiles of 32 and of 16 dimensions
+  int block_size, span;        // keys of a page, and of a tile of its values
+  int window;                  // keys that a query sees; 0: all
+  float scale, softcap;  // scale of scores in units of log2; softcap 0: none (then scores are tanh'ed at `cap_scale`)
+  float cap_scale;
+  const float* sinks;
+  int group() const { return num_heads / num_kv_heads; }
+  int padded() const { return key_tiles * 32; }
+  int value_dims() const { return value_tiles * 16; }
+  long key_elements() const { return (long)block_size * padded(); }
+  long page_elements() const { return key_elements() + (long)block_size * value_dims(); }
+};
+
+// One sequence of a step, as attention sees it.
+struct SequenceView {
+  int first_row, first_position, num_tokens;
+  const int* blocks;
+};
+
+template <class W> struct Pages {
+  W* base;  // of this layer
+  HeadShape shape;
+  W* page(int block, int kv_head) const {
+    return base + ((long)block * shape.num_kv_heads + kv_head) * shape.page_elements();
+  }
+  W* at(const SequenceView& seq, int position, int kv_head) const {
+    return page(seq.blocks[position / shape.block_size], kv_head);
+  }
+};
+
+// The tile of 16 keys (a sub-page) at position `key`, dimensions 32 * d onwards.
+template <class W> HF_INLINE const W* key_tile(const Pages<W>& pages, const SequenceView& seq, int kv_head, int key) {
+  int in_block = key % pages.shape.block_size;
+  return pages.page(seq.blocks[key / pages.shape.block_size], kv_head) +
+         (long)in_block / SUB_PAGE * pages.shape.key_tiles * TILE;
+}
+template <class W> HF_INLINE const W* value_span(const Pages<W>& pages, const SequenceView& seq, int kv_head, int key) {
+  const HeadShape& s = pages.shape;
+  int in_block = key % s.block_size;
+  return pages.page(seq.blocks[key / s.block_size], kv_head) + s.key_elements() +
+         (long)in_block / s.span * s.span * s.value_dims();
+}
+// The values of 32 keys from `key` on, 16 dimensions: a tile. Two spans of 16 are put together; `num_keys` of them exist.
+template <class W>
+HF_INLINE const W* value_tile(const Pages<W>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
+                              int dims, W* joined) {
+  const W* first = value_span(pages, seq, kv_head, key) + (long)dims * pages.shape.span * 16;
+  if (pages.shape.span == 32) return first;
+  memcpy(joined, first, TILE / 2 * sizeof(W));
+  if (num_keys > 16)
+    memcpy(joined + TILE / 2, value_span(pages, seq, kv_head, key + 16) + (long)dims * 16 * 16, TILE / 2 * sizeof(W));
+  else memset((void*)(joined + TILE / 2), 0, TILE / 2 * sizeof(W));
+  return joined;
+}
+
+// Where (k, n) lies in a tile.
+template <class W> HF_INLINE int place(int k, int n) {
+  return sizeof(W) == 2 ? k / 2 * 32 + n * 2 + k % 2 : k / 2 * 32 + k % 2 * 16 + n;
+}
+
+// Zeros for what lies behind the tokens of spans that this step begins: masked keys never bring in another's NaN.
+template <class W> void clear_begun(const Pages<W>& pages, const SequenceView& seq, int kv_head, int first, int end) {
+  const HeadShape& s = pages.shape;
+  for (int p = (first + SUB_PAGE - 1) / SUB_PAGE * SUB_PAGE; p < end; p += SUB_PAGE) {
+    if (p + SUB_PAGE <= end) continue;
+    memset((void*)(pages.at(seq, p, kv_head) + p % s.block_size / SUB_PAGE * s.key_tiles * TILE), 0,
+           s.key_tiles * TILE * sizeof(W));
+  }
+  for (int p = (first + s.span - 1) / s.span * s.span; p < end; p += s.span) {
+    if (p + s.span <= end) continue;
+    W* values = pages.at(seq, p, kv_head) + s.key_elements();
+    memset((void*)(values + (long)(p % s.block_size) * s.value_dims()), 0, (long)s.span * s.value_dims() * sizeof(W));
+  }
+}
+template <class W>
+void write_key(const Pages<W>& pages, const SequenceView& seq, int kv_head, int position, const float* k) {
+  const HeadShape& s = pages.shape;
+  W rounded[MAX_HEAD];
+  for (int j = 0; j < s.padded(); j += 16) store(rounded + j, load(k + j));
+  W* tiles = pages.at(seq, position, kv_head) + position % s.block_size / SUB_PAGE * s.key_tiles * TILE;
+  int key = position % SUB_PAGE;
+  for (int d = 0; d < s.padded(); d++) tiles[d / 32 * TILE + place<W>(d % 32, key)] = rounded[d];
+}
+template <class W>
+void write_value(const Pages<W>& pages, const SequenceView& seq, int kv_head, int position, const float* from) {
+  const HeadShape& s = pages.shape;
+  W rounded[MAX_HEAD];
+  for (int j = 0; j < s.value_dims(); j += 16) store(rounded + j, tail_of(from + j, s.head_dim - j));
+  W* span = pages.at(seq, position, kv_head) + s.key_elements() +
+            (long)(position % s.block_size / s.span) * s.span * s.value_dims();
+  int key = position % s.span;
+  for (int d = 0; d < s.value_dims(); d++) span[(long)(d / 16) * s.span * 16 + place<W>(key, d % 16)] = rounded[d];
+}
+
+}  // namespace
