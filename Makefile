@@ -30,7 +30,7 @@ demo: install    ## Start a cluster on this machine, stream four prompts through
 test: install    ## Run the tests, but for the long searches; what is left out is named at the end.
 	@$(BIN)/python -m pytest -m "not slow" $(SHARED)
 
-test-all: install  ## Run every test: the soak, the full sweeps and the steady load under faults as well.
+test-all: install  ## Run every test: every failover on Ray, the soak, full sweeps and searches as well.
 	@$(BIN)/python -m pytest
 
 test-fast: install  ## Run the tests that start neither Ray nor long searches.

@@ -48,11 +48,21 @@ async def test_a_router_that_stops_hands_its_streams_over():
     mine, other = await FakeReplica.start("a"), await FakeReplica.start("b")
     async with site(mine) as first, site(other) as second:
         async with AsyncClient([first.router.address, second.router.address], draw=lambda: 0.0) as client:
-            asking = asyncio.create_task(whole(client))
+            chunks, has_five = [], asyncio.Event()
+
+            async def ask() -> None:
+                async for chunk in client.stream("hello", params()):
+                    chunks.append(chunk)
+                    if sum(len(chunk.token_ids) for chunk in chunks) >= 5:
+                        has_five.set()
+
+            asking = asyncio.create_task(ask())
             await mine.until(lambda: mine.running and mine.num_tokens > 5)
             mine.pause()
+            await has_five.wait()
             await asyncio.wait_for(first.router.stop(grace_s=600, hands_over=True), 30)
-            await check(await asking)
+            await asking
+            await check(chunks)
         assert len(other.submits[0].output_token_ids) >= 5
 
 
