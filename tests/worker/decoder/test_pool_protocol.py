@@ -8,13 +8,14 @@ import pytest
 from tests.worker.decoder.native_build import NATIVE, compiled
 
 FLAGS = ("-O2", "-U_FORTIFY_SOURCE")  # which takes the checker's jumps between stacks for an error
+LONG = (pytest.mark.slow, pytest.mark.timeout(1800))  # up to a minute of computing
 ORDERS = [  # preemptions, threads, jobs, then the tasks of each phase
     (2, 2, 2, 2, 1),
     (2, 2, 2, 1, 3),
     (2, 2, 3, 1, 0, 2),
     (1, 3, 2, 2, 1),
-    pytest.param((3, 2, 2, 2, 1), marks=pytest.mark.slow),
-    pytest.param((2, 3, 2, 1, 2), marks=pytest.mark.slow),
+    pytest.param((3, 2, 2, 2, 1), marks=LONG),
+    pytest.param((2, 3, 2, 1, 2), marks=LONG),
 ]
 CLAIM = "      if (!run.slot->progress.compare_exchange_weak(word, after)) continue;\n"
 RING = "      if (finished && done_of(after) == n) run.pool->advanced.ring();\n"
