@@ -1,6 +1,6 @@
 // Model check of the pool's protocol: the real pool_protocol.h on the checker's atomics, jobs of a few small phases.
-// In every order of operations: each task runs once, after all tasks of the phase before and while its caller waits for
-// it; an argument stays as it was for whoever is in the job; nobody reads what drain() allowed to free; all threads end.
+// In every order of operations: each task runs once, after all tasks of the phase before and while its caller waits
+// for it; an argument stays as it was for whoever is in the job; nobody reads what drain() allowed to free; all end.
 //   check_pool PREEMPTIONS THREADS JOBS PHASE_SIZES...      such as: check_pool 3 2 2 2 1
 #include "checker.h"
 #include "pool_protocol.h"
@@ -52,7 +52,8 @@ int size_of(int job, int phase) { return sizes[(phase + job) % phases]; }
 void task(int job, int phase, int i) {
   require(plain.callers_job == job, "a task of a job that is over");
   require(i < size_of(job, phase) && plain.ran[job][phase][i] == 0, "a task that is none, or ran before");
-  require(phase == 0 || plain.done[job][phase - 1] == size_of(job, phase - 1), "a phase began before the last one ended");
+  bool in_turn = phase == 0 || plain.done[job][phase - 1] == size_of(job, phase - 1);
+  require(in_turn, "a phase began before the last one ended");
   plain.ran[job][phase][i] = 1;
   checker::next_thread();  // a task takes time
   require(plain.callers_job == job, "a job ended during its task");

@@ -113,8 +113,9 @@ class Explorer {
   bool new_choice(int preemptions) {  // false: this state is known
     Choice choice{{}, can_run(running) ? running : -1, preemptions};
     if (!seen.insert(mix(state(), Hash(choice.goes_on * 100 + preemptions))).second) return false;
+    bool may_switch = choice.goes_on < 0 || preemptions < most_preemptions;
     for (int i = 0; i < threads; i++)
-      if (can_run(i) && i != running && (choice.goes_on < 0 || preemptions < most_preemptions)) choice.open.push_back(i);
+      if (can_run(i) && i != running && may_switch) choice.open.push_back(i);
     if (choice.goes_on >= 0) choice.open.push_back(running);
     if (choice.open.empty()) fail("all threads sleep");
     choices.push_back(std::move(choice));

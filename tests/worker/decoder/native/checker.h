@@ -1,7 +1,7 @@
 // A model checker: runs a few threads as fibers on one, and tries every order of their atomic operations.
-// A state is what is in the atomics, in the watched memory, and on each fiber's stack; a state met again is not continued,
-// so the search ends. Each order is a run from the start: a program under test may keep no state but what its `make`
-// makes anew, and no heap memory on a fiber. Knows nothing of the pool. x86-64, no sanitizers.
+// A state is what is in the atomics, in the watched memory, and on each fiber's stack; a state met again is not
+// continued, so the search ends. Each order is a run from the start: a program under test may keep no state but what
+// its `make` makes anew, and no heap memory on a fiber. Knows nothing of the pool. x86-64, no sanitizers.
 #pragma once
 #include <cstddef>
 #include <cstdint>

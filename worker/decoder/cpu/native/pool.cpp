@@ -23,7 +23,7 @@ namespace {
 constexpr int kDefaultSpin = 2000;
 
 void futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value) {
-  static_assert(sizeof(word) == 4 && std::atomic<std::uint32_t>::is_always_lock_free, "the kernel reads the word itself");
+  static_assert(sizeof(word) == 4 && std::atomic<std::uint32_t>::is_always_lock_free, "the kernel reads it");
   syscall(SYS_futex, &word, operation | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
 }
 

@@ -9,13 +9,14 @@
 // A thread that the system puts aside between tasks holds nobody up: the others go on, run() returns, and further jobs
 // begin while it is away. Therefore, outside tasks, a job may use
 // - *argument, a copy that stays this job's until the last thread has left it (the caller's may live on its stack), and
-// - memory that lives until drain(); a late thread may find there what later phases or jobs have written, also as its n,
-//   which is harmless: it gets no task. It must not follow a pointer that it finds in such changing memory.
+// - memory that lives until drain(); a late thread may find there what later phases or jobs have written, also as its
+//   n, which is harmless: it gets no task. It must not follow a pointer that it finds in such changing memory.
 // Inside a task, everything that the caller owns during run() may be used. Tasks must not throw, nor end their thread.
 //
 // A thread that is stopped in the middle of a task holds its phase up until it goes on; one that is cancelled there
 // would for ever, and cannot be survived inside a process. After fork() the child has the pool without its threads:
 // run() answers kForked there and does nothing, destroy frees memory alone; the parent's pool is not touched.
+// Threads have the floating-point modes (MXCSR) of the thread that made the pool; a job sets what its bits depend on.
 #pragma once
 #include <atomic>
 #include <cstddef>

@@ -58,8 +58,8 @@ class PoolProtocol {
     alignas(64) unsigned char argument[kMostArgument];
   };
 
-  // Spins for a while before it sleeps. The limit halves when spinning was in vain, because the awaited thread has most
-  // likely no core and ours may be the one; now and then it spins the most, to find out that the machine is quiet again.
+  // Spins for a while before it sleeps. The limit halves when spinning was in vain, because the awaited thread has
+  // most likely no core and ours may be the one; now and then it spins the most, to find out that the machine is quiet.
   struct alignas(64) Waiter {
     int most = 0;  // pauses
     int limit = 0;
@@ -183,7 +183,7 @@ class PoolProtocol {
   static int next_task(Run& run, int n, bool finished) {
     Word word = run.slot->progress.load();
     for (;;) {
-      if (phase_of(word) > run.phase) return kNone;  // we are late; not after a task of ours, which holds the phase open
+      if (phase_of(word) > run.phase) return kNone;  // we are late; not when finished: our task held the phase open
       bool first = phase_of(word) < run.phase;       // we have seen all phases before ours end, and nobody began ours
       int claimed = first ? 0 : claimed_of(word);
       bool more = claimed < n;
