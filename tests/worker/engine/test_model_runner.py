@@ -90,8 +90,7 @@ def test_the_check_leaves_a_clean_cache(folder, executor):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("holdfast.worker.engine.model_runner.load_model", lambda *args: loaded)
         ModelRunner.load(config, group, device=CPU)
-    assert len(written) == 1
-    assert all(written[0]), "the check did write"
+    assert all(written[-1]), "the check did write"
     assert not any(part.any() for part in parts)
 
 
