@@ -31,7 +31,7 @@ class BuildNative(Command):
     """Puts CLASS.so of each instruction class beside the executor: into the wheel, or into an editable source tree."""
 
     description = "compile the native executor"
-    user_options = ()
+    user_options = [("build-lib=", "d", "where the package is put together")]  # noqa: RUF012
     build_lib: str
     editable_mode = False
 
@@ -39,7 +39,7 @@ class BuildNative(Command):
         self.build_lib = ""
 
     def finalize_options(self) -> None:
-        self.build_lib = self.get_finalized_command("build_py").build_lib
+        self.build_lib = self.build_lib or self.get_finalized_command("build_py").build_lib
 
     @property
     def build_root(self) -> Path:

@@ -55,7 +55,7 @@ def load_library(name: str | None = None) -> CDLL:
     if name is None and not runnable:
         raise Unavailable("this CPU has no AVX2 with FMA")
     for choice in [name] if name else runnable:
-        library = _declared(CDLL(str(_path(choice))))
+        library = _declared(CDLL(str(path_of(choice))))
         if choice != "amx" or library.hf_allow_tiles() == 0:
             return library
     raise Unavailable(f"the system does not let this process use {name or 'AMX'} tiles")
@@ -66,8 +66,11 @@ def class_of(library: CDLL) -> str:
     return Path(library._name).stem
 
 
-def _path(name: str) -> Path:
-    """Where the library is, after it was compiled if it had to be: beside the package, else in the user's cache."""
+def path_of(name: str) -> Path:
+    """Where the library of a class is: beside the package, else in the user's cache, compiled if it has to be.
+
+    Raises `Unavailable`.
+    """
     for folder in (INSTALLED, cache_folder()):
         path = folder / f"{name}.so"
         if is_current(path):
