@@ -1,10 +1,9 @@
 """Liveness by progress: a counter that moves inside a step, and the rule that calls an engine frozen.
 
-What may live here: numbers and the rule. What may not: threads (`worker/supervision/watchdog.py`,
+What may live here: numbers and the rule. What may not: threads and clocks (`worker/supervision/watchdog.py`,
 `router/links/link_watch.py`), and what happens to a frozen replica.
 """
 
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -25,14 +24,15 @@ class ProgressCounter:
     CPU that is about the time of a layer; on a GPU, whose layers count when they are launched, the time of a step.
     """
 
-    __slots__ = ("_clock", "_further", "_longest_gap_s", "_ticked_at", "_ticks", "_usual_gap_s", "expected_gap_s")
+    __slots__ = ("_further", "_longest_gap_s", "_ticked_at", "_ticks", "_usual_gap_s", "clock", "expected_gap_s")
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self) -> None:
+        self.clock: Callable[[], float] = _stopped_clock
+        """In seconds; set by the engine. Ranks other than the leader have none: their gaps are not needed."""
         self._ticks = 0
         self._further: Callable[[], int] | None = None
         self.expected_gap_s = 0.0
         """The longest time between two counts that the step now running, or the last one, should have."""
-        self._clock = clock
         self._ticked_at = 0.0
         self._longest_gap_s = 0.0
         self._usual_gap_s: dict[int, float] = {}  # of steps of so many bits of tokens: sizes between two powers of two
@@ -47,7 +47,7 @@ class ProgressCounter:
         self._further = further
 
     def tick(self) -> None:
-        now = self._clock()
+        now = self.clock()
         self._longest_gap_s = max(self._longest_gap_s, now - self._ticked_at)
         self._ticked_at = now
         self._ticks += 1
@@ -66,6 +66,10 @@ class ProgressCounter:
         size = num_tokens.bit_length()
         usual_gap_s = self._usual_gap_s.get(size, self._longest_gap_s)
         self._usual_gap_s[size] = usual_gap_s + _WEIGHT * (self._longest_gap_s - usual_gap_s)
+
+
+def _stopped_clock() -> float:
+    return 0.0
 
 
 class FrozenVerdict:

@@ -46,7 +46,8 @@ class Steps:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.progress = ProgressCounter(lambda: self.now)
+        self.progress = ProgressCounter()
+        self.progress.clock = lambda: self.now
 
     def run(self, num_tokens: int, *gaps_s: float, times: int = 1) -> "Steps":
         """Steps of so many tokens: a layer counts after each gap but the last, which ends the step."""

@@ -100,8 +100,8 @@ class PagedAttention:
 def slots_of(batch: StepBatch, block_size: int) -> IntArray:
     """[T]: where in the pools each token's key and value go."""
     sequence_of_token = np.repeat(np.arange(len(batch.num_tokens)), batch.num_tokens)
-    blocks = batch.blocks_of(sequence_of_token, batch.positions // block_size)
-    return blocks * block_size + batch.positions % block_size
+    positions = batch.positions
+    return batch.blocks_of(sequence_of_token, positions // block_size) * block_size + positions % block_size
 
 
 def begun_blocks(batch: StepBatch, block_size: int) -> IntArray:

@@ -145,7 +145,7 @@ def _rows(batch: StepBatch, spec: KVSpec, cut: _Cut) -> tuple[IntArray, IntArray
     kv_heads = np.arange(spec.num_kv_heads)
     query_rows = first_head[:, None] + kv_heads * group
     is_real = row < num_real
-    output_rows = np.empty(len(batch.positions) * spec.num_heads, dtype=np.int64)
+    output_rows = np.empty(len(batch.token_ids) * spec.num_heads, dtype=np.int64)
     output_rows[query_rows[is_real]] = np.flatnonzero(is_real)[:, None] * spec.num_kv_heads + kv_heads
     return query_rows, output_rows, batch.positions[token] % TILE_TOKENS
 

@@ -132,7 +132,6 @@ def _chunks_agree(kernel: Kernel, layer: LayerCache, data: _TrialData, tile_star
 def _batch(first_position: int, num_tokens: int, num_sequences: int) -> StepBatch:
     """Sequences that all run the same tokens and read the same blocks: 0, 1, 2, ..."""
     table = np.arange((first_position + num_tokens - 1) // TRIAL_BLOCK_SIZE + 1)
-    positions = np.arange(first_position, first_position + num_tokens)
 
     def each(value: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         return np.full(num_sequences, value, dtype=np.int64)
@@ -140,7 +139,6 @@ def _batch(first_position: int, num_tokens: int, num_sequences: int) -> StepBatc
     return StepBatch(
         step_id=0,
         token_ids=np.zeros(num_sequences * num_tokens, dtype=np.int64),
-        positions=np.tile(positions, num_sequences),
         first_positions=each(first_position),
         num_tokens=each(num_tokens),
         num_draws=each(0),

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 NUM_SLICES = 8
-"""A sum over the inputs of a row-parallel linear is taken in up to this many slices, added as a binary tree."""
+"""A sum over the inputs of a row-parallel linear is taken in up to this many slices, added as a binary tree: in no more
+than ranks can share the heads of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,8 @@ class Linear:
     weights: tuple[Tensor, ...]
     """Each [out, in], in the serving dtype; views of the checkpoint's memory where possible."""
     bias: Tensor | None = None
-    """float32 [out of all parts]. Of a row-parallel linear: whole on every rank, added once after the sum."""
+    """float32 [out of all parts]. Of a row-parallel linear: whole on every rank, added once after the sum. Of an
+    expert's `down`: part of the first slice, and so of the first rank; zeros on the others."""
 
     @property
     def out_features(self) -> int:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from holdfast.worker.layers.embedding import VocabParallelEmbedding
 from holdfast.worker.layers.linear import Linear
 
-_ROWS_AT_A_TIME: Final = 2**14
-"""Rows of a weight that are converted to float32 together."""
+_WEIGHTS_AT_A_TIME: Final = 2**18
+"""Weights that are converted to float32 together: few enough to stay in a core's cache until they are multiplied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ def _computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 def _exact_linear(linear: Linear, x: Tensor) -> Tensor:
     assert linear.weight is not None, "a proof comes before the model is settled"
-    parts: Sequence[Tensor] = torch.split(linear.weight, _ROWS_AT_A_TIME)
+    parts: Sequence[Tensor] = torch.split(linear.weight, max(1, _WEIGHTS_AT_A_TIME // linear.in_features))
     y = torch.cat([F.linear(x, part.float()) for part in parts], -1)
     return y if linear.bias is None else y + linear.bias.float()
 

@@ -1,7 +1,7 @@
 """Step batch: a plan as arrays, in the form in which the leader broadcasts a step to the other ranks.
 
-    packed:  [S, T, B, C, P, step id | S first positions | S token counts | S draw counts | S block counts | T ids |
-              B blocks | C sources | C destinations | C slot counts | P rows]
+    packed:  [S, T, B, C, P, step id, with logits | S first positions | S token counts | S draw counts |
+              S block counts | T ids | B blocks | C sources | C destinations | C slot counts | P rows]
 
 It is one int64 array. C, the block copies, and P, the rows that give prompt log-probabilities, are nearly always 0.
 What may not live here: torch; the model turns arrays into tensors.
@@ -9,7 +9,7 @@ What may not live here: torch; the model turns arrays into tensors.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Final
 
 import numpy as np
@@ -19,7 +19,7 @@ from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan
 
 IntArray = NDArray[np.int64]
 
-_HEADER_WORDS: Final = 6
+_HEADER_WORDS: Final = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +29,6 @@ class StepBatch:
     step_id: int
     token_ids: IntArray
     """[T]"""
-    positions: IntArray
-    """[T] absolute position of each token in its sequence."""
     first_positions: IntArray
     """[S] position of each sequence's first token of this step."""
     num_tokens: IntArray
@@ -46,6 +44,13 @@ class StepBatch:
     logits_rows: IntArray
     """[R] rows among T whose logits are wanted: all that are drawn from, in the order of the plan, and after them all
     that tell prompt logprobs."""
+    with_logits: bool = True
+    """False: their argmax is enough."""
+
+    @property
+    def positions(self) -> IntArray:
+        """[T] absolute position of each token in its sequence. Computed anew each time."""
+        return counts_up(self.first_positions, self.num_tokens)
 
     def blocks_of(self, sequences: IntArray, indices: IntArray) -> IntArray:
         """For each pair: block number `index` of the sequence's table."""
@@ -54,7 +59,7 @@ class StepBatch:
         return blocks
 
     @staticmethod
-    def pack(plan: StepPlan) -> IntArray:
+    def pack(plan: StepPlan, *, with_logits: bool = True) -> IntArray:
         """The array that `unpack` reads. Its first word is at least 1: other messages may begin with 0 or less."""
         sequences = plan.sequences
         tokens = _concatenated(sequence.token_ids for sequence in sequences)
@@ -74,6 +79,7 @@ class StepBatch:
             len(plan.block_copies),
             len(prompt_rows),
             plan.step_id,
+            with_logits,
         )
         words = np.fromiter(chain(header, *per_sequence), dtype=np.int64)
         return np.concatenate((words, tokens, blocks, copies, prompt_rows))
@@ -81,17 +87,16 @@ class StepBatch:
     @classmethod
     def unpack(cls, packed: IntArray) -> "StepBatch":
         """The step that was packed. Its fields are views of `packed` where they can be."""
-        num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, step_id = packed[
-            :_HEADER_WORDS
-        ].tolist()
-        lengths = [num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_prompt_rows]
-        parts = np.split(packed[_HEADER_WORDS:], np.cumsum(lengths)[:-1])
+        header = packed[:_HEADER_WORDS].tolist()
+        num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, step_id, with_logits = header
+        ends = accumulate([num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_prompt_rows])
+        bounds = pairwise([_HEADER_WORDS, *(_HEADER_WORDS + end for end in ends)])
+        parts = [packed[start:end] for start, end in bounds]
         first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, prompt_rows = parts
         drawn_rows = counts_up(np.cumsum(num_tokens) - num_draws, num_draws)
         return cls(
             step_id=step_id,
             token_ids=token_ids,
-            positions=counts_up(first_positions, num_tokens),
             first_positions=first_positions,
             num_tokens=num_tokens,
             num_draws=num_draws,
@@ -99,6 +104,7 @@ class StepBatch:
             num_blocks=num_blocks,
             block_copies=copies.reshape(3, num_copies),
             logits_rows=np.concatenate((drawn_rows, prompt_rows)) if num_prompt_rows else drawn_rows,
+            with_logits=bool(with_logits),
         )
 
 

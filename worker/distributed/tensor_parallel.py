@@ -34,6 +34,8 @@ class TensorParallelGroup(Protocol):
 
     rank: int
     size: int
+    data_timeout_s: float = 60.0
+    """After this long a rank that others wait for in a sum counts as lost."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, added in rank order. May overwrite `x`. Raises `ReplicaError` if a rank is lost."""
@@ -118,6 +120,7 @@ class DistributedGroup(TensorParallelGroup):
         """
         self.rank = rank
         self.size = size
+        self.data_timeout_s = data_timeout_s
         self._peers = [peer for peer in range(size) if peer != rank]
         self._unsent: list[Any] = []
         self._sockets: PeerSockets | None = None

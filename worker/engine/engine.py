@@ -50,6 +50,7 @@ class Engine:
         limits, as far as it is told to; `clock` gives seconds.
         """
         self.progress = progress or ProgressCounter()
+        self.progress.clock = clock
         self._core = EngineCore(scheduler)
         self._runner = runner
         self._tuner = tuner

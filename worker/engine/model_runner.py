@@ -97,9 +97,9 @@ class ModelRunner:
         """Moves with every layer of every step."""
         return self.program.progress
 
-    def execute(self, batch: StepBatch, *, with_logits: bool = True) -> HeadOutput:
+    def execute(self, batch: StepBatch) -> HeadOutput:
         """Runs one step. What the leader gets counts."""
-        return self.program.run(batch, with_logits=with_logits)
+        return self.program.run(batch, with_logits=batch.with_logits)
 
     def close(self) -> None:
         """Frees what the program holds. Nothing is run after it."""
@@ -131,8 +131,8 @@ class LeaderRunner:
         return logits
 
     def _execute(self, plan: StepPlan, *, with_logits: bool) -> HeadOutput:
-        message = self._group.broadcast(StepBatch.pack(plan))
-        return self._runner.execute(StepBatch.unpack(message), with_logits=with_logits)
+        message = self._group.broadcast(StepBatch.pack(plan, with_logits=with_logits))
+        return self._runner.execute(StepBatch.unpack(message))
 
     def _masks(self, waiting: "Future[dict[int, bytes]]") -> dict[int, bytes]:
         """The first grammar of a replica has to load the tokenizer, which takes a second if it is large: that counts as

@@ -87,10 +87,20 @@ class RankModel:
 def build_rank_model(
     config: ModelConfig, folder: Path, hf_config: Any, target: Target, progress: Callable[[int, int], None]
 ) -> RankModel:
-    """Builds this rank's share of the model in `folder`, its linears plain: `settle` it, or read it and drop it.
+    """Builds this rank's share of the model in `folder`; `settle` it before the first step.
 
     All ranks of the group do so together. Raises `UnsupportedModelError` where a gate refuses the model. `progress`
     gets modules done and in all.
+    """
+    return RankModel(build_tree(config, folder, hf_config, target, progress), target)
+
+
+def build_tree(
+    config: ModelConfig, folder: Path, hf_config: Any, target: Target, progress: Callable[[int, int], None]
+) -> Any:
+    """This rank's share as a tree of Hugging Face's modules and plain linears: nothing is tried out, packed or run.
+
+    On a CPU its weights are views of the checkpoint where they can be. Otherwise like `build_rank_model`.
     """
     register_attention()
     if config.load_format == "dummy":
@@ -105,7 +115,7 @@ def build_rank_model(
     parallelize(module, plan, source, target, progress)
     if not module.is_backend_compatible():
         logger.warning("transformers does not vouch for attention functions in %s models", hf_config.model_type)
-    return RankModel(module, target)
+    return module
 
 
 def choose_device(config: ModelConfig) -> torch.device:

@@ -111,7 +111,7 @@ class _Share:
 
     def _linear(self, name: str, module: Any, style: Style) -> nn.Module:
         group = self._target.group
-        weight = self._take(f"{name}.weight", module.weight, transposed=is_transposed_linear(module))
+        weight = self._take(f"{name}.weight", module.weight, transposed=is_transposed_linear(module), strided=True)
         bias = None if module.bias is None else self._take(f"{name}.bias", module.bias)
         if style.split is Split.WHOLE:
             return Linear(weight, bias)
@@ -160,8 +160,8 @@ class _Share:
             saved = f"{name}.{key}" in self._saved
             module._buffers[key] = self._place(buffer) if saved else buffer.to(self._target.device)
 
-    def _take(self, name: str, parameter: Tensor, transposed: bool = False) -> Tensor:
-        """This rank's share of a parameter, where it will be used."""
+    def _take(self, name: str, parameter: Tensor, *, transposed: bool = False, strided: bool = False) -> Tensor:
+        """This rank's share of a parameter, where it will be used. `strided`: it may stay a view of the whole."""
         rank, size = self._target.group.rank, self._plan.size
         whole = self._source(self._first_names[id(parameter)], parameter)
         whole = whole.T if transposed else whole
@@ -170,12 +170,16 @@ class _Share:
         local = whole if cut is None else cut.take(whole, rank, size)
         if rank > 0 and self._plan.parameter_style(name).split is Split.ONCE:
             local = torch.zeros_like(local)
-        return self._place(local)
+        return self._place(local, strided)
 
-    def _place(self, tensor: Tensor) -> Tensor:
-        """On the device, contiguous, in the serving dtype; what the checkpoint keeps in another dtype stays so."""
+    def _place(self, tensor: Tensor, strided: bool = False) -> Tensor:
+        """On the device, in the serving dtype; what the checkpoint keeps in another dtype stays so.
+
+        Contiguous, unless it may be `strided`: then a CPU copies nothing, and reads no more of a file than it uses.
+        """
         dtype = self._target.dtype if tensor.dtype == self._stored_dtype else tensor.dtype
-        return tensor.contiguous().to(self._target.device, dtype)
+        stays = strided and self._target.device.type == "cpu"
+        return (tensor if stays else tensor.contiguous()).to(self._target.device, dtype)
 
     def _localize_counts(self, module: nn.Module) -> None:
         """Modeling code that shapes its tensors by a number of heads gets the number that this rank has."""

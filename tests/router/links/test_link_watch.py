@@ -16,7 +16,8 @@ class Leader:
         self._watch = watch
         self._step_s = step_s
         self._now = -step_s
-        self._progress = ProgressCounter(lambda: self._now)
+        self._progress = ProgressCounter()
+        self._progress.clock = lambda: self._now
         self._progress.begin_step(64)
         self._step(0.0)  # a replica has run steps before it serves
         self._next_step_s, self._next_beat_s = step_s, HEARTBEAT_S

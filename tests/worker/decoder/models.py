@@ -69,11 +69,14 @@ def expected_logits(config: Any, token_ids: Tensor = TOKENS) -> Tensor:
 
 def parallelized(config: Any, group: TensorParallelGroup | None = None, dtype: torch.dtype = torch.float32) -> Any:
     """One rank's tree, not settled."""
-    group = group or SingleRank()
+    return share_of(hugging_face(config, ATTENTION, dtype), group or SingleRank())
+
+
+def share_of(model: Any, group: TensorParallelGroup) -> Any:
+    """One rank's tree of a loaded model."""
     cpu = torch.device("cpu")
-    model = hugging_face(config, ATTENTION, dtype)
-    plan = ParallelPlan(config, model.tp_plan or {}, group.size)
-    parallelize(model, plan, loaded_weights, Target(group=group, tiles=RowTiles(cpu), device=cpu, dtype=dtype))
+    plan = ParallelPlan(model.config, model.tp_plan or {}, group.size)
+    parallelize(model, plan, loaded_weights, Target(group=group, tiles=RowTiles(cpu), device=cpu, dtype=model.dtype))
     return model
 
 

@@ -1,26 +1,30 @@
 """The layout of each family, run by the reference executor, computes what Hugging Face computes."""
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+
 import pytest
 import torch
 
 from holdfast.worker.decoder.families import FAMILIES
-from holdfast.worker.decoder.layout import DecoderLayout
+from holdfast.worker.decoder.layout import DecoderLayout, Linear
 from holdfast.worker.decoder.recognize import Unrecognized, recognize
 from holdfast.worker.decoder.reference import Reference
-from tests.parity.families import SERVED
-from tests.worker.decoder.models import MODELS, TOKENS, config_of, expected_logits, on_ranks, parallelized
+from holdfast.worker.model.weights import ATTENTION
+from tests.parity.families import NOT_SPLIT, SERVED
+from tests.worker.decoder.models import (
+    MODELS,
+    TOKENS,
+    config_of,
+    expected_logits,
+    hugging_face,
+    on_ranks,
+    parallelized,
+    share_of,
+)
 
 TOLERANCE = 1e-5
 """Of the largest logit."""
-
-NOT_SPLIT = {
-    "olmo2": "is not split along its outputs",  # queries are normed over all heads, so ranks gather them
-    "olmo3": "is not split along its outputs",
-    "olmoe": "is not split along its outputs",
-    "cohere, norms of each head": "is not split along its outputs",
-    "stablelm, norms of each head": "is not split along its outputs",
-}
-"""Served by the skeleton on several ranks, and why."""
 
 
 def test_every_family_of_the_table_is_tried():
@@ -54,6 +58,35 @@ def test_shares_of_a_layout_have_the_logits_of_hugging_face(model, size):
         else:
             assert isinstance(ours, torch.Tensor), ours
             assert (ours - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+VIEWED = [("llama", 1), ("llama", 2), ("starcoder2", 2), ("gpt_neox", 2), ("phi3", 1), ("mixtral", 1), ("gpt_oss", 1)]
+
+
+@pytest.mark.parametrize(("model", "size"), VIEWED)
+def test_weights_are_views_of_what_was_loaded(model, size):
+    config = config_of(model)
+
+    def run(group):
+        loaded = hugging_face(config, ATTENTION, torch.bfloat16)
+        memory = {parameter.untyped_storage().data_ptr() for parameter in loaded.parameters()}
+        layout = recognize(share_of(loaded, group), size)
+        weights = [layout.embedding, *(weight for linear in linears(layout) for weight in linear.weights)]
+        return len(weights), {weight.untyped_storage().data_ptr() for weight in weights} - memory
+
+    for num_weights, copies in on_ranks(size, run):
+        assert num_weights > 8
+        assert not copies
+
+
+def linears(part: object) -> Iterator[Linear]:
+    """All linears of a layout."""
+    if isinstance(part, Linear):
+        yield part
+    elif isinstance(part, tuple):
+        yield from (linear for item in part for linear in linears(item))
+    elif is_dataclass(part):
+        yield from (linear for field in fields(part) for linear in linears(getattr(part, field.name)))
 
 
 @pytest.mark.parametrize("family", sorted(SERVED.keys() - FAMILIES.keys()))

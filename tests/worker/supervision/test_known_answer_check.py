@@ -165,6 +165,7 @@ def test_a_refusal_is_no_wrong_answer():
     asked.runner.may_step.set()
     asked.until_answered()
     assert (asked.wrongs, asked.known_answer_check.num_right) == ([], 0)
+    asked.until(lambda: not asked.engine.has_work)
     asked.known_answer_check.ask()
     asked.until_answered()
     assert (asked.wrongs, asked.known_answer_check.num_right) == ([], 1)

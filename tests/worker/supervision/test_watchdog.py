@@ -63,6 +63,30 @@ def test_a_stuck_engine_is_given_up_and_its_callers_are_told_once():
     assert runner.closed
 
 
+def test_an_engine_learns_by_its_clock_how_far_apart_counts_are():
+    now, over = 0.0, threading.Event()
+
+    class SlowRunner(PseudoRunner):
+        def run(self, plan: StepPlan) -> StepResult:
+            nonlocal now
+            now += 0.25
+            return super().run(plan)
+
+    class UntilTheEnd(Recorder):
+        def on_update(self, update: StepUpdate) -> None:
+            if any(delta.finish_reason is not None for delta in update.deltas):
+                over.set()
+
+    listener = UntilTheEnd()
+    engine = Engine(make_scheduler(), SlowRunner(64, BLOCK_SIZE), clock=lambda: now, idle_s=0.05)
+    engine.start()
+    engine.attach(listener)
+    engine.submit(make_request("a", max_tokens=5), listener)
+    assert over.wait(TIMEOUT_S)
+    engine.stop()
+    assert engine.progress.expected_gap_s == 0.25
+
+
 def test_a_watchdog_looks_through_its_clock():
     times = iter(range(100))
     progress = ProgressCounter()

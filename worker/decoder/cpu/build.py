@@ -25,7 +25,7 @@ _AVX2: Final = ("-mavx2", "-mfma", "-mf16c")
 _AVX512: Final = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 
 CLASSES: Final = {
-    "amx": (*_AVX512, "-DHF_AMX"),
+    "amx": (*_AVX512, "-mavx512bf16", "-DHF_AMX"),
     "avx512": _AVX512,
     "avx2": _AVX2,
 }

@@ -5,7 +5,7 @@ what a step means to the engine (`worker/decoder/program.py`), and arithmetic (`
 """
 
 import ctypes
-from ctypes import byref
+from ctypes import byref, pointer
 from typing import Final
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.decoder.cpu.cache import TiledCache
+from holdfast.worker.decoder.cpu.exchange import Exchange, attach
 from holdfast.worker.decoder.cpu.library import class_of, load_library
 from holdfast.worker.decoder.cpu.packing import PackedModel, elements_per_token
 from holdfast.worker.decoder.cpu.structures import HfStep
@@ -23,6 +24,9 @@ from holdfast.worker.errors import ReplicaError
 from holdfast.worker.sampling.head_output import HeadOutput
 
 _FEWEST_ROWS: Final = 64
+
+_LOSSES: Final = {1: "has ended", 2: "is silent", 3: "has left"}
+"""How a rank was lost, by the hundreds of an outcome below zero; the rest of it is the rank (`native/exchange.h`)."""
 
 
 class CpuExecutor:
@@ -50,6 +54,7 @@ class CpuExecutor:
         self.packed = PackedModel(layout, self._library, self._pool, max_positions=max_positions)
         self._rows = self.packed.model.vocab_rows
         self._decoder: int | None = None
+        self._exchange: Exchange | None = None
         self._cache: TiledCache | None = None
         self._layers_done = ctypes.c_long(0)
 
@@ -63,6 +68,9 @@ class CpuExecutor:
         if self._decoder:
             self._library.hf_decoder_destroy(self._decoder)
             self._decoder = None
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
 
     def __del__(self) -> None:
         if getattr(self, "_pool", None):
@@ -91,34 +99,52 @@ class CpuExecutor:
         self._cache = None
 
     def _make_room(self, num_rows: int) -> None:
-        """A decoder whose buffers hold a step of so many rows. They take memory only once they are written to."""
-        if self._decoder and num_rows <= self.packed.model.max_rows:
+        """A decoder whose buffers hold a step of so many rows. They take memory only once they are written to.
+
+        All ranks have run the same steps, so all make theirs in the same step.
+        """
+        model = self.packed.model
+        if self._decoder and num_rows <= model.max_rows:
             return
         self._drop_decoder()
-        model = self.packed.model
-        model.max_rows = max(num_rows, 2 * model.max_rows, _FEWEST_ROWS)
+        if num_rows > model.max_rows:
+            model.max_rows = max(num_rows, 2 * model.max_rows, _FEWEST_ROWS)
         model.tensor_parallel_size = self._group.size
         model.first_vocab_row = self._group.rank * self._rows
+        model.vocab_size = self._vocab_size
+        self._meet_ranks()
         self._decoder = self._library.hf_decoder_create(byref(model), self.packed.dtype, self._pool)
         if not self._decoder:
             raise ReplicaError(f"there is no memory for a step of {num_rows} tokens")
         self._stride = self._library.hf_decoder_stride(self._decoder)
+
+    def _meet_ranks(self) -> None:
+        """Shares memory with the other ranks where that can be had."""
+        model = self.packed.model
+        num_bytes = self._library.hf_exchange_bytes(self._group.size, model.max_rows, model.hidden)
+        if self._group.size > 1 and num_bytes > 0:
+            self._exchange = attach(self._group, num_bytes)
+        model.exchange = None if self._exchange is None else pointer(self._exchange.native)
 
     def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
         """One step; all ranks of the group run it together. Blocks are copied before."""
         assert self._cache is not None, "a cache is allocated before steps run"
         if batch.block_copies.size:
             self._cache.copy(*torch.from_numpy(batch.block_copies))
-        step = self._begin(batch, with_logits or self._group.size > 1)
-        if self._group.size == 1:
+        step = self._begin(batch, with_logits)
+        if self._in_one_call:
             self._go(0, self._num_segments)
         else:
-            self._go_together(len(batch.token_ids))
+            self._go_together(len(batch.token_ids), 0, self._num_segments)
         return self._output(step)
 
     def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> "_Step":
-        self._make_room(len(batch.token_ids))
-        step = _Step(batch, self._rows, with_logits, ctypes.addressof(self._layers_done))
+        self._make_room(max(len(batch.token_ids), len(batch.logits_rows)))
+        step = _Step(batch, ctypes.addressof(self._layers_done))
+        if with_logits or not self._in_one_call:
+            step.ask_for_logits(self._rows)
+        if with_logits and self._exchange is not None:
+            step.ask_for_all_logits(self._vocab_size)
         step.native.first_layer = first_layer
         self._library.hf_decoder_begin(self._decoder, byref(step.native))
         return step
@@ -126,9 +152,14 @@ class CpuExecutor:
     def _output(self, step: "_Step") -> HeadOutput:
         if step.logits is None:
             return HeadOutput(None, step.best.tolist())
-        if self._group.size == 1:
+        if self._in_one_call:
             return HeadOutput(step.logits, None)
         return HeadOutput(self._group.all_gather(step.logits)[:, : self._vocab_size], None)
+
+    @property
+    def _in_one_call(self) -> bool:
+        """Whether the library itself adds what ranks have."""
+        return self._group.size == 1 or self._exchange is not None
 
     @property
     def _num_segments(self) -> int:
@@ -136,12 +167,15 @@ class CpuExecutor:
 
     def _go(self, first: int, end: int, finished_layer: int = -1) -> None:
         outcome = self._library.hf_decoder_run(self._decoder, first, end, finished_layer)
+        kind, rank = divmod(-outcome, 100)
+        if kind in _LOSSES:
+            raise ReplicaError(f"a rank of the replica was lost: rank {rank} {_LOSSES[kind]}")
         if outcome:
             raise ReplicaError(f"the executor's threads did not run a step ({outcome})")
 
-    def _go_together(self, num_rows: int) -> None:
-        """Segment by segment, with a sum over ranks between them."""
-        for segment in range(self._num_segments):
+    def _go_together(self, num_rows: int, first: int, end: int) -> None:
+        """Segment by segment, with a sum over ranks after each but the head."""
+        for segment in range(first, end):
             self._go(segment, segment + 1)
             if segment < self._num_segments - 1:
                 partial = self._view(self._library.hf_decoder_partial(self._decoder), num_rows)
@@ -161,12 +195,11 @@ class CpuExecutor:
         step = self._begin(batch, False, first_layer=index)
         residual = self._view(self._library.hf_decoder_residual(self._decoder), len(x))
         residual.copy_(x)
-        for segment in (2 * index + 1, 2 * index + 2):
-            self._go(segment, segment + 1)
-            if self._group.size > 1:
-                partial = self._view(self._library.hf_decoder_partial(self._decoder), len(x))
-                partial.copy_(tree_sum(self._group, partial))
-        self._go(0, 0, index)
+        if self._in_one_call:
+            self._go(2 * index + 1, 2 * index + 3, index)
+        else:
+            self._go_together(len(x), 2 * index + 1, 2 * index + 3)
+            self._go(0, 0, index)
         del step  # its arrays are read until here
         return residual.clone()
 
@@ -174,25 +207,21 @@ class CpuExecutor:
 class _Step:
     """A step's arrays as the library takes them; they live as long as this."""
 
-    def __init__(self, batch: StepBatch, vocab_rows: int, with_logits: bool, layers_done: int) -> None:
+    def __init__(self, batch: StepBatch, layers_done: int) -> None:
         num_wanted = len(batch.logits_rows)
-        self.logits = torch.empty(num_wanted, vocab_rows) if with_logits else None
+        self.logits: Tensor | None = None
         self.best = np.empty(num_wanted, dtype=np.int32)
-        self._arrays = [
-            np.ascontiguousarray(array, dtype=np.int32)
-            for array in (
-                batch.token_ids,
-                batch.first_positions,
-                batch.num_tokens,
-                batch.num_blocks,
-                batch.block_ids,
-                batch.logits_rows,
-            )
-        ]
+        self._batch = batch
         self.native = HfStep(
-            *(array.ctypes.data for array in self._arrays),
-            None if self.logits is None else self.logits.data_ptr(),
-            self.best.ctypes.data,
+            _address(batch.token_ids),
+            _address(batch.first_positions),
+            _address(batch.num_tokens),
+            _address(batch.num_blocks),
+            _address(batch.block_ids),
+            _address(batch.logits_rows),
+            None,
+            None,
+            _address(self.best),
             None,
             layers_done,
             len(batch.token_ids),
@@ -200,11 +229,28 @@ class _Step:
             num_wanted,
         )
 
+    def ask_for_logits(self, vocab_rows: int) -> None:
+        """This rank's, [rows wanted, vocab_rows]."""
+        self.logits = self._own_logits = torch.empty(self.native.num_wanted, vocab_rows)
+        self.native.logits = self.logits.data_ptr()
+
+    def ask_for_all_logits(self, vocab_size: int) -> None:
+        """Those of all ranks: [rows wanted, vocab_size]."""
+        self.logits = torch.empty(self.native.num_wanted, vocab_size)
+        self.native.all_logits = self.logits.data_ptr()
+
+
+def _address(array: np.ndarray) -> int:
+    assert array.flags.c_contiguous, "the parts of a step lie in one piece"
+    address: int = array.__array_interface__["data"][0]
+    return address
+
 
 def tree_sum(group: TensorParallelGroup, partial: Tensor) -> Tensor:
     """The sum of all ranks' partial sums, added as a binary tree over ranks: the upper part of the tree over slices."""
     parts = list(group.all_gather(partial.contiguous().unsqueeze(0), dim=0))
     while len(parts) > 1:
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+        odd = parts[-1:] if len(parts) % 2 else []
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=False)] + odd
     total: Tensor = parts[0]
     return total

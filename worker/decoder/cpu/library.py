@@ -25,7 +25,7 @@ _FLAGS: Final = {
     "avx512": {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
 }
 _FLAGS_OF: Final = {
-    "amx": _FLAGS["avx512"] | {"amx_tile", "amx_bf16"},
+    "amx": _FLAGS["avx512"] | {"amx_tile", "amx_bf16", "avx512_bf16"},
     "avx512": _FLAGS["avx512"],
     "tiles512": _FLAGS["avx512"],
     "avx2": _FLAGS["avx2"],
@@ -110,6 +110,7 @@ def _declared(library: CDLL) -> CDLL:
     _declare(library, "hf_decoder_partial", c_void_p, c_void_p)
     _declare(library, "hf_decoder_residual", c_void_p, c_void_p)
     _declare(library, "hf_decoder_stride", c_long, c_void_p)
+    _declare(library, "hf_exchange_bytes", c_long, c_int, c_long, c_int)
     _declare(library, "hf_product", None, POINTER(HfLinear), c_int, c_void_p, c_long, c_int, c_void_p)
     _declare(library, "hf_function", None, c_int, c_void_p, c_void_p, c_long)
     return library

@@ -75,6 +75,16 @@ class HfLayer(Structure):
     )
 
 
+class HfExchange(Structure):
+    _fields_ = (
+        ("memory", c_void_p),
+        ("processes", POINTER(c_int)),
+        ("timeout_s", c_float),
+        ("rank", c_int),
+        ("ranks", c_int),
+    )
+
+
 class HfModel(Structure):
     _fields_ = (
         ("layers", POINTER(HfLayer)),
@@ -82,6 +92,7 @@ class HfModel(Structure):
         ("embedding", c_void_p),
         ("norm", HfNorm),
         ("head", HfLinear),
+        ("exchange", POINTER(HfExchange)),
         ("embedding_scale", c_float),
         ("logit_scale", c_float),
         ("logit_softcap", c_float),
@@ -90,6 +101,7 @@ class HfModel(Structure):
         ("hidden", c_int),
         ("first_vocab_row", c_int),
         ("vocab_rows", c_int),
+        ("vocab_size", c_int),
         ("max_rows", c_int),
         ("block_size", c_int),
         ("tensor_parallel_size", c_int),
@@ -105,6 +117,7 @@ class HfStep(Structure):
         ("blocks", c_void_p),
         ("wanted", c_void_p),
         ("logits", c_void_p),
+        ("all_logits", c_void_p),
         ("best", c_void_p),
         ("best_value", c_void_p),
         ("progress", c_void_p),
@@ -115,5 +128,7 @@ class HfStep(Structure):
     )
 
 
-SIZES = {kind.__name__: kind for kind in (HfLinear, HfNorm, HfMlp, HfExperts, HfRotary, HfLayer, HfModel, HfStep)}
+SIZES = {
+    kind.__name__: kind for kind in (HfLinear, HfNorm, HfMlp, HfExperts, HfRotary, HfLayer, HfExchange, HfModel, HfStep)
+}
 """What the library says of its own structures must be equal: a field that is missing here would shift all others."""

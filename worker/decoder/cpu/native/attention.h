@@ -44,11 +44,11 @@ struct Softmax {
 template <class W> struct AttentionScratch {
   typedef typename InputOf<W>::Type Input;
   Softmax total, part;
-  alignas(64) float scores[16 * KEYS];
-  alignas(64) Input weights[16 * KEYS];
+  alignas(64) float scores[QUERY_ROWS * KEYS];
+  alignas(64) Input weights[QUERY_ROWS * KEYS];
   alignas(64) Input queries[QUERY_ROWS * MAX_HEAD];
   alignas(64) float query_floats[QUERY_ROWS * MAX_HEAD];
-  alignas(64) float weight_floats[16 * KEYS];
+  alignas(64) float weight_floats[QUERY_ROWS * KEYS];
   alignas(64) W joined[TILE];
 };
 
@@ -117,7 +117,7 @@ HF_INLINE void fma_tile(const float* rows, long stride, int count, const W* tile
   }
 }
 
-// Scores [16][64] of up to 16 rows with the keys from `key` on, of which `num_keys` exist.
+// Scores [rows][64] of up to 16 rows from `row` on with the keys from `key` on, of which `num_keys` exist.
 template <class W>
 HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const Pages<W>& pages, const SequenceView& seq, int kv_head,
                           int row, int count, int key, int num_keys) {
@@ -135,8 +135,9 @@ HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const Pages<W>& page
       if (num_tiles > 2) tile_load<6>(t, keys[2] + d * TILE, 64), tile_product<2, 4, 6>(t);
       if (num_tiles > 3) tile_load<7>(t, keys[3] + d * TILE, 64), tile_product<3, 4, 7>(t);
     }
-    tile_store<0>(t, a.scores, KEYS * 4), tile_store<1>(t, a.scores + 16, KEYS * 4);
-    tile_store<2>(t, a.scores + 32, KEYS * 4), tile_store<3>(t, a.scores + 48, KEYS * 4);
+    float* scores = a.scores + row * KEYS;
+    tile_store<0>(t, scores, KEYS * 4), tile_store<1>(t, scores + 16, KEYS * 4);
+    tile_store<2>(t, scores + 32, KEYS * 4), tile_store<3>(t, scores + 48, KEYS * 4);
     return;
   }
 #endif
@@ -144,19 +145,22 @@ HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const Pages<W>& page
     const W* keys = key_tile(pages, seq, kv_head, key + 16 * b);
     for (int d = 0; d < key_tiles; d++) {
       const float* rows = a.query_floats + row * padded + d * 32;
-      if (d) fma_tile<W, true>(rows, padded, count, keys + d * TILE, a.scores + 16 * b, KEYS);
-      else fma_tile<W, false>(rows, padded, count, keys, a.scores + 16 * b, KEYS);
+      float* scores = a.scores + row * KEYS + 16 * b;
+      if (d) fma_tile<W, true>(rows, padded, count, keys + d * TILE, scores, KEYS);
+      else fma_tile<W, false>(rows, padded, count, keys, scores, KEYS);
     }
   }
 }
 
-// values [rows][dims] += weights [16][64] times the values of the keys from `key` on.
+// values [rows][dims] += weights [rows][64] times the values of the keys from `key` on, for rows from `row` on.
 template <class W>
 HF_INLINE void add_values(Tiles& t, AttentionScratch<W>& a, const Pages<W>& pages, const SequenceView& seq, int kv_head,
-                          float* values, int count, int key, int num_keys) {
+                          float* values, int row, int count, int key, int num_keys) {
+  values += (long)row * pages.shape.value_dims();
   int dims = pages.shape.value_dims(), num_spans = (num_keys + 31) / 32;
 #ifdef HF_TILES
   if constexpr (sizeof(W) == 2 && sizeof(typename InputOf<W>::Type) == 2) {
+    shape_tiles(t, ATTENTION, count, count);
     for (int v = 0; v < pages.shape.value_tiles; v += 4) {
       int some = pages.shape.value_tiles - v < 4 ? pages.shape.value_tiles - v : 4;
       float* out = values + v * 16;
@@ -166,7 +170,7 @@ HF_INLINE void add_values(Tiles& t, AttentionScratch<W>& a, const Pages<W>& page
       if (some > 3) tile_load<3>(t, out + 48, dims * 4);
       for (int s = 0; s < num_spans; s++) {
         int at = key + 32 * s, have = num_keys - 32 * s;
-        tile_load<4>(t, a.weights + 32 * s, KEYS * 2);
+        tile_load<4>(t, a.weights + row * KEYS + 32 * s, KEYS * 2);
         tile_load<6>(t, value_tile(pages, seq, kv_head, at, have, v, a.joined), 64), tile_product<0, 4, 6>(t);
         if (some > 1) tile_load<7>(t, value_tile(pages, seq, kv_head, at, have, v + 1, a.joined), 64), tile_product<1, 4, 7>(t);
         if (some > 2) tile_load<6>(t, value_tile(pages, seq, kv_head, at, have, v + 2, a.joined), 64), tile_product<2, 4, 6>(t);
@@ -183,7 +187,7 @@ HF_INLINE void add_values(Tiles& t, AttentionScratch<W>& a, const Pages<W>& page
   for (int s = 0; s < num_spans; s++)
     for (int v = 0; v < pages.shape.value_tiles; v++) {
       const W* tile = value_tile(pages, seq, kv_head, key + 32 * s, num_keys - 32 * s, v, a.joined);
-      fma_tile<W, true>(a.weight_floats + 32 * s, KEYS, count, tile, values + v * 16, dims);
+      fma_tile<W, true>(a.weight_floats + row * KEYS + 32 * s, KEYS, count, tile, values + v * 16, dims);
     }
 }
 
@@ -201,7 +205,7 @@ HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const 
   for (int r = 0; r < count; r++) {
     int first = firsts[r] = first_key(shape, positions[r]) - key, end = ends[r] = positions[r] + 1 - key;
     if (end <= 0 || first >= KEYS) continue;
-    float* scores = a.scores + r * KEYS;
+    float* scores = a.scores + (row + r) * KEYS;
     Lanes best = all(-INFINITY);
     bool is_cut = first > 0 || end < KEYS;
     if (shape.softcap > 0 || is_cut)
@@ -220,7 +224,7 @@ HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const 
   store(factor, exp2_of(load(change)));
   int dims = shape.value_dims();
   for (int r = 0; r < count; r++) {
-    typename InputOf<W>::Type* weights = a.weights + r * KEYS;
+    typename InputOf<W>::Type* weights = a.weights + (row + r) * KEYS;
     if (ends[r] <= 0 || firsts[r] >= KEYS) {
       for (int j = 0; j < KEYS; j += 16) store(weights + j, zero());
       continue;
@@ -228,7 +232,7 @@ HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const 
     Lanes minus_largest = all(-sum.largest[row + r]);
     Lanes total = load(sum.sums + (row + r) * 16) * all(factor[r]);
     for (int j = 0; j < KEYS; j += 16) {
-      Lanes p = exp2_of(fma(load(a.scores + r * KEYS + j), all(scale), minus_largest));
+      Lanes p = exp2_of(fma(load(a.scores + (row + r) * KEYS + j), all(scale), minus_largest));
       total = total + p;
       store(weights + j, p);
     }
@@ -241,8 +245,8 @@ HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const 
   }
 }
 
-template <class W> HF_INLINE void widen_weights(AttentionScratch<W>& a, int count) {
-  for (int i = 0; i < count * KEYS; i += 16) store(a.weight_floats + i, load(a.weights + i));
+template <class W> HF_INLINE void widen_weights(AttentionScratch<W>& a, int row, int count) {
+  for (int i = row * KEYS; i < (row + count) * KEYS; i += 16) store(a.weight_floats + i, load(a.weights + i));
 }
 
 // Adds the keys [from, to) to what rows [0, count) have summed. `to` is beyond no row's context but the longest's.
@@ -255,18 +259,19 @@ void attend_keys(Tiles& t, AttentionScratch<W>& a, const Pages<W>& pages, const 
   memset(sum.values, 0, (long)count * dims * 4);
   for (int key = from; key < to; key += KEYS) {
     int num_keys = to - key < KEYS ? to - key : KEYS;
-    for (int row = 0; row < count; row += 16) {
-      int some = count - row < 16 ? count - row : 16;
-      if (positions[row + some - 1] < key) continue;  // rows are in order of position
-      score_rows(t, a, pages, seq, kv_head, row, some, key, num_keys);
-      weigh_rows(a, pages.shape, positions + row, sum, row, some, key);
+    int first = 0;  // the rows that see any of these keys: they are in order of position
+    while (first + 16 < count && positions[first + 15] < key) first += 16;
+    auto blocks = [&](auto&& each) {
+      for (int row = first; row < count; row += 16) each(row, count - row < 16 ? count - row : 16);
+    };
+    // One after the other for all rows: what was stored has arrived when it is loaded as a tile.
+    blocks([&](int row, int some) { score_rows(t, a, pages, seq, kv_head, row, some, key, num_keys); });
+    blocks([&](int row, int some) { weigh_rows(a, pages.shape, positions + row, sum, row, some, key); });
 #ifdef HF_TILES
-      if constexpr (sizeof(typename InputOf<W>::Type) == 4) widen_weights(a, some);
-#else
-      widen_weights(a, some);
+    if constexpr (sizeof(typename InputOf<W>::Type) == 4)
 #endif
-      add_values(t, a, pages, seq, kv_head, sum.values + (long)row * dims, some, key, num_keys);
-    }
+      blocks([&](int row, int some) { widen_weights(a, row, some); });
+    blocks([&](int row, int some) { add_values(t, a, pages, seq, kv_head, sum.values, row, some, key, num_keys); });
   }
 }
 

@@ -50,21 +50,32 @@ struct HfLayer {
   int num_heads, num_kv_heads, head_dim, heads_per_slice, window, rotary, head_norms, parallel;  // head_norms: see `HeadNorms`
 };
 
+// Memory that all ranks of a replica have mapped, zeros at first, and what each of them knows of the others.
+struct HfExchange {
+  void* memory;          // `hf_exchange_bytes` of it
+  const int* processes;  // [ranks] a pidfd of each, which becomes readable when it has ended
+  float timeout_s;       // after which a silent rank is lost
+  int rank, ranks;
+};
+
 struct HfModel {
   const HfLayer* layers;
   HfRotary* rotaries;
   const void* embedding;  // [rows of this rank][hidden], not packed
   HfNorm norm;
   HfLinear head;
+  const HfExchange* exchange;  // null: a step stops where a sum over ranks is due
   float embedding_scale, logit_scale, logit_softcap;
-  int num_layers, num_rotaries, hidden, first_vocab_row, vocab_rows;
+  int num_layers, num_rotaries, hidden, first_vocab_row, vocab_rows, vocab_size;  // rows: of this rank; the last ranks' may lie beyond the vocabulary
   int max_rows, block_size, tensor_parallel_size;
 };
 
 struct HfStep {
-  const int *token_ids, *first_positions, *num_tokens, *num_blocks, *blocks, *wanted;
+  const long *token_ids, *first_positions, *num_tokens, *num_blocks, *blocks, *wanted;
   float* logits;     // [wanted][vocab rows], or null
-  int* best;         // [wanted]: the row's largest logit's column; -1: not all are finite
+  float* all_logits; // [wanted][vocab size], or null: with an exchange, those of all ranks; null or not on all alike
+  int* best;         // [wanted]: the token of the row's largest logit; -1: not all are finite. With an exchange, of all
+                     // ranks, unless there are logits; without, a column of this rank
   float* best_value; // [wanted]
   long* progress;    // counts layers
   int num_rows, num_sequences, num_wanted;

@@ -38,6 +38,10 @@ void hf_decoder_begin(void* decoder, const HfStep* step) { ((AnyDecoder*)decoder
 int hf_decoder_run(void* decoder, int first, int end, int finished_layer) {
   return ((AnyDecoder*)decoder)->run(first, end, finished_layer);
 }
+// Bytes of the memory that ranks share for an exchange (`HfExchange`); -1: there are more ranks than it can have.
+long hf_exchange_bytes(int ranks, long rows, int hidden) {
+  return ranks > holdfast::Exchange::kMostRanks ? -1 : holdfast::Exchange::bytes(ranks, rows, stride_of(hidden));
+}
 // What a sum over ranks is due of after a segment, and the residual stream: [rows][stride].
 float* hf_decoder_partial(void* decoder) { return ((AnyDecoder*)decoder)->partial(); }
 float* hf_decoder_residual(void* decoder) { return ((AnyDecoder*)decoder)->residual(); }

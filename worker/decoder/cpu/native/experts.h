@@ -19,8 +19,8 @@
         })) return false;
     int runs = e.experts[0].up.groups;
     if (!holdfast::tasks(t.run, e.num_experts * runs, [&](int task) { expert_up(e.experts[task / runs], task / runs, task % runs, t.own); })) return false;
-    bool direct = is_direct(l.mlp_out_norm);
-    return holdfast::tasks(t.run, e.experts[0].down.groups, [&](int g) { expert_columns(l, e, g, direct, t.own); });
+    float* place = place_of_sum(t, l.mlp_out_norm);
+    return holdfast::tasks(t.run, e.experts[0].down.groups, [&](int g) { expert_columns(l, e, g, place, t.own); });
   }
 
   void choose_experts(const HfExperts& e, int row) {
@@ -63,7 +63,7 @@
   }
 
   // For each slice the experts of a row are added in ascending order; then the slices are, as a binary tree.
-  void expert_columns(const HfLayer& l, const HfExperts& e, int g, bool direct, Local& own) {
+  void expert_columns(const HfLayer& l, const HfExperts& e, int g, float* place, Local& own) {
     int slices = e.experts[0].down.slices;
     float* sums = own.expert_sums(step.num_rows * slices * GROUP);
     for (int index = 0; index < e.num_experts; index++) {
@@ -90,6 +90,6 @@
       float* slice = sums + (long)row * slices * GROUP;
       for (int apart = 1; apart < slices; apart *= 2)
         for (int s = 0; s + apart < slices; s += 2 * apart) add_to(slice + s * GROUP, slice + (s + apart) * GROUP, GROUP);
-      for (int j = 0; j < GROUP && g * GROUP + j < y.stride; j += 16) put(direct, l, e.experts[0].down, row, g * GROUP + j, load(slice + j), false);
+      for (int j = 0; j < GROUP && g * GROUP + j < y.stride; j += 16) put(place, l, e.experts[0].down, row, g * GROUP + j, load(slice + j), false);
     }
   }

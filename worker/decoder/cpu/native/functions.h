@@ -5,9 +5,9 @@
 
 namespace {
 
-// 2^y for y <= 127; 0 below -126. A polynomial of degree 6 on [-1/2, 1/2].
+// 2^y for y <= 127; 0 where it is no normal number. A polynomial of degree 6 on [-1/2, 1/2].
 HF_INLINE Lanes exp2_of(Lanes y) {
-  Lanes clamped = larger(y, all(-126.0f)), n = rounded(clamped), f = clamped - n;
+  Lanes clamped = larger(y, all(-128.0f)), n = rounded(clamped), f = clamped - n;
   Lanes p = all(1.5403530e-4f);
   p = fma(p, f, all(1.3333558e-3f));
   p = fma(p, f, all(9.6181291e-3f));
@@ -15,7 +15,7 @@ HF_INLINE Lanes exp2_of(Lanes y) {
   p = fma(p, f, all(2.4022651e-1f));
   p = fma(p, f, all(6.9314718e-1f));
   p = fma(p, f, all(1.0f));
-  return zero_below(y, -126.0f, times_power(p, n));
+  return times_power(p, n);
 }
 
 const float LOG2_E = 1.44269504f;

@@ -35,15 +35,8 @@ HF_INLINE Lanes with_sign_of(Lanes a, Lanes sign) {
   __m512i mask = _mm512_set1_epi32(0x80000000);
   return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(mask, _mm512_castps_si512(sign.v), _mm512_castps_si512(a.v), 0xca))};
 }
-// a * 2^n for whole n; the exponent must stay in range.
-HF_INLINE Lanes times_power(Lanes a, Lanes n) {
-  __m512i shifted = _mm512_slli_epi32(_mm512_cvtps_epi32(n.v), 23);
-  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a.v), shifted))};
-}
-// a where y >= limit, else 0.
-HF_INLINE Lanes zero_below(Lanes y, float limit, Lanes a) {
-  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(y.v, _mm512_set1_ps(limit), _CMP_GE_OQ), a.v)};
-}
+// a * 2^n for whole n up to 127 and a of 0.7 to 1.42; 0 where it is below the smallest normal number.
+HF_INLINE Lanes times_power(Lanes a, Lanes n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 // a where y > limit (in each lane), else b.
 HF_INLINE Lanes where_above(Lanes y, Lanes limit, Lanes a, Lanes b) {
   return {_mm512_mask_mov_ps(b.v, _mm512_cmp_ps_mask(y.v, limit.v, _CMP_GT_OQ), a.v)};
@@ -64,6 +57,9 @@ HF_INLINE Lanes load(const Bf16* p) {
 }
 HF_INLINE Lanes load(const Half* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 // Rounds to the nearest, ties to even; NaN stays NaN.
+#ifdef __AVX512BF16__
+HF_INLINE void store(Bf16* p, Lanes a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
+#else
 HF_INLINE void store(Bf16* p, Lanes a) {
   __m512i bits = _mm512_castps_si512(a.v);
   __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
@@ -72,6 +68,7 @@ HF_INLINE void store(Bf16* p, Lanes a) {
   up = _mm512_mask_mov_epi32(up, is_nan, _mm512_set1_epi32(0x7fc00000));
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16)));
 }
+#endif
 HF_INLINE void store(Half* p, Lanes a) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
@@ -121,15 +118,13 @@ HF_INLINE __m256 signed8(__m256 x, __m256 sign) {
 }
 HF_INLINE Lanes with_sign_of(Lanes x, Lanes s) HF_BOTH(signed8(x.a, s.a), signed8(x.b, s.b))
 HF_INLINE __m256 times_power8(__m256 x, __m256 n) {
-  __m256i shifted = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
-  return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x), shifted));
+  // In two steps, so that 2^n is a normal number; the second one flushes what is too small.
+  __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), rest = _mm256_sub_epi32(whole, half);
+  __m256i bias = _mm256_set1_epi32(127);
+  x = _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, bias), 23)));
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, bias), 23)));
 }
 HF_INLINE Lanes times_power(Lanes x, Lanes n) HF_BOTH(times_power8(x.a, n.a), times_power8(x.b, n.b))
-HF_INLINE __m256 zero_below8(__m256 y, float limit, __m256 x) {
-  return _mm256_and_ps(x, _mm256_cmp_ps(y, _mm256_set1_ps(limit), _CMP_GE_OQ));
-}
-HF_INLINE Lanes zero_below(Lanes y, float limit, Lanes x)
-    HF_BOTH(zero_below8(y.a, limit, x.a), zero_below8(y.b, limit, x.b))
 HF_INLINE __m256 where_above8(__m256 y, __m256 limit, __m256 a, __m256 b) {
   return _mm256_blendv_ps(b, a, _mm256_cmp_ps(y, limit, _CMP_GT_OQ));
 }

@@ -64,6 +64,7 @@ extern "C" const char* hf_digest() { return HF_DIGEST; }
 // Sizes of the structures, in the order of `structures.py`.
 extern "C" void hf_sizes(int* out) {
   const int sizes[] = {sizeof(HfLinear), sizeof(HfNorm),  sizeof(HfMlp),   sizeof(HfExperts),
-                       sizeof(HfRotary), sizeof(HfLayer), sizeof(HfModel), sizeof(HfStep)};
+                       sizeof(HfRotary), sizeof(HfLayer), sizeof(HfExchange), sizeof(HfModel),
+                       sizeof(HfStep)};
   memcpy(out, sizes, sizeof sizes);
 }

@@ -1,7 +1,7 @@
 // One step of a decoder, as phases of tasks for a pool of threads: embedding, layers, head.
 //
-// With several ranks a step stops where a sum over ranks is due (`partial()` holds this rank's share, float32) and goes on
-// once the sum is there. Which bits a row gets depends on its own sequence alone: rows meet in products and tiles, and
+// With several ranks there are sums over ranks between. Where they share memory (`exchange.h`) a step goes through them;
+// else it stops there (`partial()` holds this rank's share, float32) and goes on once the sum is there. Which bits a row gets depends on its own sequence alone: rows meet in products and tiles, and
 // those add in one order for any number of rows. Products and attention are in `linear.h` and `attention.h`.
 #pragma once
 #include <math.h>
@@ -15,18 +15,21 @@
 
 #include "attention.h"
 #include "decoder.h"
+#include "exchange.h"
 #include "pool.h"
 
 namespace {
 
-enum { NORM_ROWS = 8, OWN_NORM_ROWS = 2 };
+enum { NORM_ROWS = 8, OWN_NORM_ROWS = 2, SPIN_FOR_PEERS = 2000, COPIED = 1 << 14 };
+
+inline long stride_of(long columns) { return (columns + 31) / 32 * 32 + 32; }
 
 // A [rows][columns] buffer, zeroed, with rows aligned and set apart from powers of two.
 template <class T> struct Buffer {
   T* data = nullptr;
   long stride = 0, bytes = 0;
   Buffer() = default;
-  Buffer(long rows, long columns) : stride((columns + 31) / 32 * 32 + 32) {
+  Buffer(long rows, long columns) : stride(stride_of(columns)) {
     bytes = (rows * stride * sizeof(T) + 4095) / 4096 * 4096;
     void* fresh = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);  // zeros, by the system
     if (fresh == MAP_FAILED) throw std::bad_alloc();
@@ -93,6 +96,7 @@ template <class W> HF_INLINE Packed<W> packed(const HfLinear& linear) {
 template <class W> class Decoder {
   typedef typename InputOf<W>::Type Input;
   typedef holdfast::Run Run;
+  typedef holdfast::Exchange Exchange;
 
  public:
   Decoder(const HfModel& model, int num_threads) : m(model), threads(num_threads) {
@@ -120,20 +124,24 @@ template <class W> class Decoder {
       choices.resize(rows * moe_rows), weights.resize(rows * moe_rows), first_of.resize(experts + 1), order.resize(rows * moe_rows);
     }
     for (int i = 0; i < threads; i++) local.emplace_back(new Local(m.hidden));
+    num_tokens = std::max(0, std::min(m.vocab_rows, m.vocab_size - m.first_vocab_row));
+    if (m.exchange) exchange.reset(new Exchange(*m.exchange, rows, y.stride));
   }
 
   // Takes the step; the arrays behind it stay valid until its last segment has run.
   void begin(const HfStep& next) {
     step = next;
-    positions.resize(step.num_rows), sequence_of.resize(step.num_rows), sequences.clear(), units.clear();
+    sequences.clear(), units.clear();
     int row = 0, last = 0;
-    const int* blocks = step.blocks;
+    long num_blocks = 0;
+    for (int i = 0; i < step.num_sequences; i++) num_blocks += step.num_blocks[i];
+    block_ids.assign(step.blocks, step.blocks + num_blocks);
+    const int* blocks = block_ids.data();
     decodes_alone = true;
     for (int i = 0; i < step.num_sequences; i++) {
-      SequenceView seq = {row, step.first_positions[i], step.num_tokens[i], blocks};
+      SequenceView seq = {row, (int)step.first_positions[i], (int)step.num_tokens[i], blocks};
       sequences.push_back(seq);
       blocks += step.num_blocks[i];
-      for (int t = 0; t < seq.num_tokens; t++) positions[row + t] = seq.first_position + t, sequence_of[row + t] = i;
       for (int t = 0; t < seq.num_tokens;) {  // runs of tokens that share 32 positions
         int end = std::min(seq.num_tokens, t + 32 - (seq.first_position + t) % 32);
         units.push_back({i, t, end});
@@ -158,20 +166,21 @@ template <class W> class Decoder {
   // `finished_layer`: also adds what this layer's MLP left to the residual; -1: the segment after it does so.
   int run(holdfast::Pool* pool, int first, int end, int finished_layer) {
     next_segment = end;
-    Part part = {this, first, end, finished_layer, step.first_layer, step.num_rows, step.num_wanted};
-    return holdfast::run(pool, [](const void* argument, Run& run) { ((const Part*)argument)->decoder->go(*(const Part*)argument, run); }, &part);
+    Part part = {this, first, end, finished_layer, step.first_layer, step.num_rows, step.num_wanted, last_sum, step.all_logits != nullptr};
+    int outcome = holdfast::run(pool, [](const void* argument, Run& run) { ((const Part*)argument)->decoder->go(*(const Part*)argument, run); }, &part);
+    return outcome == holdfast::kDone && exchange ? exchange->outcome() : outcome;
   }
 
  private:
   // What a thread may look at between tasks: a late one finds the numbers of its own job here, never a later one's.
-  struct Part { Decoder* decoder; int first, end, finished_layer, first_layer, num_rows, num_wanted; };
+  struct Part { Decoder* decoder; int first, end, finished_layer, first_layer, num_rows, num_wanted; Exchange::Sum last_sum; bool gathers; };
   struct Local;
-  struct Thread { Local& own; Run& run; int first_layer, num_rows, num_wanted; };
+  struct Thread { Local& own; Run& run; int first_layer, num_rows, num_wanted; Exchange::Sum sum; bool gathers; };  // sum: the latest, counted by each thread
 
   void go(const Part& part, Run& run) {
     unsigned control = _mm_getcsr();
     _mm_setcsr(control | 0x8040);  // flush denormals, as the tile unit does
-    Thread thread = {*local[run.tid], run, part.first_layer, part.num_rows, part.num_wanted};
+    Thread thread = {*local[run.tid], run, part.first_layer, part.num_rows, part.num_wanted, part.last_sum, part.gathers};
     bool goes_on = true;
     for (int s = part.first; s < part.end && goes_on; s++) {
       if (s == 0) goes_on = embed(thread);
@@ -179,6 +188,7 @@ template <class W> class Decoder {
       else goes_on = s % 2 ? attention_half((s - 1) / 2, thread) : mlp_half((s - 1) / 2, thread);
     }
     if (goes_on && part.finished_layer >= 0) finish(thread, m.layers[part.finished_layer], false);
+    if (run.tid == 0) last_sum = thread.sum;  // the caller is in time for all phases
     release_tiles(thread.own.scratch.tiles);
     _mm_setcsr(control);
   }
@@ -189,6 +199,7 @@ template <class W> class Decoder {
     QueryRows<W> rows;
     Buffer<Input> normed;
     Buffer<float> head;
+    Exchange::Waiter peers{SPIN_FOR_PEERS, SPIN_FOR_PEERS};
     std::vector<float> of_experts;
     float* expert_sums(long count) {
       of_experts.assign(count, 0.0f);
@@ -243,15 +254,17 @@ template <class W> class Decoder {
   // --- embedding and norms ---
 
   bool embed(Thread& t) {
-    return row_tasks(t.run, t.num_rows, [&](int r) {
-      int row = step.token_ids[r] - m.first_vocab_row;
-      float* out = x.row(r);
-      bool mine = row >= 0 && row < m.vocab_rows;
-      const W* vector = (const W*)m.embedding + (mine ? (long)row * m.hidden : 0);
-      int i = 0;
-      for (; i + 16 <= m.hidden; i += 16) store(out + i, mine ? load(vector + i) * all(m.embedding_scale) + zero() : zero());
-      for (; i < m.hidden; i++) out[i] = mine ? element(vector[i]) * m.embedding_scale + 0.0f : 0.0f;
-    });
+    t.sum++;
+    if (!row_tasks(t.run, t.num_rows, [&](int r) { embed_row(r, exchange ? exchange->own(t.sum) + r * y.stride : x.row(r)); })) return false;
+    return !exchange || summed_tasks(t, t.num_rows, [&](int r) { sum_over_ranks(t.sum, r, x.row(r)); });
+  }
+  void embed_row(int r, float* out) {
+    int row = (int)step.token_ids[r] - m.first_vocab_row;
+    bool mine = row >= 0 && row < m.vocab_rows;
+    const W* vector = (const W*)m.embedding + (mine ? (long)row * m.hidden : 0);
+    int i = 0;
+    for (; i + 16 <= m.hidden; i += 16) store(out + i, mine ? load(vector + i) * all(m.embedding_scale) + zero() : zero());
+    for (; i < m.hidden; i++) out[i] = mine ? element(vector[i]) * m.embedding_scale + 0.0f : 0.0f;
   }
   static float element(Bf16 v) { uint32_t bits = (uint32_t)v.bits << 16; float f; memcpy(&f, &bits, 4); return f; }
   static float element(Half v) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_set1_epi16((short)v.bits))); }
@@ -524,30 +537,57 @@ template <class W> class Decoder {
   // Whether outputs of a half go straight to the residual: nothing is done to their sum first.
   bool is_direct(const HfNorm& out_norm) const { return m.tensor_parallel_size == 1 && !out_norm.weight; }
 
+  // Where a half of a layer leaves its outputs, [rows][y.stride]; null: at the residual. A sum over ranks begins.
+  float* place_of_sum(Thread& t, const HfNorm& out_norm) {
+    t.sum++;
+    return is_direct(out_norm) ? nullptr : exchange ? exchange->own(t.sum) : y.data;
+  }
+
   bool row_parallel(Thread& t, const HfLinear& w, Rows in, const HfLayer& l, bool is_mlp) {
-    bool direct = is_direct(is_mlp ? l.mlp_out_norm : l.attention_out_norm);
+    float* place = place_of_sum(t, is_mlp ? l.mlp_out_norm : l.attention_out_norm);
     return linear(t, w, in, t.num_rows, [&](int g, int first, int count, const float* sums) {
       for (int r = 0; r < count; r++)
         for (int j = 0; j < GROUP && g * GROUP + j < y.stride; j += 16)
-          put(direct, l, w, first + r, g * GROUP + j, load(sums + r * GROUP + j));
+          put(place, l, w, first + r, g * GROUP + j, load(sums + r * GROUP + j));
     });
   }
   void put_residual(const HfLayer& l, int row, int column, Lanes v) {
     float* to = x.row(row) + column;
     store(to, load(to) + v * all(l.residual_scale));
   }
-  void put(bool direct, const HfLayer& l, const HfLinear& w, int row, int column, Lanes v, bool with_bias = true) {
-    if (!direct) return store(y.row(row) + column, v);
+  void put(float* place, const HfLayer& l, const HfLinear& w, int row, int column, Lanes v, bool with_bias = true) {
+    if (place) return store(place + row * y.stride + column, v);
     put_residual(l, row, column, w.bias && with_bias ? v + load(w.bias + column) : v);
   }
 
-  // What a half of a layer left in `y`, summed over ranks by now, goes to the residual.
+  // As `row_tasks`, once all ranks have written their rows of the latest sum. False also where a rank is lost: a late thread
+  // that hears of it too early gets no more tasks anyway.
+  template <class Fn> bool summed_tasks(Thread& t, int rows, Fn&& fn) {
+    if (!exchange) return row_tasks(t.run, rows, fn);
+    return row_tasks(t.run, rows, [&](int r) { if (exchange->meet(t.sum, t.own.peers)) fn(r); }) && !exchange->outcome();
+  }
+  // Ranks hold neighbouring subtrees of the tree over slices: theirs are added as its upper part.
+  void sum_over_ranks(Exchange::Sum sum, int row, float* out) const {
+    int ranks = m.tensor_parallel_size;
+    const float* parts[Exchange::kMostRanks];
+    for (int i = 0; i < ranks; i++) parts[i] = exchange->buffer(i, sum) + row * y.stride;
+    for (int j = 0; j < m.hidden; j += 16) {
+      Lanes v[Exchange::kMostRanks];
+      for (int i = 0; i < ranks; i++) v[i] = tail_of(parts[i] + j, m.hidden - j);
+      for (int apart = 1; apart < ranks; apart *= 2)
+        for (int i = 0; i + apart < ranks; i += 2 * apart) v[i] = v[i] + v[i + apart];
+      store(out + j, v[0]);
+    }
+  }
+
+  // What a half of a layer left goes to the residual: in `y`, summed over ranks by now, or with all ranks.
   bool finish(Thread& t, const HfLayer& l, bool is_attention) {
     const HfNorm& norm = is_attention ? l.attention_out_norm : l.mlp_out_norm;
     if (is_direct(norm)) return true;
     const float* bias = is_attention ? l.output.bias : l.experts ? nullptr : l.mlp.down.bias;
-    return row_tasks(t.run, t.num_rows, [&](int r) {
+    return summed_tasks(t, t.num_rows, [&](int r) {
       float* sums = y.row(r);
+      if (exchange) sum_over_ranks(t.sum, r, sums);
       if (bias)
         for (int j = 0; j < m.hidden; j += 16) store(sums + j, load(sums + j) + load(bias + j));
       if (norm.weight) norm_row(sums, norm, m.hidden, sums);
@@ -596,12 +636,15 @@ template <class W> class Decoder {
     if (!linear(t, m.head, {h.data, h.stride}, t.num_wanted, [&](int g, int first, int count, const float* sums) {
           for (int r = 0; r < count; r++) logits_of(g, first + r, sums + r * GROUP);
         })) return false;
-    return row_tasks(t.run, t.num_wanted, [&](int r) { choose_best(r); });
+    if (exchange && t.gathers) return gather_logits(t);
+    t.sum++;
+    if (!row_tasks(t.run, t.num_wanted, [&](int r) { choose_best(r, exchange ? choices_of(m.exchange->rank, t.sum) : nullptr); })) return false;
+    return !exchange || summed_tasks(t, t.num_wanted, [&](int r) { choose_among_ranks(t.sum, r); });
   }
 
   void logits_of(int g, int row, const float* sums) {
     alignas(64) float out[GROUP];
-    int columns = std::min((int)GROUP, m.vocab_rows - g * GROUP);
+    int columns = std::min((int)GROUP, m.vocab_rows - g * GROUP), tokens = std::min(columns, num_tokens - g * GROUP);
     Lanes best = all(-INFINITY), broken = zero();
     for (int j = 0; j < columns; j += 16) {
       Lanes v = load(sums + j);
@@ -609,36 +652,83 @@ template <class W> class Decoder {
       v = v * all(m.logit_scale);
       if (m.logit_softcap > 0) v = tanh_of(v * all(1.0f / m.logit_softcap)) * all(m.logit_softcap);
       store(out + j, v);
-      Lanes real = keep_range(v, 0, columns - j, all(-INFINITY));
+      Lanes real = keep_range(v, 0, tokens - j, all(-INFINITY));
       best = larger(best, real);
-      broken = broken + keep_range(v - v, 0, columns - j, zero());  // NaN where not finite
+      broken = broken + keep_range(v - v, 0, tokens - j, zero());  // NaN where not finite
     }
     if (step.logits) memcpy(step.logits + (long)row * m.vocab_rows + g * GROUP, out, columns * 4);
     float value = largest_of(best), doubt = sum_of(broken);
     int at = 0;
-    if (doubt == 0.0f)
+    if (doubt == 0.0f && tokens > 0)
       while (out[at] != value) at++;
     group_best.row(row)[g] = value, group_at.row(row)[g] = doubt == 0.0f ? g * GROUP + at : -1;
   }
 
+  // A row's largest logit among those of one rank.
+  struct Choice { float value; int token; };
+  Choice* choices_of(int rank, Exchange::Sum sum) const { return (Choice*)exchange->buffer(rank, sum); }
+
+  // Of equal logits the first, over all ranks; none where those of any rank are not all finite.
+  void choose_among_ranks(Exchange::Sum sum, int row) {
+    Choice best = choices_of(0, sum)[row];
+    for (int i = 1; i < m.tensor_parallel_size; i++) {
+      Choice other = choices_of(i, sum)[row];
+      if (other.token < 0 || (best.token >= 0 && other.value > best.value)) best = other;
+    }
+    step.best[row] = best.token;
+  }
+
+  // All ranks' logits, in pieces of what a buffer of the exchange holds.
+  bool gather_logits(Thread& t) {
+    long most = m.max_rows * y.stride, all = (long)t.num_wanted * m.vocab_rows;
+    for (long first = 0; first < all; first += most) {
+      long count = std::min(most, all - first);
+      int pieces = (int)((count + COPIED - 1) / COPIED);
+      t.sum++;
+      if (!holdfast::tasks(t.run, pieces, [&](int i) {
+            long from = (long)i * COPIED;
+            memcpy(exchange->own(t.sum) + from, step.logits + first + from, std::min((long)COPIED, count - from) * sizeof(float));
+          })) return false;
+      if (!holdfast::tasks(t.run, pieces, [&](int i) {
+            if (!exchange->meet(t.sum, t.own.peers)) return;
+            long from = (long)i * COPIED;
+            for (int rank = 0; rank < m.tensor_parallel_size; rank++)
+              place_logits(rank, exchange->buffer(rank, t.sum) + from, first + from, std::min((long)COPIED, count - from));
+          }) || exchange->outcome()) return false;
+    }
+    return true;
+  }
+  // `count` of a rank's logits [wanted][vocab rows], from `first` on, to their places among those of all.
+  void place_logits(int rank, const float* from, long first, long count) {
+    long before = (long)rank * m.vocab_rows, columns = std::min((long)m.vocab_rows, m.vocab_size - before);
+    for (long end = first + count; first < end;) {
+      long row = first / m.vocab_rows, column = first % m.vocab_rows, run = std::min(end - first, m.vocab_rows - column);
+      if (column < columns) memcpy(step.all_logits + row * m.vocab_size + before + column, from, std::min(run, columns - column) * sizeof(float));
+      from += run, first += run;
+    }
+  }
+
   // Of equal logits the first.
-  void choose_best(int row) {
+  void choose_best(int row, Choice* choices) {
     float value = -INFINITY;
-    int at = -1;
-    for (int g = 0; g < m.head.groups && g * GROUP < m.vocab_rows; g++) {
+    int at = num_tokens > 0 ? -1 : 0;
+    for (int g = 0; g < m.head.groups && g * GROUP < num_tokens; g++) {
       if (group_at.row(row)[g] < 0) { at = -1; break; }
       if (group_best.row(row)[g] > value) value = group_best.row(row)[g], at = group_at.row(row)[g];
     }
-    if (step.best) step.best[row] = at;
+    if (choices) choices[row] = {value, at < 0 ? at : at + m.first_vocab_row};
+    else if (step.best) step.best[row] = at;
     if (step.best_value) step.best_value[row] = value;
   }
 
   HfModel m;
   int threads;
   HfStep step = {};
-  int next_segment = 0;
+  int next_segment = 0, num_tokens = 0;  // tokens of the vocabulary whose logits are this rank's
+  Exchange::Sum last_sum = 0;
+  std::unique_ptr<Exchange> exchange;  // or none
   bool decodes_alone = false;
-  std::vector<int> positions, sequence_of;
+  std::vector<int> block_ids;
   std::vector<SequenceView> sequences;
   std::vector<Unit> units;
   std::vector<std::unique_ptr<Local>> local;
