@@ -16,7 +16,7 @@ help:            ## Show this list.
 
 install: $(VENV)/.installed  ## Make .venv with everything in it.
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml setup.py constraints.txt
 	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11, 3.12 or 3.13; none was found. Try: apt-get install python3 python3-venv"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) has no venv module. Try: apt-get install python3-venv"; exit 1; }
 	@test -x $(BIN)/python || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
@@ -68,4 +68,4 @@ model: install   ## Train the bundled models again (minutes).
 	@$(BIN)/python -m scripts.train_bundled_model.train
 
 clean:           ## Remove what the other verbs made.
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist worker/decoder/cpu/libraries *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

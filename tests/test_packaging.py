@@ -9,8 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.worker.decoder.cpu import build
+
 ROOT = Path(__file__).parent.parent
-LEFT_OUT = shutil.ignore_patterns(".*", "*.egg-info", "build", "dist", "__pycache__", "tests", "docs")
+LEFT_OUT = (".*", "*.egg-info", "build", "dist", "__pycache__", "tests", "docs")
+WITHOUT_COMPILER = """
+import os, runpy, sys, sysconfig
+os.environ["PATH"] = "/nowhere"
+sysconfig.get_paths = lambda *_, paths=sysconfig.get_paths(): {**paths, "purelib": "/nowhere"}
+sys.argv[0] = "setup.py"
+runpy.run_path("setup.py")
+"""
 BUILD = "from setuptools import build_meta; import sys; print(build_meta.build_wheel(sys.argv[1]))"
 COMMON_NAMES = ("worker", "router", "cluster", "proto", "scripts", "benchmarks")
 USE = """
@@ -26,9 +35,10 @@ print(SamplingParams(), AsyncClient, Client)
 def installed(tmp_path_factory):
     """A folder into which the wheel was unpacked."""
     folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=LEFT_OUT)
+    shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
     subprocess.run([sys.executable, "-c", BUILD, folder], cwd=folder / "source", check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
     return folder / "site"
@@ -49,6 +59,26 @@ def test_every_source_file_is_in_the_wheel(installed, ending):
     shipped = {path.relative_to(installed / "holdfast") for path in (installed / "holdfast").rglob(f"*.{ending}")}
     assert sources
     assert sources <= shipped, sources - shipped
+
+
+def test_the_wheel_has_the_native_executor_and_its_sources(installed):
+    folder = installed / "holdfast/worker/decoder/cpu"
+    sources = {path.name for path in build.SOURCES.iterdir()}
+    assert {path.name for path in (folder / "native").iterdir()} == sources
+    libraries = list((folder / "libraries").glob("*.so"))
+    if not libraries and not shutil.which("g++"):
+        pytest.skip("no C++ compiler")
+    assert {path.stem for path in libraries} == set(build.CLASSES)
+    assert all(build.is_current(path) for path in libraries)
+
+
+def test_without_a_compiler_the_build_goes_on_and_says_so(tmp_path):
+    shutil.copytree(ROOT, tmp_path / "source", symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT, "libraries"))
+    words = [sys.executable, "-c", WITHOUT_COMPILER, "-q", "build_native", "--build-lib", str(tmp_path / "built")]
+    ran = subprocess.run(words, cwd=tmp_path / "source", capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    (line,) = [line for line in ran.stderr.splitlines() if "native" in line]
+    assert line.startswith("the native executor is left out: no C++ compiler was found")
 
 
 def test_a_script_may_have_files_with_common_names_beside_it(installed, tmp_path):

@@ -7,6 +7,7 @@ library (`library.py`), and third-party imports, since a package's build runs th
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 SOURCES: Final = Path(__file__).parent / "native"
 
@@ -34,9 +35,12 @@ SOFTWARE_TILES: Final = {
     "tiles512": (*_AVX512, "-DHF_SOFTWARE_TILES"),
     "tiles2": (*_AVX2, "-DHF_SOFTWARE_TILES"),
 }
-"""The logic of `amx` with its tiles in software: for tests, on machines without them."""
+"""The logic of `amx` with its tiles in software: for tests, on machines without them. They run bf16 alone."""
 
 _COMPILERS: Final = (("g++",), ("clang++",), ("c++",))
+
+
+_ANY_CLASS: Final = {**CLASSES, **SOFTWARE_TILES, "any": ()}
 
 
 class NoCompilerError(RuntimeError):
@@ -51,6 +55,11 @@ def digest(extra_flags: Sequence[str] = ()) -> str:
     return seen.hexdigest()[:16]
 
 
+def is_current(library: Path) -> bool:
+    """Whether a library is there and was made from the present sources: the digest is among its bytes."""
+    return library.is_file() and digest().encode() in library.read_bytes()
+
+
 def find_compiler() -> tuple[str, ...]:
     """The command of a C++17 compiler: the system's, or that of the `ziglang` package.
 
@@ -61,7 +70,7 @@ def find_compiler() -> tuple[str, ...]:
             return command
     zig = Path(sysconfig.get_paths()["purelib"]) / "ziglang" / "zig"
     if zig.is_file():
-        return (str(zig), "c++")
+        return (str(zig), "c++", "-target", "x86_64-linux-gnu")  # without a target it compiles for this very CPU
     raise NoCompilerError("no C++ compiler was found (try: apt-get install g++, or pip install ziglang)")
 
 
@@ -70,35 +79,50 @@ def compile_libraries(folder: Path, classes: Sequence[str] = tuple(CLASSES), ext
 
     Raises `NoCompilerError` where there is no compiler or it fails; the message has its first complaint.
     """
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        raise NoCompilerError(
+            f"the native executor runs on Linux on x86-64, not on {sys.platform} {platform.machine()}"
+        )
     compiler = find_compiler()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as objects, ThreadPoolExecutor(os.cpu_count()) as threads:
-        flags = (*_COMMON, *extra_flags, f'-DHF_DIGEST="{digest(extra_flags)}"')
-        jobs = [
-            (*compiler, *flags, *own, "-c", str(SOURCES / f"{source}.cpp"), "-o", f"{objects}/{name}.o")
-            for source, name, own in (
-                *(("executor", name, (CLASSES | SOFTWARE_TILES)[name]) for name in classes),
-                ("pool", "pool", ()),
-                ("packing", "packing", ()),
+        common = (*compiler, *_COMMON, *extra_flags, f'-DHF_DIGEST="{digest(extra_flags)}"')
+        parts = {name: _parts(name) for name in classes}
+        commands = {
+            part: (
+                *common,
+                *_ANY_CLASS[part.flags],
+                "-c",
+                str(SOURCES / f"{part.source}.cpp"),
+                "-o",
+                f"{objects}/{part}",
             )
-        ]
-        list(threads.map(_run, jobs))
-        common = (f"{objects}/pool.o", f"{objects}/packing.o", "-lpthread")
-        for name in classes:
+            for part in sorted({part for own in parts.values() for part in own}, reverse=True)  # `plain` takes longest
+        }
+        list(threads.map(_run, commands.values()))
+        for name, own in parts.items():
             linked = Path(objects) / f"{name}.so"
-            _run(
-                (
-                    *compiler,
-                    *extra_flags,
-                    "-shared",
-                    "-Wl,-Bsymbolic",
-                    f"{objects}/{name}.o",
-                    *common,
-                    "-o",
-                    str(linked),
-                )
-            )
+            files = [f"{objects}/{part}" for part in own]
+            _run((*compiler, *extra_flags, "-shared", "-Wl,-Bsymbolic", *files, "-lpthread", "-o", str(linked)))
             linked.rename(folder / linked.name)
+
+
+class _Part(NamedTuple):
+    """An object file, which several libraries may share."""
+
+    source: str
+    flags: str
+
+    def __str__(self) -> str:
+        return f"{self.source}-{self.flags}.o"
+
+
+def _parts(name: str) -> list[_Part]:
+    """What a library is linked from. Only bf16 has tiles: the plain dtypes are the same with them and without."""
+    parts = [_Part("executor", name), _Part("pool", "any"), _Part("packing", "any")]
+    if name in CLASSES:
+        parts.append(_Part("plain", "avx2" if name == "avx2" else "avx512"))
+    return parts
 
 
 def _run(command: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from holdfast.worker.decoder.cpu.build import CLASSES, NoCompilerError, compile_libraries, digest
+from holdfast.worker.decoder.cpu.build import CLASSES, NoCompilerError, compile_libraries, digest, is_current
 from holdfast.worker.decoder.cpu.structures import SIZES, HfLinear, HfModel, HfStep
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ class Unavailable(RuntimeError):
 
 def runnable_classes() -> list[str]:
     """The instruction classes that this machine runs, best first."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    known = Path("/proc/cpuinfo")
+    lines = known.read_text().splitlines() if known.is_file() else []
     flags = set(next((line for line in lines if line.startswith("flags")), "").split())
     return [name for name in CLASSES if _FLAGS_OF[name] <= flags]
 
@@ -52,9 +53,9 @@ def load_library(name: str | None = None) -> CDLL:
     """
     runnable = runnable_classes()
     if name is None and not runnable:
-        raise Unavailable("this CPU has no AVX2")
+        raise Unavailable("this CPU has no AVX2 with FMA")
     for choice in [name] if name else runnable:
-        library = _declared(CDLL(str(_path(choice))))
+        library = _declared(CDLL(str(path_of(choice))))
         if choice != "amx" or library.hf_allow_tiles() == 0:
             return library
     raise Unavailable(f"the system does not let this process use {name or 'AMX'} tiles")
@@ -65,18 +66,21 @@ def class_of(library: CDLL) -> str:
     return Path(library._name).stem
 
 
-def _path(name: str) -> Path:
-    """Where the library is, after it was compiled if it had to be: beside the package, else in the user's cache."""
+def path_of(name: str) -> Path:
+    """Where the library of a class is: beside the package, else in the user's cache, compiled if it has to be.
+
+    Raises `Unavailable`.
+    """
     for folder in (INSTALLED, cache_folder()):
         path = folder / f"{name}.so"
-        if path.is_file() and _is_current(path):
+        if is_current(path):
             return path
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:  # ranks of one machine start together: one compiles, the others wait
         fcntl.flock(lock, fcntl.LOCK_EX)
         path = folder / f"{name}.so"
-        if not (path.is_file() and _is_current(path)):
+        if not is_current(path):
             logger.info("compiling the native executor (%s), once on this machine", name)
             try:
                 compile_libraries(folder, [name])
@@ -88,11 +92,6 @@ def _path(name: str) -> Path:
 def cache_folder() -> Path:
     """The user's cache of libraries that were made from these very sources."""
     return Path.home() / ".cache" / "holdfast" / "native" / digest()
-
-
-def _is_current(path: Path) -> bool:
-    """Made from the present sources: the digest is among the library's bytes."""
-    return digest().encode() in path.read_bytes()
 
 
 def _declared(library: CDLL) -> CDLL:

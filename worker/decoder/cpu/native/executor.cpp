@@ -2,53 +2,18 @@
 //   amx       bf16 products by AMX tiles, the rest as avx512
 //   avx512    all products by FMA
 //   avx2      likewise, with registers of half the width
-//   tiles512, tiles2: as amx, with the tiles in software on avx512 or avx2 (tests, on machines without AMX)
+//   tiles512, tiles2: as amx, with the tiles in software on avx512 or avx2 (tests, on machines without AMX; bf16 alone)
 // All give the same bits.
-#include "attention_half.h"
-#include "head.h"
-#include "mlp_half.h"
-#include "step.h"
+#include "typed.h"
+
+#ifdef HF_SOFTWARE_TILES
+holdfast::AnyDecoder* holdfast::plain_decoder(const HfModel&, int, Pool*) { return nullptr; }
+void holdfast::plain_product(const HfLinear&, int, const void*, long, int, float*) {}
+#endif
+
+using holdfast::AnyDecoder;
 
 namespace {
-
-enum Dtype { BFLOAT16, FLOAT16, FLOAT32 };
-
-struct AnyDecoder {
-  virtual ~AnyDecoder() {}
-  virtual void begin(const HfStep& step) = 0;
-  virtual int run(int first, int end, int finished_layer) = 0;
-  virtual float* partial() = 0;
-  virtual float* residual() = 0;
-  virtual long stride() = 0;
-};
-
-template <class W> struct TypedDecoder : AnyDecoder {
-  holdfast::Pool* pool;
-  Decoder<W> decoder;
-  TypedDecoder(const HfModel& model, holdfast::Pool* pool) : pool(pool), decoder(model, hf_pool_threads(pool)) {}
-  ~TypedDecoder() { hf_pool_drain(pool); }
-  void begin(const HfStep& step) override { decoder.begin(step); }
-  int run(int first, int end, int finished_layer) override { return decoder.run(pool, first, end, finished_layer); }
-  float* partial() override { return decoder.partial(); }
-  float* residual() override { return decoder.residual(); }
-  long stride() override { return decoder.partial_stride(); }
-};
-
-template <class W> void multiply(const HfLinear& linear, const void* rows, long stride, int count, float* out) {
-  typedef typename InputOf<W>::Type Input;
-  std::unique_ptr<Scratch> scratch(new Scratch);
-  Packed<W> w = packed<W>(linear);
-  for (int first = 0; first < count; first += MAX_ROWS) {
-    int some = std::min((int)MAX_ROWS, count - first);
-    InputRows<W> input = input_rows<W>(*scratch, (const Input*)rows + first * stride, stride, some, w.row_length());
-    for (int g = 0; g < w.groups; g++) {
-      product(*scratch, w, g, input, scratch->sums);
-      for (int r = 0; r < some; r++)
-        memcpy(out + ((long)(first + r) * w.groups + g) * GROUP, scratch->sums + r * GROUP, GROUP * 4);
-    }
-  }
-  release_tiles(scratch->tiles);
-}
 
 struct FlushedDenormals {
   unsigned control = _mm_getcsr();
@@ -62,10 +27,11 @@ extern "C" {
 
 void* hf_decoder_create(const HfModel* model, int dtype, holdfast::Pool* pool) {
   try {
-    if (dtype == BFLOAT16) return static_cast<AnyDecoder*>(new TypedDecoder<Bf16>(*model, pool));
-    if (dtype == FLOAT16) return static_cast<AnyDecoder*>(new TypedDecoder<Half>(*model, pool));
-    return static_cast<AnyDecoder*>(new TypedDecoder<float>(*model, pool));
-  } catch (const std::bad_alloc&) { return nullptr; }
+    if (dtype == holdfast::BFLOAT16) return static_cast<AnyDecoder*>(new TypedDecoder<Bf16>(*model, pool));
+    return holdfast::plain_decoder(*model, dtype, pool);
+  } catch (const std::bad_alloc&) {
+    return nullptr;
+  }
 }
 void hf_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
 void hf_decoder_begin(void* decoder, const HfStep* step) { ((AnyDecoder*)decoder)->begin(*step); }
@@ -84,9 +50,8 @@ long hf_decoder_stride(void* decoder) { return ((AnyDecoder*)decoder)->stride();
 // out [count][groups * 64] = rows [count] of a linear's inputs times its weight: one thread, for tests.
 void hf_product(const HfLinear* linear, int dtype, const void* rows, long stride, int count, float* out) {
   FlushedDenormals flushed;
-  if (dtype == BFLOAT16) multiply<Bf16>(*linear, rows, stride, count, out);
-  else if (dtype == FLOAT16) multiply<Half>(*linear, rows, stride, count, out);
-  else multiply<float>(*linear, rows, stride, count, out);
+  if (dtype == holdfast::BFLOAT16) multiply<Bf16>(*linear, rows, stride, count, out);
+  else holdfast::plain_product(*linear, dtype, rows, stride, count, out);
 }
 
 // An elementary function of x [n], n a multiple of 16: 0 exp2, 1 exp, 2 sigmoid, 3 tanh, 4 erf, 5 silu, 6 gelu, 7 gelu by
