@@ -9,7 +9,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
 # Tests in two processes, a file at a time.
 SHARED := -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: help install demo test test-all test-fast lint format types proto proto-check check bench nightly model clean
+.PHONY: help install demo test test-all test-fast lint format types proto proto-check check bench bench-peers nightly model clean
 
 help:            ## Show this list.
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -57,6 +57,9 @@ check: lint types proto-check  ## All that CI checks, but for the tests.
 
 bench: install   ## The batching policies against each other, on this machine.
 	@$(BIN)/python -m benchmarks.batching
+
+bench-peers: install  ## Holdfast against vLLM, OpenVINO GenAI, llama.cpp and transformers (benchmarks/peers/README.md).
+	@$(BIN)/python -m benchmarks.peers.run --out peers.json
 
 nightly: test-all ## Every test, and ten thousand simulations on all cores: every promise, under every fault.
 	@$(BIN)/holdfast simulate --seeds 0:10000 --jobs 0 --max-failures 10

@@ -1,6 +1,10 @@
-"""What every test shares: few threads, no hub, and a summary of what was left out."""
+"""What every test shares: few threads, no hub, an end to every hang, and a summary of what was left out."""
 
+import faulthandler
 import os
+import signal
+import sys
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -8,12 +12,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from typing import TYPE_CHECKING
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
+    from pytest_timeout import Settings
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
     from xdist.workermanage import WorkerController
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # how long an example takes is no property
+hypothesis.settings.load_profile("any machine")
 
 
 STARTS_RAY = ("tests/integration/", "tests/chaos/test_steady_load.py", "tests/chaos/test_node_loss.py")
@@ -28,6 +40,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
     class LoadFiles(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             return "ray" if nodeid.startswith(STARTS_RAY) else nodeid.split("::")[0]
+
+        def _reschedule(self, node: "WorkerController") -> None:
+            """A process begins a test once it knows the next, or that there is none: a replaced one may get one."""
+            super()._reschedule(node)
+            while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)
+
+        def remove_node(self, node: "WorkerController") -> str | None:
+            """A process that was lost is replaced. The test that ended it has failed, and is not run again."""
+            units = list(self.assigned_work[node].values())
+            lost = super().remove_node(node)
+            for unit in units:
+                if lost in unit:
+                    unit[lost] = True
+            return lost
 
     return LoadFiles(config, log)
 
@@ -45,6 +72,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+_STDERR = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STDERR] = os.dup(2)  # nothing is captured just now
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: "Settings") -> bool:
+    """A test that hangs ends its process, with all stacks: uvloop swallows what the handler of a signal raises, and a
+    call may hold the interpreter. `pytest -n` names the test, replaces the process and goes on.
+    """
+    faulthandler.dump_traceback_later(settings.timeout, exit=True, file=item.config.stash[_STDERR])
+    return True
+
+
+def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
+    faulthandler.cancel_dump_traceback_later()
+    return True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """What a file says of torch's threads is forgotten after it: which rows agree depends on their number."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 _LEFT_OUT = pytest.StashKey[list[str]]()

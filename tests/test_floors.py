@@ -5,6 +5,7 @@ is a room, private to its package unless it is listed in `DOORS`.
 """
 
 import ast
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -17,11 +18,17 @@ ROOMS = {  # from the ground up: a room imports from those before it
     "router": ("wire", "text", "replicas", "dispatch", "requests", "links", "doors", "router"),
     "cluster": ("config", "bundled_model", "client", "offline", "serve", "simulate", "demo", "commands"),
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
+    "worker.decoder": ("cpu", "program"),  # an executor knows the layout; only the program knows an executor
 }
 DOORS = {  # what a package may import of those below it
     "router": {"worker": ("words", "service_order", "wire")},  # one order of service, one codec of the link
     "cluster": {"worker": ("words", *ROOMS["worker"]), "router": ("words", *ROOMS["router"])},
-    "cluster.simulate": {"worker": ("words", *POLICY), "router": ("words", "text", "replicas", "dispatch", "requests")},
+    "cluster.simulate": {
+        "worker": ("words", *POLICY),
+        "router": ("words", "text", "replicas", "dispatch", "requests"),
+        "cluster": ("words",),
+    },
+    "worker.decoder": {"worker": ("words", *POLICY, *DEVICE[: DEVICE.index("decoder")])},
 }
 TENSORS = {"torch", "transformers", "safetensors", "numpy"}
 IO = {"asyncio", "grpc", "ray", "random", "secrets", "socket", "subprocess", "threading", "time"}
@@ -30,6 +37,9 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     "worker.words": TENSORS | IO,
     **{f"worker.{room}": TENSORS | IO for room in POLICY},
     **{f"worker.{room}": {"asyncio", "grpc"} for room in DEVICE},
+    "worker.decoder": {"ray", "asyncio", "grpc"},
+    **{f"worker.decoder.{room}": {"ctypes", "fcntl", "subprocess"} for room in ("words", "program")},
+    "worker.decoder.cpu": {"ray", "asyncio", "grpc", "transformers"},
     "worker.wire": TENSORS | IO,
     "router": {"torch", "ray"},
     "router.words": IO,
@@ -44,8 +54,8 @@ STUBS = ("worker.wire", "worker.replica", "router.wire", "router.links", "router
 def room(dotted: str) -> tuple[str, str]:
     """(package, room) of a module of ours, such as `holdfast.worker.kv.prefix_cache`."""
     package, *rest = dotted.removeprefix("holdfast.").split(".")
-    if package == "cluster" and rest[:1] == ["simulate"] and len(rest) > 2:
-        package, rest = "cluster.simulate", rest[1:]
+    if rest and f"{package}.{rest[0]}" in ROOMS:
+        package, rest = f"{package}.{rest[0]}", rest[1:]
     return package, rest[0] if rest and rest[0] in ROOMS[package] else "words"
 
 
@@ -88,10 +98,8 @@ def wrong_imports() -> list[str]:
             other, there = room(imported)
             if other == package:
                 fine = order.index(there) <= order.index(here)
-            elif package.startswith(f"{other}."):
-                fine = there == "words"
             elif other.startswith(f"{package}."):
-                fine = order.index("simulate") < order.index(here)
+                fine = order.index(other.removeprefix(f"{package}.")) < order.index(here)
             else:
                 fine = there in DOORS.get(package, {}).get(other, ())
             if not fine:
@@ -116,6 +124,12 @@ def test_importing_the_router_loads_no_tensors():
         if room(name)[0] == "router":
             loaded = {top.split(".")[0] for top in imports(path, lazy=False)}
             assert not loaded & TENSORS, f"{name} loads {loaded & TENSORS}"
+
+
+def test_the_compiler_driver_runs_before_anything_is_installed():
+    """A package's build runs it by itself."""
+    loaded = {name.split(".")[0] for name in imports(ROOT / "worker/decoder/cpu/build.py")}
+    assert loaded <= sys.stdlib_module_names, loaded - sys.stdlib_module_names
 
 
 def test_only_wires_import_the_stubs():

@@ -42,11 +42,12 @@ def test_the_wheel_has_one_top_level_name_and_its_data(installed):
         assert (package / name).exists(), name
 
 
-def test_every_source_file_is_in_the_wheel(installed):
-    sources = {
-        path.relative_to(ROOT) for name in ("worker", "router", "cluster") for path in (ROOT / name).rglob("*.py")
-    }
-    shipped = {path.relative_to(installed / "holdfast") for path in (installed / "holdfast").rglob("*.py")}
+@pytest.mark.parametrize("ending", ["py", "h", "cpp"])
+def test_every_source_file_is_in_the_wheel(installed, ending):
+    paths = [path for name in ("worker", "router", "cluster") for path in (ROOT / name).rglob(f"*.{ending}")]
+    sources = {path.relative_to(ROOT) for path in paths}
+    shipped = {path.relative_to(installed / "holdfast") for path in (installed / "holdfast").rglob(f"*.{ending}")}
+    assert sources
     assert sources <= shipped, sources - shipped
 
 

@@ -15,6 +15,8 @@ from tests.chaos.forked import Forked, ForkedCluster
 from tests.chaos.kinds import Answer, Kind, ask
 from tests.chaos.tally import Row, Tally
 
+LIMIT_S = 150
+
 MOST_TRIES = 10
 """On a busy machine a signal may come after the end of a stream, which proves nothing: then it is asked for again."""
 
@@ -90,7 +92,7 @@ class Sweep:
 
 
 async def sweep(cluster: ForkedCluster, kind: Kind, fault: Fault, tally: Tally, every: int) -> None:
-    async with AsyncClient(cluster.addresses) as client:
+    async with asyncio.timeout(LIMIT_S), AsyncClient(cluster.addresses) as client:
         began_s = time.monotonic()
         right = await ask(client, kind)
         right_s = time.monotonic() - began_s

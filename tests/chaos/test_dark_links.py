@@ -18,7 +18,8 @@ from tests.chaos.kinds import KINDS, Answer, Kind, ask
 from tests.chaos.tally import Row, Tally
 from tests.fakes import Wire
 
-pytestmark = pytest.mark.timeout(120)
+LIMIT_S = 120
+pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 STRUCK_AT = 8
 """Tokens."""
@@ -60,7 +61,7 @@ def test_a_link_to_a_replica_may_go_dark(tmp_path: Path, tally: Tally):
             for kind in KINDS[:2]:
                 await struck(client, kind.longer(60), tally.row("dark link to the replica"), go_dark)
 
-    loops.run(run(), timeout_s=None)
+    loops.run(run(), timeout_s=LIMIT_S)
 
 
 async def behind_wires(cluster: ForkedCluster) -> list[Wire]:
@@ -80,10 +81,12 @@ def test_a_link_to_a_router_may_go_dark(tmp_path: Path, tally: Tally):
             for wire in wires:
                 await wire.stop()
 
-    loops.run(run(), timeout_s=None)
+    loops.run(run(), timeout_s=LIMIT_S)
 
 
-@pytest.mark.parametrize("fault", [KILLED_REPLICA, KILLED_ROUTER], ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", [KILLED_REPLICA, pytest.param(KILLED_ROUTER, marks=pytest.mark.slow)], ids=lambda fault: fault.name
+)
 def test_logs_that_cannot_be_written_hold_nothing_up(tmp_path: Path, tally: Tally, fault: Fault):
     """The system says of every write that the disk is full, in routers and replicas, from their first line on."""
 
@@ -101,7 +104,7 @@ def test_logs_that_cannot_be_written_hold_nothing_up(tmp_path: Path, tally: Tall
                     await cluster.until_up()
                     await struck(client, kind.longer(60), tally.row(f"{fault.name}, disk of the logs full"), strike)
 
-    loops.run(run(), timeout_s=None)
+    loops.run(run(), timeout_s=LIMIT_S)
 
 
 @pytest.mark.slow
@@ -123,7 +126,7 @@ def test_memory_that_others_take_holds_nothing_up(tmp_path: Path, tally: Tally):
         assert row.is_clean, row.differences
         assert sum(num_preemptions) > 0, "memory was meant to be short"
 
-    loops.run(run(), timeout_s=None)
+    loops.run(run(), timeout_s=LIMIT_S)
 
 
 @asynccontextmanager

@@ -194,10 +194,10 @@ async def _not(condition: Callable[[], Awaitable[bool]]) -> bool:
 @pytest.mark.parametrize(
     ("part", "fault"),
     [
-        ("RankActor", signal.SIGKILL),
+        pytest.param("RankActor", signal.SIGKILL, marks=pytest.mark.slow),
         (":Replica", signal.SIGKILL),
-        (":Replica", signal.SIGTERM),
-        (":Replica", signal.SIGSTOP),
+        pytest.param(":Replica", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(":Replica", signal.SIGSTOP, marks=pytest.mark.slow),
     ],
     ids=["rank killed", "leader killed", "leader asked to end", "leader stopped"],
 )
@@ -290,7 +290,10 @@ async def _both_are_back(addresses: Sequence[str]) -> None:
             await until(lambda client=client: _has(client, num_open=0), 30.0)
 
 
-@pytest.mark.parametrize("strike", [one_dies, one_is_asked_to_end, one_is_stopped, one_is_not_wanted])
+SLOW_STRIKES = (one_is_asked_to_end, one_is_stopped, one_is_not_wanted)
+
+
+@pytest.mark.parametrize("strike", [one_dies, *(pytest.param(s, marks=pytest.mark.slow) for s in SLOW_STRIKES)])
 def test_streams_outlive_their_router(
     strike: Callable[[list[psutil.Process]], None],
     cluster: Serving,

@@ -17,13 +17,24 @@ PROMPT_LENGTHS = (70, 5, 18)
 """More than 64, less than a block's multiple, and over block borders; windows of 4 are crossed by all."""
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _shared_trials() -> Iterator[None]:
+@pytest.fixture(scope="session")
+def _trials() -> RowTiles:
     """The same kernels come up in every model: which rows they may be called with is tried once a session."""
-    tiles = RowTiles("cpu")
+    return RowTiles("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shared_trials(_trials: RowTiles) -> Iterator[None]:
+    """For the files of this folder alone: a kernel for which no rule was found counts against every later model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "RowTiles", lambda device: tiles)
+        patch.setattr(loading, "RowTiles", lambda device: _trials)
         yield
+
+
+@pytest.fixture(scope="module", params=["decoder", "skeleton"])
+def executor(request: pytest.FixtureRequest) -> str:
+    """What runs the model: a test that asks for it runs on both."""
+    return request.param
 
 
 @pytest.fixture(scope="session")

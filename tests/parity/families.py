@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from holdfast.worker.decoder.families import FAMILIES
+
 BASE: dict[str, Any] = {
     "vocab_size": 126,  # divides by neither 4 nor 64
     "hidden_size": 32,
@@ -102,6 +104,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Turns of a family that other code paths serve."""
 
+NOT_RECOGNIZED = {
+    **dict.fromkeys(SERVED.keys() - FAMILIES.keys(), "not among the known families"),
+    "deepseek_v3, whole queries": "not among the known families",
+    "olmo": "clipped",
+    "qwen2_moe": "shared by all tokens",
+}
+"""Families and variants that the skeleton serves, and a word of why."""
+
+NOT_SPLIT = {
+    "olmo2": "is not split along its outputs",  # queries are normed over all heads, so ranks gather them
+    "olmo3": "is not split along its outputs",
+    "olmoe": "is not split along its outputs",
+    "cohere, norms of each head": "is not split along its outputs",
+    "stablelm, norms of each head": "is not split along its outputs",
+}
+"""Served by the skeleton on several ranks, and why."""
+
 REFUSED: dict[str, dict[str, Any]] = {
     "bloom": {},
     "codegen": {"n_head": 4, "rotary_dim": 4},
@@ -118,6 +137,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "xglm": {},
 }
 """Causal language models that would be silently wrong: something other than the paged cache holds their state."""
+
+
+def executor_of(family: str, size: int = 1) -> str:
+    """What runs a family or variant on so many ranks where the settings leave the choice."""
+    return "skeleton" if family in NOT_RECOGNIZED or (size > 1 and family in NOT_SPLIT) else "decoder"
 
 
 def settings_of(family: str) -> tuple[str, dict[str, Any]]:

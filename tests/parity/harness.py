@@ -15,16 +15,18 @@ from tests.fake_group import run_ranks
 
 T = TypeVar("T")
 
-BLOCK_SIZE = 4
+BLOCK_SIZES = {"skeleton": 4, "decoder": 16, "auto": 16}
+"""By executor: the smallest that it can have, since mistakes are made at the borders of blocks."""
 NUM_BLOCKS = 64
 GREEDY = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
 
 
-def worker_config(folder: Path, size: int = 1, **model: Any) -> WorkerConfig:
+def worker_config(folder: Path, size: int = 1, *, executor: str = "auto", **model: Any) -> WorkerConfig:
+    """`auto`: the decoder program, where the family is recognized."""
     return WorkerConfig(
-        model=ModelConfig(model=str(folder), device="cpu", **model),
+        model=ModelConfig(model=str(folder), device="cpu", executor=executor, **model),
         parallel=ParallelConfig(tensor_parallel_size=size),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS),
+        cache=CacheConfig(block_size=BLOCK_SIZES[executor], num_blocks=NUM_BLOCKS),
     )
 
 
@@ -53,10 +55,11 @@ def on_ranks(config: WorkerConfig, work: Callable[[LeaderRunner], T]) -> T:
 class Sequences:
     """Sequences with block tables drawn at random from the whole cache."""
 
-    def __init__(self, prompts: Sequence[Sequence[int]], num_new: int = 0, seed: int = 0) -> None:
+    def __init__(self, leader: LeaderRunner, prompts: Sequence[Sequence[int]], num_new: int = 0) -> None:
         self.tokens = [list(prompt) for prompt in prompts]
-        shuffled = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(seed)).tolist()
-        needs = [-(-(len(prompt) + num_new) // BLOCK_SIZE) for prompt in prompts]
+        self._block_size = leader._runner.info.block_size
+        shuffled = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(0)).tolist()
+        needs = [-(-(len(prompt) + num_new) // self._block_size) for prompt in prompts]
         assert sum(needs) <= NUM_BLOCKS
         self._tables = [[shuffled.pop() for _ in range(need)] for need in needs]
 
@@ -65,7 +68,7 @@ class Sequences:
             sequence_id=number,
             first_position=start,
             token_ids=tuple(self.tokens[number][start : start + count]),
-            block_ids=tuple(self._tables[number][: -(-(start + count) // BLOCK_SIZE)]),
+            block_ids=tuple(self._tables[number][: -(-(start + count) // self._block_size)]),
             draw=GREEDY if num_draws else None,
             num_draws=num_draws,
         )
@@ -73,7 +76,7 @@ class Sequences:
 
 def logits_in_chunks(leader: LeaderRunner, prompts: Sequence[Sequence[int]], chunk: int) -> list[Tensor]:
     """All logits of each prompt, all prompts in each step, `chunk` tokens of each at a time."""
-    sequences = Sequences(prompts)
+    sequences = Sequences(leader, prompts)
     rows: list[list[Tensor]] = [[] for _ in prompts]
     for start in range(0, max(map(len, prompts)), chunk):
         counts = [max(0, min(chunk, len(prompt) - start)) for prompt in prompts]
@@ -86,7 +89,7 @@ def logits_in_chunks(leader: LeaderRunner, prompts: Sequence[Sequence[int]], chu
 
 def greedy_tokens(leader: LeaderRunner, prompts: Sequence[Sequence[int]], num_new: int) -> list[list[int]]:
     """What each prompt continues with, all prompts decoding together."""
-    sequences = Sequences(prompts, num_new)
+    sequences = Sequences(leader, prompts, num_new)
     starts = [0] * len(prompts)
     for _ in range(num_new):
         numbers = range(len(prompts))
@@ -98,10 +101,20 @@ def greedy_tokens(leader: LeaderRunner, prompts: Sequence[Sequence[int]], num_ne
     return [tokens[len(prompt) :] for tokens, prompt in zip(sequences.tokens, prompts, strict=True)]
 
 
+def is_run_by(leader: LeaderRunner, executor: str) -> bool:
+    """Whether `decoder` or `skeleton` runs the model's layers."""
+    return leader._runner.info.executor.partition("-")[0] == executor
+
+
 def hugging_face(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def relative_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest difference, in relation to the largest logit."""
+    return largest_difference(ours, theirs) / max(float(rows.abs().max()) for rows in theirs)
 
 
 def reference_logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[Tensor]:

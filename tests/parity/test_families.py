@@ -1,20 +1,28 @@
-"""Every family that is served computes what Hugging Face computes, however its tokens are packed and cut."""
+"""Every family that is served computes what Hugging Face computes, however its tokens are packed and cut.
+
+All of it on what runs the family where the settings leave the choice, and one test of each recognized family on the
+skeleton.
+"""
 
 import pytest
 import torch
 
 from holdfast.worker.engine.model_runner import LeaderRunner
-from tests.parity.families import SERVED, VARIANTS
+from holdfast.worker.errors import UnsupportedModelError
+from tests.parity.families import NOT_RECOGNIZED, SERVED, VARIANTS, executor_of
 from tests.parity.harness import (
     greedy_tokens,
     hugging_face,
-    largest_difference,
+    is_run_by,
     load,
     logits_in_chunks,
+    relative_difference,
     worker_config,
 )
 
 TOLERANCE = 1e-5
+"""Of the largest logit."""
+GENERATED = ("gemma2", "gpt2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3")
 
 
 @pytest.fixture(scope="module", params=[*SERVED, *VARIANTS])
@@ -24,7 +32,9 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def leader(family, tiny_model) -> LeaderRunner:
-    return load(worker_config(tiny_model(family)))
+    leader = load(worker_config(tiny_model(family)))
+    assert is_run_by(leader, executor_of(family))
+    return leader
 
 
 def test_that_enough_families_are_served():
@@ -32,18 +42,34 @@ def test_that_enough_families_are_served():
 
 
 def test_packed_sequences_have_the_logits_of_hugging_face(family, leader, prompts, expected):
-    assert largest_difference(logits_in_chunks(leader, prompts, chunk=128), expected(family)) <= TOLERANCE
+    assert relative_difference(logits_in_chunks(leader, prompts, chunk=128), expected(family)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(("chunk", "length"), [(1, 18), (3, 70), (7, 70), (64, 70)])
 def test_chunked_prompts_have_the_logits_of_hugging_face(family, leader, prompts, expected, chunk, length):
     ours = logits_in_chunks(leader, [prompt[:length] for prompt in prompts], chunk)
-    assert largest_difference(ours, [rows[:length] for rows in expected(family)]) <= TOLERANCE
+    assert relative_difference(ours, [rows[:length] for rows in expected(family)]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "gpt_oss", "llama", "mistral", "mixtral", "phi3", "qwen3"])
-def test_greedy_tokens_are_those_of_generate(family, tiny_model, prompts):
-    ours = greedy_tokens(load(worker_config(tiny_model(family))), prompts, num_new=32)
+@pytest.mark.parametrize("family", [name for name in (*SERVED, *VARIANTS) if name not in NOT_RECOGNIZED])
+def test_on_the_skeleton_recognized_families_have_the_logits_of_hugging_face(family, tiny_model, prompts, expected):
+    leader = load(worker_config(tiny_model(family), executor="skeleton"))
+    assert is_run_by(leader, "skeleton")
+    assert relative_difference(logits_in_chunks(leader, prompts, chunk=7), expected(family)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["gpt2", "olmo", "qwen2_moe"])
+def test_a_family_that_must_be_a_decoder_program_and_cannot_be_is_refused(family, tiny_model):
+    with pytest.raises(UnsupportedModelError, match=f"no decoder program: .*{NOT_RECOGNIZED[family]}"):
+        load(worker_config(tiny_model(family), executor="decoder"))
+
+
+GREEDY = [(family, executor_of(family)) for family in GENERATED] + [("gpt_oss", "skeleton"), ("llama", "skeleton")]
+
+
+@pytest.mark.parametrize(("family", "executor"), GREEDY)
+def test_greedy_tokens_are_those_of_generate(family, executor, tiny_model, prompts):
+    ours = greedy_tokens(load(worker_config(tiny_model(family), executor=executor)), prompts, num_new=32)
     model = hugging_face(tiny_model(family))
     model.generation_config.eos_token_id = None
     theirs = [

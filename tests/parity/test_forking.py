@@ -15,8 +15,8 @@ NUM_SEQUENCES, NUM_NEW = 8, 12
 
 
 @pytest.fixture(scope="module")
-def leader(tiny_model) -> LeaderRunner:
-    return load(worker_config(tiny_model("llama")))
+def leader(tiny_model, executor) -> LeaderRunner:
+    return load(worker_config(tiny_model("llama"), executor=executor))
 
 
 def served(
@@ -73,13 +73,14 @@ def test_each_gets_the_bits_that_it_gets_alone(leader, prompts, length):
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_preempted_ones_too(leader, prompts, prefix_caching):
     requests = group_of(prompts[2])
-    together, scheduler = served(leader, requests, num_blocks=20, prefix_caching=prefix_caching)
+    num_blocks = 80 // leader._runner.info.block_size
+    together, scheduler = served(leader, requests, num_blocks=num_blocks, prefix_caching=prefix_caching)
     assert scheduler.stats().num_preemptions > 0
     assert together == alone(leader, requests)
 
 
-def test_every_rank_copies(tiny_model, prompts):
+def test_every_rank_copies(tiny_model, prompts, executor):
     requests = group_of(prompts[2])
-    config = worker_config(tiny_model("llama"), 2)
+    config = worker_config(tiny_model("llama"), 2, executor=executor)
     together, separate = on_ranks(config, lambda leader: (served(leader, requests)[0], alone(leader, requests)))
     assert together == separate

@@ -2,6 +2,7 @@
 
 Each host has a replica of its own of the bundled model, with the same settings, and is asked one request after the
 other. Everything that both tell is compared to the bit: text, tokens, log-probabilities, usage, errors and their words.
+The pipeline is the same for both programs, but not what reaches it of a step, so some requests are asked of both.
 """
 
 import asyncio
@@ -129,6 +130,9 @@ ANSWERED: Final = {
     "a name": case(service={"request_id": "mine"}),
 }
 
+ON_THE_SKELETON: Final = ("drawn", "greedy", "both logprobs", "n with logprobs", "best of", "echo", "a name")
+"""Asked there as well."""
+
 REFUSED: Final = {
     "no token ids": refused([]),
     "beyond the vocabulary": refused([5, 5000]),
@@ -225,9 +229,9 @@ def attempted(ask: Callable[[], Told]) -> Told:
 
 
 @asynccontextmanager
-async def served_client():
+async def served_client(config: WorkerConfig):
     """A client of a router of a replica, each with its own end of a real link."""
-    replica = await asyncio.to_thread(Replica.start, CONFIG)
+    replica = await asyncio.to_thread(Replica.start, config)
     link_server = await LinkServer.start(replica, replica_id="served")
     endpoint = ReplicaEndpoint(
         replica_id="served",
@@ -250,7 +254,8 @@ async def served_client():
 class Served:
     """The served host, on an event loop in a thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
         self._client: Future[AsyncClient] = Future()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
@@ -258,7 +263,7 @@ class Served:
 
     async def _run(self) -> None:
         self._loop, self._is_over = asyncio.get_running_loop(), asyncio.Event()
-        async with served_client() as client:
+        async with served_client(self._config) as client:
             self._client.set_result(client)
             await self._is_over.wait()
 
@@ -272,14 +277,19 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[InferenceEngine]:
-    with InferenceEngine(config=CONFIG) as engine:
+def config(executor: str) -> WorkerConfig:
+    return CONFIG.model_copy(update={"model": CONFIG.model.model_copy(update={"executor": executor})})
+
+
+@pytest.fixture(scope="module")
+def engine(config: WorkerConfig) -> Iterator[InferenceEngine]:
+    with InferenceEngine(config=config) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    served = Served()
+def served(config: WorkerConfig) -> Iterator[Served]:
+    served = Served(config)
     yield served
     served.stop()
 
@@ -288,7 +298,10 @@ def ask_offline(engine: InferenceEngine, asked: Case) -> RequestOutput:
     return engine.submit_request(asked.prompt, asked.sampling_params(), **asked.service).result(TIMEOUT_S)
 
 
-@pytest.mark.parametrize("name", ANSWERED)
+ASKED = [("decoder", name) for name in ANSWERED] + [("skeleton", name) for name in ON_THE_SKELETON]
+
+
+@pytest.mark.parametrize(("executor", "name"), ASKED, indirect=["executor"])
 def test_an_answer_is_the_same_to_the_bit(engine: InferenceEngine, served: Served, name: str):
     asked = ANSWERED[name]
     here, there = ask_offline(engine, asked), served.ask(asked)
@@ -300,6 +313,7 @@ def test_an_answer_is_the_same_to_the_bit(engine: InferenceEngine, served: Serve
         assert here.request_id == there.request_id == asked.service["request_id"]
 
 
+@pytest.mark.parametrize("executor", ["decoder"], indirect=True)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_refusal_is_the_same_to_the_word(engine: InferenceEngine, served: Served, name: str):
     asked = REFUSED[name]

@@ -20,8 +20,8 @@ PROMPT_COUNTS = (20, 0, 5)
 
 
 @pytest.fixture(scope="module")
-def leader(tiny_model) -> LeaderRunner:
-    return load(worker_config(tiny_model("llama")))
+def leader(tiny_model, executor) -> LeaderRunner:
+    return load(worker_config(tiny_model("llama"), executor=executor))
 
 
 def scheduler_of(leader: LeaderRunner, chunk: int, prefix_caching: bool) -> Scheduler:
@@ -129,8 +129,9 @@ def check_against_hugging_face(told: list[TokenLogprob], prompt: list[int], coun
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_those_of_prompts_are_those_of_hugging_face(tiny_model, prompts, family):
-    told = told_by(load(worker_config(tiny_model(family))), prompt_logprob_requests(prompts), chunk=256)
+def test_those_of_prompts_are_those_of_hugging_face(tiny_model, prompts, family, executor):
+    leader = load(worker_config(tiny_model(family), executor=executor))
+    told = told_by(leader, prompt_logprob_requests(prompts), chunk=256)
     model = hugging_face(tiny_model(family))
     for number, (prompt, count) in enumerate(zip(prompts, PROMPT_COUNTS, strict=True)):
         check_against_hugging_face(told[f"r{number}"], prompt, count, model)

@@ -1,13 +1,16 @@
 """The one idea, in one test: random mixtures of all parameters give the same tokens, log-probabilities and endings
 alone and in a batch of strangers, out of the prefix cache, in chunks, preempted, and with every kind of drafts, on one
-rank and on two.
+rank and on two, as a decoder program and on the skeleton.
 
 Requests are made for the bundled model, whose tokenizer grammars need.
 """
 
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,14 @@ from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.vocabulary import bad_word_token_ids
-from holdfast.worker.config import CacheConfig, ParallelConfig, SchedulerConfig, SpeculationConfig, WorkerConfig
+from holdfast.worker.config import (
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+    WorkerConfig,
+)
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest, FinishReason, TokenLogprob
@@ -24,25 +34,32 @@ from holdfast.worker.step_update import StepUpdate
 
 NUM_REQUESTS = 40
 TIMEOUT_S = 240
-ROOMY = {"block_size": 4, "num_blocks": 1600}
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 60)
+BLOCK_SIZES = {"decoder": 16, "skeleton": 4}
+NUM_TOKENS = 6400
+"""What the cache holds, where a variant does not say less."""
 
 VARIANTS = {
     "strangers": {},
     "prefix cache": {"cache": {"enable_prefix_caching": True}},
     "chunks": {"scheduler": {"max_num_batched_tokens": 24}},
-    "preemption": {"cache": {"num_blocks": 72}, "scheduler": {"max_num_seqs": 12}},
+    "preemption": {"num_tokens": 288, "scheduler": {"max_num_seqs": 12}},
     "ngram": {"speculation": {"speculative": "ngram"}},
     "suffix": {"speculation": {"speculative": "suffix"}},
     "draft model": {"speculation": {"speculative": "draft"}},
     "all of it": {
-        "cache": {"num_blocks": 72, "enable_prefix_caching": True},
+        "num_tokens": 288,
+        "cache": {"enable_prefix_caching": True},
         "scheduler": {"max_num_batched_tokens": 32, "max_num_seqs": 10},
         "speculation": {"speculative": "ngram"},
     },
 }
 
-ON_TWO_RANKS = ("strangers", "draft model", "all of it")
-"""Tried there every time. Ranks run the same steps as one would: the others are for a long search."""
+ON_TWO_RANKS = ("draft model", "all of it")
+"""Tried there every time, on few requests. Ranks run the same steps as one would: the rest is for a long search."""
+
+ON_THE_SKELETON = {1: ("strangers", "chunks", "all of it"), 2: ("all of it",)}
+"""Tried there every time, by number of ranks."""
 
 
 @dataclass(slots=True)
@@ -99,14 +116,17 @@ def run(replica: Replica, requests: list[EngineRequest]) -> dict[str, Outcome]:
     return outcomes
 
 
-def start(tensor_parallel_size: int, variant: dict[str, dict[str, object]]) -> Replica:
-    cache = {**ROOMY, "enable_prefix_caching": False, **variant.get("cache", {})}
+def start(tensor_parallel_size: int, executor: str, variant: dict[str, Any]) -> Replica:
+    block_size = BLOCK_SIZES[executor]
+    num_blocks = variant.get("num_tokens", NUM_TOKENS) // block_size
+    cache = {"enable_prefix_caching": False, **variant.get("cache", {})}
     scheduler = {"max_num_batched_tokens": 2048, "max_num_seqs": 32, **variant.get("scheduler", {})}
     parallel = ParallelConfig(tensor_parallel_size=tensor_parallel_size, num_threads=1)
     speculation = SpeculationConfig(**variant.get("speculation", {}))
     config = WorkerConfig(
+        model=ModelConfig(executor=executor),
         parallel=parallel,
-        cache=CacheConfig(**cache),
+        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, **cache),
         scheduler=SchedulerConfig(**scheduler),
         speculation=speculation,
     )
@@ -183,13 +203,33 @@ def mixture(request_id: str, rng: random.Random, tokenizer: Tokenizer) -> Engine
 # --- the test ---
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
-def alone(request, requests) -> tuple[int, dict[str, Outcome]]:
-    """Each request by itself: its prompt in one piece, nothing cached, nobody beside it."""
-    replica = start(request.param, {})
-    outcomes = {one.request_id: run(replica, [one])[one.request_id] for one in requests}
-    replica.stop()
-    return request.param, outcomes
+@dataclass(frozen=True)
+class Alone:
+    """Requests, and what became of each by itself on so many ranks."""
+
+    model: tuple[int, str]
+    """Ranks and executor."""
+    requests: list[EngineRequest]
+    outcomes: dict[str, Outcome]
+
+
+@pytest.fixture(scope="module")
+def run_alone(requests) -> Callable[[int, str, int], Alone]:
+    """Each request by itself: its prompt in one piece, nothing cached, nobody beside it. Done once for each model."""
+
+    @cache
+    def run_so_many(num_ranks: int, executor: str, num_requests: int) -> Alone:
+        replica, asked = start(num_ranks, executor, {}), requests[:num_requests]
+        outcomes = {one.request_id: run(replica, [one])[one.request_id] for one in asked}
+        replica.stop()
+        return Alone((num_ranks, executor), asked, outcomes)
+
+    return run_so_many
+
+
+@pytest.fixture
+def alone(request, run_alone) -> Alone:
+    return run_alone(*request.param)
 
 
 def test_the_mixture_is_a_mixture(requests):
@@ -201,20 +241,45 @@ def test_the_mixture_is_a_mixture(requests):
         assert 3 < sum(getattr(one, name) is not None for one in params) < NUM_REQUESTS - 3, name
 
 
+FEW_REQUESTS = 14
+MODELS = [
+    pytest.param(
+        (size, executor, count), id=f"tp{size}-{executor}" + "-all" * is_long, marks=[pytest.mark.slow] * is_long
+    )
+    for size, executor, count, is_long in (
+        (1, "decoder", NUM_REQUESTS, False),
+        (1, "skeleton", FEW_REQUESTS, False),
+        (2, "decoder", FEW_REQUESTS, False),
+        (2, "skeleton", FEW_REQUESTS, True),
+        (2, "decoder", NUM_REQUESTS, True),
+    )
+]
+
+
+def is_usual(size: int, executor: str, name: str) -> bool:
+    if executor == "skeleton":
+        return name in ON_THE_SKELETON[size]
+    return size == 1 or name in ON_TWO_RANKS
+
+
 CASES = [
-    pytest.param(size, name, id=f"tp{size}-{name}", marks=[] if size == 1 or name in ON_TWO_RANKS else pytest.mark.slow)
-    for size in (1, 2)
+    pytest.param(
+        model.values[0],
+        name,
+        id=f"{model.id}-{name}",
+        marks=model.marks if is_usual(*model.values[0][:2], name) else pytest.mark.slow,
+    )
+    for model in MODELS
     for name in VARIANTS
 ]
 
 
 @pytest.mark.parametrize(("alone", "name"), CASES, indirect=["alone"])
-def test_a_request_comes_out_the_same_whatever_happens_around_it(alone, requests, name):
-    tensor_parallel_size, expected = alone
-    replica = start(tensor_parallel_size, VARIANTS[name])
-    shuffled = random.Random(name).sample(requests, NUM_REQUESTS)
+def test_a_request_comes_out_the_same_whatever_happens_around_it(alone, name):
+    replica = start(*alone.model, VARIANTS[name])
+    shuffled = random.Random(name).sample(alone.requests, len(alone.requests))
     for order in (shuffled, shuffled[::-1]):
-        assert_equal(run(replica, order), expected)
+        assert_equal(run(replica, order), alone.outcomes)
     stats = replica.engine.stats()
     replica.stop()
     assert stats.num_used_blocks == 0
@@ -223,15 +288,16 @@ def test_a_request_comes_out_the_same_whatever_happens_around_it(alone, requests
     assert (stats.num_accepted_tokens > 0) == ("speculation" in VARIANTS[name])
 
 
-def test_a_request_goes_on_after_any_token_as_if_nothing_had_been(alone, requests):
+@pytest.mark.parametrize("alone", MODELS, indirect=True)
+def test_a_request_goes_on_after_any_token_as_if_nothing_had_been(alone):
     """Continued on another replica at a token of chance, in a batch: what is left is what was left."""
-    tensor_parallel_size, expected = alone
+    expected = alone.outcomes
     rng = random.Random(5)
-    replica = start(tensor_parallel_size, VARIANTS["all of it"])
-    cuts = {request.request_id: rng.randrange(len(expected[request.request_id].token_ids)) for request in requests}
+    replica = start(*alone.model, VARIANTS["all of it"])
+    cuts = {request_id: rng.randrange(len(expected[request_id].token_ids)) for request_id in expected}
     continued = [
         replace(request, output_token_ids=tuple(expected[request.request_id].token_ids[: cuts[request.request_id]]))
-        for request in requests
+        for request in alone.requests
     ]
     listener = ContinuedListener(cuts)
     replica.engine.attach(listener)

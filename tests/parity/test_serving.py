@@ -17,6 +17,7 @@ from tests.parity.harness import hugging_face
 
 NUM_NEW = 32
 TIMEOUT_S = 120
+BLOCK_SIZES = {"decoder": 16, "skeleton": 4}
 
 
 class Collector:
@@ -76,12 +77,13 @@ def many_prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
-def replica(request, tiny_model):
+def replica(request, tiny_model, executor):
     """A llama whose cache holds about four of the longest sequences, for 16 that would run at once."""
+    block_size = BLOCK_SIZES[executor]
     config = WorkerConfig(
-        model=ModelConfig(model=str(tiny_model("llama")), dtype="float32", device="cpu"),
+        model=ModelConfig(model=str(tiny_model("llama")), dtype="float32", device="cpu", executor=executor),
         parallel=ParallelConfig(tensor_parallel_size=request.param, num_threads=1),
-        cache=CacheConfig(block_size=4, num_blocks=100),
+        cache=CacheConfig(block_size=block_size, num_blocks=400 // block_size),
         scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
     )
     replica = Replica.start(config)
@@ -136,15 +138,18 @@ def test_nothing_is_left_behind(replica):
 
 
 @pytest.fixture(scope="module")
-def caching(tiny_model):
-    """Starts a llama of one rank, with or without a prefix cache. One of 60 blocks evicts and preempts."""
+def caching(tiny_model, executor):
+    """Starts a llama of one rank, with or without a prefix cache. One of 240 tokens evicts and preempts."""
     replicas = []
+    block_size = BLOCK_SIZES[executor]
 
-    def start(enabled: bool, num_blocks: int = 400) -> Replica:
+    def start(enabled: bool, num_tokens: int = 1600) -> Replica:
         config = WorkerConfig(
-            model=ModelConfig(model=str(tiny_model("llama")), dtype="float32", device="cpu"),
+            model=ModelConfig(model=str(tiny_model("llama")), dtype="float32", device="cpu", executor=executor),
             parallel=ParallelConfig(num_threads=1),
-            cache=CacheConfig(block_size=4, num_blocks=num_blocks, enable_prefix_caching=enabled),
+            cache=CacheConfig(
+                block_size=block_size, num_blocks=num_tokens // block_size, enable_prefix_caching=enabled
+            ),
             scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
         )
         replicas.append(Replica.start(config))
@@ -168,16 +173,16 @@ def alone_without_cache(caching, many_prompts):
     return requests, tokens
 
 
-@pytest.mark.parametrize("num_blocks", [400, 60], ids=["ample", "scarce"])
-def test_tokens_out_of_the_prefix_cache_are_those_of_computing_in_full(caching, alone_without_cache, num_blocks):
+@pytest.mark.parametrize("num_tokens", [1600, 240], ids=["ample", "scarce"])
+def test_tokens_out_of_the_prefix_cache_are_those_of_computing_in_full(caching, alone_without_cache, num_tokens):
     requests, expected = alone_without_cache
-    replica = caching(enabled=True, num_blocks=num_blocks)
+    replica = caching(enabled=True, num_tokens=num_tokens)
     assert run(replica, requests) == expected
     first = replica.engine.stats()
     assert run(replica, requests[::-1]) == expected
     second = replica.engine.stats()
     assert second.num_prefix_hit_tokens > first.num_prefix_hit_tokens
-    assert [second.num_evictions > 0, second.num_preemptions > 0] == [num_blocks == 60] * 2
+    assert [second.num_evictions > 0, second.num_preemptions > 0] == [num_tokens == 240] * 2
     assert second.num_used_blocks == 0
 
 
@@ -190,6 +195,7 @@ def test_a_later_turn_computes_only_what_is_new_and_goes_on_the_same(caching, al
     assert run(replica, turn) == run(without, turn)
     after = replica.engine.stats()
     num_turn_tokens = len(turn[0].prompt_token_ids)
-    num_cached = (num_turn_tokens - 3) // 4 * 4
+    block_size = replica.info.block_size
+    num_cached = (num_turn_tokens - 3) // block_size * block_size
     assert after.num_prefix_hit_tokens - before.num_prefix_hit_tokens == num_cached
     assert after.num_tokens_computed - before.num_tokens_computed == num_turn_tokens - num_cached + NUM_NEW - 1

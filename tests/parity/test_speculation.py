@@ -28,7 +28,11 @@ from holdfast.worker.speculation.speculation import Speculation
 from tests.parity.test_serving import Collector
 
 NUM_NEW = 24
-SCARCE = CacheConfig(block_size=4, num_blocks=34)
+SCARCE = {
+    "decoder": CacheConfig(block_size=16, num_blocks=11),
+    "skeleton": CacheConfig(block_size=4, num_blocks=34),
+}
+"""By executor."""
 CROWDED = SchedulerConfig(max_num_batched_tokens=40, max_num_seqs=8)
 
 
@@ -68,11 +72,11 @@ def make_requests(num_requests: int = 14, seed: int = 0) -> list[EngineRequest]:
     return requests
 
 
-def config_of(folder, speculation=None, size=1) -> WorkerConfig:
+def config_of(folder, speculation=None, size=1, executor="decoder") -> WorkerConfig:
     return WorkerConfig(
-        model=ModelConfig(model=str(folder), dtype="float32", device="cpu"),
+        model=ModelConfig(model=str(folder), dtype="float32", device="cpu", executor=executor),
         parallel=ParallelConfig(tensor_parallel_size=size, num_threads=1),
-        cache=SCARCE,
+        cache=SCARCE[executor],
         scheduler=CROWDED,
         speculation=speculation or SpeculationConfig(),
     )
@@ -107,10 +111,10 @@ def serve(leader, requests, speculation=None, scheduler_config=CROWDED):
 
 
 @pytest.fixture(scope="module")
-def leader(tiny_model):
+def leader(tiny_model, executor):
     """With a draft model that is the model itself, so that most of its guesses are right."""
     draft = SpeculationConfig(speculative="draft", draft_model=str(tiny_model("llama")))
-    return load(config_of(tiny_model("llama"), draft))
+    return load(config_of(tiny_model("llama"), draft, executor=executor))
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +171,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(leader):
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 30
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft"])
+@pytest.mark.parametrize("kind", [pytest.param("ngram", marks=pytest.mark.slow), "draft"])
 def test_two_ranks_say_the_same_with_and_without(tiny_model, kind):
     requests = make_requests(6, seed=1)
     told = []
@@ -187,10 +191,10 @@ def test_two_ranks_say_the_same_with_and_without(tiny_model, kind):
     assert stats.num_accepted_tokens > 0
 
 
-def test_another_model_may_draft_with_its_own_shape(tiny_model, alone):
+def test_another_model_may_draft_with_its_own_shape(tiny_model, alone, executor):
     """Another family, with weights of its own, is wrong nearly always; the tokens are the same."""
     draft = SpeculationConfig(speculative="draft", draft_model=str(tiny_model("qwen2")))
-    leader = load(config_of(tiny_model("llama"), draft))
+    leader = load(config_of(tiny_model("llama"), draft, executor=executor))
     said, stats = serve(leader, alone[0], Speculation(draft, CROWDED))
     assert said == alone[1]
     assert stats.num_draft_tokens > 0

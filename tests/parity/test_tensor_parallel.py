@@ -9,18 +9,48 @@ from holdfast.worker.distributed.tensor_parallel import DistributedGroup, pick_p
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.layers.experts import Experts
 from holdfast.worker.replica.rank import run_rank
-from tests.parity.families import SERVED, VARIANTS
-from tests.parity.harness import greedy_tokens, largest_difference, load, logits_in_chunks, on_ranks, worker_config
+from tests.parity.families import SERVED, VARIANTS, executor_of
+from tests.parity.harness import (
+    greedy_tokens,
+    is_run_by,
+    load,
+    logits_in_chunks,
+    on_ranks,
+    relative_difference,
+    worker_config,
+)
 
 TOLERANCE = 1e-5
+"""Of the largest logit."""
+SAME_BITS = ("cohere", "gemma3_text", "gpt_oss", "llama", "llama, one KV head", "mixtral", "phi3", "starcoder2")
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("family", [*SERVED, *VARIANTS])
-def test_split_models_have_the_logits_of_hugging_face(family, size, tiny_model, prompts, expected):
-    config = worker_config(tiny_model(family), size)
-    ours = on_ranks(config, lambda leader: logits_in_chunks(leader, prompts, chunk=40))
-    assert largest_difference(ours, expected(family)) <= TOLERANCE
+def executors(family: str, size: int) -> list[str]:
+    """What a family is tried on: what serves it, and the skeleton where that is not the same, on two ranks."""
+    return sorted({executor_of(family, size), *(["skeleton"] if size == 2 else [])})
+
+
+SPLIT = [(f, size, e) for f in (*SERVED, *VARIANTS) for size in (2, 4) for e in executors(f, size)]
+
+
+@pytest.mark.parametrize(("family", "size", "executor"), SPLIT)
+def test_split_models_have_the_logits_of_hugging_face(family, size, executor, tiny_model, prompts, expected):
+    def work(leader: LeaderRunner) -> list[torch.Tensor]:
+        assert is_run_by(leader, executor)
+        return logits_in_chunks(leader, prompts, chunk=40)
+
+    config = worker_config(tiny_model(family), size, executor="skeleton" if executor == "skeleton" else "auto")
+    assert relative_difference(on_ranks(config, work), expected(family)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", SAME_BITS)
+def test_split_decoder_programs_have_the_bits_of_whole_ones(family, tiny_model, prompts):
+    folder = tiny_model(family)
+    whole = logits_in_chunks(load(worker_config(folder, executor="decoder")), prompts, chunk=40)
+    for size in (2, 4):
+        config = worker_config(folder, size, executor="decoder")
+        split = on_ranks(config, lambda leader: logits_in_chunks(leader, prompts, chunk=40))
+        assert all(map(torch.equal, split, whole)), size
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -28,31 +58,33 @@ def test_split_models_have_the_logits_of_hugging_face(family, size, tiny_model, 
 def test_experts_that_stay_hugging_faces_are_split_too(family, size, tiny_model, prompts, expected, monkeypatch):
     """As on a GPU, where their grouped matmul is kept."""
     monkeypatch.setattr(Experts, "can_replace", lambda module: False)
-    config = worker_config(tiny_model(family), size)
+    config = worker_config(tiny_model(family), size, executor="skeleton")
     ours = on_ranks(config, lambda leader: logits_in_chunks(leader, prompts, chunk=40))
-    assert largest_difference(ours, expected(family)) <= TOLERANCE
+    assert relative_difference(ours, expected(family)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "executor"), [(2, "decoder"), (4, "decoder"), (4, "skeleton")])
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama", "llama, one KV head"])
-def test_split_models_draw_the_tokens_of_whole_ones(family, size, tiny_model, prompts):
-    whole = greedy_tokens(load(worker_config(tiny_model(family))), prompts, num_new=16)
-    config = worker_config(tiny_model(family), size)
+def test_split_models_draw_the_tokens_of_whole_ones(family, size, executor, tiny_model, prompts):
+    whole = greedy_tokens(load(worker_config(tiny_model(family), executor=executor)), prompts, num_new=16)
+    config = worker_config(tiny_model(family), size, executor=executor)
     assert on_ranks(config, lambda leader: greedy_tokens(leader, prompts, num_new=16)) == whole
 
 
-def test_each_rank_holds_its_own_heads_and_all_know_the_same_facts(tiny_model):
+@pytest.mark.parametrize(("executor", "numbers_per_head"), [("decoder", 32 + 16), ("skeleton", 8 + 8)])
+def test_each_rank_holds_its_own_heads_and_all_know_the_same_facts(executor, numbers_per_head, tiny_model):
+    """The decoder program's cache fills up keys to 32 dimensions and values to 16."""
     from tests.fake_group import run_ranks
 
-    config = worker_config(tiny_model("llama"), 4)
+    config = worker_config(tiny_model("llama"), 4, executor=executor)
     runners = run_ranks(4, lambda group: ModelRunner.load(config, group, device=torch.device("cpu")))
     assert len({runner.info for runner in runners}) == 1
     # two KV heads on four ranks: one each, twice
-    assert runners[0].info.kv_bytes_per_token == 2 * 1 * (8 + 8) * 4
+    assert runners[0].info.kv_bytes_per_token == 2 * 1 * numbers_per_head * 4
 
 
-def test_ranks_in_processes_of_their_own_draw_the_same_tokens(tiny_model, prompts):
-    config = worker_config(tiny_model("llama"), 2)
+def test_ranks_in_processes_of_their_own_draw_the_same_tokens(executor, tiny_model, prompts):
+    config = worker_config(tiny_model("llama"), 2, executor=executor)
     rendezvous = f"tcp://127.0.0.1:{pick_port()}"
     other = multiprocessing.get_context("spawn").Process(target=run_rank, args=(config, 1, rendezvous))
     other.start()
@@ -67,4 +99,4 @@ def test_ranks_in_processes_of_their_own_draw_the_same_tokens(tiny_model, prompt
         other.join(30)
         other.kill()
     assert other.exitcode == 0
-    assert tokens == greedy_tokens(load(worker_config(tiny_model("llama"))), prompts, num_new=8)
+    assert tokens == greedy_tokens(load(worker_config(tiny_model("llama"), executor=executor)), prompts, num_new=8)

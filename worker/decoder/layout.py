@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 NUM_SLICES = 8
-"""A sum over the inputs of a row-parallel linear is taken in up to this many slices, added as a binary tree."""
+"""A sum over the inputs of a row-parallel linear is taken in up to this many slices, added as a binary tree: in no more
+than ranks can share the heads of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

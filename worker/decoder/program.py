@@ -14,6 +14,7 @@ from torch import Tensor
 from holdfast.worker.decoder.cpu.cache import SUB_PAGE, TiledCache
 from holdfast.worker.decoder.cpu.executor import CpuExecutor
 from holdfast.worker.decoder.cpu.library import Unavailable, load_library
+from holdfast.worker.decoder.families import FAMILIES
 from holdfast.worker.decoder.layout import DecoderLayout, Experts
 from holdfast.worker.decoder.proof import NUM_TOKENS, prove
 from holdfast.worker.decoder.recognize import Unrecognized, recognize
@@ -64,6 +65,11 @@ class DecoderProgram:
 
     def close(self) -> None:
         self.executor.close()
+
+
+def is_candidate(model_type: str, block_size: int) -> bool:
+    """Whether `build_program` finds a program for most models of this type: all that can be told from a config."""
+    return model_type in FAMILIES and block_size % SUB_PAGE == 0
 
 
 def build_program(

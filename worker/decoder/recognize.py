@@ -259,6 +259,9 @@ class _Reader:
         return mlp
 
     def _slices(self, local: int) -> int:
-        """Slices of this rank's share of `local` heads, or inputs: whole subtrees of the whole model's slices."""
-        whole = gcd(NUM_SLICES, local * self._size)
+        """Slices of this rank's share of `local` heads, or inputs: whole subtrees of the whole model's slices.
+
+        No more of them than ranks can share the heads: each slice costs an addition.
+        """
+        whole = gcd(NUM_SLICES, local * self._size, int(self._config.num_attention_heads))
         return whole // self._size if whole % self._size == 0 else 1

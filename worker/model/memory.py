@@ -12,6 +12,8 @@ import torch
 
 from holdfast.worker.attention.kv_cache import KVSpec
 from holdfast.worker.config import CacheConfig, WorkerConfig
+from holdfast.worker.decoder.cpu.packing import elements_per_head
+from holdfast.worker.decoder.program import is_candidate
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.model.checks import choose_max_model_len
@@ -44,9 +46,12 @@ class MemoryEstimator:
         plan = ParallelPlan(hf_config, model.tp_plan or {}, config.parallel.tensor_parallel_size)
         dtype = serving_dtype(config.model, hf_config)
         self.max_model_len = choose_max_model_len(hf_config, config.model.max_model_len)
-        self.block_size = config.cache.block_size or default_block_size(choose_device(config.model))
+        device = choose_device(config.model)
+        self.block_size = config.cache.block_size or default_block_size(device)
         self.weight_bytes = _weight_bytes(model, plan, dtype)
-        self.kv_bytes_per_token = _kv_values_per_token(hf_config, plan) * dtype.itemsize
+        is_program = config.model.executor != "skeleton" and is_candidate(hf_config.model_type, self.block_size)
+        values = _kv_values_per_token(hf_config, plan, in_tiles=is_program and device.type == "cpu")
+        self.kv_bytes_per_token = values * dtype.itemsize
 
     def default_cache_bytes(self, config: WorkerConfig, default_bytes: int, *, is_gpu: bool) -> int:
         """Memory of the cache that loading would choose where `default_bytes` are there for it."""
@@ -136,7 +141,8 @@ def _weight_bytes(model: Any, plan: ParallelPlan, dtype: torch.dtype) -> int:
     return int(total)
 
 
-def _kv_values_per_token(config: Any, plan: ParallelPlan) -> int:
+def _kv_values_per_token(config: Any, plan: ParallelPlan, *, in_tiles: bool) -> int:
+    """`in_tiles`: the native executor keeps them, which fills up heads to whole tiles."""
     num_heads = config.num_attention_heads
     if getattr(config, "qk_nope_head_dim", None):  # latent attention is cached expanded
         num_kv_heads = num_heads
@@ -146,7 +152,8 @@ def _kv_values_per_token(config: Any, plan: ParallelPlan) -> int:
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
         key_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     local = max(1, num_kv_heads // plan.size) if plan.splits_attention else num_kv_heads
-    return int(config.num_hidden_layers * local * (key_dim + value_dim))
+    values = elements_per_head(key_dim) if in_tiles else key_dim + value_dim
+    return int(config.num_hidden_layers * local * values)
 
 
 def _available_memory() -> int:

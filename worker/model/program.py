@@ -112,7 +112,8 @@ class SkeletonProgram:
         assert self.context is not None, "a cache is allocated before steps run"
         with torch.inference_mode():
             self.context.begin(batch)
-            return HeadOutput(self.model(batch).float() if self._target.group.rank == 0 else None, None)
+            logits = self.model(batch)
+        return HeadOutput(logits.float() if self._target.group.rank == 0 else None, None)
 
     def close(self) -> None:
         pass

@@ -38,8 +38,14 @@ class OneByOne:
         return ((weights.unsqueeze(2) * values).sum(0) / weights.sum(0).unsqueeze(1)).to(query.dtype)
 
 
-@pytest.mark.parametrize("backwards_over", ["keys", "dimensions"])
-@pytest.mark.parametrize("odd", [1, 3, 16, 48])
+@pytest.mark.parametrize(
+    ("odd", "backwards_over"),
+    [
+        *((odd, "dimensions") for odd in (1, 3, 16, 48)),
+        *((odd, "keys") for odd in (16, 48)),
+        *(pytest.param(odd, "keys", marks=pytest.mark.slow) for odd in (1, 3)),
+    ],
+)
 def test_a_trial_notices_another_order_of_summing(odd, backwards_over):
     """In bfloat16, where ordinary numbers would hide it."""
     kernel = OneByOne(odd=odd, backwards_over=backwards_over)

@@ -11,7 +11,7 @@ from holdfast.worker.decoder.layout import DecoderLayout, Linear
 from holdfast.worker.decoder.recognize import Unrecognized, recognize
 from holdfast.worker.decoder.reference import Reference
 from holdfast.worker.model.weights import ATTENTION
-from tests.parity.families import SERVED
+from tests.parity.families import NOT_SPLIT, SERVED
 from tests.worker.decoder.models import (
     MODELS,
     TOKENS,
@@ -25,15 +25,6 @@ from tests.worker.decoder.models import (
 
 TOLERANCE = 1e-5
 """Of the largest logit."""
-
-NOT_SPLIT = {
-    "olmo2": "is not split along its outputs",  # queries are normed over all heads, so ranks gather them
-    "olmo3": "is not split along its outputs",
-    "olmoe": "is not split along its outputs",
-    "cohere, norms of each head": "is not split along its outputs",
-    "stablelm, norms of each head": "is not split along its outputs",
-}
-"""Served by the skeleton on several ranks, and why."""
 
 
 def test_every_family_of_the_table_is_tried():

@@ -13,10 +13,24 @@ from holdfast.worker.model.memory import PREFIX_CACHE_FACTOR
 from holdfast.worker.plan.step_plan import DrawParams, StepPlan
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
-from tests.parity.harness import BLOCK_SIZE, NUM_BLOCKS, Sequences, greedy_tokens, logits_in_chunks, worker_config
+from tests.parity.harness import (
+    BLOCK_SIZES,
+    NUM_BLOCKS,
+    Sequences,
+    greedy_tokens,
+    logits_in_chunks,
+    worker_config,
+)
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9, 77, 31, 8, 64, 3], [100, 4, 4, 90]]
+BYTES_PER_TOKEN = {"decoder": 2 * 2 * (32 + 16) * 4, "skeleton": 2 * 2 * (8 + 8) * 4}
+"""Layers, KV heads, numbers of a head (the decoder program fills up keys to 32 and values to 16), bytes of a number."""
+
+
+@pytest.fixture(scope="module", params=["decoder", "skeleton"])
+def executor(request) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -25,22 +39,25 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def leader(folder) -> LeaderRunner:
+def leader(folder, executor) -> LeaderRunner:
     group = SingleRank()
-    return LeaderRunner(ModelRunner.load(worker_config(folder), group, device=CPU), group)
+    return LeaderRunner(ModelRunner.load(worker_config(folder, executor=executor), group, device=CPU), group)
 
 
-def whole_prompts(num_draws=(1, 1)) -> StepPlan:
-    sequences = Sequences(PROMPTS)
+def whole_prompts(leader: LeaderRunner, num_draws=(1, 1)) -> StepPlan:
+    sequences = Sequences(leader, PROMPTS)
     scheduled = [sequences.scheduled(n, 0, len(PROMPTS[n]), num_draws[n]) for n in range(2)]
     return StepPlan(step_id=3, sequences=tuple(scheduled))
 
 
-def test_the_facts_of_a_model_are_known_once_it_is_loaded(folder):
-    info = ModelRunner.load(worker_config(folder), SingleRank(), device=CPU).info
+def test_the_facts_of_a_model_are_known_once_it_is_loaded(leader, folder, executor):
+    info = leader._runner.info
     assert (info.model, info.path, info.model_type) == ("tiny-llama", str(folder), "llama")
     assert (info.max_model_len, info.vocab_size, info.eos_token_ids) == (128, 126, {2})
-    assert (info.block_size, info.num_blocks, info.kv_bytes_per_token) == (BLOCK_SIZE, NUM_BLOCKS, 256)
+    assert (info.block_size, info.num_blocks) == (BLOCK_SIZES[executor], NUM_BLOCKS)
+    assert info.kv_bytes_per_token == BYTES_PER_TOKEN[executor]
+    assert info.executor.startswith(executor)
+    assert info.executor in info.numerics.split("/")
     assert (info.dtype, info.tensor_parallel_size) == ("float32", 1)
     assert info.row_invariant
 
@@ -59,36 +76,37 @@ def test_loading_reports_its_progress(folder):
     assert [entry for entry in seen if entry[0] == "check"] == [("check", 0, 1), ("check", 1, 1)]
 
 
-def test_the_check_leaves_a_clean_cache(folder):
-    group = SingleRank()
-    loaded = load_model(worker_config(folder), group, CPU, lambda *progress: None)
+def test_the_check_leaves_a_clean_cache(folder, executor):
+    group, config = SingleRank(), worker_config(folder, executor=executor)
+    loaded = load_model(config, group, CPU, lambda *progress: None)
+    cache = loaded.cache
+    if executor == "skeleton":
+        parts = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+    else:
+        parts = [layer.pages for layer in cache._layers]
     written = []
-    clear = loaded.cache.clear
-    loaded.cache.clear = lambda blocks: (
-        written.append(loaded.cache.layers[0].keys[blocks].any().item()),
-        clear(blocks),
-    )
+    clear = cache.clear
+    cache.clear = lambda blocks: (written.append([bool(part.any()) for part in parts]), clear(blocks))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("holdfast.worker.engine.model_runner.load_model", lambda *args: loaded)
-        ModelRunner.load(worker_config(folder), group, device=CPU)
-    assert written[-1], "the check did write"
-    for layer in loaded.cache.layers:
-        assert not layer.keys.any()
-        assert not layer.values.any()
+        ModelRunner.load(config, group, device=CPU)
+    assert len(written) == 1
+    assert all(written[0]), "the check did write"
+    assert not any(part.any() for part in parts)
 
 
 def test_a_step_draws_as_many_tokens_as_it_is_asked_for(leader):
-    result = leader.run(whole_prompts(num_draws=(0, 3)))
+    result = leader.run(whole_prompts(leader, num_draws=(0, 3)))
     assert result.step_id == 3
     assert [len(tokens) for tokens in result.token_ids] == [0, 3]
-    logits = leader.logits(whole_prompts(num_draws=(0, 3)))
+    logits = leader.logits(whole_prompts(leader, num_draws=(0, 3)))
     assert logits.shape == (3, 126)
     assert logits.dtype == torch.float32
     assert result.token_ids[1] == tuple(logits.argmax(-1).tolist())
 
 
 def test_a_step_may_draw_nothing(leader):
-    assert leader.run(whole_prompts(num_draws=(0, 0))).token_ids == ((), ())
+    assert leader.run(whole_prompts(leader, num_draws=(0, 0))).token_ids == ((), ())
 
 
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(leader):
@@ -107,16 +125,16 @@ def test_seeded_draws_are_equal_alone_and_in_a_batch_of_33(leader, monkeypatch):
     assert len({tuple(tokens) for tokens in greedy_tokens(leader, [[7]] * 3, num_new=1)}) == 1
 
 
-def test_followers_run_every_step_until_they_are_told_to_stop(folder):
+def test_followers_run_every_step_until_they_are_told_to_stop(folder, executor):
     def live(group):
-        runner = ModelRunner.load(worker_config(folder, 2), group, device=CPU)
+        runner = ModelRunner.load(worker_config(folder, 2, executor=executor), group, device=CPU)
         if group.rank > 0:
             return follow(runner, group)
         leader = LeaderRunner(runner, group)
         leader.keep_alive()
-        first = leader.run(whole_prompts())
+        first = leader.run(whole_prompts(leader))
         leader.keep_alive()
-        second = leader.run(whole_prompts())
+        second = leader.run(whole_prompts(leader))
         leader.close()
         assert first == second
         return first.token_ids
@@ -126,28 +144,30 @@ def test_followers_run_every_step_until_they_are_told_to_stop(folder):
     assert nothing is None
 
 
-def test_only_the_leader_has_logits(folder):
+def test_the_leader_has_the_logits_of_all_tokens(folder, executor):
     from holdfast.worker.distributed.step_batch import StepBatch
 
     def execute(group):
-        runner = ModelRunner.load(worker_config(folder, 2), group, device=CPU)
-        logits = runner.execute(StepBatch.unpack(StepBatch.pack(whole_prompts())))
-        return None if logits is None else tuple(logits.shape)
+        runner = ModelRunner.load(worker_config(folder, 2, executor=executor), group, device=CPU)
+        plan = whole_prompts(LeaderRunner(runner, group))
+        return runner.execute(StepBatch.unpack(StepBatch.pack(plan))).logits
 
-    assert run_ranks(2, execute) == [(2, 126), None]
+    logits, _ = run_ranks(2, execute)
+    assert tuple(logits.shape) == (2, 126)
 
 
-def test_control_messages_are_no_steps():
+def test_control_messages_are_no_steps(leader):
     from holdfast.worker.distributed.step_batch import StepBatch
     from holdfast.worker.engine import model_runner
 
-    assert StepBatch.pack(whole_prompts())[0] >= 1
+    assert StepBatch.pack(whole_prompts(leader))[0] >= 1
     assert max(model_runner._KEEP_ALIVE, model_runner._STOP) < 1
     assert isinstance(model_runner._order(0), np.ndarray)
 
 
-def test_the_cache_has_the_size_that_is_set(folder):
-    config = worker_config(folder).model_copy(update={"cache": CacheConfig(kv_cache_memory=256 * 16 * 5 + 100)})
+def test_the_cache_has_the_size_that_is_set(folder, executor):
+    cache = CacheConfig(kv_cache_memory=BYTES_PER_TOKEN[executor] * 16 * 5 + 100)
+    config = worker_config(folder, executor=executor).model_copy(update={"cache": cache})
     assert ModelRunner.load(config, SingleRank(), device=CPU).info.num_blocks == 5
 
 
@@ -162,6 +182,8 @@ def test_on_a_cpu_the_cache_has_what_can_be_in_use_and_some_times_as_much_for_pr
 
 
 def test_a_block_size_that_tiles_do_not_fit_is_a_wrong_setting(folder):
-    config = worker_config(folder).model_copy(update={"cache": CacheConfig(block_size=10, num_blocks=8)})
+    config = worker_config(folder, executor="skeleton").model_copy(
+        update={"cache": CacheConfig(block_size=10, num_blocks=8)}
+    )
     with pytest.raises(ConfigurationError, match="block_size = 10"):
         ModelRunner.load(config, SingleRank(), device=CPU)

@@ -1,6 +1,7 @@
 """Logits that are no numbers: whose request fails, who goes on, and when it is the replica that has to end."""
 
 import math
+from ctypes import c_float, sizeof
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, step_result
 from holdfast.worker.engine_core.engine_core import EngineCore
 from holdfast.worker.errors import InternalError, ReplicaError
+from holdfast.worker.model.program import SkeletonProgram
 from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.sampling.finite_rows import broken_rows
 from holdfast.worker.sampling.head_output import HeadOutput
@@ -55,21 +57,33 @@ def test_a_row_that_is_no_numbers_draws_nothing_and_leaves_the_others_as_they_ar
     assert (result.logprobs[0], result.logprobs[2]) == (right.logprobs[0], right.logprobs[2])
 
 
-def test_a_model_that_overflows_at_one_token_fails_one_request_and_leaves_no_trace(tmp_path):
+@pytest.mark.parametrize("executor", ["decoder", "skeleton"])
+def test_a_model_that_overflows_at_one_token_fails_one_request_and_leaves_no_trace(executor, tmp_path):
     """Of a real model: the neighbour's tokens are those without it, and so are those of whoever gets its blocks."""
     folder = save_tiny_model("llama", tmp_path / "tiny-llama")
-    runner = ModelRunner.load(worker_config(folder), SingleRank(), device=torch.device("cpu"))
+    runner = ModelRunner.load(worker_config(folder, executor=executor), SingleRank(), device=torch.device("cpu"))
     leader = LeaderRunner(runner, SingleRank())
     clean, poisoned = [5, 9, 77, 31, 8, 64, 3], [100, 4, 99, 90, 7]
     right = first_tokens(leader, [clean, [6, 6, 6]])
-    with torch.no_grad():
-        runner._model._module.get_input_embeddings().weight[99] = NAN
+    poison(runner, 99)
     assert first_tokens(leader, [clean, poisoned]) == [right[0], (NO_TOKEN,)]
     assert first_tokens(leader, [clean, [6, 6, 6]]) == right, "the second has the blocks of the one that failed"
 
 
+def poison(runner: ModelRunner, token_id: int) -> None:
+    """The token's embedding is no numbers from now on."""
+    program = runner.program
+    if isinstance(program, SkeletonProgram):
+        with torch.no_grad():
+            program.model.module.get_input_embeddings().weight[token_id] = NAN
+    else:
+        model = program.executor.packed.model
+        row = (c_float * model.hidden).from_address(model.embedding + token_id * model.hidden * sizeof(c_float))
+        row[:] = [NAN] * model.hidden
+
+
 def first_tokens(leader: LeaderRunner, prompts: list[list[int]]) -> list[tuple[int, ...]]:
-    sequences = Sequences(prompts)
+    sequences = Sequences(leader, prompts)
     shares = tuple(sequences.scheduled(n, 0, len(prompt), 1) for n, prompt in enumerate(prompts))
     return list(leader.run(StepPlan(step_id=1, sequences=shares)).token_ids)
 

@@ -17,10 +17,11 @@ from holdfast.worker.model.memory import (
 )
 from holdfast.worker.model.model import build_rank_model
 from holdfast.worker.model.parallelize import Target, _Share
+from holdfast.worker.model.program import SkeletonProgram
 from holdfast.worker.model.weights import load_checkpoint, read_config
 from holdfast.worker.scheduling.prompt_logprobs import MAX_PROMPT_LOGPROBS
 from tests.fake_group import run_ranks
-from tests.parity.families import save_tiny_model
+from tests.parity.families import executor_of, save_tiny_model
 from tests.parity.harness import worker_config
 
 CPU = torch.device("cpu")
@@ -49,7 +50,8 @@ def test_estimates_are_what_loading_finds(family, size, folder_of, monkeypatch):
         return local
 
     monkeypatch.setattr(_Share, "_place", place)
-    config = worker_config(folder_of(family), size)
+    executor = "skeleton" if executor_of(family, size) == "skeleton" else "auto"
+    config = worker_config(folder_of(family), size, executor=executor)
     loaded = run_ranks(size, lambda group: load_model(config, group, CPU, lambda *progress: None))
     estimator = MemoryEstimator(config)
     assert {estimator.kv_bytes_per_token} == {model.info.kv_bytes_per_token for model in loaded}
@@ -58,17 +60,17 @@ def test_estimates_are_what_loading_finds(family, size, folder_of, monkeypatch):
 
 def test_an_estimate_reads_no_weights(folder_of, tmp_path):
     (tmp_path / "config.json").write_text((folder_of("llama") / "config.json").read_text())
-    config = worker_config(tmp_path)
-    estimator = MemoryEstimator(config)
-    # 2 layers x 2 KV heads x (8 + 8) numbers of 4 bytes
+    estimator = MemoryEstimator(worker_config(tmp_path, executor="skeleton"))
+    # 2 layers x 2 KV heads x (8 + 8) numbers of 4 bytes; a decoder program fills up heads to 32 and 16
     assert estimator.kv_bytes_per_token == 256
+    assert MemoryEstimator(worker_config(tmp_path)).kv_bytes_per_token == 2 * 2 * (32 + 16) * 4
     parameters = load_checkpoint(folder_of("llama"), read_config(folder_of("llama"))).parameters()
     assert estimator.weight_bytes == sum(parameter.nbytes for parameter in parameters)
     assert estimator.max_model_len == 128
 
 
 def test_blocks_and_sequences_that_fit_are_counted_whole(folder_of):
-    estimator = MemoryEstimator(worker_config(folder_of("llama")))
+    estimator = MemoryEstimator(worker_config(folder_of("llama"), executor="skeleton"))
     block_bytes = 256 * 4
     assert estimator.num_blocks(10 * block_bytes + 1) == 10
     assert estimator.num_sequences(10 * block_bytes, num_tokens=9) == 3
@@ -84,11 +86,11 @@ def test_memory_settings_go_from_the_most_to_the_least_exact():
 
 def test_a_cpus_cache_has_room_for_prefixes_of_earlier_sequences(folder_of, monkeypatch):
     monkeypatch.setattr("holdfast.worker.model.loading.cpu_cache_bytes", lambda: 2**30)
-    changes = {"scheduler": SchedulerConfig(max_num_seqs=3), "cache": CacheConfig(block_size=4)}
+    changes = {"scheduler": SchedulerConfig(max_num_seqs=3), "cache": CacheConfig()}
     config = worker_config(folder_of("llama")).model_copy(update=changes)
-    without = config.model_copy(update={"cache": CacheConfig(block_size=4, enable_prefix_caching=False)})
+    without = config.model_copy(update={"cache": CacheConfig(enable_prefix_caching=False)})
     for chosen, factor in ((config, PREFIX_CACHE_FACTOR), (without, 1)):
-        num_blocks = factor * 3 * 128 // 4
+        num_blocks = factor * 3 * 128 // 16
         assert load_model(chosen, SingleRank(), CPU, lambda *progress: None).info.num_blocks == num_blocks
         estimator = MemoryEstimator(chosen)
         estimated = estimator.default_cache_bytes(chosen, 2**30, is_gpu=False)
@@ -98,7 +100,7 @@ def test_a_cpus_cache_has_room_for_prefixes_of_earlier_sequences(folder_of, monk
 def test_a_cache_without_room_for_two_blocks_is_a_wrong_setting_on_every_rank(folder_of):
     def load(group):
         memory = 128 * 4 * (1 + group.rank)  # one block on the leader, two on the other
-        config = worker_config(folder_of("llama"), 2)
+        config = worker_config(folder_of("llama"), 2, executor="skeleton")
         config = config.model_copy(update={"cache": CacheConfig(block_size=4, kv_cache_memory=memory)})
         with pytest.raises(ConfigurationError, match="would have 1 blocks of 512 bytes, and needs 2"):
             load_model(config, group, CPU, lambda *progress: None)
@@ -128,8 +130,11 @@ def test_a_full_step_is_measured_on_a_cache_of_its_own(folder_of, monkeypatch):
     target = Target(group=SingleRank(), tiles=RowTiles("cpu"), device=CPU, dtype=torch.float32)
     hf_config = read_config(folder_of("llama"))
     model = build_rank_model(config.model, folder_of("llama"), hf_config, target, lambda *progress: None)
+    model.settle()
+    program = SkeletonProgram(model, target)
     config = WorkerConfig(scheduler=SchedulerConfig(max_num_batched_tokens=300))
-    assert _activation_bytes(config, model, target, 16, 128) == 250
+    assert _activation_bytes(config, program, target, 16, 128) == 250
+    assert program.context is None
     with pytest.raises(AttributeError):
         model.detach()  # nothing of that cache is still attached
 

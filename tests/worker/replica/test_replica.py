@@ -59,7 +59,7 @@ def endless_request() -> EngineRequest:
     return EngineRequest(request_id="endless", prompt_token_ids=(5, 6, 7), sampling_params=params)
 
 
-@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+@pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["busy", "idle"])
 def test_a_killed_rank_fails_the_replica_and_every_caller_hears(config, busy):
     launcher, listener, heard = Launcher(), Listener(), threading.Event()
     replica = Replica.start(config, launcher)
@@ -134,7 +134,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("state", ["running", "stopped"])
+@pytest.mark.parametrize("state", ["running", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_a_killed_leader_leaves_no_rank_behind(config, tmp_path, state):
     """A rank sees to that itself; for one that cannot, the leader's hang supervisor does."""
     script = tmp_path / "leader.py"

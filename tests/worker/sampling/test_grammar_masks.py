@@ -107,14 +107,15 @@ def only(wish: dict, **settings) -> tuple[str, FinishReason, list[int]]:
 # --- the shapes ---
 
 
-def test_500_schemas_of_varied_shape_are_followed_by_noise():
+@pytest.mark.parametrize("num_schemas", [150, pytest.param(500, marks=pytest.mark.slow)])
+def test_schemas_of_varied_shape_are_followed_by_noise(num_schemas):
     rng = random.Random(11)
-    schemas = {str(number): schema(rng) for number in range(500)}
+    schemas = {str(number): schema(rng) for number in range(num_schemas)}
     tokens, reasons, _ = completed([request(name, {"json": wish}) for name, wish in schemas.items()])
     ended = [name for name in schemas if reasons[name] is FinishReason.STOP]
     for name in ended:
         jsonschema.Draft202012Validator(schemas[name]).validate(json.loads(text_of(tokens[name])))
-    assert len(ended) >= 480, f"only {len(ended)} came to an end"
+    assert len(ended) >= 0.96 * num_schemas, f"only {len(ended)} came to an end"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 50.0])

@@ -443,11 +443,16 @@ class SpeculatingMachine(SchedulerMachine):
 @pytest.mark.parametrize(
     ("machine", "max_examples"),
     [
-        (SchedulerMachine, 200),
-        (SpeculatingMachine, 100),
-        (MemoryAwareMachine, 60),
-        (StaticMachine, 40),
-        (BucketedMachine, 40),
+        (SchedulerMachine, 60),
+        (SpeculatingMachine, 40),
+        (MemoryAwareMachine, 30),
+        (StaticMachine, 20),
+        (BucketedMachine, 20),
+        pytest.param(SchedulerMachine, 200, marks=pytest.mark.slow),
+        pytest.param(SpeculatingMachine, 100, marks=pytest.mark.slow),
+        pytest.param(MemoryAwareMachine, 60, marks=pytest.mark.slow),
+        pytest.param(StaticMachine, 40, marks=pytest.mark.slow),
+        pytest.param(BucketedMachine, 40, marks=pytest.mark.slow),
     ],
 )
 def test_every_request_gets_its_own_tokens_whatever_happens(machine, max_examples, monkeypatch):

@@ -170,8 +170,8 @@ def check_continuous(num_steps: int) -> None:
     assert max(soak.longest_wait.values()) < STEPS_TO_THE_TOP + 500
 
 
-def test_ten_thousand_steps_are_right_and_fair_and_nobody_starves():
-    check_continuous(10_000)
+def test_steps_are_right_and_fair_and_nobody_starves():
+    check_continuous(5_000)
 
 
 @pytest.mark.slow

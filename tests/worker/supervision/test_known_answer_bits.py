@@ -4,7 +4,9 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from ctypes import c_uint32
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from holdfast.worker.config import (
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import ModelRunner, follow
 from holdfast.worker.layers.linear import Linear
+from holdfast.worker.model.program import SkeletonProgram
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
@@ -31,11 +34,13 @@ from tests.worker.supervision.test_known_answer_check import TIMEOUT_S, Listener
 SELDOM = HealthConfig(self_check_every_s=3600)
 """The test asks, and nobody else."""
 
+BLOCK_SIZES = {"decoder": 16, "skeleton": 4}
+
 VARIANTS = {
     "strangers": {},
     "chunks": {"scheduler": {"max_num_batched_tokens": 24}},
-    "preemption": {"cache": {"num_blocks": 60}},
-    "larger blocks": {"cache": {"num_blocks": 80, "block_size": 16}},
+    "preemption": {"num_tokens": 240},
+    "larger blocks": {"cache": {"block_size": 32}},
     "ngram": {"speculation": {"speculative": "ngram"}},
     "suffix": {"speculation": {"speculative": "suffix"}},
 }
@@ -46,12 +51,20 @@ def folder(tmp_path_factory):
     return save_tiny_model("llama", tmp_path_factory.mktemp("model"))
 
 
-def config_of(folder, size: int = 1, health: HealthConfig = SELDOM, **variant: dict[str, object]) -> WorkerConfig:
+@pytest.fixture(params=["decoder", "skeleton"])
+def executor(request) -> str:
+    return request.param
+
+
+def config_of(
+    folder, executor: str, size: int = 1, health: HealthConfig = SELDOM, num_tokens: int = 1600, **variant: Any
+) -> WorkerConfig:
+    cache = {"block_size": BLOCK_SIZES[executor], **variant.get("cache", {})}
     scheduler = {"max_num_batched_tokens": 256, "max_num_seqs": 12, "aging_s": 0.05, **variant.get("scheduler", {})}
     return WorkerConfig(
-        model=ModelConfig(model=str(folder), device="cpu"),
+        model=ModelConfig(model=str(folder), device="cpu", executor=executor),
         parallel=ParallelConfig(tensor_parallel_size=size, num_threads=1),
-        cache=CacheConfig(**{"block_size": 4, "num_blocks": 400, **variant.get("cache", {})}),
+        cache=CacheConfig(num_blocks=num_tokens // cache["block_size"], **cache),
         scheduler=SchedulerConfig(**scheduler),
         speculation=SpeculationConfig(**variant.get("speculation", {})),
         health=health,
@@ -80,12 +93,12 @@ def ask_under_load(replica: Replica, num_times: int) -> None:
     assert replica.engine.load.num_running > 0
 
 
-@pytest.mark.parametrize("size", [1, 2], ids=["tp1", "tp2"])
-def test_a_healthy_replica_gives_the_same_bits_in_any_company(folder, size):
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["tp1", "tp2"])
+def test_a_healthy_replica_gives_the_same_bits_in_any_company(folder, executor, size):
     """And so does every other one, whatever its settings: the digests are equal."""
     digests = set()
     for name in VARIANTS if size == 1 else ("strangers", "preemption"):
-        replica = Replica.start(config_of(folder, size, **VARIANTS[name]))
+        replica = Replica.start(config_of(folder, executor, size, **VARIANTS[name]))
         ask_under_load(replica, 2 if size == 1 else 1)
         digests.add(replica.info.answers_digest)
         assert name != "preemption" or replica.engine.stats().num_preemptions > 0
@@ -97,17 +110,34 @@ def flip(tensor: torch.Tensor, index: int, bit: int) -> None:
     tensor.detach().view(-1)[index : index + 1].view(torch.int32).bitwise_xor_(1 << bit)
 
 
+def flip_at(address: int, index: int, bit: int) -> None:
+    """Of float32 numbers of the native executor's."""
+    (c_uint32 * 1).from_address(address + 4 * index)[0] ^= 1 << bit
+
+
 def flip_a_norm(runner: ModelRunner) -> None:
-    flip(runner._model._module.model.layers[1].input_layernorm.weight, 5, 12)
+    program = runner.program
+    if isinstance(program, SkeletonProgram):
+        flip(program.model.module.model.layers[1].input_layernorm.weight, 5, 12)
+    else:
+        flip_at(program.executor.packed.layers[1].attention_norm.weight, 5, 12)
 
 
 def flip_the_last_norm(runner: ModelRunner) -> None:
-    flip(runner._model._module.model.norm.weight, 0, 20)
+    program = runner.program
+    if isinstance(program, SkeletonProgram):
+        flip(program.model.module.model.norm.weight, 0, 20)
+    else:
+        flip_at(program.executor.packed.model.norm.weight, 0, 20)
+
+
+def flip_a_packed_weight(runner: ModelRunner) -> None:
+    flip_at(runner.program.executor.packed.layers[0].mlp.up.tiles, 3, 21)
 
 
 def spoil_a_kernel(runner: ModelRunner) -> None:
     """One of the output features comes out a little off, in one row of a hundred."""
-    linear = next(module for module in runner._model._module.modules() if isinstance(module, Linear))
+    linear = next(module for module in runner.program.model.module.modules() if isinstance(module, Linear))
     kernel = linear._kernel
 
     def spoiled(rows: torch.Tensor) -> torch.Tensor:
@@ -132,15 +162,24 @@ def assert_found(replica: Replica, spoil: Callable[[], None]) -> None:
     replica.stop()
 
 
-@pytest.mark.parametrize("spoil", [flip_a_norm, flip_the_last_norm, spoil_a_kernel])
-def test_a_replica_whose_weights_or_kernels_go_wrong_is_lost_at_the_next_question(folder, spoil):
-    config, group = config_of(folder), SingleRank()
+@pytest.mark.parametrize(
+    ("executor", "spoil"),
+    [
+        ("decoder", flip_a_norm),
+        ("decoder", flip_the_last_norm),
+        ("decoder", flip_a_packed_weight),
+        ("skeleton", flip_a_norm),
+        ("skeleton", spoil_a_kernel),
+    ],
+)
+def test_a_replica_whose_weights_or_kernels_go_wrong_is_lost_at_the_next_question(folder, executor, spoil):
+    config, group = config_of(folder, executor), SingleRank()
     runner = ModelRunner.load(config, group, device=torch.device("cpu"))
     assert_found(Replica.around(config, runner, group), lambda: spoil(runner))
 
 
-def test_a_flipped_bit_on_a_rank_that_is_not_the_leader_is_found_as_well(folder):
-    config = config_of(folder, size=2)
+def test_a_flipped_bit_on_a_rank_that_is_not_the_leader_is_found_as_well(folder, executor):
+    config = config_of(folder, executor, size=2)
     runners: dict[int, ModelRunner] = {}
 
     def run(group) -> None:
@@ -157,7 +196,7 @@ def test_a_flipped_bit_on_a_rank_that_is_not_the_leader_is_found_as_well(folder)
 def test_other_weights_have_another_digest(folder, tmp_path):
     digests = set()
     for path in (folder, save_tiny_model("llama", tmp_path, seed=1)):
-        replica = Replica.start(config_of(path))
+        replica = Replica.start(config_of(path, "decoder"))
         digests.add(replica.info.answers_digest)
         replica.stop()
     assert len(digests) == 2
@@ -166,7 +205,7 @@ def test_other_weights_have_another_digest(folder, tmp_path):
 @pytest.mark.parametrize("why", ["turned off", "rows are not invariant"])
 def test_where_there_is_nothing_to_compare_nothing_is_asked(folder, why):
     health = HealthConfig(self_check_every_s=0) if why == "turned off" else SELDOM
-    config, group = config_of(folder, health=health), SingleRank()
+    config, group = config_of(folder, "decoder", health=health), SingleRank()
     runner = ModelRunner.load(config, group, device=torch.device("cpu"))
     if why != "turned off":
         runner.info = replace(runner.info, row_invariant=False)

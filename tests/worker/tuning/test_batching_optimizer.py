@@ -23,7 +23,7 @@ def only(recommendations: list[Recommendation]) -> Recommendation:
     return recommendations[0]
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("load", [CROWD, PROMPTS, CALM], ids=["crowd", "prompts", "calm"])
 def test_on_a_steady_load_settings_settle_and_stay(load, seed):
     machine = SimulatedMachine(seed, auto_tune=True, **NOISY)

@@ -248,6 +248,10 @@ def _placed(bias: Tensor, rows: IntArray) -> Tensor:
 
 
 def elements_per_token(layer: HfLayer) -> int:
-    """Numbers that the cache keeps of one token: keys are filled up to 32 dimensions, values to 16."""
-    keys, values = math.ceil(layer.head_dim / 32) * 32, math.ceil(layer.head_dim / 16) * 16
-    return int(layer.num_kv_heads * (keys + values))
+    """Numbers that the cache keeps of one token in one layer."""
+    return int(layer.num_kv_heads * elements_per_head(layer.head_dim))
+
+
+def elements_per_head(head_dim: int) -> int:
+    """Numbers that the cache keeps of one token and KV head: keys are filled up to 32 dimensions, values to 16."""
+    return math.ceil(head_dim / 32) * 32 + math.ceil(head_dim / 16) * 16

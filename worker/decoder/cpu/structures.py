@@ -128,5 +128,7 @@ class HfStep(Structure):
     )
 
 
-SIZES = {kind.__name__: kind for kind in (HfLinear, HfNorm, HfMlp, HfExperts, HfRotary, HfLayer, HfExchange, HfModel, HfStep)}
+SIZES = {
+    kind.__name__: kind for kind in (HfLinear, HfNorm, HfMlp, HfExperts, HfRotary, HfLayer, HfExchange, HfModel, HfStep)
+}
 """What the library says of its own structures must be equal: a field that is missing here would shift all others."""

@@ -1,0 +1,45 @@
+"""Driver of Holdfast: offline `LLM.generate`, one rank."""
+
+import threading
+import time
+from typing import Any
+
+from line_server import Generate, Output, Prompts, serve, split_at
+
+from holdfast import LLM, SamplingParams
+
+
+def load(model: str, settings: dict[str, Any]) -> Generate:
+    shared = {name: settings[name] for name in ("dtype", "max_model_len", "max_num_seqs", "num_threads")}
+    llm = LLM(model, **{**shared, "kv_cache_memory": settings["kv_cache_bytes"], **settings["ours"]})
+
+    def generate(prompts: Prompts, max_tokens: int, split: bool) -> Output:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        if split:
+            return _watched(llm, prompts, params)
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return Output([list(output.outputs[0].token_ids) for output in outputs], {})
+
+    return generate
+
+
+def _watched(llm: LLM, prompts: Prompts, params: SamplingParams) -> Output:
+    """With a callback for every token, which costs time: only for the split."""
+    started_s = time.perf_counter()
+    steps_s = llm.get_stats().step_time_s
+    first_s: dict[str, float] = {}
+    lock = threading.Lock()
+
+    def note(output: Any) -> None:
+        with lock:
+            first_s.setdefault(output.request_id, time.perf_counter() - started_s)
+
+    handles = [llm.engine.enqueue_request(ids, params, note) for ids in prompts]
+    outputs = [handle.result() for handle in handles]
+    total_s = time.perf_counter() - started_s
+    parts = split_at(max(first_s.values()), total_s) | {"steps": llm.get_stats().step_time_s - steps_s}
+    return Output([list(output.outputs[0].token_ids) for output in outputs], parts)
+
+
+if __name__ == "__main__":
+    serve(load, ["holdfast", "torch", "transformers"])

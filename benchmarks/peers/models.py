@@ -1,0 +1,119 @@
+"""Random-weight models that all servers run: S has 18.9 million parameters, M the shape of Qwen2.5-0.5B.
+
+    python -m benchmarks.peers.models [--folder FOLDER] [S M]
+
+Weights are drawn from a fixed seed and stored as bf16 safetensors, with a tokenizer (`tokenizer.py`): speed does not
+depend on what a model says, and nothing has to be downloaded.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.peers.folders import Folders
+from benchmarks.peers.tokenizer import SPECIAL_TOKENS, make_tokenizer
+
+_SEED: Final = 20_261_122
+_STANDARD_DEVIATION: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """An architecture of Hugging Face's and its sizes."""
+
+    make_config: Callable[..., Any]
+    make_model: Callable[..., Any]
+    sizes: dict[str, Any]
+
+
+SHAPES: Final = {
+    "S": Shape(
+        make_config=LlamaConfig,
+        make_model=LlamaForCausalLM,
+        sizes={
+            "vocab_size": 8192,
+            "hidden_size": 384,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "intermediate_size": 1024,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "M": Shape(
+        make_config=Qwen2Config,
+        make_model=Qwen2ForCausalLM,
+        sizes={
+            "vocab_size": 151_936,
+            "hidden_size": 896,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "intermediate_size": 4864,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+        },
+    ),
+}
+
+
+def make_model(name: str, out: Path) -> None:
+    """Writes the model and its tokenizer. `out` appears when all of it is there."""
+    shape, part = SHAPES[name], out.with_name(f"{out.name}.part")
+    vocab_size, max_model_len = shape.sizes["vocab_size"], shape.sizes["max_position_embeddings"]
+    first_special = vocab_size - len(SPECIAL_TOKENS)
+    special = {"bos_token_id": first_special, "eos_token_id": vocab_size - 1, "pad_token_id": first_special}
+    model = shape.make_model(shape.make_config(**shape.sizes, **special))
+    _draw_weights(model)
+    model = model.to(torch.bfloat16)
+    model.config.dtype = torch.bfloat16
+    model.generation_config = GenerationConfig(**special, do_sample=False)
+    model.save_pretrained(part)
+    make_tokenizer(vocab_size, max_model_len).save_pretrained(part)
+    part.rename(out)
+
+
+@torch.no_grad()
+def _draw_weights(model: Any) -> None:
+    """Norms are 1 and biases 0. In the order of the names, which no version of the library shuffles."""
+    generator = torch.Generator().manual_seed(_SEED)
+    for name, weights in sorted(model.named_parameters()):
+        if "norm" in name or name.endswith("bias"):
+            weights.fill_(1.0 if "norm" in name else 0.0)
+        else:
+            weights.copy_(torch.randn(weights.shape, generator=generator) * _STANDARD_DEVIATION)
+    model.tie_weights()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SHAPES)}; default: all")
+    parser.add_argument("--folder", type=Path, default=Folders().root)
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(SHAPES):
+        parser.error(f"no such model: {', '.join(sorted(unknown))}; there are {', '.join(SHAPES)}")
+    folders = Folders(options.folder)
+    for name in options.names or SHAPES:
+        out = folders.model(name)
+        if not out.exists():
+            out.parent.mkdir(parents=True, exist_ok=True)
+            make_model(name, out)
+        config = json.loads((out / "config.json").read_text())
+        size = (out / "model.safetensors").stat().st_size
+        print(f"{out}: {config['model_type']}, {size / 1e6:.1f} MB of weights")
+
+
+if __name__ == "__main__":
+    main()
