@@ -81,6 +81,11 @@ class CpuExecutor:
         """Of this rank's cache, all layers together."""
         return sum(elements_per_token(layer) for layer in self.packed.layers) * self._dtype.itemsize
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether sums over ranks go through memory that they share. Only once steps have run."""
+        return self._exchange is not None
+
     def layers_done(self) -> int:
         """Layers that have been run since the start, also while a step runs. Safe to call from any thread."""
         return int(self._layers_done.value)
