@@ -39,8 +39,13 @@ class Exchange {
   static long bytes(int ranks, long rows, long stride) { return kPage + 2 * ranks * buffer_bytes(rows, stride); }
 
   Exchange(const HfExchange& shared, long rows, long stride)
-      : memory((char*)shared.memory), rank(shared.rank), ranks(shared.ranks), timeout_ms((long)(shared.timeout_s * 1000)),
-        each(buffer_bytes(rows, stride)), owner(getpid()), processes(shared.processes, shared.processes + shared.ranks) {}
+      : memory((char*)shared.memory),
+        rank(shared.rank),
+        ranks(shared.ranks),
+        timeout_ms((long)(shared.timeout_s * 1000)),
+        each(buffer_bytes(rows, stride)),
+        owner(getpid()),
+        processes(shared.processes, shared.processes + shared.ranks) {}
   Exchange(const Exchange&) = delete;
   ~Exchange() { leave(); }
 
@@ -64,7 +69,9 @@ class Exchange {
   };
   static_assert((kMostRanks + 1) * kLineBytes <= kPage, "lines fit behind the first, which is Python's");
 
-  static long buffer_bytes(long rows, long stride) { return (rows * stride * (long)sizeof(float) + kPage - 1) / kPage * kPage; }
+  static long buffer_bytes(long rows, long stride) {
+    return (rows * stride * (long)sizeof(float) + kPage - 1) / kPage * kPage;
+  }
   Line& line(int of_rank) const { return *(Line*)(memory + (of_rank + 1) * kLineBytes); }
 
   int missing(Sum n) const {
@@ -84,7 +91,8 @@ class Exchange {
     for (int late; (late = missing(n)) != kNone;) {
       if (outcome()) return false;
       sleep_on(line(late), n);
-      long now = now_ms(), passed = std::min(now - last, 2L * kLookMs);  // when we were stopped ourselves, nobody was silent
+      long now = now_ms(),
+           passed = std::min(now - last, 2L * kLookMs);  // when we were stopped ourselves, nobody was silent
       last = now, waited += passed, since_look += passed;
       int why = line(late).left.load() ? kLeft - late : kFine;
       if (!why && since_look >= kLookMs) why = waited >= timeout_ms ? kSilent - late : ended(), since_look = 0;
@@ -97,7 +105,8 @@ class Exchange {
     std::uint32_t seen = other.arrived.load();
     timespec limit = {0, kLookMs * 1000000L};
     if ((std::int32_t)(seen - n) < 0 && !other.left.load())
-      syscall(SYS_futex, &other.arrived, FUTEX_WAIT, seen, &limit, nullptr, 0);  // not private: the word is in other processes too
+      syscall(SYS_futex, &other.arrived, FUTEX_WAIT, seen, &limit, nullptr,
+              0);  // not private: the word is in other processes too
     other.sleepers.fetch_sub(1);
   }
   static void wake(Line& own) { syscall(SYS_futex, &own.arrived, FUTEX_WAKE, 0x7fffffff, nullptr, nullptr, 0); }

@@ -29,9 +29,7 @@ void* hf_decoder_create(const HfModel* model, int dtype, holdfast::Pool* pool) {
   try {
     if (dtype == holdfast::BFLOAT16) return static_cast<AnyDecoder*>(new TypedDecoder<Bf16>(*model, pool));
     return holdfast::plain_decoder(*model, dtype, pool);
-  } catch (const std::bad_alloc&) {
-    return nullptr;
-  }
+  } catch (const std::bad_alloc&) { return nullptr; }
 }
 void hf_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
 void hf_decoder_begin(void* decoder, const HfStep* step) { ((AnyDecoder*)decoder)->begin(*step); }

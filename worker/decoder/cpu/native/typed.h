@@ -48,7 +48,8 @@ template <class W> void multiply(const HfLinear& linear, const void* rows, long 
     InputRows<W> input = input_rows<W>(*scratch, (const Input*)rows + first * stride, stride, some, w.row_length());
     for (int g = 0; g < w.groups; g++) {
       product(*scratch, w, g, input, scratch->sums);
-      for (int r = 0; r < some; r++) memcpy(out + ((long)(first + r) * w.groups + g) * GROUP, scratch->sums + r * GROUP, GROUP * 4);
+      for (int r = 0; r < some; r++)
+        memcpy(out + ((long)(first + r) * w.groups + g) * GROUP, scratch->sums + r * GROUP, GROUP * 4);
     }
   }
   release_tiles(scratch->tiles);
