@@ -1,4 +1,4 @@
-"""What ranks in processes of their own, or threads, do with whole models: steps of two sequences, and ways to be lost."""
+"""What ranks, as processes or threads, do with whole models: steps of two sequences, and ways to be lost."""
 
 import hashlib
 import os
