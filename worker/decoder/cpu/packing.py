@@ -31,6 +31,8 @@ GROUP: Final = 64
 """Outputs that are computed together."""
 TILE: Final = 32
 """Inputs of a tile."""
+CHUNK_BYTES: Final = 64 << 20
+CACHE_LINE: Final = 64
 DTYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 _ACTIVATIONS: Final = (
@@ -57,6 +59,7 @@ class PackedModel:
         self._library = library
         self._pool = pool
         self._kept: list[Any] = []
+        self._arena = Arena()
         self._itemsize = layout.dtype.itemsize
         self._rotaries = (HfRotary * max(1, len(layout.rotaries)))(
             *(self._rotary(rotary, max_positions) for rotary in layout.rotaries)
@@ -158,7 +161,7 @@ class PackedModel:
         rows = np.concatenate([rows, np.full(groups * GROUP - len(rows), _NO_ROW)])
         slice_length = linear.in_features // slices
         slice_tiles = -(-slice_length // TILE)
-        packed = mapped_memory(len(rows) * slices * slice_tiles * TILE * self._itemsize)
+        packed = self._arena.take(len(rows) * slices * slice_tiles * TILE * self._itemsize)
         weights = [_with_rows(weight) for weight in linear.weights]
         addresses = _row_addresses(weights)
         pointers = np.where(rows == _NO_ROW, 0, addresses[rows]).astype(np.uint64)
@@ -170,11 +173,10 @@ class PackedModel:
             slice_length,
             slice_tiles,
             self._itemsize,
-            address_of(packed),
+            packed,
         )
-        self._kept.append(packed)
         return HfLinear(
-            tiles=address_of(packed),
+            tiles=packed,
             bias=None if linear.bias is None else self._floats(_placed(linear.bias, rows)),
             slices=slices,
             slice_tiles=slice_tiles,
@@ -192,6 +194,26 @@ class PackedModel:
     def _address(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+class Arena:
+    """Memory for weights, one after the other in large pages: small weights by themselves would get small ones."""
+
+    def __init__(self) -> None:
+        self._chunks: list[mmap.mmap] = []
+        self._next = 0
+        self._end = 0
+
+    def take(self, num_bytes: int) -> int:
+        """The address of so many bytes, at the beginning of a cache line. They live as long as the arena."""
+        num_bytes = -(-num_bytes // CACHE_LINE) * CACHE_LINE
+        if self._next + num_bytes > self._end:
+            size = max(num_bytes, CHUNK_BYTES)
+            self._chunks.append(mapped_memory(size))
+            self._next = -(-address_of(self._chunks[-1]) // CACHE_LINE) * CACHE_LINE
+            self._end = self._next + size
+        address, self._next = self._next, self._next + num_bytes
+        return address
 
 
 def mapped_memory(num_bytes: int) -> mmap.mmap:
