@@ -121,15 +121,19 @@ class PackedModel:
 
     def _experts(self, experts: Experts) -> Any:
         packed = (HfMlp * len(experts.experts))(*map(self._mlp, experts.experts))
+        shared = None if experts.shared is None else self._mlp(experts.shared)
+        gate = None if experts.shared_gate is None else self._linear(Linear(weights=(experts.shared_gate,)))
         described = HfExperts(
             router=self._linear(experts.router),
             experts=packed,
+            shared=None if shared is None else ctypes.pointer(shared),
+            shared_gate=None if gate is None else ctypes.pointer(gate),
             num_experts=len(experts.experts),
             top_k=experts.top_k,
             scoring=_SCORINGS.index(experts.scoring),
             normalized=int(experts.normalized),
         )
-        self._kept += [packed, described]
+        self._kept += [packed, shared, gate, described]
         return ctypes.pointer(described)
 
     def _rotary(self, rotary: Rotary, max_positions: int) -> HfRotary:
