@@ -39,10 +39,14 @@ class Unavailable(RuntimeError):
 
 def runnable_classes() -> list[str]:
     """The instruction classes that this machine runs, best first."""
+    return [name for name in CLASSES if not missing_instructions(name)]
+
+
+def missing_instructions(name: str) -> set[str]:
+    """What this machine lacks of a class's instructions, software tiles included."""
     known = Path("/proc/cpuinfo")
     lines = known.read_text().splitlines() if known.is_file() else []
-    flags = set(next((line for line in lines if line.startswith("flags")), "").split())
-    return [name for name in CLASSES if _FLAGS_OF[name] <= flags]
+    return _FLAGS_OF[name] - set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 @cache
@@ -54,6 +58,8 @@ def load_library(name: str | None = None) -> CDLL:
     runnable = runnable_classes()
     if name is None and not runnable:
         raise Unavailable("this CPU has no AVX2 with FMA")
+    if name is not None and (missing := missing_instructions(name)):
+        raise Unavailable(f"this CPU does not run {name}: it has no {', '.join(sorted(missing))}")
     for choice in [name] if name else runnable:
         library = _declared(CDLL(str(path_of(choice))))
         if choice != "amx" or library.hf_allow_tiles() == 0:

@@ -69,14 +69,14 @@ HF_INLINE Lanes activated(int activation, Lanes gate) {
     case 0: return silu_of(gate);
     case 1: return gelu_of(gate);
     case 2: return gelu_tanh_of(gate);
-    case 3: return larger(gate, zero());
-    default: return larger(gate, zero()) * larger(gate, zero());
+    case 3: return larger(zero(), gate);
+    default: return larger(zero(), gate) * larger(zero(), gate);
   }
 }
 enum { CLAMPED_SWIGLU = 5 };
 HF_INLINE Lanes gated(int activation, Lanes gate, Lanes up) {
   if (activation != CLAMPED_SWIGLU) return activated(activation, gate) * up;
-  gate = smaller(gate, all(7.0f)), up = larger(smaller(up, all(7.0f)), all(-7.0f));
+  gate = smaller(all(7.0f), gate), up = larger(all(-7.0f), smaller(all(7.0f), up));
   return (up + all(1.0f)) * (gate * sigmoid_of(gate * all(1.702f)));
 }
 
