@@ -15,7 +15,7 @@ LIMIT_S = 120
 pytestmark = pytest.mark.timeout(LIMIT_S + 60)
 
 NUM_STARTS = 5
-LIMIT_S = 2.0
+FIRST_TOKEN_S = 2.0
 """For the fastest, so that a busy machine does not matter."""
 
 
@@ -37,4 +37,4 @@ def test_a_router_gives_its_first_token_within_two_seconds(tmp_path: Path):
 
     seconds = loops.run(run(), timeout_s=LIMIT_S)
     print(f"first tokens after {', '.join(f'{first_s:.2f}' for first_s in seconds)} s")
-    assert min(seconds) < LIMIT_S
+    assert min(seconds) < FIRST_TOKEN_S
