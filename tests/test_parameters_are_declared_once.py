@@ -28,6 +28,8 @@ MOST = 5
 """The declaration, the message of each wire, and what gives it its meaning."""
 ALSO_OTHER_THINGS = {"seed", "logprobs", "prompt_logprobs"}
 """A model and a simulation have seeds too, and outputs have the log-probabilities that were asked for."""
+OF_A_MODEL = "worker/decoder/"
+"""Knows no request: what has a parameter's name there (`top_k` experts) is a number of the model's."""
 IN_ONE_PLACE = {"min_p", "length_penalty", "truncate_prompt_tokens"}
 """Parameters whose whole meaning is in a file or two, so that their very name is in no more than `MOST`."""
 
@@ -36,7 +38,8 @@ IN_ONE_PLACE = {"min_p", "length_penalty", "truncate_prompt_tokens"}
 def sources() -> dict[str, str]:
     paths = [path for package in ("worker", "router", "cluster") for path in (ROOT / package).rglob("*.py")]
     paths += (ROOT / "proto").rglob("*.proto")
-    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+    texts = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+    return {path: text for path, text in texts.items() if not path.startswith(OF_A_MODEL)}
 
 
 @cache

@@ -82,7 +82,9 @@ async def streams_in_a_storm(cluster: ForkedCluster, fault: Fault | None, tally:
         async with storm(cluster) as blowing:
             await blowing.has_risen.wait()
             asking = [asyncio.create_task(ask(client, kind, look)) for kind in kinds * 2]
-            await reached.wait()
+            first = asyncio.ensure_future(reached.wait())
+            await asyncio.wait([first, *asking], return_when=asyncio.FIRST_COMPLETED)
+            assert first.done(), "a stream ended before it was struck"
             if fault is not None:
                 victim = await fault.choose(cluster, lambda: False)
                 assert victim is not None

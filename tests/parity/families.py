@@ -108,7 +108,6 @@ NOT_RECOGNIZED = {
     **dict.fromkeys(SERVED.keys() - FAMILIES.keys(), "not among the known families"),
     "deepseek_v3, whole queries": "not among the known families",
     "olmo": "clipped",
-    "qwen2_moe": "shared by all tokens",
 }
 """Families and variants that the skeleton serves, and a word of why."""
 

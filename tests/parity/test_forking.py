@@ -72,8 +72,8 @@ def test_each_gets_the_bits_that_it_gets_alone(leader, prompts, length):
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_preempted_ones_too(leader, prompts, prefix_caching):
-    requests = group_of(prompts[2])
-    num_blocks = 80 // leader._runner.info.block_size
+    requests = group_of(prompts[0][:27])
+    num_blocks = 96 // leader._runner.info.block_size
     together, scheduler = served(leader, requests, num_blocks=num_blocks, prefix_caching=prefix_caching)
     assert scheduler.stats().num_preemptions > 0
     assert together == alone(leader, requests)

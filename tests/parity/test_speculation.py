@@ -29,7 +29,7 @@ from tests.parity.test_serving import Collector
 
 NUM_NEW = 24
 SCARCE = {
-    "decoder": CacheConfig(block_size=16, num_blocks=11),
+    "decoder": CacheConfig(block_size=16, num_blocks=6),
     "skeleton": CacheConfig(block_size=4, num_blocks=34),
 }
 """By executor."""

@@ -111,9 +111,14 @@ def _unfit(layout: DecoderLayout, block_size: int) -> str | None:
             return f"heads have {attention.head_dim} dimensions, and {MAX_HEAD_DIM} are the most"
         if attention.num_heads // attention.num_kv_heads > MAX_GROUP:
             return f"more than {MAX_GROUP} query heads share one KV head"
-        if isinstance(layer.mlp, Experts) and layer.mlp.shared is not None:
-            return "an expert is shared by all tokens"
+        if isinstance(layer.mlp, Experts) and _is_uneven(layer.mlp):
+            return "the expert that all tokens share is cut into other slices than the others"
     return None
+
+
+def _is_uneven(experts: Experts) -> bool:
+    shared = experts.shared
+    return shared is not None and (shared.num_slices != experts.experts[0].num_slices or shared.down.bias is not None)
 
 
 def _all_ranks(group: TensorParallelGroup, fine: bool) -> bool:

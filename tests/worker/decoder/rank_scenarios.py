@@ -1,4 +1,4 @@
-"""What ranks in processes of their own, or threads, do with whole models: steps of two sequences, and ways to be lost."""
+"""What ranks, as processes or threads, do with whole models: steps of two sequences, and ways to be lost."""
 
 import hashlib
 import os
@@ -127,10 +127,9 @@ def lost(group: TensorParallelGroup, how: signal.Signals) -> list[str]:
     """Rank 1 kills or stops itself between steps; whoever hears of it lets it go on."""
     pids = group.all_gather(torch.tensor([os.getpid()]), dim=0).tolist()
     program = build("llama", group)
-    steps = batches()
     heard: list[str] = []
-    for number, batch in enumerate(steps):
-        if group.rank == 1 and number == 4:
+    for number, batch in enumerate(batches(STEPS[:5])):
+        if group.rank == 1 and number == 2:
             os.kill(os.getpid(), how)
         try:
             program.run(batch, with_logits=False)

@@ -24,6 +24,7 @@ from holdfast.worker.errors import ReplicaError
 from holdfast.worker.sampling.head_output import HeadOutput
 
 _FEWEST_ROWS: Final = 64
+_FORKED: Final = -1
 
 _LOSSES: Final = {1: "has ended", 2: "is silent", 3: "has left"}
 """How a rank was lost, by the hundreds of an outcome below zero; the rest of it is the rank (`native/exchange.h`)."""
@@ -175,6 +176,8 @@ class CpuExecutor:
         kind, rank = divmod(-outcome, 100)
         if kind in _LOSSES:
             raise ReplicaError(f"a rank of the replica was lost: rank {rank} {_LOSSES[kind]}")
+        if outcome == _FORKED:
+            raise ReplicaError("this process was forked from the one that loaded the model, without its threads")
         if outcome:
             raise ReplicaError(f"the executor's threads did not run a step ({outcome})")
 

@@ -31,6 +31,8 @@ GROUP: Final = 64
 """Outputs that are computed together."""
 TILE: Final = 32
 """Inputs of a tile."""
+CHUNK_BYTES: Final = 64 << 20
+CACHE_LINE: Final = 64
 DTYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 _ACTIVATIONS: Final = (
@@ -57,6 +59,7 @@ class PackedModel:
         self._library = library
         self._pool = pool
         self._kept: list[Any] = []
+        self._arena = Arena()
         self._itemsize = layout.dtype.itemsize
         self._rotaries = (HfRotary * max(1, len(layout.rotaries)))(
             *(self._rotary(rotary, max_positions) for rotary in layout.rotaries)
@@ -118,15 +121,19 @@ class PackedModel:
 
     def _experts(self, experts: Experts) -> Any:
         packed = (HfMlp * len(experts.experts))(*map(self._mlp, experts.experts))
+        shared = None if experts.shared is None else self._mlp(experts.shared)
+        gate = None if experts.shared_gate is None else self._linear(Linear(weights=(experts.shared_gate,)))
         described = HfExperts(
             router=self._linear(experts.router),
             experts=packed,
+            shared=None if shared is None else ctypes.pointer(shared),
+            shared_gate=None if gate is None else ctypes.pointer(gate),
             num_experts=len(experts.experts),
             top_k=experts.top_k,
             scoring=_SCORINGS.index(experts.scoring),
             normalized=int(experts.normalized),
         )
-        self._kept += [packed, described]
+        self._kept += [packed, shared, gate, described]
         return ctypes.pointer(described)
 
     def _rotary(self, rotary: Rotary, max_positions: int) -> HfRotary:
@@ -158,7 +165,7 @@ class PackedModel:
         rows = np.concatenate([rows, np.full(groups * GROUP - len(rows), _NO_ROW)])
         slice_length = linear.in_features // slices
         slice_tiles = -(-slice_length // TILE)
-        packed = mapped_memory(len(rows) * slices * slice_tiles * TILE * self._itemsize)
+        packed = self._arena.take(len(rows) * slices * slice_tiles * TILE * self._itemsize)
         weights = [_with_rows(weight) for weight in linear.weights]
         addresses = _row_addresses(weights)
         pointers = np.where(rows == _NO_ROW, 0, addresses[rows]).astype(np.uint64)
@@ -170,11 +177,10 @@ class PackedModel:
             slice_length,
             slice_tiles,
             self._itemsize,
-            address_of(packed),
+            packed,
         )
-        self._kept.append(packed)
         return HfLinear(
-            tiles=address_of(packed),
+            tiles=packed,
             bias=None if linear.bias is None else self._floats(_placed(linear.bias, rows)),
             slices=slices,
             slice_tiles=slice_tiles,
@@ -192,6 +198,26 @@ class PackedModel:
     def _address(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+class Arena:
+    """Memory for weights, one after the other in large pages: small weights by themselves would get small ones."""
+
+    def __init__(self) -> None:
+        self._chunks: list[mmap.mmap] = []
+        self._next = 0
+        self._end = 0
+
+    def take(self, num_bytes: int) -> int:
+        """The address of so many bytes, at the beginning of a cache line. They live as long as the arena."""
+        num_bytes = -(-num_bytes // CACHE_LINE) * CACHE_LINE
+        if self._next + num_bytes > self._end:
+            size = max(num_bytes, CHUNK_BYTES)
+            self._chunks.append(mapped_memory(size))
+            self._next = -(-address_of(self._chunks[-1]) // CACHE_LINE) * CACHE_LINE
+            self._end = self._next + size
+        address, self._next = self._next, self._next + num_bytes
+        return address
 
 
 def mapped_memory(num_bytes: int) -> mmap.mmap:

@@ -29,6 +29,8 @@ class HfExperts(Structure):
     _fields_ = (
         ("router", HfLinear),
         ("experts", POINTER(HfMlp)),
+        ("shared", POINTER(HfMlp)),
+        ("shared_gate", POINTER(HfLinear)),
         ("num_experts", c_int),
         ("top_k", c_int),
         ("scoring", c_int),

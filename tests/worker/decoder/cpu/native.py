@@ -10,7 +10,7 @@ from torch import Tensor
 
 from holdfast.worker.decoder.cpu.build import CLASSES, SOFTWARE_TILES
 from holdfast.worker.decoder.cpu.library import Unavailable, load_library
-from holdfast.worker.decoder.cpu.packing import DTYPES, GROUP, TILE, IntArray, PackedModel
+from holdfast.worker.decoder.cpu.packing import DTYPES, GROUP, TILE, Arena, IntArray, PackedModel
 from holdfast.worker.decoder.layout import Linear
 
 ALL = (*CLASSES, *SOFTWARE_TILES)
@@ -46,6 +46,7 @@ class Product(PackedModel):
     def __init__(self, library: CDLL, weight: Tensor, slices: int = 1, rows: IntArray | None = None) -> None:
         self._library = library
         self._kept = []
+        self._arena = Arena()
         self._itemsize = weight.dtype.itemsize
         self._dtype = weight.dtype
         self._slice = weight.shape[1] // slices

@@ -26,6 +26,8 @@ struct HfMlp {
 struct HfExperts {
   HfLinear router;
   const HfMlp* experts;
+  const HfMlp* shared;          // an expert of all rows, with as many slices as the others; or null
+  const HfLinear* shared_gate;  // one output: the shared expert is weighted by its sigmoid; or null
   int num_experts, top_k, scoring, normalized;
 };
 

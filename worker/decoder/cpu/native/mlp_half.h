@@ -13,13 +13,13 @@ template <class W> bool Decoder<W>::mlp_half(int index, Thread& t) {
   Rows rows = l.mlp_norm.weight ? Rows{h2.data, h2.stride} : Rows{h.data, h.stride};
   if (!l.parallel && !normed(t, l.mlp_norm, rows)) return false;
   if (l.experts) return experts_part(l, rows, t);
-  if (!up_part(t, l.mlp, rows)) return false;
+  if (!up_part(t, l.mlp, rows, inner_rows)) return false;
   return row_parallel(t, l.mlp.down, {inner_rows.data, inner_rows.stride}, l, true);
 }
 
-template <class W> bool Decoder<W>::up_part(Thread& t, const HfMlp& mlp, Rows rows) {
+template <class W> bool Decoder<W>::up_part(Thread& t, const HfMlp& mlp, Rows rows, Buffer<Input>& out) {
   return linear(t, mlp.up, rows, t.num_rows, [&](int g, int first, int count, const float* sums) {
-    for (int r = 0; r < count; r++) activate(mlp, g, sums + r * GROUP, inner_rows.row(first + r));
+    for (int r = 0; r < count; r++) activate(mlp, g, sums + r * GROUP, out.row(first + r));
   });
 }
 template <class W> void Decoder<W>::activate(const HfMlp& mlp, int g, const float* sums, Input* out) {
@@ -32,8 +32,7 @@ template <class W> void Decoder<W>::activate(const HfMlp& mlp, int g, const floa
     for (int j = 0; j < 2; j++) store(out + g * 32 + 16 * j, gated(mlp.activation, v[j], v[j + 2]));
   else
     for (int j = 0; j < 4; j++)
-      if (g * GROUP + 16 * j < mlp.down.slices * mlp.down.slice_tiles * K_TILE)
-        store(out + g * GROUP + 16 * j, activated(mlp.activation, v[j]));
+      if (g * GROUP + 16 * j < inner_length(mlp)) store(out + g * GROUP + 16 * j, activated(mlp.activation, v[j]));
 }
 
 template <class W> bool Decoder<W>::experts_part(const HfLayer& l, Rows rows, Thread& t) {
@@ -60,6 +59,7 @@ template <class W> bool Decoder<W>::experts_part(const HfLayer& l, Rows rows, Th
   if (!holdfast::tasks(t.run, e.num_experts * runs,
                        [&](int task) { expert_up(e.experts[task / runs], task / runs, task % runs, t.own); }))
     return false;
+  if (e.shared && !shared_part(t, e, rows)) return false;
   float* place = place_of_sum(t, l.mlp_out_norm);
   return holdfast::tasks(t.run, e.experts[0].down.groups, [&](int g) { expert_columns(l, e, g, place, t.own); });
 }
@@ -113,7 +113,33 @@ template <class W> void Decoder<W>::expert_up(const HfMlp& expert, int index, in
   }
 }
 
-// For each slice the experts of a row are added in ascending order; then the slices are, as a binary tree.
+// The first products of the expert that all rows go through, and its weights.
+template <class W> bool Decoder<W>::shared_part(Thread& t, const HfExperts& e, Rows rows) {
+  if (e.shared_gate && !linear(t, *e.shared_gate, rows, t.num_rows, [&](int, int first, int count, const float* sums) {
+        for (int r = 0; r < count; r++) shared_weights[first + r] = one_sigmoid(sums[r * GROUP]);
+      }))
+    return false;
+  return up_part(t, *e.shared, rows, shared_rows);
+}
+
+template <class W> void Decoder<W>::add_shared(const HfExperts& e, int g, float* sums, Local& own) {
+  Packed<W> w = packed<W>(e.shared->down);
+  for (int first = 0; first < step.num_rows; first += MAX_ROWS) {
+    int count = std::min((int)MAX_ROWS, step.num_rows - first);
+    InputRows<W> input = input_rows<W>(own.scratch, shared_rows.row(first), shared_rows.stride, count, w.row_length());
+    for (int slice = 0; slice < w.slices; slice++) {
+      slice_product(own.scratch, w, g, input, slice, own.scratch.sums);
+      for (int r = 0; r < count; r++) {
+        float* to = sums + ((long)(first + r) * w.slices + slice) * GROUP;
+        for (int j = 0; j < GROUP; j += 16)
+          store(to + j, fma(load(own.scratch.sums + r * GROUP + j), all(shared_weights[first + r]), load(to + j)));
+      }
+    }
+  }
+}
+
+// For each slice the experts of a row are added in ascending order, the shared one last; then the slices are, as a binary
+// tree.
 template <class W>
 void Decoder<W>::expert_columns(const HfLayer& l, const HfExperts& e, int g, float* place, Local& own) {
   int slices = e.experts[0].down.slices;
@@ -138,6 +164,7 @@ void Decoder<W>::expert_columns(const HfLayer& l, const HfExperts& e, int g, flo
       }
     }
   }
+  if (e.shared) add_shared(e, g, sums, own);
   for (int row = 0; row < step.num_rows; row++) {
     float* slice = sums + (long)row * slices * GROUP;
     for (int apart = 1; apart < slices; apart *= 2)

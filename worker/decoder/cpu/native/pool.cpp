@@ -145,6 +145,9 @@ class Turn {
   const bool mine;
 };
 
+// After fork() the child has the caller's thread alone. A pool of one thread misses nothing.
+bool lost_its_threads(const Pool& pool) { return pool.threads > 1 && getpid() != pool.owner; }
+
 void run_now(Pool& pool, Job job, const void* argument, std::size_t bytes) {
   Run run = pool.protocol.begin(job, argument, bytes, pool.workers[0].busy);
   job(run.slot->argument, run);
@@ -154,7 +157,7 @@ void run_now(Pool& pool, Job job, const void* argument, std::size_t bytes) {
 }  // namespace
 
 int run(Pool* pool, Job job, const void* argument, std::size_t bytes) {
-  if (getpid() != pool->owner) return kForked;
+  if (lost_its_threads(*pool)) return kForked;
   if (bytes > Protocol::kMostArgument) return kTooLong;
   Turn turn(*pool);
   if (!turn.mine) return kBusy;
@@ -163,7 +166,7 @@ int run(Pool* pool, Job job, const void* argument, std::size_t bytes) {
 }
 
 int drain(Pool* pool) {
-  if (getpid() != pool->owner) return kForked;
+  if (lost_its_threads(*pool)) return kForked;
   Turn turn(*pool);
   if (!turn.mine) return kBusy;
   run_now(*pool, nothing, "", 0);  // so that no thread comes back to an older job

@@ -15,7 +15,8 @@
 //
 // A thread that is stopped in the middle of a task holds its phase up until it goes on; one that is cancelled there
 // would for ever, and cannot be survived inside a process. After fork() the child has the pool without its threads:
-// run() answers kForked there and does nothing, destroy frees memory alone; the parent's pool is not touched.
+// run() answers kForked there and does nothing, destroy frees memory alone; the parent's pool is not touched. A pool of
+// one thread goes on in the child.
 // Threads have the floating-point modes (MXCSR) of the thread that made the pool; a job sets what its bits depend on.
 #pragma once
 #include <atomic>

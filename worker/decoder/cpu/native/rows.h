@@ -13,25 +13,28 @@ namespace {
 
 inline long stride_of(long columns) { return (columns + 31) / 32 * 32 + 32; }
 
-// A [rows][columns] buffer, zeroed, with rows aligned and set apart from powers of two.
+// A [rows][columns] buffer, zeroed, in large pages where it is large, with rows aligned and set apart from powers of two.
 template <class T> struct Buffer {
   T* data = nullptr;
+  void* mapped = nullptr;
   long stride = 0, bytes = 0;
   Buffer() = default;
   Buffer(long rows, long columns) : stride(stride_of(columns)) {
-    bytes = (rows * stride * sizeof(T) + 4095) / 4096 * 4096;
-    void* fresh =
-        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);  // zeros, by the system
-    if (fresh == MAP_FAILED) throw std::bad_alloc();
-    data = (T*)fresh;
+    const size_t LARGE_PAGE = 2 << 20;
+    bytes = rows * stride * sizeof(T) + LARGE_PAGE;
+    mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);  // zeros, by the system
+    if (mapped == MAP_FAILED) throw std::bad_alloc();
+    data = (T*)(((uintptr_t)mapped + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE);
+    if (bytes >= 2 * LARGE_PAGE) madvise(data, bytes - LARGE_PAGE, MADV_HUGEPAGE);
   }
   Buffer(Buffer&& other) { *this = std::move(other); }
   Buffer& operator=(Buffer&& other) {
-    std::swap(data, other.data), std::swap(stride, other.stride), std::swap(bytes, other.bytes);
+    std::swap(data, other.data), std::swap(mapped, other.mapped);
+    std::swap(stride, other.stride), std::swap(bytes, other.bytes);
     return *this;
   }
   ~Buffer() {
-    if (data) munmap(data, bytes);
+    if (data) munmap(mapped, bytes);
   }
   T* row(long r) const { return data + r * stride; }
 };

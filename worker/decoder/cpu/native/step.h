@@ -31,17 +31,18 @@ template <class W> class Decoder {
 
  public:
   Decoder(const HfModel& model, int num_threads) : m(model), threads(num_threads) {
-    int qkv = 0, heads = 0, attended = 0, inner = 0, moe_rows = 1, experts = 0;
+    int qkv = 0, heads = 0, attended = 0, inner = 0, moe_rows = 1, experts = 0, shared = 0;
     for (int i = 0; i < m.num_layers; i++) {
       const HfLayer& l = m.layers[i];
       HeadShape s = head_shape(l);
       kind_of.push_back(kind_like(s));
       qkv = std::max(qkv, l.qkv.groups * GROUP), heads = std::max(heads, l.num_heads * s.padded());
       attended = std::max(attended, l.output.slices * l.output.slice_tiles * K_TILE);
-      auto widest = [&](const HfMlp& mlp) { inner = std::max(inner, mlp.down.slices * mlp.down.slice_tiles * K_TILE); };
+      auto widest = [&](const HfMlp& mlp) { inner = std::max(inner, inner_length(mlp)); };
       if (!l.experts) widest(l.mlp);
       else {
         for (int e = 0; e < l.experts->num_experts; e++) widest(l.experts->experts[e]);
+        if (l.experts->shared) shared = std::max(shared, inner_length(*l.experts->shared));
         moe_rows = std::max(moe_rows, l.experts->top_k), experts = std::max(experts, l.experts->num_experts);
       }
     }
@@ -55,6 +56,7 @@ template <class W> class Decoder {
       choices.resize(rows * moe_rows), weights.resize(rows * moe_rows), first_of.resize(experts + 1),
           order.resize(rows * moe_rows);
     }
+    if (shared) shared_rows = Buffer<Input>(rows, shared), shared_weights.assign(rows, 1.0f);
     for (int i = 0; i < threads; i++) local.emplace_back(new Local(m.hidden));
     num_tokens = std::max(0, std::min(m.vocab_rows, m.vocab_size - m.first_vocab_row));
     if (m.exchange) exchange.reset(new Exchange(*m.exchange, rows, y.stride));
@@ -357,7 +359,10 @@ template <class W> class Decoder {
   // --- mlp_half.h ---
 
   bool mlp_half(int index, Thread& t);
-  bool up_part(Thread& t, const HfMlp& mlp, Rows rows);
+  bool up_part(Thread& t, const HfMlp& mlp, Rows rows, Buffer<Input>& out);
+  bool shared_part(Thread& t, const HfExperts& e, Rows rows);
+  void add_shared(const HfExperts& e, int g, float* sums, Local& own);
+  static int inner_length(const HfMlp& mlp) { return mlp.down.slices * mlp.down.slice_tiles * K_TILE; }
   static void activate(const HfMlp& mlp, int g, const float* sums, Input* out);
   bool experts_part(const HfLayer& l, Rows rows, Thread& t);
   void choose_experts(const HfExperts& e, int row);
@@ -393,10 +398,10 @@ template <class W> class Decoder {
   std::vector<Unit> units;
   std::vector<std::unique_ptr<Local>> local;
   Buffer<float> x, y, projected, group_best, router_logits;
-  Buffer<Input> h, h2, queries, attention_out, inner_rows, expert_input;
+  Buffer<Input> h, h2, queries, attention_out, inner_rows, expert_input, shared_rows;
   Buffer<int> group_at;
   std::vector<int> choices, first_of, order;
-  std::vector<float> weights;
+  std::vector<float> weights, shared_weights;
   std::vector<std::unique_ptr<Softmax>> parts;
   std::vector<Kind> kinds;  // their number is fixed once the decoder is made
   std::vector<int> kind_of;

@@ -1,0 +1,123 @@
+"""Times of single steps of a decoder program, and of the skeleton beside it, in one run.
+
+    python -m benchmarks.decoder_steps MODEL [--threads 2] [--rounds 30] [--skeleton] [--json FILE]
+
+Steps of five kinds: decodes of 1, 8 and 32 sequences, decodes in a long context, a prompt. Rounds of the kinds and of
+the two programs alternate, so that both see the same company on the machine; the table has medians and the fastest
+tenth. What a step costs outside the program (planning, delivering) is not in it.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from holdfast.cluster.bundled_model.bundled_model import located
+from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.model.loading import LoadedModel, load_model
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Equal sequences, each with `num_tokens` to compute after `num_before` that are in the cache."""
+
+    name: str
+    num_sequences: int
+    num_before: int
+    num_tokens: int
+
+
+KINDS = (
+    Kind("decode 1", 1, 160, 1),
+    Kind("decode 8", 8, 160, 1),
+    Kind("decode 32", 32, 160, 1),
+    Kind("decode 8 after 1040", 8, 1040, 1),
+    Kind("prompt of 512", 1, 0, 512),
+)
+
+
+@dataclass(slots=True)
+class Timed:
+    """One program, with the seconds of its steps by kind."""
+
+    name: str
+    loaded: LoadedModel
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def step(self, kind: Kind) -> None:
+        batch = make_batch(kind, self.loaded.info.block_size)
+        started = time.perf_counter()
+        self.loaded.program.run(batch, with_logits=False)
+        self.seconds.setdefault(kind.name, []).append(time.perf_counter() - started)
+
+
+def make_batch(kind: Kind, block_size: int) -> StepBatch:
+    """A step of this kind, greedy, in blocks of its own."""
+    count, each = kind.num_sequences, kind.num_tokens
+    num_blocks = -(-(kind.num_before + each) // block_size)
+    return StepBatch(
+        step_id=0,
+        token_ids=np.arange(count * each) % 500 + 3,
+        first_positions=np.full(count, kind.num_before),
+        num_tokens=np.full(count, each),
+        num_draws=np.ones(count, dtype=np.int64),
+        block_ids=np.arange(count * num_blocks),
+        num_blocks=np.full(count, num_blocks),
+        block_copies=np.zeros((3, 0), dtype=np.int64),
+        logits_rows=np.arange(1, count + 1) * each - 1,
+    )
+
+
+def load(model: str, executor: str) -> Timed:
+    config = WorkerConfig(
+        model=ModelConfig.model_validate({"model": model, "executor": executor, "dtype": "bfloat16"}),
+        cache=CacheConfig(kv_cache_memory=1 << 30),
+    )
+    loaded = load_model(located(config), SingleRank(), torch.device("cpu"), lambda phase, done, total: None)
+    return Timed(loaded.info.executor, loaded)
+
+
+def show(programs: list[Timed], console: Console) -> None:
+    table = Table("step", *(f"{one.name}, {what} ms" for one in programs for what in ("median", "p10")))
+    for kind in KINDS:
+        cells = []
+        for one in programs:
+            seconds = sorted(one.seconds[kind.name])
+            cells += [f"{statistics.median(seconds) * 1e3:.2f}", f"{seconds[len(seconds) // 10] * 1e3:.2f}"]
+        table.add_row(kind.name, *cells)
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--skeleton", action="store_true", help="time the skeleton as well")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    programs = [load(arguments.model, name) for name in ("decoder", *("skeleton",) * arguments.skeleton)]
+    for _ in range(arguments.rounds):
+        for kind in KINDS:
+            for one in programs:
+                one.step(kind)
+    console = Console()
+    console.print(f"{arguments.model}, {arguments.threads} threads, {platform.processor() or platform.machine()}")
+    show(programs, console)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({one.name: one.seconds for one in programs}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

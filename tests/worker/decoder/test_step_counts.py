@@ -1,0 +1,81 @@
+"""What a step costs in counts, on a fixed load: calls into the library, calls of Python functions, copies and tensors.
+
+Times are for benchmarks. A count that grows is seen here, on any machine.
+"""
+
+import sys
+from collections import Counter
+from types import FrameType
+
+import pytest
+import torch
+
+from holdfast.cluster.bundled_model.bundled_model import located
+from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
+from holdfast.worker.decoder.cpu.library import runnable_classes
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
+
+pytestmark = pytest.mark.skipif(not runnable_classes(), reason="the native executor does not run here")
+
+GREEDY = DrawParams(seed=0, first_output_index=0, temperature=0.0, top_k=0, top_p=1.0)
+
+
+@pytest.fixture(scope="module")
+def leader() -> LeaderRunner:
+    config = located(WorkerConfig(model=ModelConfig(executor="decoder"), cache=CacheConfig(num_blocks=128)))
+    group = SingleRank()
+    return LeaderRunner(ModelRunner.load(config, group, device=torch.device("cpu")), group)
+
+
+def decodes(count: int) -> StepPlan:
+    sequences = tuple(
+        ScheduledSequence(
+            sequence_id=i,
+            first_position=20,
+            token_ids=(7,),
+            block_ids=(2 * i, 2 * i + 1),
+            draw=GREEDY,
+            num_draws=1,
+        )
+        for i in range(count)
+    )
+    return StepPlan(step_id=1, sequences=sequences)
+
+
+def calls_of(leader: LeaderRunner, plan: StepPlan) -> Counter[str]:
+    """Calls of functions in one step: of Python's by name and in all, and of those written in C in all."""
+    calls: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            calls["all of Python"] += 1
+            calls[frame.f_code.co_name] += 1
+        elif event == "c_call":
+            calls["all of C"] += 1
+
+    leader.run(plan)  # what is made once is made
+    sys.setprofile(note)
+    try:
+        leader.run(plan)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_greedy_step_is_one_call_of_the_executor_and_makes_no_logits(leader):
+    calls = calls_of(leader, decodes(8))
+    assert calls["_begin"] == calls["_go"] == 1
+    assert calls["ask_for_logits"] == 0
+    warm = decodes(1)
+    assert leader._execute(warm, with_logits=False).logits is None
+
+
+def test_calls_hardly_grow_with_the_rows_of_a_step_and_not_with_the_layers_of_a_model(leader):
+    one, many = calls_of(leader, decodes(1)), calls_of(leader, decodes(33))
+    assert one["all of Python"] <= 95
+    assert one["all of C"] <= 55
+    assert many["all of Python"] - one["all of Python"] <= 32 * 12
+    assert many["all of C"] - one["all of C"] <= 32 * 7
+    assert many["_go"] == 1
