@@ -22,7 +22,17 @@ from tests.parity.harness import (
 
 TOLERANCE = 1e-5
 """Of the largest logit."""
-SAME_BITS = ("cohere", "gemma3_text", "gpt_oss", "llama", "llama, one KV head", "mixtral", "phi3", "qwen2_moe", "starcoder2")
+SAME_BITS = (
+    "cohere",
+    "gemma3_text",
+    "gpt_oss",
+    "llama",
+    "llama, one KV head",
+    "mixtral",
+    "phi3",
+    "qwen2_moe",
+    "starcoder2",
+)
 
 
 def executors(family: str, size: int) -> list[str]:
