@@ -113,7 +113,7 @@ def test_it_is_computed_each_time_and_is_small(asked):
 def test_a_wrong_answer_says_where(asked):
     asked.runner.is_rotten = True
     asked.known_answer_check.ask()
-    asked.until_answered()
+    asked.until(lambda: bool(asked.wrongs))
     (wrong,) = asked.wrongs
     assert isinstance(wrong, ReplicaError)
     assert "self-check wrongly: " in str(wrong)
@@ -123,7 +123,7 @@ def test_a_wrong_answer_says_where(asked):
 def test_a_question_for_which_the_model_has_no_numbers_is_answered_wrongly(asked):
     asked.runner.has_numbers = False
     asked.known_answer_check.ask()
-    asked.until_answered()
+    asked.until(lambda: bool(asked.wrongs))
     (wrong,) = asked.wrongs
     assert isinstance(wrong, ReplicaError)
     assert "self-check: the model's logits" in str(wrong)
