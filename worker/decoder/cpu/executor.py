@@ -230,7 +230,6 @@ class _Step:
             None,
             None,
             _address(self.best),
-            None,
             layers_done,
             len(batch.token_ids),
             len(batch.num_tokens),

@@ -121,7 +121,6 @@ class HfStep(Structure):
         ("logits", c_void_p),
         ("all_logits", c_void_p),
         ("best", c_void_p),
-        ("best_value", c_void_p),
         ("progress", c_void_p),
         ("num_rows", c_int),
         ("num_sequences", c_int),

@@ -80,7 +80,6 @@ struct HfStep {
   float* all_logits;  // [wanted][vocab size], or null: with an exchange, those of all ranks; null or not on all alike
   int* best;  // [wanted]: the token of the row's largest logit; -1: not all are finite. With an exchange, of all
               // ranks, unless there are logits; without, a column of this rank
-  float* best_value;  // [wanted]
   long* progress;     // counts layers
   int num_rows, num_sequences, num_wanted;
   int first_layer;  // where the step begins: 0, but for a proof of one layer

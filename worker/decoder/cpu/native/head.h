@@ -110,7 +110,6 @@ template <class W> void Decoder<W>::choose_best(int row, Choice* choices) {
   }
   if (choices) choices[row] = {value, at < 0 ? at : at + m.first_vocab_row};
   else if (step.best) step.best[row] = at;
-  if (step.best_value) step.best_value[row] = value;
 }
 
 }  // namespace

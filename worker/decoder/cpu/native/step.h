@@ -91,7 +91,6 @@ template <class W> class Decoder {
     next_segment = 0;
   }
 
-  int num_segments() const { return 2 * m.num_layers + 2; }
   float* partial() { return next_segment == 1 ? x.data : y.data; }
   long partial_stride() const { return y.stride; }
   float* residual() { return x.data; }
