@@ -17,9 +17,12 @@ class HeadOutput:
     """What the head of a model gives for the rows wanted of a step. One of the two is there."""
 
     logits: Tensor | None
-    """[rows wanted, vocab], float32."""
+    """[rows wanted, vocab], float32. The next step may overwrite it."""
     best: list[int] | None
     """The argmax of each row, of equal logits the lowest token id; `NO_TOKEN` where not all of a row are finite."""
+    block_best: Tensor | None = None
+    """[rows wanted, ceil(vocab / 64)], float32: the largest of each 64 logits in turn, NaN where one is not finite.
+    None where the head does not tell; it spares a sampler one reading of the logits."""
 
 
 def needs_logits(plan: StepPlan) -> bool:
