@@ -12,32 +12,48 @@
 
 namespace {
 
-// Makes an edited copy of a row. Its memory is kept for the next one.
+// Edits one row after the other: a copy where many tokens change, else in place, with what is needed to undo it.
 class Editor {
  public:
-  const float* edited(const float* logits, int vocab, const HfEdits& edits) {
-    row.assign(logits, logits + vocab);
+  std::vector<int> changed;  // tokens, in place
+
+  static bool is_sparse(const HfEdits& e) { return !e.mask && !e.allowed; }
+
+  const float* edited_copy(const float* logits, int count, const HfEdits& edits) {
+    copy.assign(logits, logits + count);
+    row = copy.data(), vocab = count;
     if (edits.mask) keep_grammatical(edits);
     if (edits.allowed) keep_allowed(edits);
-    if (edits.num_banned) ban(edits);
-    for (long i = 0; i < edits.num_biased; i++)
-      if (is_known(edits.biased[i])) row[edits.biased[i]] += edits.biases[i];
-    if (edits.penalize) penalize(edits);
-    return row.data();
+    edit_tokens(edits);
+    return row;
+  }
+  void edit_in_place(float* logits, int count, const HfEdits& edits) {
+    row = logits, vocab = count;
+    edit_tokens(edits);
+  }
+  void undo() {
+    for (size_t i = changed.size(); i-- > 0;) row[changed[i]] = replaced[i];
+    changed.clear(), replaced.clear();
   }
 
  private:
-  std::vector<float> row, before;
+  float* row = nullptr;
+  long vocab = 0;
+  std::vector<float> copy, before, replaced;
   std::vector<uint32_t> counts;  // zeros between two rows
   static constexpr uint32_t PROMPT = 0x80000000u;
 
-  bool is_known(long token) const { return token >= 0 && token < (long)row.size(); }
+  bool is_known(long token) const { return token >= 0 && token < vocab; }
+  void set(long token, float value) {
+    changed.push_back((int)token), replaced.push_back(row[token]);
+    row[token] = value;
+  }
 
   void keep_grammatical(const HfEdits& e) {
-    long vocab = (long)row.size(), masked = std::min(vocab, e.mask_bits);
+    long masked = std::min(vocab, e.mask_bits);
     for (long i = 0; i < masked; i++)
       if (!(e.mask[i >> 3] >> (i & 7) & 1)) row[i] = -INFINITY;
-    std::fill(row.begin() + masked, row.end(), -INFINITY);
+    std::fill(row + masked, row + vocab, -INFINITY);
   }
 
   // All stay where none is known, or none that the grammar allows.
@@ -50,25 +66,29 @@ class Editor {
       if (is_known(e.allowed[i])) any = true, best = std::max(best, before.back());
     }
     if (!any || (e.mask && best == -INFINITY)) return;
-    std::fill(row.begin(), row.end(), -INFINITY);
+    std::fill(row, row + vocab, -INFINITY);
     for (long i = 0; i < e.num_allowed; i++)
       if (is_known(e.allowed[i])) row[e.allowed[i]] = before[i];
   }
 
+  void edit_tokens(const HfEdits& e) {
+    if (e.num_banned) ban(e);
+    for (long i = 0; i < e.num_biased; i++)
+      if (is_known(e.biased[i])) set(e.biased[i], row[e.biased[i]] + e.biases[i]);
+    if (e.penalize) penalize(e);
+  }
+
   // Bans are off where they leave no token.
   void ban(const HfEdits& e) {
-    before.clear();
-    for (long i = 0; i < e.num_banned; i++) before.push_back(is_known(e.banned[i]) ? row[e.banned[i]] : 0.0f);
     for (long i = 0; i < e.num_banned; i++)
-      if (is_known(e.banned[i])) row[e.banned[i]] = -INFINITY;
-    for (float value : row)
-      if (value > -INFINITY) return;
-    for (long i = 0; i < e.num_banned; i++)
-      if (is_known(e.banned[i])) row[e.banned[i]] = before[i];
+      if (is_known(e.banned[i])) set(e.banned[i], -INFINITY);
+    for (long i = 0; i < vocab; i++)
+      if (row[i] > -INFINITY) return;
+    undo();
   }
 
   void penalize(const HfEdits& e) {
-    counts.resize(std::max(counts.size(), row.size()));
+    counts.resize(std::max((long)counts.size(), vocab));
     for (long i = 0; i < e.num_outputs; i++)
       if (is_known(e.outputs[i])) counts[e.outputs[i]]++;
     for (long i = 0; i < e.num_prompt; i++)
@@ -81,7 +101,8 @@ class Editor {
     float value = row[token], count = (float)(counts[token] & ~PROMPT);
     value = value > 0 ? value / e.repetition : value * e.repetition;
     if (count > 0) value = (value - e.frequency * count) - e.presence;
-    row[token] = value, counts[token] = 0;
+    set(token, value);
+    counts[token] = 0;
   }
 };
 

@@ -9,7 +9,7 @@
 // the rest race again. That gives the same winner as a race in the nucleus, since tokens' times do not depend on each other.
 //
 // Masses are sums of float exponentials in doubles, 16 lanes of them, in the order of the tokens. What may not live here: edits
-// (`edits.h`) and the threads' protocol.
+// (`edits.h`), and what is searched for in a row (`logits_row.h`).
 #include "sampler.h"
 
 #include <math.h>
@@ -21,12 +21,12 @@
 
 #include "edits.h"
 #include "functions.h"
+#include "logits_row.h"
 #include "pool.h"
 #include "words.h"
 
 namespace {
 
-enum { BLOCK = 64 };
 const float MOST_GUMBEL = 22.9f;      // above 33 log 2
 const float LEAST_EXPONENT = -89.0f;  // below it an exponential is 0
 const uint32_t POSITION_PRIME = 0x9E3779B1u, TOKEN_PRIME = 0xC2B2AE3Du;
@@ -45,65 +45,6 @@ uint32_t noise_key(long seed, int position) {
   uint32_t key = mixed((uint32_t)seed ^ (uint32_t)position * POSITION_PRIME);
   return mixed(key ^ (uint32_t)((uint64_t)seed >> 32));
 }
-
-// One row, in blocks of 64 of which the last one is filled up with -inf, and the best logit of each.
-struct Row {
-  const float* logits = nullptr;
-  int vocab = 0, blocks = 0;
-  std::vector<float> best;  // [blocks]
-  alignas(64) float tail[BLOCK];
-  float largest = 0;
-  bool is_broken = false;
-
-  const float* block(int b) const { return (b + 1) * BLOCK <= vocab ? logits + (long)b * BLOCK : tail; }
-
-  // `known`: the best of each block, NaN where one is not finite; or null.
-  void read(const float* from, int count, const float* known) {
-    logits = from, vocab = count, blocks = (count + BLOCK - 1) / BLOCK;
-    best.resize(blocks);
-    if (count % BLOCK) {
-      std::fill(tail, tail + BLOCK, -INFINITY);
-      memcpy(tail, from + count / BLOCK * BLOCK, count % BLOCK * sizeof(float));
-    }
-    if (!known || !take_over(known)) find_best();
-  }
-
- private:
-  bool take_over(const float* known) {
-    is_broken = false, largest = -INFINITY;
-    for (int b = 0; b < blocks; b++) {
-      if (known[b] != known[b]) return false;
-      best[b] = known[b], largest = std::max(largest, known[b]);
-    }
-    return true;
-  }
-  void find_best() {
-    unsigned ordered = 0xffff;
-    largest = -INFINITY;
-    for (int b = 0; b < blocks; b++) {
-      const float* p = block(b);
-      Lanes v0 = load(p), v1 = load(p + 16), v2 = load(p + 32), v3 = load(p + 48);
-      ordered &= mask_equal(v0, v0) & mask_equal(v1, v1) & mask_equal(v2, v2) & mask_equal(v3, v3);
-      best[b] = largest_of(larger(larger(v0, v1), larger(v2, v3)));
-      largest = std::max(largest, best[b]);
-    }
-    is_broken = ordered != 0xffff || !(fabsf(largest) < INFINITY);
-  }
-
- public:
-  // Of equal ones the first.
-  int first_best() const {
-    for (int b = 0; b < blocks; b++)
-      if (best[b] == largest) return first_equal(b, largest);
-    return 0;
-  }
-  int first_equal(int b, float value) const {
-    const float* p = block(b);
-    int i = 0;
-    while (p[i] != value) i++;
-    return b * BLOCK + i;
-  }
-};
 
 struct Scored {
   double score;
@@ -198,30 +139,6 @@ struct Scratch {
   std::vector<int> tokens;
 };
 
-// The tokens among which the k best are: all at least as good as the k-th of the blocks' best ones.
-float bound_of_best(const Row& row, int k, std::vector<float>& values) {
-  if (k > row.blocks) return -INFINITY;
-  values.assign(row.best.begin(), row.best.end());
-  std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<float>());
-  return values[k - 1];
-}
-template <class Fn> void each_at_least(const Row& row, float bound, Fn&& fn) {
-  for (int b = 0; b < row.blocks; b++) {
-    if (row.best[b] < bound) continue;
-    const float* p = row.block(b);
-    int end = std::min((int)BLOCK, row.vocab - b * BLOCK);
-    for (int i = 0; i < end; i++)
-      if (p[i] >= bound) fn(b * BLOCK + i, p[i]);
-  }
-}
-float kth_best(const Row& row, int k, std::vector<float>& values) {
-  float bound = bound_of_best(row, k, values);
-  values.clear();
-  each_at_least(row, bound, [&](int, float value) { values.push_back(value); });
-  std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<float>());
-  return values[k - 1];
-}
-
 // The least scaled logit that min-p and top-k leave.
 float least_kept(const Row& row, const HfDraw& draw, std::vector<float>& values) {
   float scale = draw.inverse_temperature, least = -INFINITY;
@@ -250,22 +167,6 @@ int drawn_token(const Row& row, const HfDraw& draw, std::vector<float>& values) 
   }
 }
 
-// The rank of a token: equal logits rank by token.
-int rank_of(const Row& row, int token) {
-  float value = row.logits[token];
-  int rank = 1;
-  for (int b = 0; b < row.blocks; b++) {
-    if (row.best[b] < value) continue;
-    const float* p = row.block(b);
-    for (int j = 0; j < BLOCK; j += 16) {
-      rank += __builtin_popcount(mask_above(load(p + j), all(value)));
-      for (unsigned equal = mask_equal(load(p + j), all(value)); equal; equal &= equal - 1)
-        rank += b * BLOCK + j + __builtin_ctz(equal) < token;
-    }
-  }
-  return rank;
-}
-
 struct Report {
   HfDrawn* drawn;
   int* top_tokens;
@@ -288,16 +189,29 @@ void report(const Row& row, const HfDraw& draw, Scratch& scratch, const Report& 
   for (int i = 0; i < count; i++) to.top_tokens[i] = tokens[i], to.top_logprobs[i] = logprob(tokens[i]);
 }
 
-void sample_row(const float* logits, int vocab, const float* block_best, const HfDraw& draw, const HfEdits* edits,
-                Scratch& s, const Report& to) {
+// Changes single logits where they lie, and puts them back.
+int drawn_from_edited(float* logits, const HfDraw& draw, const HfEdits& edits, Scratch& s) {
+  if (!Editor::is_sparse(edits)) {
+    s.edited.read(s.editor.edited_copy(logits, s.given.vocab, edits), s.given.vocab, nullptr);
+    int token = drawn_token(s.edited, draw, s.values);
+    s.editor.undo();
+    return token;
+  }
+  s.editor.edit_in_place(logits, s.given.vocab, edits);
+  s.edited.read_again(s.given, s.editor.changed);
+  int token = drawn_token(s.edited, draw, s.values);
+  s.editor.undo();
+  return token;
+}
+
+void sample_row(float* logits, int vocab, const float* block_best, const HfDraw& draw, const HfEdits* edits, Scratch& s,
+                const Report& to) {
   s.given.read(logits, vocab, block_best);
   *to.drawn = {-1, 1, 0.0f, 0};
   if (s.given.is_broken) return;
   to.drawn->token = draw.token;
   if (draw.token < 0) {
-    const Row* row = &s.given;
-    if (edits) s.edited.read(s.editor.edited(logits, vocab, *edits), vocab, nullptr), row = &s.edited;
-    to.drawn->token = drawn_token(*row, draw, s.values);
+    to.drawn->token = edits ? drawn_from_edited(logits, draw, *edits, s) : drawn_token(s.given, draw, s.values);
   }
   if (draw.num_logprobs >= 0) report(s.given, draw, s, to);
 }
@@ -315,7 +229,8 @@ struct Sampler {
 
 struct Job {
   Sampler* sampler;
-  const float *logits, *block_best;
+  float* logits;
+  const float* block_best;
   int vocab, count, top_stride;
   const HfDraw* draws;
   const HfEdits* edits;
@@ -354,7 +269,7 @@ void hf_sampler_destroy(void* sampler) {
 }
 // Draws a token from each of `count` rows of logits. `block_best`: the largest of each 64 of them, NaN where one is not
 // finite; or null. `top` is for up to `top_stride` tokens of each row.
-int hf_sample(void* sampler, const float* logits, int vocab, const float* block_best, const HfDraw* draws, int count,
+int hf_sample(void* sampler, float* logits, int vocab, const float* block_best, const HfDraw* draws, int count,
               const HfEdits* edits, HfDrawn* out, int* top_tokens, float* top_logprobs, int top_stride) {
   Job job = {(Sampler*)sampler, logits,      block_best, vocab, count, top_stride, draws, edits, out,
              top_tokens,        top_logprobs};
