@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 
+from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.call import open_call, stopping
 from holdfast.router.dispatch.dispatch_host import DispatchHost
@@ -108,10 +109,21 @@ class RequestProcessor:
             client_attempt=admitted.attempt,
         )
 
-    async def tokenize(self, model: str, text: str) -> tuple[int, ...]:
+    async def tokenize(self, model: str, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of a text prompt. Raises `HoldfastError`."""
         check_text(text, self._limits)
-        return await self._tokenizers.encode(self.model(model).name, text)
+        return await self._tokenizers.encode(self.model(model).name, text, add_special_tokens)
+
+    async def tokenize_chat(self, model: str, chat: Chat) -> tuple[int, ...]:
+        """The token ids of a chat's prompt. Raises `HoldfastError`."""
+        chat.check(self._limits)
+        text = await self._tokenizers.render(self.model(model).name, chat)
+        check_text(text, self._limits, "chat")
+        return await self._tokenizers.encode(self.model(model).name, text, add_special_tokens=False)
+
+    def token_text(self, model: str, token_id: int) -> str:
+        """The text of a single token of a model that is served here; incomplete characters are U+FFFD."""
+        return self._tokenizers[model].decode((token_id,), skip_special_tokens=False)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """The text of token ids. Raises `HoldfastError`."""

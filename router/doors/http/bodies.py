@@ -1,0 +1,199 @@
+"""Request bodies of the OpenAI-style endpoints, as pydantic models: types, defaults, and fields that are refused.
+
+A field that is not known is accepted, and logged once; one that is known and would be silently ignored is refused by
+name if it asks for something. What may not live here: what the fields mean (`sampling.py`), limits of a server.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.router.doors.http.errors import invalid_body
+from holdfast.worker.errors import InvalidRequestError
+
+logger = logging.getLogger(__name__)
+
+_ACCEPTED = frozenset(
+    "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention"
+    " moderation verbosity request_id session_id include_reasoning stream_interval return_prompt_text".split()
+)
+"""Known fields that change nothing of the output."""
+
+_logged: set[str] = set()
+
+Token = Annotated[int, Field(ge=0)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside its output."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool = False
+    """A last chunk without choices has the usage; the others say null."""
+    continuous_usage_stats: bool = False
+    """Every chunk has the usage so far."""
+
+
+class ResponseFormat(BaseModel):
+    """The shape of the output."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"] = "text"
+    json_schema: dict[str, Any] | None = None
+
+
+class Body(BaseModel):
+    """What all generating endpoints take."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "spaces_between_special_tokens": (True,),
+        "truncation_side": ("left",),
+        "logprob_token_ids": ([],),
+        "kv_transfer_params": ({},),
+        "vllm_xargs": ({},),
+        "thinking_token_budget": (),
+        "repetition_detection": (),
+    }
+    """Fields that are not supported, with the values that ask for nothing. None always asks for nothing."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Token] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[Token] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    priority: int | Literal["critical", "high", "normal", "low"] | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    """Seconds that the caller waits, as a deadline of the request."""
+    return_token_ids: bool | None = None
+    """Choices and chunks have the output's `token_ids`."""
+
+    @classmethod
+    def read(cls, content: bytes) -> Self:
+        """The body that JSON text says. Raises `InvalidRequestError`, naming the field."""
+        try:
+            body = cls.model_validate_json(content)
+        except ValidationError as error:
+            raise invalid_body(error) from None
+        body._check_extra()
+        return body
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream's last chunk has the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def tells_usage_always(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def _check_extra(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name in self.neutral:
+                if value is not None and value not in self.neutral[name]:
+                    raise InvalidRequestError(name, value, "is not supported")
+            elif name not in _ACCEPTED and name not in _logged and len(_logged) < 1000:
+                _logged.add(name)
+                logger.warning("a request has a field that is not known here, %r: it is ignored", name[:100])
+
+
+class CompletionBody(Body):
+    """`POST /v1/completions`."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {**Body.neutral, "suffix": ("",)}
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = 16
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatBody(Body):
+    """`POST /v1/chat/completions`."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **Body.neutral,
+        "audio": (),
+        "modalities": (["text"],),
+        "prediction": (),
+        "web_search_options": (),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "add_special_tokens": (False,),
+        "echo": (False,),
+        "chat_template": (),
+        "continue_final_message": (False,),
+    }
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+
+
+class TokenizeBody(BaseModel):
+    """`POST /tokenize`: a prompt or a chat."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """`POST /detokenize`."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    tokens: list[Token]
