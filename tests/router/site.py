@@ -74,7 +74,9 @@ async def site(
     load_tokenizer: Callable[[str], Tokenizer] = byte_tokenizer,
     http: bool = False,
 ) -> AsyncIterator[Site]:
-    """Up when all replicas are; with `http`, on a second port as well. Leaving it checks that nothing is left over: requests, links, tasks."""
+    """Up when all replicas are; with `http`, on a second port as well. Leaving it checks that nothing is left over:
+    requests, links, tasks.
+    """
     tasks_before = asyncio.all_tasks()
     directory = StaticDirectory(replica.endpoint for replica in replicas)
     router = await Router.start(

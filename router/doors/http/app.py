@@ -20,14 +20,28 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.doors.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from holdfast.router.doors.http.chat_completions import chat_events, chat_request, flat_message, whole_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
-from holdfast.router.doors.http.errors import http_error, invalid_body
-from holdfast.router.doors.http.event_stream import EventStream
-from holdfast.router.chat import Chat
+from holdfast.router.doors.http.errors import http_error
+from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, EventStream, Shape
+from holdfast.router.doors.http.messages import (
+    CountBody,
+    MessagesBody,
+    message_events,
+    messages_chat,
+    messages_request,
+    whole_message,
+)
+from holdfast.router.doors.http.responses import (
+    ResponsesBody,
+    response_events,
+    responses_request,
+    whole_response,
+)
 from holdfast.router.events import ModelStatus
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import SampledAnswer
@@ -62,6 +76,7 @@ class HttpDoor:
         routes = [
             ("POST", "/v1/chat/completions", self.chat_completions),
             ("POST", "/v1/completions", self.completions),
+            ("POST", "/v1/responses", self.responses),
             ("GET", "/v1/models", self.models),
             ("GET", "/v1/models/{model:path}", self.model),
             ("POST", "/tokenize", self.tokenize),
@@ -72,8 +87,16 @@ class HttpDoor:
             ("GET", "/version", self.version),
             ("GET", "/load", self.load),
         ]
+        of_anthropic = [
+            ("POST", "/v1/messages", self.messages),
+            ("POST", "/v1/messages/count_tokens", self.count_tokens),
+        ]
         return Starlette(
-            routes=[Route(path, answering(endpoint), methods=[method]) for method, path, endpoint in routes],
+            routes=[
+                Route(path, answering(endpoint, shape), methods=[method])
+                for shape, some in ((OPENAI, routes), (ANTHROPIC, of_anthropic))
+                for method, path, endpoint in some
+            ],
             exception_handlers={HTTPException: _not_found},
         )
 
@@ -89,12 +112,10 @@ class HttpDoor:
                 completed = await _unless_gone(request, answer.whole())
             return _json(whole_chat(body, completed, self._text_of(completed.model)))
         generation.check_streamable()
-        return EventStream(self._chat_stream(body, generation), _headers(request))
-
-    async def _chat_stream(self, body: ChatBody, generation: GenerationRequest) -> AsyncGenerator[bytes, None]:
-        async with self._requests.open(generation) as answer:
-            async for event in chat_events(body, answer, self._text_of(answer.model)):
-                yield event
+        return EventStream(
+            self._stream(generation, lambda answer: chat_events(body, answer, self._text_of(answer.model))),
+            _headers(request),
+        )
 
     async def completions(self, request: Request) -> ASGIApp:
         body = CompletionBody.read(await self._content(request))
@@ -113,6 +134,35 @@ class HttpDoor:
         async with AsyncExitStack() as stack:
             answers = await self._open(stack, generations)
             async for event in Completions(body, answers, self._text_of(answers[0].model)).events():
+                yield event
+
+    async def responses(self, request: Request) -> ASGIApp:
+        body = ResponsesBody.read(await self._content(request))
+        generation = responses_request(body, _tenant(request))
+        if not body.stream:
+            async with self._requests.open(generation) as answer:
+                return _json(whole_response(body, await _unless_gone(request, answer.whole())))
+        return EventStream(self._stream(generation, partial(response_events, body)), _headers(request))
+
+    async def messages(self, request: Request) -> ASGIApp:
+        body = MessagesBody.read(await self._content(request))
+        generation = messages_request(body, _tenant(request))
+        if not body.stream:
+            async with self._requests.open(generation) as answer:
+                return _json(whole_message(await _unless_gone(request, answer.whole())))
+        return EventStream(self._stream(generation, message_events), _headers(request), ANTHROPIC)
+
+    async def count_tokens(self, request: Request) -> ASGIApp:
+        body = CountBody.read(await self._content(request))
+        token_ids = await self._requests.tokenize_chat(body.model or "", messages_chat(body))
+        return _json({"input_tokens": len(token_ids)})
+
+    async def _stream(
+        self, generation: GenerationRequest, events_of: Callable[[SampledAnswer], AsyncGenerator[bytes, None]]
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of one request, which is open as long as they are read."""
+        async with self._requests.open(generation) as answer:
+            async for event in events_of(answer):
                 yield event
 
     async def _open(
@@ -134,7 +184,7 @@ class HttpDoor:
         return _json(_model(self._requests.model(request.path_params["model"])))
 
     async def tokenize(self, request: Request) -> ASGIApp:
-        body = _validated(TokenizeBody, await self._content(request))
+        body = TokenizeBody.read(await self._content(request))
         model = self._requests.model(body.model or "")
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("prompt", body.prompt, "or messages must be there, and not both")
@@ -150,7 +200,7 @@ class HttpDoor:
         return _json({"tokens": token_ids, "count": len(token_ids), "max_model_len": model.facts.max_model_len})
 
     async def detokenize(self, request: Request) -> ASGIApp:
-        body = _validated(DetokenizeBody, await self._content(request))
+        body = DetokenizeBody.read(await self._content(request))
         return _json({"prompt": await self._requests.detokenize(body.model or "", body.tokens)})
 
     def _text_of(self, model: str) -> Callable[[int], str]:
@@ -193,19 +243,19 @@ class HttpDoor:
         return b"".join(parts)
 
 
-def answering(endpoint: Endpoint) -> Callable[[Request], Awaitable[Any]]:
-    """An endpoint whose errors are answered."""
+def answering(endpoint: Endpoint, shape: Shape) -> Callable[[Request], Awaitable[Any]]:
+    """An endpoint whose errors are answered, in the words of its clients."""
 
     async def call(request: Request) -> ASGIApp:
         try:
             response = await endpoint(request)
         except HoldfastError as error:
-            response = _error(error)
+            response = _error(error, shape)
         except ClientDisconnect:
             response = Response(status_code=499)  # nobody reads it
         except Exception as bug:
             logger.exception("a request failed by a fault of ours")
-            response = _error(InternalError(f"the request failed by a fault of ours ({type(bug).__name__})"))
+            response = _error(InternalError(f"the request failed by a fault of ours ({type(bug).__name__})"), shape)
         if isinstance(response, Response):
             response.headers.update(_headers(request))
         return response
@@ -253,22 +303,13 @@ async def _not_found(request: Request, error: Exception) -> Response:
     return response
 
 
-def _validated(kind: Any, content: bytes) -> Any:
-    from pydantic import ValidationError
-
-    try:
-        return kind.model_validate_json(content)
-    except ValidationError as error:
-        raise invalid_body(error) from None
-
-
 def _json(content: Mapping[str, Any]) -> Response:
     return Response(json.dumps(content, ensure_ascii=False).encode(errors="replace"), media_type="application/json")
 
 
-def _error(error: HoldfastError) -> Response:
+def _error(error: HoldfastError, shape: Shape) -> Response:
     answer = http_error(error)
-    return Response(answer.body, answer.status, answer.headers, media_type="application/json")
+    return Response(shape.body(answer), answer.status, answer.headers, media_type="application/json")
 
 
 def _model(model: ModelStatus) -> dict[str, Any]:

@@ -16,8 +16,23 @@ from holdfast.worker.errors import InvalidRequestError
 logger = logging.getLogger(__name__)
 
 _ACCEPTED = frozenset(
-    "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention"
-    " moderation verbosity request_id session_id include_reasoning stream_interval return_prompt_text".split()
+    [
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "moderation",
+        "verbosity",
+        "request_id",
+        "session_id",
+        "include_reasoning",
+        "stream_interval",
+        "return_prompt_text",
+    ]
 )
 """Known fields that change nothing of the output."""
 
@@ -46,10 +61,36 @@ class ResponseFormat(BaseModel):
     json_schema: dict[str, Any] | None = None
 
 
-class Body(BaseModel):
-    """What all generating endpoints take."""
+class Reads(BaseModel):
+    """A body that is read from JSON text, with fields that nobody declared."""
 
     model_config = ConfigDict(strict=True, extra="allow")
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Fields that are not supported, with the values that ask for nothing. None always asks for nothing."""
+
+    @classmethod
+    def read(cls, content: bytes) -> Self:
+        """The body that JSON text says. Raises `InvalidRequestError`, naming the field."""
+        try:
+            body = cls.model_validate_json(content)
+        except ValidationError as error:
+            raise invalid_body(error) from None
+        body._check_extra()
+        return body
+
+    def _check_extra(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name in self.neutral:
+                if value is not None and value not in self.neutral[name]:
+                    raise InvalidRequestError(name, value, "is not supported")
+            elif name not in _ACCEPTED and name not in _logged and len(_logged) < 1000:
+                _logged.add(name)
+                logger.warning("a request has a field that is not known here, %r: it is ignored", name[:100])
+
+
+class Body(Reads):
+    """What OpenAI's generating endpoints take."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "spaces_between_special_tokens": (True,),
@@ -60,7 +101,6 @@ class Body(BaseModel):
         "thinking_token_budget": (),
         "repetition_detection": (),
     }
-    """Fields that are not supported, with the values that ask for nothing. None always asks for nothing."""
 
     model: str | None = None
     stream: bool | None = None
@@ -101,16 +141,6 @@ class Body(BaseModel):
     return_token_ids: bool | None = None
     """Choices and chunks have the output's `token_ids`."""
 
-    @classmethod
-    def read(cls, content: bytes) -> Self:
-        """The body that JSON text says. Raises `InvalidRequestError`, naming the field."""
-        try:
-            body = cls.model_validate_json(content)
-        except ValidationError as error:
-            raise invalid_body(error) from None
-        body._check_extra()
-        return body
-
     @property
     def streams(self) -> bool:
         return bool(self.stream)
@@ -123,15 +153,6 @@ class Body(BaseModel):
     @property
     def tells_usage_always(self) -> bool:
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
-
-    def _check_extra(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if name in self.neutral:
-                if value is not None and value not in self.neutral[name]:
-                    raise InvalidRequestError(name, value, "is not supported")
-            elif name not in _ACCEPTED and name not in _logged and len(_logged) < 1000:
-                _logged.add(name)
-                logger.warning("a request has a field that is not known here, %r: it is ignored", name[:100])
 
 
 class CompletionBody(Body):
@@ -177,10 +198,8 @@ class ChatBody(Body):
     add_generation_prompt: bool | None = None
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(Reads):
     """`POST /tokenize`: a prompt or a chat."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     prompt: str | None = None
@@ -190,10 +209,8 @@ class TokenizeBody(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Reads):
     """`POST /detokenize`."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
     tokens: list[Token]

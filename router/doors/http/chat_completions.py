@@ -133,7 +133,7 @@ class _Chunks:
         self._num_completion_tokens += len(delivery.token_ids)
         if delivery.fingerprint != self._fingerprint:
             self._fingerprint = delivery.fingerprint
-            self._head["system_fingerprint"] = delivery.fingerprint or None  # type: ignore[assignment]
+            self._head["system_fingerprint"] = delivery.fingerprint or None
         events = b""
         index = delivery.sequence_index
         if index not in self._has_begun:

@@ -66,8 +66,8 @@ def prompts_of(body: CompletionBody) -> Sequence[str | tuple[int, ...]]:
     if not given:
         raise InvalidRequestError("prompt", given, "must not be empty")
     if isinstance(given[0], int):
-        return [tuple(given)]  # type: ignore[arg-type]  # pydantic has seen to it that all are numbers
-    return [item if isinstance(item, str) else tuple(item) for item in given]  # type: ignore[arg-type]
+        return [tuple(given)]
+    return [item if isinstance(item, str) else tuple(item) for item in given]
 
 
 def completion_id(request_id: str) -> str:
@@ -171,7 +171,7 @@ async def _side_by_side(answers: Sequence[SampledAnswer | BeamAnswer]) -> AsyncI
         async for delivery in streamed[0]:
             yield 0, delivery
         return
-    arrived: asyncio.Queue[tuple[int, Deliver] | None | BaseException] = asyncio.Queue(maxsize=len(answers))
+    arrived: asyncio.Queue[tuple[int, Deliver] | BaseException | None] = asyncio.Queue(maxsize=len(answers))
     async with AsyncExitStack() as stack:
         for number, answer in enumerate(streamed):
             task = asyncio.create_task(_pump(number, answer, arrived))
@@ -188,7 +188,7 @@ async def _side_by_side(answers: Sequence[SampledAnswer | BeamAnswer]) -> AsyncI
 
 
 async def _pump(
-    number: int, answer: SampledAnswer, arrived: "asyncio.Queue[tuple[int, Deliver] | None | BaseException]"
+    number: int, answer: SampledAnswer, arrived: "asyncio.Queue[tuple[int, Deliver] | BaseException | None]"
 ) -> None:
     try:
         async for delivery in answer:

@@ -1,4 +1,4 @@
-"""HTTP status codec: converts errors to responses in OpenAI's shape, which its clients raise their exceptions from.
+"""HTTP status codec: converts errors to statuses, and to bodies from which other people's clients raise theirs.
 
 What may not live here: gRPC's statuses (`router/wire/statuses.py`), and when to raise.
 """
@@ -56,14 +56,32 @@ _PARAMS: Final = {"text": "prompt", "token_ids": "prompt", "chat": "messages", "
 """Fields of our own requests by their names in OpenAI's."""
 
 
+_ANTHROPIC: Final = {404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpError:
     """An error as it is answered."""
 
     status: int
-    body: bytes
-    """A JSON object with `error`."""
+    message: str
+    type: str
+    param: str | None
+    """The field that is wrong."""
+    code: str
     headers: dict[str, str]
+
+    @property
+    def openai(self) -> bytes:
+        """The body as OpenAI's clients read it."""
+        told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": told}).encode()
+
+    @property
+    def anthropic(self) -> bytes:
+        """The body as Anthropic's clients read it."""
+        kind = _ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return json.dumps({"type": "error", "error": {"type": kind, "message": self.message}}).encode()
 
 
 def http_error(error: HoldfastError) -> HttpError:
@@ -82,8 +100,7 @@ def http_error(error: HoldfastError) -> HttpError:
     if error.retry_after_s is not None:
         headers |= {"retry-after": f"{max(1, round(error.retry_after_s))}"}
         headers |= {"retry-after-ms": str(round(error.retry_after_s * 1000))}
-    body = json.dumps({"error": {"message": message, "type": kind.type, "param": param, "code": code}}).encode()
-    return HttpError(status=kind.status, body=body, headers=headers)
+    return HttpError(status=kind.status, message=message, type=kind.type, param=param, code=code, headers=headers)
 
 
 def invalid_body(error: ValidationError) -> InvalidRequestError:

@@ -7,12 +7,13 @@ say.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from starlette.types import Receive, Scope, Send
 
-from holdfast.router.doors.http.errors import http_error
+from holdfast.router.doors.http.errors import HttpError, http_error
 from holdfast.worker.errors import HoldfastError, InternalError
 
 logger = logging.getLogger(__name__)
@@ -21,11 +22,26 @@ KEEP_ALIVE_S: Final = 10.0
 _COMMENT: Final = b": waiting\n\n"
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a kind of client is told an error."""
+
+    body: Callable[[HttpError], bytes]
+    event_name: bytes = b""
+    """The line before the data, where the error ends a stream."""
+
+
+OPENAI: Final = Shape(lambda error: error.openai)
+ANTHROPIC: Final = Shape(lambda error: error.anthropic, b"event: error\n")
+
+
 class EventStream:
     """`events` yields whole events as bytes. It is closed, whatever happens, before the response ends."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], shape: Shape = OPENAI) -> None:
+        """`shape` says errors in the client's words."""
         self._events = events
+        self._shape = shape
         self._headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
@@ -84,11 +100,12 @@ class EventStream:
         """As a status where none has been sent, else as a last event."""
         answer = http_error(error)
         if self._has_begun:
-            await send({"type": "http.response.body", "body": b"data: " + answer.body + b"\n\n", "more_body": False})
+            event = self._shape.event_name + b"data: " + self._shape.body(answer) + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": False})
             return
         own = {"x-request-id": self._headers["x-request-id"]} if "x-request-id" in self._headers else {}
         await self._begin(send, answer.status, {"content-type": "application/json", **answer.headers, **own})
-        await send({"type": "http.response.body", "body": answer.body, "more_body": False})
+        await send({"type": "http.response.body", "body": self._shape.body(answer), "more_body": False})
 
 
 async def _cancel_when_gone(receive: Receive, streaming: "asyncio.Task[object]") -> None:

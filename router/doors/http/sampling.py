@@ -12,11 +12,26 @@ from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
 
-_SAME: Final = (
-    "n best_of temperature top_p min_p stop stop_token_ids include_stop_str_in_output ignore_eos min_tokens"
-    " presence_penalty frequency_penalty repetition_penalty allowed_token_ids bad_words skip_special_tokens"
-    " truncate_prompt_tokens prompt_logprobs"
-).split()
+_SAME: Final = [
+    "n",
+    "best_of",
+    "temperature",
+    "top_p",
+    "min_p",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "allowed_token_ids",
+    "bad_words",
+    "skip_special_tokens",
+    "truncate_prompt_tokens",
+    "prompt_logprobs",
+]
 """Fields that mean what the parameter of their name does."""
 
 _OLD_STRUCTURES: Final = {

@@ -13,7 +13,9 @@ from tests.fakes import FakeReplica, byte_tokenizer, fake_tokens
 from tests.loops import on_a_loop
 from tests.router.site import Site, site
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
 HELLO = [{"role": "user", "content": "hello"}]
 RENDERED = list(b"<user>hello<a>")
 
@@ -99,9 +101,7 @@ async def test_content_may_be_a_list_of_texts():
 @on_a_loop
 async def test_completions_take_texts_and_token_ids_one_or_several(prompt, prompts, stream):
     async with openai_site(await FakeReplica.start()) as (_, client):
-        answer = await client.completions.create(
-            model="fake", prompt=prompt, seed=3, n=2, max_tokens=5, stream=stream
-        )
+        answer = await client.completions.create(model="fake", prompt=prompt, seed=3, n=2, max_tokens=5, stream=stream)
         texts = dict.fromkeys(range(2 * len(prompts)), "")
         if stream:
             async for chunk in answer:
@@ -190,16 +190,12 @@ async def test_an_unknown_model_is_a_404_and_no_replica_a_503_that_may_be_tried_
 async def test_a_client_that_leaves_ends_its_request():
     replica = await FakeReplica.start()
     async with openai_site(replica) as (place, client):
-        stream = await client.chat.completions.create(
-            model="fake", messages=HELLO, max_tokens=100_000, stream=True
-        )
+        stream = await client.chat.completions.create(model="fake", messages=HELLO, max_tokens=100_000, stream=True)
         async for _ in stream:
             break
         await stream.close()
         await place.until_idle()
-        waiting = asyncio.create_task(
-            client.chat.completions.create(model="fake", messages=HELLO, max_tokens=100_000)
-        )
+        waiting = asyncio.create_task(client.chat.completions.create(model="fake", messages=HELLO, max_tokens=100_000))
         await replica.until(lambda: not replica.is_idle)
         waiting.cancel()
         await place.until_idle()
@@ -210,9 +206,7 @@ async def test_a_stream_goes_on_when_its_replica_dies():
     replicas = [await FakeReplica.start("one"), await FakeReplica.start("two")]
     async with openai_site(*replicas) as (place, client):
         await place.until_up(2)
-        stream = await client.chat.completions.create(
-            model="fake", messages=HELLO, seed=9, max_tokens=60, stream=True
-        )
+        stream = await client.chat.completions.create(model="fake", messages=HELLO, seed=9, max_tokens=60, stream=True)
         text = ""
         async for chunk in stream:
             text += chunk.choices[0].delta.content or ""
@@ -254,8 +248,9 @@ async def test_requests_that_are_no_requests():
 @on_a_loop
 async def test_tokens_and_state():
     replica = await FakeReplica.start()
-    async with site(replica, load_tokenizer=with_template, http=True) as place:
-        async with httpx2.AsyncClient(base_url=f"http://{place.router.http_address}") as client:
+    async with openai_site(replica) as (place, _):
+        base_url = f"http://{place.router.http_address}"
+        async with httpx2.AsyncClient(base_url=base_url) as client:
             told = (await client.post("/tokenize", json={"prompt": "hi"})).json()
             assert (told["tokens"], told["count"]) == ([104, 105], 2)
             assert (await client.post("/tokenize", json={"messages": HELLO})).json()["tokens"] == RENDERED
@@ -265,6 +260,7 @@ async def test_tokens_and_state():
             assert (await client.get("/version")).json()["version"]
             (load,) = (await client.get("/load")).json()["replicas"]
             assert load["model"] == "fake"
-    async with site(load_tokenizer=with_template, http=True) as place:
-        async with httpx2.AsyncClient(base_url=f"http://{place.router.http_address}") as client:
+    async with openai_site() as (place, _):
+        base_url = f"http://{place.router.http_address}"
+        async with httpx2.AsyncClient(base_url=base_url) as client:
             assert (await client.get("/health")).status_code == 503
