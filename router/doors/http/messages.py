@@ -62,7 +62,7 @@ def messages_chat(body: MessagesBody) -> Chat:
 
 def messages_request(body: MessagesBody, tenant: str = "") -> GenerationRequest:
     """The request that a body makes. Raises `InvalidRequestError`, naming the field."""
-    given = {
+    given: dict[str, Any] = {
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": body.top_k,

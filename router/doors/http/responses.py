@@ -59,9 +59,9 @@ def responses_request(body: ResponsesBody, tenant: str = "") -> GenerationReques
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if (structure := _structure(body)) is not None:
         chosen["structured_outputs"] = structure
-    variables = {"reasoning_effort": body.reasoning["effort"]} if (body.reasoning or {}).get("effort") else {}
+    effort = (body.reasoning or {}).get("effort")
     return GenerationRequest(
-        chat=Chat(messages=_messages(body), template_kwargs=variables),
+        chat=Chat(messages=_messages(body), template_kwargs={"reasoning_effort": effort} if effort else {}),
         model=body.model or "",
         sampling_params=SamplingParams(max_tokens=body.max_output_tokens, **chosen),
         tenant=tenant,
