@@ -7,7 +7,8 @@ It is one int64 array. C, the block copies, and P, the rows that give prompt log
 What may not live here: torch; the model turns arrays into tensors.
 """
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Final
@@ -20,6 +21,7 @@ from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan
 IntArray = NDArray[np.int64]
 
 _HEADER_WORDS: Final = 7
+_WORD_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,28 +63,38 @@ class StepBatch:
     @staticmethod
     def pack(plan: StepPlan, *, with_logits: bool = True) -> IntArray:
         """The array that `unpack` reads. Its first word is at least 1: other messages may begin with 0 or less."""
-        sequences = plan.sequences
-        tokens = _concatenated(sequence.token_ids for sequence in sequences)
-        blocks = _concatenated(sequence.block_ids for sequence in sequences)
-        per_sequence = (
-            [sequence.first_position for sequence in sequences],
-            [len(sequence.token_ids) for sequence in sequences],
-            [sequence.num_draws for sequence in sequences],
-            [len(sequence.block_ids) for sequence in sequences],
-        )
-        copies = _packed_copies(plan)
-        prompt_rows = _prompt_logprob_rows(sequences)
+        rows, others = plan.decodes, plan.others
+        ones = array("q", (1,)) * len(rows)
+        tokens = array("q", chain.from_iterable([sequence.token_ids for sequence in others]))
+        blocks = array("q", chain.from_iterable([sequence.block_ids for sequence in others]))
+        prompt_rows = _prompt_logprob_rows(others, len(rows))
         header = (
-            len(sequences),
-            len(tokens),
-            len(blocks),
+            len(rows) + len(others),
+            len(rows) + len(tokens),
+            len(rows.blocks.packed) // _WORD_BYTES + len(blocks),
             len(plan.block_copies),
             len(prompt_rows),
             plan.step_id,
             with_logits,
         )
-        words = np.fromiter(chain(header, *per_sequence), dtype=np.int64)
-        return np.concatenate((words, tokens, blocks, copies, prompt_rows))
+        parts = (
+            array("q", header),
+            np.frombuffer(rows.columns.first_positions, np.int64) + rows.age,
+            array("q", [sequence.first_position for sequence in others]),
+            ones,
+            array("q", [len(sequence.token_ids) for sequence in others]),
+            ones,
+            array("q", [sequence.num_draws for sequence in others]),
+            rows.blocks.num_blocks,
+            array("q", [len(sequence.block_ids) for sequence in others]),
+            rows.token_ids,
+            tokens,
+            rows.blocks.packed,
+            blocks,
+            _packed_copies(plan),
+            prompt_rows,
+        )
+        return np.frombuffer(bytearray().join(parts), np.int64)
 
     @classmethod
     def unpack(cls, packed: IntArray) -> "StepBatch":
@@ -114,22 +126,18 @@ def counts_up(firsts: IntArray, lengths: IntArray) -> IntArray:
     return np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
-def _packed_copies(plan: StepPlan) -> IntArray:
+def _packed_copies(plan: StepPlan) -> "array[int]":
     copies = plan.block_copies
     fields = ([copy.source for copy in copies], [c.destination for c in copies], [c.num_tokens for c in copies])
-    return np.fromiter(chain.from_iterable(fields), dtype=np.int64)
+    return array("q", chain.from_iterable(fields))
 
 
-def _prompt_logprob_rows(sequences: Sequence[ScheduledSequence]) -> IntArray:
-    """The rows, among all of the step, that tell prompt logprobs."""
-    rows: list[int] = []
-    start = 0
+def _prompt_logprob_rows(sequences: Sequence[ScheduledSequence], first_row: int) -> "array[int]":
+    """The rows, among all of the step, that tell prompt logprobs; `first_row` is the first of these sequences."""
+    rows = array("q")
+    start = first_row
     for sequence in sequences:
         if (params := sequence.prompt_logprobs) is not None:
-            rows += range(start + params.first_row, start + params.first_row + len(params.token_ids))
+            rows.extend(range(start + params.first_row, start + params.first_row + len(params.token_ids)))
         start += len(sequence.token_ids)
-    return np.array(rows, dtype=np.int64)
-
-
-def _concatenated(tuples: Iterable[tuple[int, ...]]) -> IntArray:
-    return np.fromiter(chain.from_iterable(tuples), dtype=np.int64)
+    return rows

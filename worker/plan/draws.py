@@ -11,8 +11,8 @@ from holdfast.worker.plan.step_plan import DrawParams, StepPlan
 
 def draws_of(plan: StepPlan) -> list[DrawParams]:
     """The draws of a plan, one for each of its logits rows, in order."""
-    draws = []
-    for sequence in plan.sequences:
+    draws = plan.decodes.draws()
+    for sequence in plan.others:
         if sequence.draw is not None and sequence.num_draws > 0:
             draws.append(sequence.draw)
             drafts = sequence.token_ids[len(sequence.token_ids) - sequence.num_draws + 1 :]

@@ -5,17 +5,23 @@ a step is filled (`batching.py`). The loop around it is `plan = plan()`, `result
 result)`; adding and aborting are safe at any point of it.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as SequenceOf
+from itertools import repeat
+from operator import attrgetter
 
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.kv.block_allocator import BlockAllocator
 from holdfast.worker.kv.prefix_cache import CacheEvent
-from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResult
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
-from holdfast.worker.scheduling.batching import MakePolicy
+from holdfast.worker.plan.decode_rows import NO_ROWS
+from holdfast.worker.plan.step_plan import PlannedSequences, ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta, TokenLogprob
+from holdfast.worker.scheduling.batching import MakePolicy, Share
 from holdfast.worker.scheduling.deadlines import DeadlineWatch
-from holdfast.worker.scheduling.drafting import Drafter, Drafts, NoDrafter
+from holdfast.worker.scheduling.decode_batch import DecodeBatch
+from holdfast.worker.scheduling.drafting import NO_DRAFTS, Drafter, Drafts, NoDrafter
 from holdfast.worker.scheduling.policies import POLICIES
 from holdfast.worker.scheduling.prompt_logprobs import bound_prompt_logprobs, prompt_logprob_params
 from holdfast.worker.scheduling.queues import SequenceQueues
@@ -46,6 +52,7 @@ class Scheduler:
         self._drafter = drafter or NoDrafter()
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
         self._queues = SequenceQueues(self._allocator, aging_s=config.aging_s, tenant_shares=config.tenant_shares)
+        self._decode_batch = DecodeBatch(self._queues)
         self._deadlines = DeadlineWatch(self._queues)
         self._expired: list[Hashable] = []
         self._broken: list[tuple[Hashable, EngineRequest]] = []
@@ -132,12 +139,11 @@ class Scheduler:
             return None
         shares = bound_prompt_logprobs(self._policy.schedule(self._queues))
         assert shares, "requests are alive and the policy found nothing to do"
-        self._in_flight = [sequence for sequence, _ in shares]
         self._num_steps += 1
         drafts = self._drafter.drafts(shares, self._queues, self._policy.limits)
-        scheduled = [self._scheduled(*share, drafted) for share, drafted in zip(shares, drafts, strict=True)]
+        sequences, self._in_flight = self._planned(shares, drafts)
         copies = self._queues.take_block_copies()
-        return StepPlan(step_id=self._num_steps, sequences=tuple(scheduled), block_copies=copies)
+        return StepPlan(step_id=self._num_steps, sequences=sequences, block_copies=copies)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
         """Takes the result of the outstanding plan; returns a delta for each sequence that gained tokens."""
@@ -146,26 +152,13 @@ class Scheduler:
         in_flight, self._in_flight = self._in_flight, None
         plan = plan.with_drafts(result.drafts)
         self._num_tokens_computed += plan.num_tokens
-        deltas = []
-        logprobs = result.logprobs or ((),) * len(in_flight)
-        prompt_logprobs = result.prompt_logprobs or ((),) * len(in_flight)
-        for sequence, scheduled, drawn, likely, likely_prompt in zip(
-            in_flight, plan.sequences, result.token_ids, logprobs, prompt_logprobs, strict=True
-        ):
-            assert len(drawn) == scheduled.num_draws, f"{len(drawn)} tokens for {scheduled.num_draws} draws"
-            num_lost = max(0, sequence.num_discarded_tokens - scheduled.first_position)
-            self._num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
-            if sequence.status is not SequenceStatus.RUNNING:
-                continue
-            if likely_prompt and sequence.prompt_logprobs is not None:
-                sequence.prompt_logprobs += likely_prompt
-            delta = sequence.commit(scheduled, drawn, likely)
-            if sequence.is_broken:
-                self._drop_broken(sequence)
-                continue
-            if delta is not None:
-                deltas.append(delta)
-            self._settle(sequence, scheduled, delta.token_ids if delta else ())
+        assert len(in_flight) == len(plan.sequences) == len(result.token_ids), "a result has tokens for all sequences"
+        num_rows = len(plan.decodes)
+        if num_rows == len(in_flight):
+            deltas = self._commit_rows(in_flight, result.token_ids, result.logprobs)
+        else:
+            deltas = self._commit_rows(in_flight[:num_rows], result.token_ids[:num_rows], result.logprobs[:num_rows])
+            deltas += self._commit_others(in_flight[num_rows:], plan.others, result.without_first(num_rows))
         ended = [delta.attempt for delta in deltas if delta.finish_reason is not None]
         if ended:
             self._finish(ended)
@@ -228,11 +221,11 @@ class Scheduler:
         return bool(self._sequences)
 
     def load(self) -> EngineLoad:
-        """The load of this replica now. O(requests)."""
+        """The load of this replica now. O(running)."""
         return EngineLoad(
             num_running=len(self._sequences) - len(self._queues.waiting),
             num_waiting=len(self._queues.waiting),
-            num_waiting_tokens=sum(sequence.num_uncomputed_tokens for sequence in self._sequences.values()),
+            num_waiting_tokens=self._queues.num_uncomputed_tokens(),
             num_free_blocks=self._allocator.num_free,
             num_total_blocks=self._allocator.num_blocks,
         )
@@ -263,6 +256,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError unless requests, queues and blocks agree. O(blocks + requests)."""
         self._queues.check_integrity()
+        if self._in_flight is None:
+            self._decode_batch.check_integrity()
         queued = [*self._queues.waiting, *self._queues.running]
         alive = {sequence.attempt for sequence in queued if sequence.status is not SequenceStatus.FINISHED}
         assert alive == self._sequences.keys(), f"queues and requests differ: {alive ^ self._sequences.keys()}"
@@ -271,6 +266,20 @@ class Scheduler:
             assert self._drafter.num_remembered == 0, "speculation remembers sequences that have ended"
 
     # --- Internals ---
+
+    def _planned(
+        self, shares: list[Share], drafts: list[Drafts]
+    ) -> tuple[PlannedSequences, list[Sequence]]:
+        """What a step does for each of its sequences, and these in the same order."""
+        if drafts:
+            self._decode_batch.forget()
+            rows, chosen, others = NO_ROWS, [], shares
+        else:
+            rows, others = self._decode_batch.split(shares)
+            chosen = self._decode_batch.sequences
+        drafted = drafts or repeat(NO_DRAFTS)
+        scheduled = [self._scheduled(*share, item) for share, item in zip(others, drafted, strict=False)]
+        return PlannedSequences(rows, scheduled), [*chosen, *[sequence for sequence, _ in others]]
 
     def _scheduled(self, sequence: Sequence, num_tokens: int, drafts: Drafts) -> ScheduledSequence:
         first = sequence.num_computed_tokens
@@ -288,6 +297,60 @@ class Scheduler:
             if sequence.num_missing_prompt_logprobs
             else None,
         )
+
+    def _commit_rows(
+        self,
+        sequences: list[Sequence],
+        drawn: SequenceOf[tuple[int, ...]],
+        logprobs: SequenceOf[tuple[TokenLogprob, ...]],
+    ) -> list[TokenDelta]:
+        """Takes in what the rows of the decode batch have drawn."""
+        if not sequences:
+            self._decode_batch.forget()
+            return []
+        running = SequenceStatus.RUNNING
+        pairs = zip(sequences, drawn, logprobs or repeat(()), strict=False)
+        deltas = [
+            sequence.decode(token_ids, likely) for sequence, token_ids, likely in pairs if sequence.status is running
+        ]
+        if len(deltas) < len(sequences):  # some were aborted meanwhile
+            sequences = [sequence for sequence in sequences if sequence.status is running]
+        if None in deltas:
+            for sequence in [sequence for sequence in sequences if sequence.is_broken]:
+                self._drop_broken(sequence)
+            sequences = [sequence for sequence in sequences if sequence.status is running]
+        for tenant, num_tokens in Counter(map(_tenant, sequences)).items():
+            tenant.charge(0, num_tokens)
+        for sequence in self._decode_batch.advance():
+            if sequence.status is running:
+                self._queues.store_full_blocks(sequence, sequence.num_computed_tokens - 1)
+        return [delta for delta in deltas if delta is not None]
+
+    def _commit_others(
+        self, sequences: list[Sequence], shares: SequenceOf[ScheduledSequence], result: StepResult
+    ) -> list[TokenDelta]:
+        """Takes in what a step made of its other shares."""
+        deltas = []
+        logprobs = result.logprobs or ((),) * len(sequences)
+        prompt_logprobs = result.prompt_logprobs or ((),) * len(sequences)
+        for sequence, scheduled, drawn, likely, likely_prompt in zip(
+            sequences, shares, result.token_ids, logprobs, prompt_logprobs, strict=True
+        ):
+            assert len(drawn) == scheduled.num_draws, f"{len(drawn)} tokens for {scheduled.num_draws} draws"
+            num_lost = max(0, sequence.num_discarded_tokens - scheduled.first_position)
+            self._num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            if likely_prompt and sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs += likely_prompt
+            delta = sequence.commit(scheduled, drawn, likely)
+            if sequence.is_broken:
+                self._drop_broken(sequence)
+                continue
+            if delta is not None:
+                deltas.append(delta)
+            self._settle(sequence, scheduled, delta.token_ids if delta else ())
+        return deltas
 
     def _settle(self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...]) -> None:
         """Charges the tenant for the tokens that a sequence gained in a step, and caches blocks that became full."""
@@ -325,3 +388,6 @@ class Scheduler:
             self._drafter.forget(sequence)
         self._num_finished += len(attempts)
         self._policy.release(self._queues)
+
+
+_tenant = attrgetter("tenant")

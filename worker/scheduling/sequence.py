@@ -163,6 +163,18 @@ class Sequence:
         return len(self.token_ids) - 1
 
     @property
+    def decodes_plainly(self) -> bool:
+        """Whether its next token is drawn after one token more, by its settings and its position alone."""
+        num_tokens = len(self.token_ids)
+        return (
+            num_tokens == self.num_computed_tokens + 1
+            and self.logits_settings is None
+            and num_tokens > self.num_prompt_tokens  # with the first output token, more is told
+            and self.prompt_logprobs is None
+            and self.num_computed_tokens >= self.num_discarded_tokens
+        )
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """The finish reason; None while more tokens are to come."""
         if self.token_ids[-1] in self.stop_token_ids and self.num_output_tokens > 0:
@@ -221,6 +233,23 @@ class Sequence:
             logprobs=logprobs[: len(token_ids)],
             prompt_logprobs=self.take_prompt_logprobs() if first_token_index == 0 else (),
         )
+
+    def decode(self, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> TokenDelta | None:
+        """As `commit`, for a step of which it was a plain decode."""
+        (token_id,) = drawn
+        if token_id == NO_TOKEN:
+            self.is_broken = True
+            return None
+        token_ids = self.token_ids
+        index = len(token_ids) - self.num_prompt_tokens
+        token_ids.append(token_id)
+        self.num_computed_tokens += 1
+        reason = None
+        if token_id in self.stop_token_ids:
+            reason = FinishReason.STOP
+        elif len(token_ids) >= self.max_len:
+            reason = FinishReason.LENGTH
+        return TokenDelta(self.attempt, index, drawn, reason, 0, logprobs)
 
     def last_delta(self, reason: FinishReason) -> TokenDelta:
         """The final delta of a request that ends without another token."""

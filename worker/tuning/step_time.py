@@ -41,8 +41,9 @@ class StepShape:
 
 def shape_of(plan: StepPlan) -> StepShape:
     """The shape of a step without drafts of a draft model: see `StepPlan.with_drafts`."""
-    num_decodes = num_tokens = num_context_tokens = 0
-    for item in plan.sequences:
+    num_decodes = num_tokens = len(plan.decodes)
+    num_context_tokens = plan.decodes.num_context_tokens
+    for item in plan.others:
         count = len(item.token_ids)
         num_decodes += item.num_draws == count
         num_tokens += count

@@ -92,17 +92,14 @@ class _NextStep:
 
 def _read(plan: StepPlan, step_s: float, num_gained: int, num_waiting: int) -> tuple[StepReport, _NextStep]:
     """Runs at every step, so it is quick with what most steps are made of: decodes of one token."""
-    plain = [item.first_position + 1 for item in plan.sequences if item.num_draws == len(item.token_ids) == 1]
-    others = []
-    if len(plain) < len(plan.sequences):
-        others = [item for item in plan.sequences if not item.num_draws == len(item.token_ids) == 1]
+    num_plain, others = len(plan.decodes), plan.others
     with_drafts = [item for item in others if item.num_draws == len(item.token_ids)]
     chunks = [item for item in others if item.num_draws < len(item.token_ids)]
-    num_decode_tokens = len(plain) + sum(item.num_draws for item in with_drafts)
-    decode_context = sum(plain) + sum(map(_num_attended, with_drafts))
+    num_decode_tokens = num_plain + sum(item.num_draws for item in with_drafts)
+    decode_context = plan.decodes.num_context_tokens + sum(map(_num_attended, with_drafts))
     sample = StepSample(
         num_seqs=len(plan.sequences),
-        num_decodes=len(plain) + len(with_drafts),
+        num_decodes=num_plain + len(with_drafts),
         num_tokens=num_decode_tokens + sum(len(item.token_ids) for item in chunks),
         num_context_tokens=decode_context + sum(map(_num_attended, chunks)),
         step_s=step_s,
