@@ -10,18 +10,25 @@ What may not live here: torch; the model turns arrays into tensors.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
-from typing import Final
+from itertools import chain
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.worker.plan.decode_rows import DecodeRows
 from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan
 
 IntArray = NDArray[np.int64]
 
 _HEADER_WORDS: Final = 7
 _WORD_BYTES: Final = 8
+
+Column: TypeAlias = "array[int] | bytes | memoryview"
+
+_ONE: Final = array("q", (1,))
+_NOTHING: Final = array("q")
+_NO_COLUMNS: Final = (_NOTHING,) * 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,48 +71,33 @@ class StepBatch:
     def pack(plan: StepPlan, *, with_logits: bool = True) -> IntArray:
         """The array that `unpack` reads. Its first word is at least 1: other messages may begin with 0 or less."""
         rows, others = plan.decodes, plan.others
-        ones = array("q", (1,)) * len(rows)
-        tokens = array("q", chain.from_iterable([sequence.token_ids for sequence in others]))
-        blocks = array("q", chain.from_iterable([sequence.block_ids for sequence in others]))
-        prompt_rows = _prompt_logprob_rows(others, len(rows))
+        of_others = _columns(others) if others else _NO_COLUMNS
+        copies = _packed_copies(plan) if plan.block_copies else _NOTHING
+        prompt_rows = _prompt_logprob_rows(others, len(rows)) if others else _NOTHING
         header = (
             len(rows) + len(others),
-            len(rows) + len(tokens),
-            len(rows.blocks.packed) // _WORD_BYTES + len(blocks),
+            len(rows) + len(of_others[4]),
+            len(rows.blocks.packed) // _WORD_BYTES + len(of_others[5]),
             len(plan.block_copies),
             len(prompt_rows),
             plan.step_id,
             with_logits,
         )
-        parts = (
-            array("q", header),
-            np.frombuffer(rows.columns.first_positions, np.int64) + rows.age,
-            array("q", [sequence.first_position for sequence in others]),
-            ones,
-            array("q", [len(sequence.token_ids) for sequence in others]),
-            ones,
-            array("q", [sequence.num_draws for sequence in others]),
-            rows.blocks.num_blocks,
-            array("q", [len(sequence.block_ids) for sequence in others]),
-            rows.token_ids,
-            tokens,
-            rows.blocks.packed,
-            blocks,
-            _packed_copies(plan),
-            prompt_rows,
-        )
-        return np.frombuffer(bytearray().join(parts), np.int64)
+        both = chain.from_iterable(zip(_columns_of_rows(rows), of_others, strict=True))
+        return np.frombuffer(bytearray().join((array("q", header), *both, copies, prompt_rows)), np.int64)
 
     @classmethod
     def unpack(cls, packed: IntArray) -> "StepBatch":
         """The step that was packed. Its fields are views of `packed` where they can be."""
         header = packed[:_HEADER_WORDS].tolist()
         num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, step_id, with_logits = header
-        ends = accumulate([num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_prompt_rows])
-        bounds = pairwise([_HEADER_WORDS, *(_HEADER_WORDS + end for end in ends)])
-        parts = [packed[start:end] for start, end in bounds]
+        sizes = (num_sequences,) * 4 + (total_tokens, total_blocks, 3 * num_copies, num_prompt_rows)
+        parts, start = [], _HEADER_WORDS
+        for size in sizes:
+            parts.append(packed[start : start + size])
+            start += size
         first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, prompt_rows = parts
-        drawn_rows = counts_up(np.cumsum(num_tokens) - num_draws, num_draws)
+        drawn_rows = counts_up(num_tokens.cumsum() - num_draws, num_draws)
         return cls(
             step_id=step_id,
             token_ids=token_ids,
@@ -122,8 +114,27 @@ class StepBatch:
 
 def counts_up(firsts: IntArray, lengths: IntArray) -> IntArray:
     """For each pair first, first + 1, ... (length numbers), one after the other."""
-    ends = np.cumsum(lengths)
-    return np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+    ends = lengths.cumsum()
+    return (firsts - (ends - lengths)).repeat(lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def _columns_of_rows(rows: DecodeRows) -> tuple[Column, ...]:
+    """First positions, token counts, draw counts, block counts, tokens and blocks."""
+    ones = _ONE * len(rows)
+    positions = np.frombuffer(rows.columns.first_positions, np.int64) + rows.age
+    return (positions.data, ones, ones, rows.blocks.num_blocks, rows.token_ids, rows.blocks.packed)
+
+
+def _columns(sequences: Sequence[ScheduledSequence]) -> tuple["array[int]", ...]:
+    """The same of single shares."""
+    return (
+        array("q", [sequence.first_position for sequence in sequences]),
+        array("q", [len(sequence.token_ids) for sequence in sequences]),
+        array("q", [sequence.num_draws for sequence in sequences]),
+        array("q", [len(sequence.block_ids) for sequence in sequences]),
+        array("q", chain.from_iterable([sequence.token_ids for sequence in sequences])),
+        array("q", chain.from_iterable([sequence.block_ids for sequence in sequences])),
+    )
 
 
 def _packed_copies(plan: StepPlan) -> "array[int]":

@@ -5,7 +5,7 @@ request on trial apart from them. What may live here: which requests are under s
 may not: judging them (`router/dispatch/quarantine.py`).
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import Final, Generic, TypeVar
 
@@ -42,12 +42,15 @@ class Suspects(Generic[Owner]):
             self._num_steps[attempt] = 0
             self.has_news = True
 
-    def note(self, delta: TokenDelta) -> None:
-        """A request has got on, or has ended."""
-        if delta.attempt in self._suspects:
-            self._num_steps[delta.attempt] += 1
-            if delta.finish_reason is not None or self._num_steps[delta.attempt] == NUM_STEPS_TO_CLEAR:
-                self.drop(delta.attempt)
+    def note(self, deltas: Iterable[TokenDelta]) -> None:
+        """Requests have got on, or have ended."""
+        if not self._suspects:
+            return
+        for delta in deltas:
+            if delta.attempt in self._suspects:
+                self._num_steps[delta.attempt] += 1
+                if delta.finish_reason is not None or self._num_steps[delta.attempt] == NUM_STEPS_TO_CLEAR:
+                    self.drop(delta.attempt)
 
     def drop(self, attempt: Hashable) -> None:
         """It has gone, or is under suspicion no longer. Unknown keys are ignored."""

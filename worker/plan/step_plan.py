@@ -139,11 +139,12 @@ class ScheduledSequence:
 class PlannedSequences(Sequence[ScheduledSequence]):
     """The shares of a step: those of decode rows, and then the others. Shares of rows are made when one is asked for."""
 
-    __slots__ = ("_all", "decodes", "others")
+    __slots__ = ("_all", "decodes", "num_tokens", "others")
 
     def __init__(self, decodes: DecodeRows, others: Sequence[ScheduledSequence]) -> None:
         self.decodes = decodes
         self.others = others
+        self.num_tokens = len(decodes) + _num_tokens(others)
         self._all: tuple[ScheduledSequence, ...] | None = None
 
     def as_tuple(self) -> tuple[ScheduledSequence, ...]:
@@ -168,6 +169,10 @@ class PlannedSequences(Sequence[ScheduledSequence]):
 
     def __repr__(self) -> str:
         return repr(self.as_tuple())
+
+
+def _num_tokens(sequences: Sequence[ScheduledSequence]) -> int:
+    return sum([len(sequence.token_ids) for sequence in sequences])
 
 
 def _shares(rows: DecodeRows) -> list[ScheduledSequence]:
@@ -211,7 +216,8 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + sum([len(sequence.token_ids) for sequence in self.others])
+        sequences = self.sequences
+        return sequences.num_tokens if isinstance(sequences, PlannedSequences) else _num_tokens(sequences)
 
     def with_drafts(self, drafts: Sequence[tuple[int, ...]]) -> "StepPlan":
         """What is run once the draft model has guessed: `drafts` are for each sequence, or empty where it has not."""

@@ -82,7 +82,7 @@ class StepTuner:
         return max(self._block_size, fits - fits % self._block_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _NextStep:
     """What a step tells about the one after it: at most so many decodes, and prompts that are so far."""
 
