@@ -231,7 +231,9 @@ def main() -> None:
         for turns in measured:
             measure(turns, arguments.turns)
     console = Console()
-    console.print(f"medians of {arguments.rounds} x {arguments.turns} turns, {platform.processor() or platform.machine()}")
+    console.print(
+        f"medians of {arguments.rounds} x {arguments.turns} turns, {platform.processor() or platform.machine()}"
+    )
     show(measured, console)
     if arguments.json:
         arguments.json.write_text(json.dumps({turns.num_rows: turns.seconds for turns in measured}, indent=1))

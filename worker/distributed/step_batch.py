@@ -26,14 +26,16 @@ _WORD_BYTES: Final = 8
 
 Column: TypeAlias = "array[int] | bytes | memoryview"
 
-_ONE: Final = array("q", (1,))
 _NOTHING: Final = array("q")
 _NO_COLUMNS: Final = (_NOTHING,) * 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepBatch:
-    """One step: S sequences with T tokens in all, packed one after the other in the order of the plan."""
+    """One step: S sequences with T tokens in all, packed one after the other in the order of the plan.
+
+    Made at every step on every rank, so no frozen class, which takes longer to make.
+    """
 
     step_id: int
     token_ids: IntArray
@@ -97,7 +99,10 @@ class StepBatch:
             parts.append(packed[start : start + size])
             start += size
         first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, prompt_rows = parts
-        drawn_rows = counts_up(num_tokens.cumsum() - num_draws, num_draws)
+        if num_sequences == total_tokens:  # one each
+            drawn_rows = num_draws.nonzero()[0]
+        else:
+            drawn_rows = counts_up(num_tokens.cumsum() - num_draws, num_draws)
         return cls(
             step_id=step_id,
             token_ids=token_ids,
@@ -120,9 +125,9 @@ def counts_up(firsts: IntArray, lengths: IntArray) -> IntArray:
 
 def _columns_of_rows(rows: DecodeRows) -> tuple[Column, ...]:
     """First positions, token counts, draw counts, block counts, tokens and blocks."""
-    ones = _ONE * len(rows)
-    positions = np.frombuffer(rows.columns.first_positions, np.int64) + rows.age
-    return (positions.data, ones, ones, rows.blocks.num_blocks, rows.token_ids, rows.blocks.packed)
+    columns, blocks = rows.columns, rows.blocks
+    positions = np.frombuffer(columns.first_positions, np.int64) + rows.age
+    return (positions.data, columns.ones, columns.ones, blocks.num_blocks, rows.token_ids, blocks.packed)
 
 
 def _columns(sequences: Sequence[ScheduledSequence]) -> tuple["array[int]", ...]:

@@ -59,5 +59,7 @@ class Suspects(Generic[Owner]):
 
     def load_for(self, owner: Owner | None, load: EngineLoad) -> EngineLoad:
         """The replica's load as reported to this owner; None: an owner without requests here."""
-        num_foreign = sum(other is not owner for other, _ in self._suspects.values())
+        num_foreign = 0
+        if self._suspects:
+            num_foreign = sum(other is not owner for other, _ in self._suspects.values())
         return load if num_foreign == load.num_foreign_suspects else replace(load, num_foreign_suspects=num_foreign)

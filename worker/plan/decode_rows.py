@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 class DecodeColumns:
     """What stays as it is while the same sequences decode. Nothing of it changes once it is made."""
 
-    __slots__ = ("draws", "first_output_indices", "first_positions", "need_logits", "num_context_tokens", "sequence_ids")
+    __slots__ = (
+        "draws",
+        "first_output_indices",
+        "first_positions",
+        "need_logits",
+        "num_context_tokens",
+        "ones",
+        "sequence_ids",
+    )
 
     def __init__(
         self,
@@ -34,6 +42,8 @@ class DecodeColumns:
         """At any output position; all of them without logits settings."""
         self.need_logits = any([draw.needs_logits for draw in draws])
         """Whether some draw takes more than the argmax of its row."""
+        self.ones = array("q", (1,)) * len(first_positions)
+        """How many tokens each row computes, and how many it draws."""
         self.num_context_tokens = sum(first_positions) + len(first_positions)
         """Position + 1, summed over the rows, at age 0."""
 

@@ -7,7 +7,9 @@ all of them on by one number. What may live here: who is in the batch, and its c
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Final
 
 from holdfast.worker.plan.decode_rows import BlockTables, DecodeColumns, DecodeRows
@@ -15,6 +17,9 @@ from holdfast.worker.plan.step_plan import DrawParams
 from holdfast.worker.scheduling.batching import Share
 from holdfast.worker.scheduling.queues import SequenceQueues
 from holdfast.worker.scheduling.sequence import Sequence
+from holdfast.worker.service_order.tenants import Tenant
+
+tenant_of = attrgetter("tenant")
 
 _NEVER: Final = -1
 
@@ -44,10 +49,14 @@ class DecodeBatch:
         self._block_size = queues.allocator.block_size
         self.sequences: list[Sequence] = []
         """Those in the batch, in the order of their rows."""
+        self.num_by_tenant: dict[Tenant, int] = {}
+        """How many of them each tenant has."""
         self._rows: dict[Sequence, _Row] = {}
         self._columns = DecodeColumns((), (), (), ())
         self._blocks = BlockTables((), ())
-        self._ending_block: list[list[Sequence]] = []  # at age modulo block size: those whose row is the last of a block
+        self._ending_block: list[
+            list[Sequence]
+        ] = []  # at age modulo block size: those whose row is the last of a block
         self._age = 0
         # Chosen from these, in the order of the shares, after so many moves in the queues. While both are the same,
         # nobody has joined or left, and each is one token further than in the last split.
@@ -112,6 +121,7 @@ class DecodeBatch:
             [row.lead + position for row, position in zip(rows.values(), positions, strict=True)],
             [row.draw for row in rows.values()],
         )
+        self.num_by_tenant = Counter(map(tenant_of, chosen))
         self._age, self._num_moves = 0, self._queues.num_moves
         self._ending_block = _by_end_of_block(chosen, positions, self._block_size)
         self._blocks = BlockTables((), ())
@@ -128,9 +138,7 @@ class DecodeBatch:
         self._blocks = BlockTables(tables, [row.packed for row in rows])
 
 
-def _by_end_of_block(
-    sequences: Iterable[Sequence], positions: Iterable[int], block_size: int
-) -> list[list[Sequence]]:
+def _by_end_of_block(sequences: Iterable[Sequence], positions: Iterable[int], block_size: int) -> list[list[Sequence]]:
     """At the number of steps, modulo the block size, after which a sequence's token is the last of a block."""
     ending: list[list[Sequence]] = [[] for _ in range(block_size)]
     for sequence, position in zip(sequences, positions, strict=True):

@@ -52,8 +52,8 @@ class SequenceQueues:
         self.running: list[Sequence] = []
         self.num_moves = 0
         """Changes whenever a sequence begins or stops to run."""
-        self.num_waiting_tokens = 0
-        """Tokens of the waiting sequences, none of which is computed."""
+        self.num_uncomputed_tokens = 0
+        """Of all sequences that have not ended. Whoever computes tokens of one counts them here."""
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
@@ -61,9 +61,9 @@ class SequenceQueues:
         self._copies: dict[int, BlockCopy] = {}  # of the coming step, by destination
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a sequence to the waiting."""
+        """Adds a new sequence to the waiting."""
         self.waiting.add(sequence)
-        self.num_waiting_tokens += len(sequence.token_ids)
+        self.num_uncomputed_tokens += sequence.num_uncomputed_tokens
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
         """The cached full blocks that a waiting sequence can begin with."""
@@ -76,8 +76,9 @@ class SequenceQueues:
         A block has several owners only once all of them have filled it: a fork writes to the parent's last block at its
         first step, so it gets a copy of it at once, and never owns the original.
         """
-        self._leave_line(sequence)
+        self.waiting.remove(sequence)
         self.num_moves += 1
+        self.num_uncomputed_tokens -= prefix.num_tokens
         self.allocator.share(prefix.block_ids)
         own = self.allocator.allocate(num_blocks - len(prefix.block_ids))
         sequence.block_ids = (*prefix.block_ids, *own)
@@ -118,11 +119,12 @@ class SequenceQueues:
         It goes back to the class that it ran in, and to its old place in its tenant's line.
         """
         self._take_out(sequence)
+        self.num_uncomputed_tokens += sequence.num_computed_tokens
         sequence.num_discarded_tokens = max(sequence.num_discarded_tokens, sequence.num_computed_tokens)
         sequence.num_computed_tokens = 0
         self._free_blocks(sequence)
         sequence.status = SequenceStatus.WAITING
-        self.add(sequence)
+        self.waiting.add(sequence)
         self.num_preemptions += 1
 
     def remove(self, sequence: Sequence) -> None:
@@ -130,9 +132,14 @@ class SequenceQueues:
         if sequence.status is SequenceStatus.RUNNING:
             self._take_out(sequence)
         else:
-            self._leave_line(sequence)
+            self.waiting.remove(sequence)
+        self.finish(sequence)
         self._free_blocks(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a sequence. If it runs, it keeps its place and its blocks until `release_finished`."""
         sequence.status = SequenceStatus.FINISHED
+        self.num_uncomputed_tokens -= sequence.num_uncomputed_tokens
 
     def forget_prefix(self, sequence: Sequence) -> None:
         """Evicts a running sequence's blocks from the prefix cache, both those it computed and those it found."""
@@ -147,11 +154,6 @@ class SequenceQueues:
                 self._free_blocks(sequence)
         self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
         self.num_moves += 1
-
-    def num_uncomputed_tokens(self) -> int:
-        """Tokens that all sequences which have not ended still have to have computed. O(running)."""
-        alive = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
-        return self.num_waiting_tokens + sum([len(one.token_ids) - one.num_computed_tokens for one in alive])
 
     def num_wasted_slots(self) -> int:
         """Allocated slots without a token of their sequence so far; of a finished sequence, all."""
@@ -170,8 +172,6 @@ class SequenceQueues:
             counted, found = self.allocator.ref_count(block_id), owners[block_id]
             assert counted == found, f"block {block_id} has {found} owners and a reference count of {counted}"
         self.waiting.check_integrity()
-        num_waiting_tokens = sum(len(sequence.token_ids) for sequence in self.waiting)
-        assert num_waiting_tokens == self.num_waiting_tokens, f"{num_waiting_tokens} tokens wait: the count is off"
         for before, after in pairwise(self.running):
             assert before.service_order < after.service_order, f"{after.sequence_id} stands behind its turn"
         for sequence in self.waiting:
@@ -201,10 +201,6 @@ class SequenceQueues:
         assert self.running[index] is sequence, f"sequence {sequence.sequence_id} is not where its order says"
         del self.running[index]
         self.num_moves += 1
-
-    def _leave_line(self, sequence: Sequence) -> None:
-        self.waiting.remove(sequence)
-        self.num_waiting_tokens -= len(sequence.token_ids)
 
     def _copy(self, source: int, destination: int, num_tokens: int) -> None:
         """The source may be a copy that has not been made yet: then it is the original that is copied again."""

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import repeat
-from operator import attrgetter
 
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
@@ -20,7 +19,7 @@ from holdfast.worker.plan.step_plan import PlannedSequences, ScheduledSequence, 
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from holdfast.worker.scheduling.batching import MakePolicy, Share
 from holdfast.worker.scheduling.deadlines import DeadlineWatch
-from holdfast.worker.scheduling.decode_batch import DecodeBatch
+from holdfast.worker.scheduling.decode_batch import DecodeBatch, tenant_of
 from holdfast.worker.scheduling.drafting import NO_DRAFTS, Drafter, Drafts, NoDrafter
 from holdfast.worker.scheduling.policies import POLICIES
 from holdfast.worker.scheduling.prompt_logprobs import bound_prompt_logprobs, prompt_logprob_params
@@ -221,11 +220,11 @@ class Scheduler:
         return bool(self._sequences)
 
     def load(self) -> EngineLoad:
-        """The load of this replica now. O(running)."""
+        """The load of this replica now."""
         return EngineLoad(
             num_running=len(self._sequences) - len(self._queues.waiting),
             num_waiting=len(self._queues.waiting),
-            num_waiting_tokens=self._queues.num_uncomputed_tokens(),
+            num_waiting_tokens=self._queues.num_uncomputed_tokens,
             num_free_blocks=self._allocator.num_free,
             num_total_blocks=self._allocator.num_blocks,
         )
@@ -258,6 +257,9 @@ class Scheduler:
         self._queues.check_integrity()
         if self._in_flight is None:
             self._decode_batch.check_integrity()
+        counted = self._queues.num_uncomputed_tokens
+        found = sum(sequence.num_uncomputed_tokens for sequence in self._sequences.values())
+        assert counted == found, f"{found} tokens are not computed, and {counted} were counted"
         queued = [*self._queues.waiting, *self._queues.running]
         alive = {sequence.attempt for sequence in queued if sequence.status is not SequenceStatus.FINISHED}
         assert alive == self._sequences.keys(), f"queues and requests differ: {alive ^ self._sequences.keys()}"
@@ -267,9 +269,7 @@ class Scheduler:
 
     # --- Internals ---
 
-    def _planned(
-        self, shares: list[Share], drafts: list[Drafts]
-    ) -> tuple[PlannedSequences, list[Sequence]]:
+    def _planned(self, shares: list[Share], drafts: list[Drafts]) -> tuple[PlannedSequences, list[Sequence]]:
         """What a step does for each of its sequences, and these in the same order."""
         if drafts:
             self._decode_batch.forget()
@@ -319,7 +319,9 @@ class Scheduler:
             for sequence in [sequence for sequence in sequences if sequence.is_broken]:
                 self._drop_broken(sequence)
             sequences = [sequence for sequence in sequences if sequence.status is running]
-        for tenant, num_tokens in Counter(map(_tenant, sequences)).items():
+        are_all = len(sequences) == len(self._decode_batch.sequences)
+        num_by_tenant = self._decode_batch.num_by_tenant if are_all else Counter(map(tenant_of, sequences))
+        for tenant, num_tokens in num_by_tenant.items():
             tenant.charge(0, num_tokens)
         for sequence in self._decode_batch.advance():
             if sequence.status is running:
@@ -343,7 +345,9 @@ class Scheduler:
                 continue
             if likely_prompt and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += likely_prompt
+            num_before = sequence.num_uncomputed_tokens
             delta = sequence.commit(scheduled, drawn, likely)
+            self._queues.num_uncomputed_tokens += sequence.num_uncomputed_tokens - num_before
             if sequence.is_broken:
                 self._drop_broken(sequence)
                 continue
@@ -383,11 +387,8 @@ class Scheduler:
     def _finish(self, attempts: list[Hashable]) -> None:
         for attempt in attempts:
             sequence = self._sequences.pop(attempt)
-            sequence.status = SequenceStatus.FINISHED
+            self._queues.finish(sequence)
             self._deadlines.forget(sequence)
             self._drafter.forget(sequence)
         self._num_finished += len(attempts)
         self._policy.release(self._queues)
-
-
-_tenant = attrgetter("tenant")
