@@ -2,10 +2,10 @@
 
     python -m benchmarks.engine_turn [--rows 1,8,32,128,512] [--rounds 7] [--turns 160] [--json FILE]
 
-An engine on its own thread, with scheduler, tuner, leader and a listener, decodes so many greedy requests with contexts of
-about 200 tokens, in blocks of 16. The model is free: it returns fixed tokens. Rounds of the batch sizes alternate, and
-each measures turns once all requests decode; the table has medians and the fastest tenth. A turn is the time from one
-call of the runner to the next, less what the free model takes:
+An engine on its own thread, with scheduler, tuner, leader and a listener, decodes so many greedy requests with contexts
+of about 200 tokens, in blocks of 16. The model is free: it returns fixed tokens. Rounds of the batch sizes alternate,
+and each measures turns once all requests decode; the table has medians and the fastest tenth. A turn is the time from
+one call of the runner to the next, less what the free model takes:
 
     plan     what the next step does
     pack     the plan as arrays, over a group of one rank, and back; and what was drawn, sequence by sequence

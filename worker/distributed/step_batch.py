@@ -119,8 +119,8 @@ class StepBatch:
 
 def counts_up(firsts: IntArray, lengths: IntArray) -> IntArray:
     """For each pair first, first + 1, ... (length numbers), one after the other."""
-    ends = lengths.cumsum()
-    return (firsts - (ends - lengths)).repeat(lengths) + np.arange(ends[-1] if len(ends) else 0)
+    ends = np.cumsum(lengths)
+    return np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
 def _columns_of_rows(rows: DecodeRows) -> tuple[Column, ...]:

@@ -40,7 +40,7 @@ class DecodeColumns:
         """At age 0."""
         self.draws = draws
         """At any output position; all of them without logits settings."""
-        self.need_logits = any([draw.needs_logits for draw in draws])
+        self.need_logits = any(draw.needs_logits for draw in draws)
         """Whether some draw takes more than the argmax of its row."""
         self.ones = array("q", (1,)) * len(first_positions)
         """How many tokens each row computes, and how many it draws."""
@@ -57,7 +57,7 @@ class BlockTables:
         """`packed` are the same tables as arrays."""
         self.tables = tables
         self.num_blocks = array("q", map(len, tables))
-        self.packed = b"".join(packed)  # type: ignore[arg-type]  # arrays are buffers
+        self.packed = b"".join(packed)
 
 
 class DecodeRows:

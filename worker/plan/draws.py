@@ -28,11 +28,7 @@ def draws_of(plan: StepPlan) -> list[DrawParams]:
 def by_sequence(plan: StepPlan, drawn: Sequence[Item | None]) -> tuple[tuple[Item, ...], ...]:
     """What was drawn, or reported, in each row of `draws_of`, put together for each sequence; None is left out."""
     num_rows, rows = len(plan.decodes), iter(drawn)
-    of_decodes = list(islice(rows, num_rows))
-    if None in of_decodes:
-        singles = [() if item is None else (item,) for item in of_decodes]
-    else:
-        singles = list(zip(of_decodes))
+    singles = [(item,) if item is not None else () for item in islice(rows, num_rows)]
     counts = [sequence.num_draws if sequence.draw is not None else 0 for sequence in plan.others]
     return (*singles, *(tuple([item for item in islice(rows, count) if item is not None]) for count in counts))
 

@@ -137,7 +137,7 @@ class ScheduledSequence:
 
 
 class PlannedSequences(Sequence[ScheduledSequence]):
-    """The shares of a step: those of decode rows, and then the others. Shares of rows are made when one is asked for."""
+    """The shares of a step: those of decode rows, and then the others. Those of rows are made when one is asked for."""
 
     __slots__ = ("_all", "decodes", "num_tokens", "others")
 

@@ -54,9 +54,8 @@ class DecodeBatch:
         self._rows: dict[Sequence, _Row] = {}
         self._columns = DecodeColumns((), (), (), ())
         self._blocks = BlockTables((), ())
-        self._ending_block: list[
-            list[Sequence]
-        ] = []  # at age modulo block size: those whose row is the last of a block
+        # At the age modulo the block size: those whose row is then the last of a block.
+        self._ending_block: list[list[Sequence]] = []
         self._age = 0
         # Chosen from these, in the order of the shares, after so many moves in the queues. While both are the same,
         # nobody has joined or left, and each is one token further than in the last split.
