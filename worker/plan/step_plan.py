@@ -56,8 +56,13 @@ class DrawParams:
             num_logprobs=params.logprobs,
         )
 
-    def at(self, output_index: int) -> "DrawParams":
-        """The same at another output position, where there is nothing to look back at."""
+    def at(
+        self,
+        output_index: int,
+        logits_settings: LogitsSettings | None = None,
+        output_token_ids: tuple[int, ...] = (),
+    ) -> "DrawParams":
+        """The same request's draw at another output position, with what its logits settings are there."""
         other = _new(DrawParams)  # its own constructor takes twice as long
         other.seed = self.seed
         other.first_output_index = output_index
@@ -65,8 +70,8 @@ class DrawParams:
         other.top_k = self.top_k
         other.top_p = self.top_p
         other.min_p = self.min_p
-        other.logits_settings = self.logits_settings
-        other.output_token_ids = ()
+        other.logits_settings = logits_settings
+        other.output_token_ids = output_token_ids
         other.num_logprobs = self.num_logprobs
         return other
 

@@ -285,17 +285,20 @@ class Scheduler:
         first = sequence.num_computed_tokens
         end = first + num_tokens
         draws = end == len(sequence.token_ids)
+        num_blocks = self._allocator.num_blocks_for(end if drafts is NO_DRAFTS else end + drafts.num_tokens)
+        block_ids = sequence.block_ids
+        prompt_logprobs = None
+        if sequence.prompt_logprobs is not None and sequence.num_missing_prompt_logprobs:
+            prompt_logprobs = prompt_logprob_params(sequence, num_tokens)
         return ScheduledSequence(
             sequence_id=sequence.sequence_id,
             first_position=first,
             token_ids=(*sequence.token_ids[first:end], *drafts.token_ids),
-            block_ids=sequence.block_ids[: self._allocator.num_blocks_for(end + drafts.num_tokens)],
+            block_ids=block_ids if len(block_ids) == num_blocks else block_ids[:num_blocks],
             draw=sequence.draw_params() if draws else None,
             num_draws=1 + len(drafts.token_ids) if draws else 0,
             drafting=drafts.drafting,
-            prompt_logprobs=prompt_logprob_params(sequence, num_tokens)
-            if sequence.num_missing_prompt_logprobs
-            else None,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _commit_rows(
@@ -306,7 +309,8 @@ class Scheduler:
     ) -> list[TokenDelta]:
         """Takes in what the rows of the decode batch have drawn."""
         if not sequences:
-            self._decode_batch.forget()
+            if self._decode_batch.sequences:
+                self._decode_batch.forget()
             return []
         running = SequenceStatus.RUNNING
         pairs = zip(sequences, drawn, logprobs or repeat(()), strict=False)
@@ -345,9 +349,12 @@ class Scheduler:
                 continue
             if likely_prompt and sequence.prompt_logprobs is not None:
                 sequence.prompt_logprobs += likely_prompt
-            num_before = sequence.num_uncomputed_tokens
-            delta = sequence.commit(scheduled, drawn, likely)
-            self._queues.num_uncomputed_tokens += sequence.num_uncomputed_tokens - num_before
+            if len(scheduled.token_ids) == scheduled.num_draws == 1 and sequence.num_output_tokens > 0:
+                delta = sequence.decode(drawn, likely)
+            else:
+                num_before = sequence.num_uncomputed_tokens
+                delta = sequence.commit(scheduled, drawn, likely)
+                self._queues.num_uncomputed_tokens += sequence.num_uncomputed_tokens - num_before
             if sequence.is_broken:
                 self._drop_broken(sequence)
                 continue
