@@ -7,7 +7,7 @@ import pytest
 from holdfast.worker.plan.step_plan import NO_TOKEN, PlannedSequences, StepPlan, StepResult
 from holdfast.worker.request import FinishReason
 from holdfast.worker.scheduling.scheduler import Scheduler
-from tests.worker.schedulers import EOS, make_request, make_result, make_scheduler
+from tests.worker.schedulers import BLOCK_SIZE, EOS, make_request, make_result, make_scheduler
 
 
 def decoding(num_requests: int) -> Scheduler:
@@ -155,6 +155,32 @@ def test_a_plan_whose_rows_were_replaced_by_shares_of_their_own_is_committed_as_
     assert [delta.token_ids for delta in deltas] == [(7, 8, 9), (7, 7)]
     scheduler.check_integrity()
     assert num_rows(turn(scheduler)) == 2
+
+
+def test_every_block_that_a_row_fills_is_cached():
+    scheduler = make_scheduler(prefix_caching=True)
+    for number in range(3):
+        scheduler.add(make_request(f"r{number}", prompt=(50, 1, 2, 3, 4)[number:], max_tokens=40))
+    for _ in range(20):
+        turn(scheduler)
+        for sequence in scheduler._queues.running:
+            filled = sequence.block_ids[: sequence.num_computed_tokens // BLOCK_SIZE]
+            assert all(block_id in scheduler._allocator.prefix_cache for block_id in filled)
+
+
+def test_tenants_pay_for_what_their_rows_gain():
+    scheduler = make_scheduler()
+    for name, tenant in (("a", "gold"), ("b", "iron"), ("c", "gold")):
+        scheduler.add(make_request(name, prompt_len=3, tenant=tenant, max_tokens=40))
+    turn(scheduler)
+    gold, iron = (scheduler._sequences[name].tenant for name in ("a", "b"))
+    before = gold.counter, iron.counter
+    turn(scheduler)
+    assert (gold.counter - before[0], iron.counter - before[1]) == (4, 2)
+    plan = scheduler.plan()
+    scheduler.abort("c")
+    scheduler.commit(plan, make_result(plan))
+    assert (gold.counter - before[0], iron.counter - before[1]) == (6, 4)
 
 
 def test_shares_of_a_step_are_a_sequence():
