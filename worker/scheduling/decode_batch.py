@@ -9,17 +9,17 @@ all of them on by one number. What may live here: who is in the batch, and its c
 from array import array
 from collections import Counter
 from collections.abc import Iterable
-from operator import attrgetter
+from collections.abc import Sequence as SequenceOf
+from itertools import repeat
 from typing import Final
 
 from holdfast.worker.plan.decode_rows import BlockTables, DecodeColumns, DecodeRows
 from holdfast.worker.plan.step_plan import DrawParams
+from holdfast.worker.request import TokenDelta, TokenLogprob
 from holdfast.worker.scheduling.batching import Share
 from holdfast.worker.scheduling.queues import SequenceQueues
-from holdfast.worker.scheduling.sequence import Sequence
+from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
 from holdfast.worker.service_order.tenants import Tenant
-
-tenant_of = attrgetter("tenant")
 
 _NEVER: Final = -1
 
@@ -42,15 +42,14 @@ class _Row:
 
 
 class DecodeBatch:
-    """The plain decodes of one scheduler. `split` is called for each step, `advance` when it is committed."""
+    """The plain decodes of one scheduler. `split` is called for each step, `commit` with its result."""
 
     def __init__(self, queues: SequenceQueues) -> None:
         self._queues = queues
         self._block_size = queues.allocator.block_size
         self.sequences: list[Sequence] = []
         """Those in the batch, in the order of their rows."""
-        self.num_by_tenant: dict[Tenant, int] = {}
-        """How many of them each tenant has."""
+        self._num_by_tenant: dict[Tenant, int] = {}  # how many of them each has
         self._rows: dict[Sequence, _Row] = {}
         self._columns = DecodeColumns((), (), (), ())
         self._blocks = BlockTables((), ())
@@ -76,11 +75,35 @@ class DecodeBatch:
         token_ids = [sequence.token_ids[-1] for sequence in self.sequences]
         return DecodeRows(self._columns, self._age, token_ids, self._blocks), others
 
-    def advance(self) -> list[Sequence]:
-        """The rows of the last split are computed, and each has drawn a token. Returns those that filled a block."""
-        filled = self._ending_block[self._age % self._block_size] if self.sequences else []
+    def commit(
+        self, num_rows: int, drawn: SequenceOf[tuple[int, ...]], logprobs: SequenceOf[tuple[TokenLogprob, ...]]
+    ) -> tuple[list[TokenDelta], list[Sequence]]:
+        """The rows of the last split have drawn the first of these. Returns deltas, and sequences that are broken.
+
+        `num_rows` is 0 where they were not computed, or not as rows.
+        """
+        if num_rows == 0:
+            if self.sequences:
+                self.forget()
+            return [], []
+        running = SequenceStatus.RUNNING
+        rows = zip(self.sequences, drawn, logprobs or repeat(()), strict=False)
+        deltas = [
+            sequence.decode(token_ids, likely) for sequence, token_ids, likely in rows if sequence.status is running
+        ]
+        broken: list[Sequence] = []
+        num_by_tenant = self._num_by_tenant
+        if len(deltas) < num_rows or not all(deltas):  # some were aborted meanwhile, or are broken
+            alive = [sequence for sequence in self.sequences if sequence.status is running]
+            broken = [sequence for sequence in alive if sequence.is_broken]
+            num_by_tenant = Counter(sequence.tenant for sequence in alive if not sequence.is_broken)
+        for tenant, num_tokens in num_by_tenant.items():
+            tenant.charge(0, num_tokens)
+        for sequence in self._ending_block[self._age % self._block_size]:
+            if sequence.status is running and not sequence.is_broken:
+                self._queues.store_full_blocks(sequence, sequence.num_computed_tokens - 1)
         self._age += 1
-        return filled
+        return [delta for delta in deltas if delta is not None], broken
 
     def forget(self) -> None:
         """The rows of the last split were not computed, or not as they were: the next split starts over."""
@@ -120,7 +143,7 @@ class DecodeBatch:
             [row.lead + position for row, position in zip(rows.values(), positions, strict=True)],
             [row.draw for row in rows.values()],
         )
-        self.num_by_tenant = Counter(map(tenant_of, chosen))
+        self._num_by_tenant = Counter(sequence.tenant for sequence in chosen)
         self._age, self._num_moves = 0, self._queues.num_moves
         self._ending_block = _by_end_of_block(chosen, positions, self._block_size)
         self._blocks = BlockTables((), ())

@@ -5,7 +5,6 @@ a step is filled (`batching.py`). The loop around it is `plan = plan()`, `result
 result)`; adding and aborting are safe at any point of it.
 """
 
-from collections import Counter
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from itertools import repeat
@@ -16,14 +15,15 @@ from holdfast.worker.kv.block_allocator import BlockAllocator
 from holdfast.worker.kv.prefix_cache import CacheEvent
 from holdfast.worker.plan.decode_rows import NO_ROWS
 from holdfast.worker.plan.step_plan import PlannedSequences, ScheduledSequence, StepPlan, StepResult
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta, TokenLogprob
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.scheduling.batching import MakePolicy, Share
 from holdfast.worker.scheduling.deadlines import DeadlineWatch
-from holdfast.worker.scheduling.decode_batch import DecodeBatch, tenant_of
+from holdfast.worker.scheduling.decode_batch import DecodeBatch
 from holdfast.worker.scheduling.drafting import NO_DRAFTS, Drafter, Drafts, NoDrafter
 from holdfast.worker.scheduling.policies import POLICIES
-from holdfast.worker.scheduling.prompt_logprobs import bound_prompt_logprobs, prompt_logprob_params
+from holdfast.worker.scheduling.prompt_logprobs import bound_prompt_logprobs
 from holdfast.worker.scheduling.queues import SequenceQueues
+from holdfast.worker.scheduling.scheduled import scheduled_sequence
 from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
 from holdfast.worker.scheduling.step_limits import StepLimits
 from holdfast.worker.stats import SchedulerStats
@@ -153,10 +153,10 @@ class Scheduler:
         self._num_tokens_computed += plan.num_tokens
         assert len(in_flight) == len(plan.sequences) == len(result.token_ids), "a result has tokens for all sequences"
         num_rows = len(plan.decodes)
-        if num_rows == len(in_flight):
-            deltas = self._commit_rows(in_flight, result.token_ids, result.logprobs)
-        else:
-            deltas = self._commit_rows(in_flight[:num_rows], result.token_ids[:num_rows], result.logprobs[:num_rows])
+        deltas, broken = self._decode_batch.commit(num_rows, result.token_ids, result.logprobs)
+        for sequence in broken:
+            self._drop_broken(sequence)
+        if plan.others:
             deltas += self._commit_others(in_flight[num_rows:], plan.others, result.without_first(num_rows))
         ended = [delta.attempt for delta in deltas if delta.finish_reason is not None]
         if ended:
@@ -278,59 +278,9 @@ class Scheduler:
             rows, others = self._decode_batch.split(shares)
             chosen = self._decode_batch.sequences
         drafted = drafts or repeat(NO_DRAFTS)
-        scheduled = [self._scheduled(*share, item) for share, item in zip(others, drafted, strict=False)]
+        block_size = self._allocator.block_size
+        scheduled = [scheduled_sequence(*share, item, block_size) for share, item in zip(others, drafted, strict=False)]
         return PlannedSequences(rows, scheduled), [*chosen, *[sequence for sequence, _ in others]]
-
-    def _scheduled(self, sequence: Sequence, num_tokens: int, drafts: Drafts) -> ScheduledSequence:
-        first = sequence.num_computed_tokens
-        end = first + num_tokens
-        draws = end == len(sequence.token_ids)
-        num_blocks = self._allocator.num_blocks_for(end if drafts is NO_DRAFTS else end + drafts.num_tokens)
-        block_ids = sequence.block_ids
-        prompt_logprobs = None
-        if sequence.prompt_logprobs is not None and sequence.num_missing_prompt_logprobs:
-            prompt_logprobs = prompt_logprob_params(sequence, num_tokens)
-        return ScheduledSequence(
-            sequence_id=sequence.sequence_id,
-            first_position=first,
-            token_ids=(*sequence.token_ids[first:end], *drafts.token_ids),
-            block_ids=block_ids if len(block_ids) == num_blocks else block_ids[:num_blocks],
-            draw=sequence.draw_params() if draws else None,
-            num_draws=1 + len(drafts.token_ids) if draws else 0,
-            drafting=drafts.drafting,
-            prompt_logprobs=prompt_logprobs,
-        )
-
-    def _commit_rows(
-        self,
-        sequences: list[Sequence],
-        drawn: SequenceOf[tuple[int, ...]],
-        logprobs: SequenceOf[tuple[TokenLogprob, ...]],
-    ) -> list[TokenDelta]:
-        """Takes in what the rows of the decode batch have drawn."""
-        if not sequences:
-            if self._decode_batch.sequences:
-                self._decode_batch.forget()
-            return []
-        running = SequenceStatus.RUNNING
-        pairs = zip(sequences, drawn, logprobs or repeat(()), strict=False)
-        deltas = [
-            sequence.decode(token_ids, likely) for sequence, token_ids, likely in pairs if sequence.status is running
-        ]
-        if len(deltas) < len(sequences):  # some were aborted meanwhile
-            sequences = [sequence for sequence in sequences if sequence.status is running]
-        if None in deltas:
-            for sequence in [sequence for sequence in sequences if sequence.is_broken]:
-                self._drop_broken(sequence)
-            sequences = [sequence for sequence in sequences if sequence.status is running]
-        are_all = len(sequences) == len(self._decode_batch.sequences)
-        num_by_tenant = self._decode_batch.num_by_tenant if are_all else Counter(map(tenant_of, sequences))
-        for tenant, num_tokens in num_by_tenant.items():
-            tenant.charge(0, num_tokens)
-        for sequence in self._decode_batch.advance():
-            if sequence.status is running:
-                self._queues.store_full_blocks(sequence, sequence.num_computed_tokens - 1)
-        return [delta for delta in deltas if delta is not None]
 
     def _commit_others(
         self, sequences: list[Sequence], shares: SequenceOf[ScheduledSequence], result: StepResult
