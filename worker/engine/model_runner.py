@@ -6,12 +6,12 @@ What may live here: one step's way through a rank, and the messages between rank
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from enum import IntEnum
 from itertools import islice
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from holdfast.worker.model.loading import LoadedModel, load_model
 from holdfast.worker.model.model import choose_device
 from holdfast.worker.model.program import BlockCache
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.plan.draws import draws_of
+from holdfast.worker.plan.draws import by_sequence, draws_of
 from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import TokenLogprob
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(phase, done, total)`; phases are `load`, `pack` and `check`."""
-
-Item = TypeVar("Item")
 
 _MASK_LOOK_S: Final = 0.2
 _MASK_LOOKS: Final = 150
@@ -199,13 +197,13 @@ def step_result(
     """
     if output.logits is None:
         assert output.best is not None, "a head gives logits or their argmax"
-        return StepResult(step_id=plan.step_id, token_ids=_of_sequences(plan, output.best))
-    prompts = [sequence.prompt_logprobs for sequence in plan.sequences if sequence.prompt_logprobs is not None]
+        return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.best))
+    prompts = [sequence.prompt_logprobs for sequence in plan.others if sequence.prompt_logprobs is not None]
     sampled = sampler.sample(output, draws_of(plan), masks, prompts)
     return StepResult(
         step_id=plan.step_id,
-        token_ids=_of_sequences(plan, sampled.token_ids),
-        logprobs=_of_sequences(plan, sampled.logprobs) if sampled.logprobs else (),
+        token_ids=by_sequence(plan, sampled.token_ids),
+        logprobs=by_sequence(plan, sampled.logprobs) if sampled.logprobs else (),
         prompt_logprobs=_prompt_logprobs(plan, sampled.prompt_logprobs) if sampled.prompt_logprobs else (),
     )
 
@@ -215,13 +213,6 @@ def _prompt_logprobs(plan: StepPlan, told_of_all: list[TokenLogprob]) -> tuple[t
     told = iter(told_of_all)
     counts = (len(sequence.prompt_logprobs.token_ids) if sequence.prompt_logprobs else 0 for sequence in plan.sequences)
     return tuple(tuple(islice(told, count)) for count in counts)
-
-
-def _of_sequences(plan: StepPlan, drawn: Sequence[Item | None]) -> tuple[tuple[Item, ...], ...]:
-    """What was drawn, or reported, in each row of a plan, put together for each sequence."""
-    rows = iter(drawn)
-    counts = (sequence.num_draws if sequence.draw else 0 for sequence in plan.sequences)
-    return tuple(tuple(item for item in islice(rows, count) if item is not None) for count in counts)
 
 
 def _order(number: int) -> Message:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from holdfast.worker.plan.draws import draws_of
 from holdfast.worker.plan.step_plan import StepPlan
-from holdfast.worker.sampling_params import GREEDY_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +25,7 @@ class HeadOutput:
 
 def needs_logits(plan: StepPlan) -> bool:
     """Whether a step's result depends on more than the argmax of its rows."""
-    if any(sequence.prompt_logprobs is not None for sequence in plan.sequences):
+    others = plan.others
+    if plan.decodes.columns.need_logits or any(sequence.prompt_logprobs is not None for sequence in others):
         return True
-    return any(
-        draw.temperature >= GREEDY_TEMPERATURE or draw.logits_settings is not None or draw.num_logprobs is not None
-        for draw in draws_of(plan)
-    )
+    return any(sequence.draw is not None and sequence.draw.needs_logits for sequence in others)
