@@ -42,6 +42,7 @@ from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import AttemptKey, EngineRequest, TokenDelta
 from holdfast.worker.sampling.head_output import HeadOutput
+from holdfast.worker.sampling.step_sampler import StepSampler, TorchSampler
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.step_update import StepUpdate
@@ -120,6 +121,10 @@ class FreeModel(ModelRunner):
     @property
     def progress(self) -> ProgressCounter:
         return self._progress
+
+    @property
+    def sampler(self) -> StepSampler:
+        return TorchSampler()
 
     def execute(self, batch: StepBatch) -> HeadOutput:
         self._marks.execute = self._marks.now()

@@ -93,6 +93,11 @@ class ModelRunner:
         """Moves with every layer of every step."""
         return self.program.progress
 
+    @property
+    def sampler(self) -> StepSampler:
+        """Reads this rank's logits, if it is the leader."""
+        return self.program.sampler
+
     def execute(self, batch: StepBatch) -> HeadOutput:
         """Runs one step. What the leader gets counts."""
         return self.program.run(batch, with_logits=batch.with_logits)
@@ -118,7 +123,7 @@ class LeaderRunner:
         output = self._execute(plan, with_logits=needs_logits(plan))
         self._runner.progress.tick()
         masks = self._masks(waiting) if waiting is not None else None
-        result = step_result(plan, output, self._runner.program.sampler, masks)
+        result = step_result(plan, output, self._runner.sampler, masks)
         return replace(result, drafts=drafts) if drafts else result
 
     def logits(self, plan: StepPlan) -> Tensor:
