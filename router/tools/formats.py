@@ -59,5 +59,5 @@ def parser_for(name: str, tools: Sequence[Tool] = ()) -> ToolCallParser:
 
 def detect_format(chat_template: str | None) -> str | None:
     """The format that the template writes calls in, and so the model too; None if it writes none that is known."""
-    template = (chat_template or "").replace("\\n", "\n")
+    template = chat_template or ""
     return next((name for name, signs in _SIGNS if all(sign in template for sign in signs)), None)

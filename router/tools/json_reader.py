@@ -13,11 +13,9 @@ from holdfast.worker.value_types import is_text
 
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR: Final = re.compile(r"[-+.0-9A-Za-z]+")
-_IS_SCALAR: Final = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+IS_SCALAR: Final = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _HEX: Final = re.compile(r"[0-9a-fA-F]{4}")
 _CLOSERS: Final = {"{": "}", "[": "]"}
-_MAX_SCALAR: Final = 1000
-"""Far more characters than a number needs."""
 
 
 def read_json(source: TextSource, emit: Emit) -> Reading[None]:
@@ -120,7 +118,7 @@ def _read_code(source: TextSource, emit: Emit) -> Reading[None]:
 
 def _read_scalar(source: TextSource, emit: Emit) -> Reading[None]:
     scalar = yield from source.take_all(_SCALAR)
-    if not _IS_SCALAR.fullmatch(scalar[: _MAX_SCALAR + 1]):
+    if not IS_SCALAR.fullmatch(scalar):
         raise Malformed
     emit(scalar)
 

@@ -8,7 +8,7 @@ import json
 import re
 from typing import Final
 
-from holdfast.router.tools.json_reader import ignore, pass_space, written
+from holdfast.router.tools.json_reader import IS_SCALAR, ignore, pass_space, written
 from holdfast.router.tools.text_source import Emit, Malformed, Reading, TextSource
 
 _PLAIN: Final = {quote: re.compile(rf"[^{quote}\\\n]+") for quote in "'\""}
@@ -72,6 +72,8 @@ def _read_single(source: TextSource, emit: Emit) -> Reading[None]:
 
 
 def _number(scalar: str) -> str:
+    if IS_SCALAR.fullmatch(scalar):
+        return scalar
     try:
         value = ast.literal_eval(scalar) if len(scalar) <= _MAX_SCALAR else None
         if type(value) not in (int, float):
