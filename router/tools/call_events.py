@@ -44,7 +44,10 @@ CallEvent: TypeAlias = Content | CallBegin | CallArguments | CallEnd
 
 
 def merged(events: Iterable[CallEvent]) -> list[CallEvent]:
-    """The same with adjacent pieces of content, and of one call's arguments, joined, and without empty ones."""
+    """The same with adjacent pieces of content, and of one call's arguments, joined."""
+    events = list(events)
+    if len(events) == 1:
+        return events  # the common case
     runs: list[tuple[CallEvent, list[str]]] = []
     for event in events:
         piece = _piece(event)

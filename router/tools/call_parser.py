@@ -66,7 +66,8 @@ class ToolCallParser(ABC):
         self._source.settle()
 
     def _pass_arguments(self, json: str) -> None:
-        self._events.append(CallArguments(self._num_calls - 1, json))
+        if json:
+            self._events.append(CallArguments(self._num_calls - 1, json))
         self._source.settle()
 
     def _end(self, is_complete: bool = True) -> None:
@@ -124,9 +125,9 @@ class ToolCallParser(ABC):
         """Where the first opening begins, and its text; the end of the text, and None, without one."""
         text, position = self._source.text, self._source.position
         found = [(start, marker) for marker in self.MARKERS if (start := text.find(marker, position)) >= 0]
-        if self.BARE and (start := self._bare_opening()) >= 0:
+        if self.BARE and text.find(self.BARE, position) >= 0 and (start := self._bare_opening()) >= 0:
             found.append((start, ""))
-        return min(found, default=(len(text), None))
+        return min(found) if found else (len(text), None)
 
     def _bare_opening(self) -> int:
         """Where a line begins with `BARE`; -1: nowhere."""

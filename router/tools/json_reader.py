@@ -15,6 +15,7 @@ _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR: Final = re.compile(r"[-+.0-9A-Za-z]+")
 IS_SCALAR: Final = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _HEX: Final = re.compile(r"[0-9a-fA-F]{4}")
+_MAYBE_SPACE: Final = ("", " ", "\n", "\t", "\r")
 _CLOSERS: Final = {"{": "}", "[": "]"}
 
 
@@ -26,14 +27,17 @@ def read_json(source: TextSource, emit: Emit) -> Reading[None]:
     closers: list[str] = []
     wanted = "value"
     while True:
-        yield from pass_space(source, emit)
-        char = yield from source.peek()
+        if (char := source.next_character) in _MAYBE_SPACE:
+            yield from pass_space(source, emit)
+            char = yield from source.peek()
         if closers and char == closers[-1] and wanted in ("first", "more"):
             _pass(source, emit)
             closers.pop()
             wanted = "more"
         elif wanted == "more":
-            yield from _expect(source, ",", emit)
+            if char != ",":
+                raise Malformed
+            _pass(source, emit)
             wanted = "key" if closers[-1] == "}" else "value"
         elif wanted == "key" or (wanted == "first" and closers[-1] == "}"):
             yield from read_string(source, emit)
@@ -54,7 +58,7 @@ def read_json(source: TextSource, emit: Emit) -> Reading[None]:
 def read_string(source: TextSource, emit: Emit) -> Reading[None]:
     """Reads a string with its quotes."""
     yield from _expect(source, '"', emit)
-    while char := (yield from source.peek()):
+    while char := source.next_character or (yield from source.peek()):
         if run := source.take_run(_PLAIN):
             emit(run)
         elif char == "\\":

@@ -46,6 +46,11 @@ class TextSource:
         read, self._settled = self.text[self._settled : self.position], self.position
         return read
 
+    @property
+    def next_character(self) -> str:
+        """As `peek`, without waiting; empty if it has not come."""
+        return self.text[self.position : self.position + 1]
+
     def peek(self) -> Reading[str]:
         """The next character, which remains; empty at the end."""
         while self.position == len(self.text) and not self.has_ended:
@@ -133,5 +138,8 @@ def held_back(text: str, markers: tuple[str, ...]) -> int:
 
 
 def _overlap(text: str, marker: str) -> int:
-    longest = min(len(text), len(marker) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(marker[:length])), 0)
+    """Most ends have not even a marker's first character: only where it stands can the marker begin."""
+    start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while start >= 0 and not marker.startswith(text[start:]):
+        start = text.find(marker[0], start + 1)
+    return len(text) - start if start >= 0 else 0
