@@ -183,7 +183,10 @@ class DispatchHost:
         broken = []
         for action in actions:
             try:
-                self._carry_out(action)
+                if type(action) is Deliver:  # as nearly all of them are
+                    self._deliver(action)
+                else:
+                    self._carry_out(action)
             except Exception:
                 logger.exception("%s failed by a fault of ours", type(action).__name__)
                 broken.append(action)
@@ -193,12 +196,15 @@ class DispatchHost:
 
     # --- inside ---
 
+    def _deliver(self, delivery: Deliver) -> None:
+        self._streams[delivery.request_id].push(delivery)
+        if delivery.finish_reason is not None:
+            self._end_stream(delivery.request_id)
+
     def _carry_out(self, action: Action) -> None:
         match action:
             case Deliver():
-                self._streams[action.request_id].push(action)
-                if action.finish_reason is not None:
-                    self._end_stream(action.request_id)
+                self._deliver(action)
             case SendSubmit():
                 self._ports[action.replica_id].submit(action)
             case SendAbort():

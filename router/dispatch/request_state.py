@@ -180,7 +180,7 @@ class RequestState:
     """Model fingerprint of the last replica that it ran on; of a resumed request, perhaps behind another router."""
     identity_guaranteed: bool = True
     num_steps: int = 0
-    """Steps with output in the last attempt."""
+    """Steps with output in the last attempt, as far as they matter: up to `NUM_STEPS_TO_CLEAR`."""
     num_refusals: int = 0
     """Attempts in a row, without output in between, that replicas gave up while they stayed up."""
     num_replicas_lost: int = 0
@@ -256,7 +256,7 @@ class RequestState:
         first_token_index = len(self.output_token_ids)
         piece = self.text.push(token_ids)
         kept, text = token_ids[: piece.num_tokens], self.unsent_text + piece.text
-        self.output_token_ids.extend(kept)
+        self.output_token_ids += kept
         if piece.stopped:
             finish_reason = FinishReason.STOP
         elif finish_reason is not None:
@@ -265,7 +265,7 @@ class RequestState:
             return None
         self.unsent_text = ""
         return Deliver(
-            request_id=self.request_id,
+            request_id=self.request.request_id,
             first_token_index=first_token_index,
             token_ids=kept,
             text=text,

@@ -92,6 +92,10 @@ class Tokenizer:
         """
         return self._codec.decode([i for i in token_ids if 0 <= i < self.vocab_size], skip_special_tokens)
 
+    def decode_known(self, token_ids: list[int]) -> str:
+        """As `decode`, special tokens included, of ids that the tokenizer knows: what streams do for every token."""
+        return self._codec.decode(token_ids, False)
+
     def length_of(self, token_id: int) -> int:
         """Characters of a single token, special or not. Cached."""
         length = self._lengths.get(token_id)
