@@ -19,8 +19,10 @@ ItemT = TypeVar("ItemT")
 
 
 class Handover(Generic[ItemT]):
-    """Reads `items` on `loop` from the first `__next__` on. Raises there what they raise. To be ended on the loop; it has no `close`,
-    which `yield from` would call."""
+    """Reads `items` on `loop` from the first `__next__` on, and raises there what they raise.
+
+    It ends on the loop, by `end`. It has no `close`, which `yield from` would call on the other thread.
+    """
 
     def __init__(self, items: AsyncGenerator[ItemT, None], loop: asyncio.AbstractEventLoop) -> None:
         self._items = items

@@ -66,7 +66,7 @@ class Call:
                 elif self.num_completions > 1:
                     self._streams[index] = self._streams.pop(index)
                 self.has_more = self.num_completions > 1 or stream.error is not None
-                return self._told(index, delivery)
+                return delivery if self._is_alone and delivery.usage is None else self._told(index, delivery)
         return None
 
     def _told(self, index: int, delivery: Deliver) -> Deliver:

@@ -44,7 +44,7 @@ class OutputStream:
     def poll(self) -> Deliver | None:
         """All output since the last call, if any. After it, raises the error given to `fail`."""
         if self._pending:
-            delivery = merged(self._pending)
+            delivery = self._pending[0] if len(self._pending) == 1 else merged(self._pending)
             self._pending.clear()
             return delivery
         if self.error is not None:

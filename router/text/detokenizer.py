@@ -61,7 +61,7 @@ class IncrementalDetokenizer:
         self.guess = ""
         if len(token_ids) == 1:  # as in nearly every step
             (token_id,) = token_ids
-            return self._push_one(token_id) if self._has_text(token_id) else ""
+            return "" if token_id in self._skipped or token_id >= self._vocab_size else self._push_one(token_id)
         return "".join([self._push_one(token_id) for token_id in token_ids if self._has_text(token_id)])
 
     def finish(self) -> str:
