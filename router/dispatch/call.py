@@ -34,13 +34,10 @@ class Call:
         self._streams = dict(enumerate(streams))
         """Streams that have not ended. The one that was read last is at the end."""
         self._usages: list[Usage] = []
+        self.is_over = not streams
+        """Every sequence has been read to its end."""
         self.has_more = False
         """After `poll` has returned output: whether there may be more to poll at once."""
-
-    @property
-    def is_over(self) -> bool:
-        """Every sequence has been read to its end."""
-        return not self._streams
 
     @property
     def usage(self) -> Usage:
@@ -63,6 +60,7 @@ class Call:
             if delivery is not None:
                 if delivery.finish_reason is not None:
                     del self._streams[index]
+                    self.is_over = not self._streams
                 elif self.num_completions > 1:
                     self._streams[index] = self._streams.pop(index)
                 self.has_more = self.num_completions > 1 or stream.error is not None

@@ -183,8 +183,10 @@ class DispatchHost:
         broken = []
         for action in actions:
             try:
-                if type(action) is Deliver:  # as nearly all of them are
-                    self._deliver(action)
+                if isinstance(action, Deliver):  # as nearly all of them are
+                    self._streams[action.request_id].push(action)
+                    if action.finish_reason is not None:
+                        self._end_stream(action.request_id)
                 else:
                     self._carry_out(action)
             except Exception:
@@ -196,15 +198,8 @@ class DispatchHost:
 
     # --- inside ---
 
-    def _deliver(self, delivery: Deliver) -> None:
-        self._streams[delivery.request_id].push(delivery)
-        if delivery.finish_reason is not None:
-            self._end_stream(delivery.request_id)
-
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: SendSubmit | SendAbort | Fail) -> None:
         match action:
-            case Deliver():
-                self._deliver(action)
             case SendSubmit():
                 self._ports[action.replica_id].submit(action)
             case SendAbort():

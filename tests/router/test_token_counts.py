@@ -182,7 +182,7 @@ def test_a_token_takes_few_calls_from_a_link_to_a_chunk():
     counts, calls = routed()
     assert {len(call.written) for call in calls} == {NUM_TOKENS}, "a chunk for each token, where nothing waits"
     assert counts["encode"] == counts["take"] - 1 == NUM_STREAMS  # and `Routed.take`
-    assert counts["all of Python"] <= 32 * NUM_STREAMS
+    assert counts["all of Python"] <= 28 * NUM_STREAMS
     assert counts["all of C"] <= 30 * NUM_STREAMS
     assert counts["merged"] == 0, "nothing waits, so nothing is to be merged"
     assert counts["public_chunk"] == counts["chunk_message"] == 0, "only the parts that are new are written"
