@@ -183,7 +183,12 @@ class DispatchHost:
         broken = []
         for action in actions:
             try:
-                self._carry_out(action)
+                if isinstance(action, Deliver):  # as nearly all of them are
+                    self._streams[action.request_id].push(action)
+                    if action.finish_reason is not None:
+                        self._end_stream(action.request_id)
+                else:
+                    self._carry_out(action)
             except Exception:
                 logger.exception("%s failed by a fault of ours", type(action).__name__)
                 broken.append(action)
@@ -193,12 +198,8 @@ class DispatchHost:
 
     # --- inside ---
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: SendSubmit | SendAbort | Fail) -> None:
         match action:
-            case Deliver():
-                self._streams[action.request_id].push(action)
-                if action.finish_reason is not None:
-                    self._end_stream(action.request_id)
             case SendSubmit():
                 self._ports[action.replica_id].submit(action)
             case SendAbort():

@@ -3,7 +3,6 @@
 What may live here: those requests, and the completions made of the beams. What may not: the search (`beam_search.py`).
 """
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Final
@@ -13,6 +12,7 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.requests.beam_search import Beam, BeamSearch, extension
+from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.resume import NewSequence
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ class BeamAnswer:
 
     async def _extend(self, beams: Sequence[Beam]) -> list[Deliver]:
         """Generates one token after each beam, in one call."""
-        sequences, has_output = [self._extension(beam) for beam in beams], asyncio.Event()
+        sequences, has_output = [self._extension(beam) for beam in beams], OutputSignal()
         call = open_call(
             self._dispatch_host,
             self.request_id,

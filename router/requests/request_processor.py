@@ -20,6 +20,7 @@ from holdfast.router.request import GenerationRequest, check_text
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.beam_search import BeamSearch
+from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence
 from holdfast.router.text.prompt import check_length, kept_tokens
 from holdfast.router.text.text_stream import TextStream
@@ -69,7 +70,7 @@ class RequestProcessor:
             for index, one in enumerate(siblings(engine_request))
         ]
         self._check_open()
-        has_output = asyncio.Event()
+        has_output = OutputSignal()
         call = open_call(
             self._dispatch_host,
             engine_request.request_id,

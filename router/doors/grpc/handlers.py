@@ -1,14 +1,14 @@
 """gRPC method handlers: register a servicer whose methods take a message and raise `HoldfastError`.
 
 Unlike generated handlers, these answer unparsable bytes (a string that is not UTF-8, say) with INVALID_ARGUMENT rather
-than UNKNOWN, convert errors to statuses in one place, and close a stream's generator as soon as its client is gone.
+than UNKNOWN, and convert errors to statuses in one place. A method is cancelled as soon as its client is gone.
 What may not live here: single methods (`server.py`), the codes of errors (`router/wire/statuses.py`).
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -23,20 +23,21 @@ logger = logging.getLogger(__name__)
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 UnaryMethod: TypeAlias = Callable[[Any, Context], Awaitable[Message]]
-StreamMethod: TypeAlias = Callable[[Any, Context], AsyncGenerator[Message, None]]
+StreamMethod: TypeAlias = Callable[[Any, Context], Awaitable[None]]
+"""Writes its answers itself, as bytes: through a generator and a serializer, each would take longer."""
 
 
 def generic_handler(service: ServiceDescriptor, servicer: object) -> "grpc.GenericRpcHandler[Any, Any]":
-    """Handlers for all methods of a service: unary ones as coroutines, server streams as asynchronous generators."""
+    """Handlers for all methods of a service."""
     handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
 def _handler(method: MethodDescriptor, implementation: Any) -> "grpc.RpcMethodHandler[Any, Any]":
     deserializer = _tolerant_parser(method)
-    serializer = GetMessageClass(method.output_type).SerializeToString
     if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(_stream(implementation), deserializer, serializer)
+        return grpc.unary_stream_rpc_method_handler(_stream(implementation), deserializer)
+    serializer = GetMessageClass(method.output_type).SerializeToString
     return grpc.unary_unary_rpc_method_handler(_unary(implementation), deserializer, serializer)
 
 
@@ -65,9 +66,8 @@ def _unary(method: UnaryMethod) -> Callable[[Message | InvalidRequestError, Cont
 
 def _stream(method: StreamMethod) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
     async def call(request: Message | InvalidRequestError, context: Context) -> None:
-        async with _answering(context), aclosing(method(_checked(request), context)) as messages:
-            async for message in messages:
-                await context.write(message)
+        async with _answering(context):
+            await method(_checked(request), context)
 
     return call
 

@@ -5,7 +5,6 @@ What may live here: the methods, and the server's options. What may not: convers
 """
 
 import math
-from collections.abc import AsyncGenerator
 from typing import Final
 
 import grpc
@@ -14,11 +13,12 @@ from grpc_reflection.v1alpha import reflection
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.doors.grpc.chunk_encoder import ChunkEncoder
 from holdfast.router.doors.grpc.handlers import Context, generic_handler
 from holdfast.router.doors.grpc.health import HealthServicer
-from holdfast.router.doors.public_answer import public_chunk, public_generation
+from holdfast.router.doors.public_answer import public_generation
 from holdfast.router.requests.request_processor import RequestProcessor
-from holdfast.router.wire.codec import chunk_message, generation_message, generation_request
+from holdfast.router.wire.codec import generation_message, generation_request
 from holdfast.router.wire.serving_state import load_response, models_response
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
@@ -52,15 +52,15 @@ class InferenceServicer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
             return generation_message(public_generation(await answer.whole()))
 
-    async def GenerateStream(
-        self, message: inference_pb2.GenerateRequest, context: Context
-    ) -> AsyncGenerator[inference_pb2.GenerateStreamResponse, None]:
+    async def GenerateStream(self, message: inference_pb2.GenerateRequest, context: Context) -> None:
+        """What comes while a chunk is being written goes into the next one."""
         request = generation_request(message)
         request.check_streamable()
         async with self._request_processor.open(request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
+            encode = ChunkEncoder().encode
             async for delivery in answer:
-                yield chunk_message(public_chunk(delivery))
+                await context.write(encode(delivery))
 
     async def Tokenize(
         self, message: inference_pb2.TokenizeRequest, context: Context

@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Any, Final
 
 from holdfast.router.doors.http.bodies import CompletionBody
@@ -119,7 +118,7 @@ class Completions:
 
     def _numbered(self, number: int, delivery: Deliver) -> Deliver:
         index = number * self._per_prompt + delivery.sequence_index
-        return delivery if index == delivery.sequence_index else replace(delivery, sequence_index=index)
+        return delivery if index == delivery.sequence_index else delivery._replace(sequence_index=index)
 
     def _choice(self, output: Deliver, answer: SampledAnswer | BeamAnswer) -> dict[str, Any]:
         index = output.sequence_index

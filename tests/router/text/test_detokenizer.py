@@ -31,6 +31,9 @@ class CountingTokenizer:
         self.fallback_bytes = tokenizer.fallback_bytes
         self.num_decoded = 0
 
+    def decode_known(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids, skip_special_tokens=False)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         self.num_decoded += len(token_ids)
         return self._tokenizer.decode(token_ids, skip_special_tokens)
