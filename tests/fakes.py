@@ -189,7 +189,7 @@ class FakeReplica:
         is_over = done + 1 == submit.sampling_params.max_tokens
         if is_over:
             del self.running[attempt]
-        token_id = ord("a") + (sum(submit.prompt_token_ids) + submit.sampling_params.seed + 7 * done + done * done) % 26
+        token_id = fake_tokens(submit.prompt_token_ids, submit.sampling_params.seed, done + 1)[done]
         finish_reason = LENGTH if is_over else 0
         return engine_pb2.Delta(
             attempt=attempt, first_token_index=done, token_ids=[token_id], finish_reason=finish_reason

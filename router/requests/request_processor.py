@@ -26,6 +26,7 @@ from holdfast.router.text.prompt import check_length, kept_tokens
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.router.text.vocabulary import check_vocabulary, resolved
+from holdfast.router.tools.chat_style import ChatStyle
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, UnknownModelError
 from holdfast.worker.request import EngineRequest
 
@@ -50,6 +51,7 @@ class RequestProcessor:
         self._tokenizers = tokenizers
         self._limits = limits
         self._is_closed = False
+        self._chat_styles: dict[str, ChatStyle] = {}
 
     def close(self) -> None:
         """From here on new requests are refused; open ones go on."""
@@ -121,6 +123,18 @@ class RequestProcessor:
         text = await self._tokenizers.render(self.model(model).name, chat)
         check_text(text, self._limits, "chat")
         return await self._tokenizers.encode(self.model(model).name, text, add_special_tokens=False)
+
+    async def render(self, model: str, chat: Chat) -> str:
+        """The text of a chat's prompt. Raises `HoldfastError`."""
+        chat.check(self._limits)
+        return await self._tokenizers.render(self.model(model).name, chat)
+
+    def chat_style(self, model: str) -> ChatStyle:
+        """In which formats a model that is served here writes calls and reasoning. Raises `HoldfastError`."""
+        name = self.model(model).name
+        if name not in self._chat_styles:
+            self._chat_styles[name] = ChatStyle.of(self._tokenizers[name])
+        return self._chat_styles[name]
 
     def token_text(self, model: str, token_id: int) -> str:
         """The text of a single token of a model that is served here; incomplete characters are U+FFFD."""

@@ -24,7 +24,8 @@ from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from holdfast.router.doors.http.chat_completions import chat_events, chat_request, flat_message, whole_chat
+from holdfast.router.doors.http.chat_completions import chat_events, flat_message, whole_chat
+from holdfast.router.doors.http.chat_plan import plan_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
 from holdfast.router.doors.http.errors import http_error
 from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, EventStream, Shape
@@ -104,16 +105,19 @@ class HttpDoor:
 
     async def chat_completions(self, request: Request) -> ASGIApp:
         body = ChatBody.read(await self._content(request))
-        generation = chat_request(body, _tenant(request))
+        plan = await plan_chat(body, self._requests, _tenant(request))
+        generation = plan.request
         if not body.streams:
             answer: SampledAnswer | BeamAnswer
             async with AsyncExitStack() as stack:
                 (answer,) = await self._open(stack, [generation])
                 completed = await _unless_gone(request, answer.whole())
-            return _json(whole_chat(body, completed, self._text_of(completed.model)))
+            return _json(whole_chat(body, completed, self._text_of(completed.model), plan.new_reader))
         generation.check_streamable()
         return EventStream(
-            self._stream(generation, lambda answer: chat_events(body, answer, self._text_of(answer.model))),
+            self._stream(
+                generation, lambda answer: chat_events(body, answer, self._text_of(answer.model), plan.new_reader)
+            ),
             _headers(request),
         )
 

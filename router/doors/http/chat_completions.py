@@ -5,31 +5,30 @@ What may not live here: fields (`bodies.py`), parameters (`sampling.py`), the HT
 
 import json
 import time
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Final
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 from holdfast.router.chat import Chat
 from holdfast.router.doors.http.bodies import ChatBody
-from holdfast.router.doors.http.choices import (
-    TokenText,
-    chat_logprobs,
-    finish_of,
-    prompt_logprobs_of,
-    usage_of,
-)
+from holdfast.router.doors.http.calls import call_prefix, delta_of, finish_after_calls, whole_message
+from holdfast.router.doors.http.choices import TokenText, chat_logprobs, prompt_logprobs_of, usage_of
 from holdfast.router.doors.http.sampling import chat_params, priority_of
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
+from holdfast.router.tools.chat_style import ChatReader
+from holdfast.router.tools.tools import Tool
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.structured_outputs import StructuredOutputs
 
 DONE: Final = b"data: [DONE]\n\n"
 
+NewReader: TypeAlias = Callable[[], ChatReader | None]
+"""Makes what reads one choice's text; None where it is content as it stands."""
 
-def chat_request(body: ChatBody, tenant: str = "") -> GenerationRequest:
-    """The request that a body makes. Raises `InvalidRequestError`, naming the field."""
-    if body.tools:
-        raise InvalidRequestError("tools", len(body.tools), "is not supported")
+
+def chat_of(body: ChatBody, tools: Sequence[Tool]) -> Chat:
+    """The conversation. Raises `InvalidRequestError`, naming the field."""
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
@@ -37,16 +36,47 @@ def chat_request(body: ChatBody, tenant: str = "") -> GenerationRequest:
         variables["documents"] = body.documents
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    chat = Chat(messages=[flat_message(message) for message in body.messages], template_kwargs=variables)
+    if tools:
+        variables["tools"] = [tool.for_template() for tool in tools]
+    messages = [with_arguments(flat_message(message)) for message in body.messages]
+    return Chat(messages=messages, template_kwargs=variables)
+
+
+def chat_request(
+    body: ChatBody, chat: Chat, structure: StructuredOutputs | None, *, keeps_special: bool, tenant: str = ""
+) -> GenerationRequest:
+    """The request that a body makes. With `keeps_special` its text keeps special tokens, for a reader to find."""
+    params = chat_params(body, structure)
     return GenerationRequest(
         chat=chat,
         model=body.model or "",
-        sampling_params=chat_params(body),
+        sampling_params=params.with_changes(skip_special_tokens=False) if keeps_special else params,
         priority=priority_of(body),
         timeout_s=body.timeout,
         cache_salt=body.cache_salt or "",
         tenant=tenant,
     )
+
+
+def with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose calls have their arguments as objects, as templates take them, and not as JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: object) -> object:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise InvalidRequestError("messages.tool_calls", call, "must be objects with a function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            raise InvalidRequestError("messages.tool_calls", arguments, "must have arguments in JSON") from None
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -72,7 +102,9 @@ def chat_id(request_id: str) -> str:
     return f"chatcmpl-{request_id}"
 
 
-def whole_chat(body: ChatBody, completed: CompletedRequest, text_of: TokenText) -> dict[str, Any]:
+def whole_chat(
+    body: ChatBody, completed: CompletedRequest, text_of: TokenText, new_reader: NewReader
+) -> dict[str, Any]:
     """The whole response."""
     first = completed.completions[0].output
     response: dict[str, Any] = {
@@ -80,7 +112,7 @@ def whole_chat(body: ChatBody, completed: CompletedRequest, text_of: TokenText) 
         "object": "chat.completion",
         "created": int(time.time()),
         "model": completed.model,
-        "choices": [_whole_choice(body, item.output, text_of) for item in completed.completions],
+        "choices": [_whole_choice(body, item.output, text_of, new_reader()) for item in completed.completions],
         "usage": usage_of(completed.usage),
         "system_fingerprint": first.fingerprint or None,
         "service_tier": None,
@@ -90,21 +122,26 @@ def whole_chat(body: ChatBody, completed: CompletedRequest, text_of: TokenText) 
     return response
 
 
-def _whole_choice(body: ChatBody, output: Deliver, text_of: TokenText) -> dict[str, Any]:
+def _whole_choice(body: ChatBody, output: Deliver, text_of: TokenText, reader: ChatReader | None) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+    if reader is not None:
+        message |= whole_message(call_prefix(output), [*reader.push(output.text), *reader.finish()])
     choice: dict[str, Any] = {
         "index": output.sequence_index,
-        "message": {"role": "assistant", "content": output.text, "refusal": None},
+        "message": message,
         "logprobs": chat_logprobs(output.logprobs, text_of),
-        "finish_reason": finish_of(output.finish_reason),
+        "finish_reason": finish_after_calls(output.finish_reason, reader),
     }
     if body.return_token_ids:
         choice["token_ids"] = list(output.token_ids)
     return choice
 
 
-async def chat_events(body: ChatBody, answer: SampledAnswer, text_of: TokenText) -> AsyncGenerator[bytes, None]:
+async def chat_events(
+    body: ChatBody, answer: SampledAnswer, text_of: TokenText, new_reader: NewReader
+) -> AsyncGenerator[bytes, None]:
     """The events of a stream, the last of which says that it is done."""
-    chunks = _Chunks(body, answer)
+    chunks = _Chunks(body, answer, new_reader)
     async for delivery in answer:
         yield chunks.of(delivery, text_of)
         if delivery.usage is not None and body.tells_usage:
@@ -115,8 +152,9 @@ async def chat_events(body: ChatBody, answer: SampledAnswer, text_of: TokenText)
 class _Chunks:
     """Chunks of one stream. What all of them have in common is made once."""
 
-    def __init__(self, body: ChatBody, answer: SampledAnswer) -> None:
+    def __init__(self, body: ChatBody, answer: SampledAnswer, new_reader: NewReader) -> None:
         self._body = body
+        self._new_reader = new_reader
         self._num_prompt_tokens = len(answer.prompt_token_ids)
         self._head = {
             "id": chat_id(answer.request_id),
@@ -124,7 +162,8 @@ class _Chunks:
             "created": int(time.time()),
             "model": answer.model,
         }
-        self._has_begun: set[int] = set()
+        self._readers: dict[int, ChatReader | None] = {}
+        """Of the choices that have begun."""
         self._fingerprint: str | None = None
         self._num_completion_tokens = 0
 
@@ -136,15 +175,32 @@ class _Chunks:
             self._head["system_fingerprint"] = delivery.fingerprint or None
         events = b""
         index = delivery.sequence_index
-        if index not in self._has_begun:
-            self._has_begun.add(index)
+        if index not in self._readers:
+            self._readers[index] = self._new_reader()
             events = self._event(index, {"role": "assistant", "content": ""}, None, None)
         logprobs = chat_logprobs(delivery.logprobs, text_of)
         extra: dict[str, Any] = {}
         if self._body.return_token_ids:
             extra["token_ids"] = list(delivery.token_ids)
-        delta = {"content": delivery.text} if delivery.text else {}
-        return events + self._event(index, delta, logprobs, finish_of(delivery.finish_reason), extra)
+        reader = self._readers[index]
+        finish_reason = finish_after_calls(delivery.finish_reason, reader)
+        if reader is None:
+            delta = {"content": delivery.text} if delivery.text else {}
+            return events + self._event(index, delta, logprobs, finish_reason, extra)
+        read = reader.push(delivery.text)
+        if delivery.finish_reason is not None:
+            read += reader.finish()
+            finish_reason = finish_after_calls(delivery.finish_reason, reader)
+        deltas = [delta_of(call_prefix(delivery), event) for event in read]
+        told = [delta for delta in deltas if delta]
+        if finish_reason is not None or logprobs is not None or extra or len(told) != 1:
+            told.append({})
+        for number, one in enumerate(told):
+            is_last = number == len(told) - 1
+            events += self._event(
+                index, one, logprobs if is_last else None, finish_reason if is_last else None, extra if is_last else {}
+            )
+        return events
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk after the last choice."""
