@@ -49,6 +49,11 @@ class RequestProcessor:
         self._limits = limits
         self._is_closed = False
 
+    @property
+    def is_closed(self) -> bool:
+        """New requests are refused."""
+        return self._is_closed
+
     def close(self) -> None:
         """From here on new requests are refused; open ones go on."""
         self._is_closed = True
@@ -112,6 +117,10 @@ class RequestProcessor:
         """The token ids of a text prompt. Raises `HoldfastError`."""
         check_text(text, self._limits)
         return await self._tokenizers.encode(self.model(model).name, text)
+
+    def token_text(self, model: str, token_id: int) -> str:
+        """The text of a single token of a model that is served here; incomplete characters are U+FFFD."""
+        return self._tokenizers[model].decode((token_id,), skip_special_tokens=False)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """The text of token ids. Raises `HoldfastError`."""

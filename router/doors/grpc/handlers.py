@@ -24,10 +24,15 @@ logger = logging.getLogger(__name__)
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 UnaryMethod: TypeAlias = Callable[[Any, Context], Awaitable[Message]]
 StreamMethod: TypeAlias = Callable[[Any, Context], AsyncGenerator[Message, None]]
+Requests: TypeAlias = AsyncIterator[Message | InvalidRequestError]
+"""A client's stream. What is no message is an error in its place."""
 
 
 def generic_handler(service: ServiceDescriptor, servicer: object) -> "grpc.GenericRpcHandler[Any, Any]":
-    """Handlers for all methods of a service: unary ones as coroutines, server streams as asynchronous generators."""
+    """Handlers for all methods of a service: unary ones as coroutines, streaming ones as asynchronous generators.
+
+    A method with streams both ways takes `Requests`.
+    """
     handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
@@ -35,6 +40,8 @@ def generic_handler(service: ServiceDescriptor, servicer: object) -> "grpc.Gener
 def _handler(method: MethodDescriptor, implementation: Any) -> "grpc.RpcMethodHandler[Any, Any]":
     deserializer = _tolerant_parser(method)
     serializer = GetMessageClass(method.output_type).SerializeToString
+    if method.client_streaming:
+        return grpc.stream_stream_rpc_method_handler(_streams(implementation), deserializer, serializer)
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(_stream(implementation), deserializer, serializer)
     return grpc.unary_unary_rpc_method_handler(_unary(implementation), deserializer, serializer)
@@ -66,6 +73,15 @@ def _unary(method: UnaryMethod) -> Callable[[Message | InvalidRequestError, Cont
 def _stream(method: StreamMethod) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
     async def call(request: Message | InvalidRequestError, context: Context) -> None:
         async with _answering(context), aclosing(method(_checked(request), context)) as messages:
+            async for message in messages:
+                await context.write(message)
+
+    return call
+
+
+def _streams(method: StreamMethod) -> Callable[[Requests, Context], Awaitable[None]]:
+    async def call(requests: Requests, context: Context) -> None:
+        async with _answering(context), aclosing(method(requests, context)) as messages:
             async for message in messages:
                 await context.write(message)
 

@@ -1,21 +1,21 @@
-"""gRPC servicer and server of the public API: `holdfast.v1.Inference`, health and reflection on one port.
+"""gRPC servicer of the public API, `holdfast.v1.Inference`, and the server that has all services on one port.
 
-What may live here: the methods, and the server's options. What may not: conversion of messages (`router/wire/`), checks
-(`router/requests/request_processor.py`), decisions (`router/dispatch/`).
+What may live here: the methods, and the server's options. What may not: other services, conversion of messages
+(`router/wire/`), checks (`router/requests/request_processor.py`), decisions (`router/dispatch/`).
 """
 
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Final
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from google.protobuf.descriptor import ServiceDescriptor
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.grpc.handlers import Context, generic_handler
-from holdfast.router.doors.grpc.health import HealthServicer
+from holdfast.router.doors.grpc.reflection import add_reflection
+from holdfast.router.doors.grpc.request_ids import REQUEST_ID_HEADER, with_request_id
 from holdfast.router.doors.public_answer import public_chunk, public_generation
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.wire.codec import chunk_message, generation_message, generation_request
@@ -24,7 +24,6 @@ from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
-REQUEST_ID_HEADER: Final = "x-request-id"
 
 MAX_ARRIVING: Final = 2**15
 """Most calls that wait to be handled, about three seconds' worth, and most concurrent calls of one connection."""
@@ -40,7 +39,7 @@ class InferenceServicer:
     async def Generate(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
-        request = generation_request(message)
+        request = generation_request(with_request_id(message, context))
         if request.resume is not None:
             raise InvalidRequestError("resume", "set", "is for GenerateStream; Generate answers with the whole output")
         opening = (
@@ -55,7 +54,7 @@ class InferenceServicer:
     async def GenerateStream(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[inference_pb2.GenerateStreamResponse, None]:
-        request = generation_request(message)
+        request = generation_request(with_request_id(message, context))
         request.check_streamable()
         async with self._request_processor.open(request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
@@ -87,13 +86,13 @@ class InferenceServicer:
 
 
 def build_server(
-    servicer: InferenceServicer, health_servicer: HealthServicer, config: RouterConfig, limits: LimitsConfig
+    servicers: Mapping[ServiceDescriptor, object], config: RouterConfig, limits: LimitsConfig
 ) -> grpc.aio.Server:
-    """A server with all services, not yet bound or started. Made on a running event loop."""
+    """A server with these services and reflection, not yet bound or started. Made on a running event loop."""
     server = grpc.aio.server(options=_options(config, limits))
-    server.add_generic_rpc_handlers((generic_handler(SERVICE, servicer),))
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    handlers = [generic_handler(service, servicer) for service, servicer in servicers.items()]
+    server.add_generic_rpc_handlers(tuple(handlers))
+    add_reflection(server, servicers)
     return server
 
 
