@@ -73,6 +73,10 @@ class SampledAnswer:
                 return delivery
             await self._has_output.wait()
 
+    def abort(self) -> bool:
+        """As `Call.abort`."""
+        return self._call.abort()
+
     def await_ends(self) -> None:
         """From here on iterating gives the output of a sequence when it has ended, not at every step."""
         self._call.await_ends()

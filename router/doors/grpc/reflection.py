@@ -24,7 +24,8 @@ def add_reflection(server: grpc.aio.Server, services: Iterable[ServiceDescriptor
     """Tells clients of these services, and of reflection itself. Not yet started, as `server`."""
     served = tuple(services)
     alpha = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
-    pools = dict.fromkeys([*(service.file.pool for service in served), Default(), _v1_pool()])
+    own = [service.file.pool for service in served if service.file.pool is not Default()]
+    pools = dict.fromkeys([*own, _v1_pool(), Default()])  # others may have registered less of a protocol by default
     names = [*(service.full_name for service in served), alpha.full_name, alpha.full_name.replace(_ALPHA, _V1)]
     servicer = reflection.aio.ReflectionServicer(names, pool=_Pools(tuple(pools)))  # type: ignore[attr-defined]
     handler = grpc.stream_stream_rpc_method_handler(

@@ -13,6 +13,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.doors.grpc.compression import GZIP_OPTIONS, Gzip
 from holdfast.router.doors.grpc.handlers import Context, generic_handler
 from holdfast.router.doors.grpc.reflection import add_reflection
 from holdfast.router.doors.grpc.request_ids import REQUEST_ID_HEADER, with_request_id
@@ -25,8 +26,11 @@ from holdfast.worker.errors import InvalidRequestError
 
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
 
+MAX_MS: Final = 2**31 - 1
+"""gRPC's longest time, which means for ever."""
+
 MAX_ARRIVING: Final = 2**15
-"""Most calls that wait to be handled, about three seconds' worth, and most concurrent calls of one connection."""
+"""Most calls that wait to be handled, about three seconds' worth."""
 
 
 class InferenceServicer:
@@ -61,6 +65,9 @@ class InferenceServicer:
             async for delivery in answer:
                 yield chunk_message(public_chunk(delivery))
 
+    async def Abort(self, message: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
+        return inference_pb2.AbortResponse(was_open=self._request_processor.abort(message.request_id))
+
     async def Tokenize(
         self, message: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
@@ -89,7 +96,8 @@ def build_server(
     servicers: Mapping[ServiceDescriptor, object], config: RouterConfig, limits: LimitsConfig
 ) -> grpc.aio.Server:
     """A server with these services and reflection, not yet bound or started. Made on a running event loop."""
-    server = grpc.aio.server(options=_options(config, limits))
+    interceptors = [] if config.gzip_above is None else [Gzip(config.gzip_above)]
+    server = grpc.aio.server(interceptors=interceptors, options=_options(config, limits))
     handlers = [generic_handler(service, servicer) for service, servicer in servicers.items()]
     server.add_generic_rpc_handlers(tuple(handlers))
     add_reflection(server, servicers)
@@ -104,7 +112,7 @@ def _options(config: RouterConfig, limits: LimitsConfig) -> list[tuple[str, int]
         # By default gRPC cancels calls at random once 1,000 wait to be handled, and those that have waited for 30 s.
         # Here all are handled, and rejected with a reason if there is no room. Calls beyond a connection's limit wait
         # in the client.
-        ("grpc.max_concurrent_streams", MAX_ARRIVING),
+        ("grpc.max_concurrent_streams", config.max_concurrent_streams),
         ("grpc.server.max_pending_requests", MAX_ARRIVING),
         ("grpc.server.max_pending_requests_hard_limit", MAX_ARRIVING),
         ("grpc.server_max_unrequested_time_in_server", math.ceil(limits.max_timeout_s)),
@@ -114,4 +122,12 @@ def _options(config: RouterConfig, limits: LimitsConfig) -> list[tuple[str, int]
         # Clients may ping once a second, to detect a router that is frozen or unreachable.
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
         ("grpc.keepalive_permit_without_calls", 1),
+        *_given_ms("grpc.max_connection_age_ms", config.max_connection_age_s),
+        *_given_ms("grpc.max_connection_age_grace_ms", config.max_connection_age_grace_s),
+        *(() if config.gzip_above is None else GZIP_OPTIONS),
     ]
+
+
+def _given_ms(option: str, seconds: float | None) -> list[tuple[str, int]]:
+    """An option in milliseconds, where a setting gives it."""
+    return [] if seconds is None else [(option, min(math.ceil(seconds * 1000), MAX_MS))]

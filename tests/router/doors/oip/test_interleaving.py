@@ -81,8 +81,10 @@ async def test_requests_that_break_off_end_the_stream_with_their_error():
     async def answers(number):
         yield number
 
-    with pytest.raises(ExceptionGroup) as caught:
+    async def collected():
         async with aclosing(interleaved(requests(), answers, most_open=9)) as found:
-            async for _ in found:
-                pass
+            return [item async for item in found]
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await collected()
     assert caught.group_contains(ZeroDivisionError)

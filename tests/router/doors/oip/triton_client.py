@@ -35,7 +35,11 @@ def asked(client, model: str) -> dict[str, object]:
     return {
         "live": client.is_server_live(),
         "ready": client.is_server_ready(),
-        "model_ready": [client.is_model_ready(model), client.is_model_ready("gpt-9"), client.is_model_ready(model, "2")],
+        "model_ready": [
+            client.is_model_ready(model),
+            client.is_model_ready("gpt-9"),
+            client.is_model_ready(model, "2"),
+        ],
         "server": client.get_server_metadata(as_json=True)["name"],
         "inputs": [item["name"] for item in metadata["inputs"]],
         "decoupled": config["config"]["model_transaction_policy"]["decoupled"],
