@@ -21,7 +21,12 @@ def channel_to(*places) -> grpc.aio.Channel:
 @on_a_loop
 async def test_calls_go_round_the_routers_that_can_serve():
     mine, other = await FakeReplica.start("a"), await FakeReplica.start("b")
-    async with site(mine) as first, site(other) as second, channel_to(first, second) as channel:
+    config = RouterConfig(replica_wait_s=0, max_reconnect_s=0.1)  # who asks just then is sent on, and does not wait
+    async with (
+        site(mine, config=config) as first,
+        site(other, config=config) as second,
+        channel_to(first, second) as channel,
+    ):
         stub = inference_pb2_grpc.InferenceStub(channel)
 
         async def shares(num_calls: int = 20) -> list[int]:
