@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,17 +54,29 @@ async def test_tritonclient_is_served_as_by_triton():
         assert found["statistics"]["inference_count"] == "11"
 
 
+@on_a_loop
+async def test_the_program_of_the_documentation_prints_what_is_streamed():
+    page = SCRIPT.parents[4].joinpath("docs/doors.md").read_text()
+    (program,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "tritonclient" in text]
+    async with site(await FakeReplica.start()) as place:
+        output = await printed_by("-c", program.replace("localhost:50051", place.router.address))
+        (submit,) = place.replicas[0].submits
+        assert output == expected("The capital of France is", submit.sampling_params.seed, 8)[1]
+
+
 async def client_of(place) -> dict:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, str(SCRIPT), place.router.address, "fake", stdout=asyncio.subprocess.PIPE
-    )
+    return json.loads(await printed_by(str(SCRIPT), place.router.address, "fake"))
+
+
+async def printed_by(*arguments: str) -> str:
+    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
     try:
         output, _ = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
     assert process.returncode == 0
-    return json.loads(output)
+    return output.decode()
 
 
 def test_every_message_is_that_of_tritons_definition():
