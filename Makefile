@@ -52,6 +52,7 @@ proto: install   ## Regenerate the protobuf stubs.
 
 proto-check: install
 	@$(BIN)/python scripts/generate_stubs.py --check
+	@$(BIN)/buf lint proto
 
 check: lint types proto-check  ## All that CI checks, but for the tests.
 

@@ -11,10 +11,10 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.doors.grpc.health import HealthServicer
-from holdfast.router.doors.grpc.server import InferenceServicer, build_server
+from holdfast.router.doors.grpc import health, server
 from holdfast.router.doors.http.app import HttpDoor
 from holdfast.router.doors.http.server import HttpServer
+from holdfast.router.doors.oip import servicer as open_inference
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import ReplicaDirectory
 from holdfast.router.requests.request_processor import RequestProcessor
@@ -38,15 +38,20 @@ class Router:
         load_tokenizer: Callable[[str], Tokenizer],
         order: ServiceOrderConfig | None = None,
     ) -> None:
-        self._health = HealthServicer()
+        self._health = health.HealthServicer()
         dispatch = Dispatch(config, limits, random.Random().randrange, order=order)
         self._dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), self._publish_health)
         tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
         self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits)
         self._link_pool = LinkPool(self._dispatch_host, tokenizers, config)
-        servicer = InferenceServicer(self._request_processor, self._dispatch_host)
-        self._server: grpc.aio.Server = build_server(servicer, self._health, config, limits)
-        self._http_door = HttpDoor(self._request_processor, self._dispatch_host, limits)
+        parts = self._request_processor, self._dispatch_host
+        servicers = {
+            server.SERVICE: server.InferenceServicer(*parts),
+            open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts),
+            health.SERVICE: self._health,
+        }
+        self._server: grpc.aio.Server = server.build_server(servicers, config, limits)
+        self._http_door = HttpDoor(*parts, limits)
         self._http_server: HttpServer | None = None
         self._following: asyncio.Task[None] | None = None
         self.address = ""

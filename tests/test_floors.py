@@ -135,7 +135,7 @@ def test_the_compiler_driver_runs_before_anything_is_installed():
 
 def test_only_wires_import_the_stubs():
     for path, name in sources().items():
-        if any(imported.startswith("holdfast.v1") for imported in imports(path)):
+        if any(imported.startswith(("holdfast.v1", "holdfast.foreign")) for imported in imports(path)):
             assert ".".join(room(name)) in STUBS, name
 
 

@@ -48,7 +48,8 @@ def test_the_wheel_has_one_top_level_name_and_its_data(installed):
     names = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
     assert names == {"holdfast"}
     package = installed / "holdfast"
-    for name in ("py.typed", "v1/inference.proto", "v1/inference_pb2.pyi", "cluster/bundled_model/model/config.json"):
+    protos = ("v1/inference.proto", "v1/inference_pb2.pyi", "foreign/grpc_service.proto", "foreign/health_pb2.pyi")
+    for name in ("py.typed", *protos, "cluster/bundled_model/model/config.json"):
         assert (package / name).exists(), name
 
 

@@ -22,12 +22,18 @@ class Call:
     """The output streams of a request's siblings as one, for one reader. Whoever opens a call closes it."""
 
     def __init__(
-        self, request_id: str, streams: Sequence[OutputStream], close: Callable[[], None], echo: str = ""
+        self,
+        request_id: str,
+        streams: Sequence[OutputStream],
+        close: Callable[[], None],
+        echo: str = "",
+        abort: Callable[[OutputStream], bool] = lambda stream: False,
     ) -> None:
         self.request_id = request_id
         self.num_completions = len(streams)
         self.close = close
         """Cancels what has not ended. Nothing is read after it."""
+        self._abort = abort
         self._echo = echo
         self._is_alone = len(streams) == 1 and not echo and streams[0].request_id == request_id
         """What its one stream delivers is the call's own."""
@@ -43,6 +49,11 @@ class Call:
     def usage(self) -> Usage:
         """The usage of all sequences that have ended."""
         return merged_usage(self._usages)
+
+    def abort(self) -> bool:
+        """Ends what has not ended, with finish reason ABORT, for the reader to read. Returns whether there was any."""
+        were_open = [self._abort(stream) for stream in self._streams.values()]
+        return any(were_open)
 
     def await_ends(self) -> None:
         """From here on `on_output` is called only when a sequence ends, so the reader is not woken by every step."""
@@ -109,7 +120,7 @@ def open_call(
                 )
                 opened.callback(dispatch_host.close, stream)
             streams.append(stream)
-        return Call(request_id, streams, opened.pop_all().close, echo)
+        return Call(request_id, streams, opened.pop_all().close, echo, dispatch_host.abort)
 
 
 def stopping() -> RequestAbortedError:

@@ -112,6 +112,13 @@ class DispatchHost:
             self._end_stream(stream.request_id)
             self.perform(self._dispatch.cancel(stream.request_id, self.now()))
 
+    def abort(self, stream: OutputStream) -> bool:
+        """Ends the request of a stream, if it is still open, with finish reason ABORT. Returns whether it was."""
+        is_open = self._streams.get(stream.request_id) is stream
+        if is_open:
+            self.perform(self._dispatch.abort(stream.request_id, self.now()))
+        return is_open
+
     # --- for links ---
 
     def replica_up(self, port: ReplicaPort, facts: ReplicaFacts, load: EngineLoad) -> None:

@@ -76,6 +76,10 @@ class SampledAnswer:
                 has_output.is_set = call.has_more
                 return delivery
 
+    def abort(self) -> bool:
+        """As `Call.abort`."""
+        return self._call.abort()
+
     def await_ends(self) -> None:
         """From here on iterating gives the output of a sequence when it has ended, not at every step."""
         self._call.await_ends()

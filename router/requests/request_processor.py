@@ -20,6 +20,7 @@ from holdfast.router.request import GenerationRequest, check_text
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.beam_search import BeamSearch
+from holdfast.router.requests.open_answers import OpenAnswers
 from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence
 from holdfast.router.text.prompt import check_length, kept_tokens
@@ -52,6 +53,12 @@ class RequestProcessor:
         self._limits = limits
         self._is_closed = False
         self._chat_styles: dict[str, ChatStyle] = {}
+        self._open_answers = OpenAnswers()
+
+    @property
+    def is_closed(self) -> bool:
+        """New requests are refused."""
+        return self._is_closed
 
     def close(self) -> None:
         """From here on new requests are refused; open ones go on."""
@@ -83,10 +90,9 @@ class RequestProcessor:
             client_attempt=admitted.attempt,
             echo=admitted.echo,
         )
-        with closing(call):
-            yield SampledAnswer(
-                call, has_output, model, engine_request.sampling_params, engine_request.prompt_token_ids
-            )
+        answer = SampledAnswer(call, has_output, model, engine_request.sampling_params, engine_request.prompt_token_ids)
+        with closing(call), self._open_answers.holding(answer):
+            yield answer
 
     @asynccontextmanager
     async def search(
@@ -101,7 +107,7 @@ class RequestProcessor:
             model.facts.max_sequence_len,
             model.facts.eos_token_ids,
         )
-        yield BeamAnswer(
+        answer = BeamAnswer(
             engine_request,
             search,
             self._dispatch_host,
@@ -111,6 +117,14 @@ class RequestProcessor:
             echo=admitted.echo,
             client_attempt=admitted.attempt,
         )
+        with self._open_answers.holding(answer):
+            yield answer
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request, whoever has sent it, after the output that it has. Returns whether it was open."""
+        if not request_id:
+            raise InvalidRequestError("request_id", request_id, "must be set")
+        return self._open_answers.abort(request_id)
 
     async def tokenize(self, model: str, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of a text prompt. Raises `HoldfastError`."""

@@ -76,6 +76,9 @@ class Call:
     def time_remaining(self) -> None:
         return None
 
+    def invocation_metadata(self) -> None:
+        return None
+
     async def send_initial_metadata(self, metadata: object) -> None: ...
 
     async def write(self, chunk: bytes) -> None:

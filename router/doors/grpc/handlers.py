@@ -7,8 +7,9 @@ What may not live here: single methods (`server.py`), the codes of errors (`rout
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from inspect import isasyncgenfunction
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -25,19 +26,28 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 UnaryMethod: TypeAlias = Callable[[Any, Context], Awaitable[Message]]
 StreamMethod: TypeAlias = Callable[[Any, Context], Awaitable[None]]
 """Writes its answers itself, as bytes: through a generator and a serializer, each would take longer."""
+GeneratorMethod: TypeAlias = Callable[[Any, Context], AsyncGenerator[Message, None]]
+Requests: TypeAlias = AsyncIterator[Message | InvalidRequestError]
+"""A client's stream. What is no message is an error in its place."""
 
 
 def generic_handler(service: ServiceDescriptor, servicer: object) -> "grpc.GenericRpcHandler[Any, Any]":
-    """Handlers for all methods of a service."""
+    """Handlers for all methods of a service: unary ones are coroutines, streams to the client are coroutines that write
+    or asynchronous generators, and streams both ways are generators that take `Requests`.
+    """
     handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
 def _handler(method: MethodDescriptor, implementation: Any) -> "grpc.RpcMethodHandler[Any, Any]":
     deserializer = _tolerant_parser(method)
+    serializer = GetMessageClass(method.output_type).SerializeToString
+    if method.client_streaming:
+        return grpc.stream_stream_rpc_method_handler(_streams(implementation), deserializer, serializer)
+    if isasyncgenfunction(implementation):
+        return grpc.unary_stream_rpc_method_handler(_generated(implementation), deserializer, serializer)
     if method.server_streaming:
         return grpc.unary_stream_rpc_method_handler(_stream(implementation), deserializer)
-    serializer = GetMessageClass(method.output_type).SerializeToString
     return grpc.unary_unary_rpc_method_handler(_unary(implementation), deserializer, serializer)
 
 
@@ -68,6 +78,24 @@ def _stream(method: StreamMethod) -> Callable[[Message | InvalidRequestError, Co
     async def call(request: Message | InvalidRequestError, context: Context) -> None:
         async with _answering(context):
             await method(_checked(request), context)
+
+    return call
+
+
+def _generated(method: GeneratorMethod) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
+    async def call(request: Message | InvalidRequestError, context: Context) -> None:
+        async with _answering(context), aclosing(method(_checked(request), context)) as messages:
+            async for message in messages:
+                await context.write(message)
+
+    return call
+
+
+def _streams(method: GeneratorMethod) -> Callable[[Requests, Context], Awaitable[None]]:
+    async def call(requests: Requests, context: Context) -> None:
+        async with _answering(context), aclosing(method(requests, context)) as messages:
+            async for message in messages:
+                await context.write(message)
 
     return call
 

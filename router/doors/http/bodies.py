@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.router.doors.http.errors import invalid_body
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.sampling_params import PARAMETERS
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +67,20 @@ class Reads(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "spaces_between_special_tokens": (True,),
+        "truncation_side": ("left",),
+        "logprob_token_ids": ([],),
+        "kv_transfer_params": ({},),
+        "vllm_xargs": ({},),
+        "thinking_token_budget": (),
+        "repetition_detection": (),
+    }
     """Fields that are not supported, with the values that ask for nothing. None always asks for nothing."""
+
+    def given(self, name: str) -> Any:
+        """A sampling parameter as the body says it; None where it does not."""
+        return (self.model_extra or {}).get(name)
 
     @classmethod
     def read(cls, content: bytes) -> Self:
@@ -84,52 +97,21 @@ class Reads(BaseModel):
             if name in self.neutral:
                 if value is not None and value not in self.neutral[name]:
                     raise InvalidRequestError(name, value, "is not supported")
-            elif name not in _ACCEPTED and name not in _logged and len(_logged) < 1000:
+            elif name not in PARAMETERS and name not in _ACCEPTED and name not in _logged and len(_logged) < 1000:
                 _logged.add(name)
                 logger.warning("a request has a field that is not known here, %r: it is ignored", name[:100])
 
 
 class Body(Reads):
-    """What OpenAI's generating endpoints take."""
-
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "spaces_between_special_tokens": (True,),
-        "truncation_side": ("left",),
-        "logprob_token_ids": ([],),
-        "kv_transfer_params": ({},),
-        "vllm_xargs": ({},),
-        "thinking_token_budget": (),
-        "repetition_detection": (),
-    }
+    """What OpenAI's generating endpoints take, but for the sampling parameters: these are read by their declarations
+    (`sampling.py`).
+    """
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    best_of: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Token] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[Token] | None = None
-    bad_words: list[str] | None = None
-    skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    prompt_logprobs: int | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -161,9 +143,6 @@ class CompletionBody(Body):
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {**Body.neutral, "suffix": ("",)}
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = 16
-    echo: bool | None = None
-    logprobs: int | None = None
     add_special_tokens: bool | None = None
 
 
@@ -179,13 +158,11 @@ class ChatBody(Body):
         "functions": ([],),
         "function_call": ("none", "auto"),
         "add_special_tokens": (False,),
-        "echo": (False,),
         "chat_template": (),
         "continue_final_message": (False,),
     }
 
     messages: list[dict[str, Any]]
-    max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -117,7 +117,7 @@ def whole_chat(
         "system_fingerprint": first.fingerprint or None,
         "service_tier": None,
     }
-    if body.prompt_logprobs is not None:
+    if body.given("prompt_logprobs") is not None:
         response["prompt_logprobs"] = prompt_logprobs_of(first.prompt_logprobs, text_of)
     return response
 

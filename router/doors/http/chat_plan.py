@@ -46,7 +46,7 @@ async def plan_chat(body: ChatBody, requests: RequestProcessor, tenant: str) -> 
     choice = checked_tool_choice(body.tool_choice, tools)
     style = requests.chat_style(body.model or "")
     is_shaped = body.response_format is not None and body.response_format.type != "text"
-    is_shaped = is_shaped or body.structured_outputs is not None
+    is_shaped = is_shaped or body.given("structured_outputs") is not None
     if tools and choice.mode != "none" and style.call_format is None:
         raise InvalidRequestError(
             "tools", len(tools), "cannot be called: the model's chat template writes no known calls"
@@ -59,7 +59,7 @@ async def plan_chat(body: ChatBody, requests: RequestProcessor, tenant: str) -> 
     if structure is not None and is_shaped:
         raise InvalidRequestError("response_format", "set", "must not be set with tools that ask for a shape")
     keeps_special = (
-        style.unwanted is not None and bool(callable_tools or splits) and body.skip_special_tokens is not False
+        style.unwanted is not None and bool(callable_tools or splits) and body.given("skip_special_tokens") is not False
     )
     return ChatPlan(
         request=chat_request(body, chat, structure, keeps_special=keeps_special, tenant=tenant),

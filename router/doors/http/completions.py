@@ -19,7 +19,7 @@ from holdfast.router.doors.http.choices import (
     prompt_logprobs_of,
     usage_of,
 )
-from holdfast.router.doors.http.sampling import completion_params, priority_of
+from holdfast.router.doors.http.sampling import completion_params, priority_of, scores_only
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
@@ -32,7 +32,7 @@ MAX_PROMPTS: Final = 1024
 
 def completion_requests(body: CompletionBody, tenant: str = "") -> list[GenerationRequest]:
     """A request for each prompt. Raises `InvalidRequestError`, naming the field."""
-    params = completion_params(_scored(body))
+    params = completion_params(body)
     prompts = prompts_of(body)
     if len(prompts) > MAX_PROMPTS:
         raise InvalidRequestError("prompt", len(prompts), f"must be at most {MAX_PROMPTS} prompts")
@@ -48,13 +48,6 @@ def completion_requests(body: CompletionBody, tenant: str = "") -> list[Generati
         )
         for prompt in prompts
     ]
-
-
-def _scored(body: CompletionBody) -> CompletionBody:
-    """With `max_tokens` 0 and `echo` only the prompt is scored: a token is drawn, and not told."""
-    if body.max_tokens == 0 and body.echo:
-        return body.model_copy(update={"max_tokens": 1})
-    return body
 
 
 def prompts_of(body: CompletionBody) -> Sequence[str | tuple[int, ...]]:
@@ -80,7 +73,7 @@ class Completions:
         self._body = body
         self._answers = answers
         self._text_of = text_of
-        self._per_prompt = body.n or 1
+        self._per_prompt = body.given("n") or 1
         self._offsets: dict[int, int] = {}
         self._head: dict[str, Any] = {
             "id": completion_id(answers[0].request_id),
@@ -124,9 +117,9 @@ class Completions:
         index = output.sequence_index
         text, logprobs = output.text, output.logprobs
         told: tuple[TokenLogprob | None, ...] = logprobs
-        if self._body.max_tokens == 0:
+        if scores_only(self._body):
             text, logprobs, told = self._without_drawn(text, output), (), ()
-        if self._body.echo and output.first_token_index == 0 and self._body.logprobs is not None:
+        if self._body.given("echo") and output.first_token_index == 0 and self._body.given("logprobs") is not None:
             told = (None, *output.prompt_logprobs, *logprobs)
         choice: dict[str, Any] = {
             "index": index,
@@ -142,7 +135,7 @@ class Completions:
         self._offsets[index] = self._offsets.get(index, 0) + len(text)
         if self._body.return_token_ids:
             choice["token_ids"] = list(output.token_ids)
-        if self._body.prompt_logprobs is not None and output.first_token_index == 0:
+        if self._body.given("prompt_logprobs") is not None and output.first_token_index == 0:
             choice["prompt_logprobs"] = prompt_logprobs_of(output.prompt_logprobs, self._text_of)
         return choice
 

@@ -10,14 +10,14 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field
 
 from holdfast.router.chat import Chat
-from holdfast.router.doors.http.bodies import Reads, Token
+from holdfast.router.doors.http.bodies import Reads
 from holdfast.router.doors.http.chat_completions import flat_message
+from holdfast.router.doors.http.sampling import declared_params
 from holdfast.router.events import Usage
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import FinishReason
-from holdfast.worker.sampling_params import SamplingParams
 
 _STOP_REASONS: Final = {FinishReason.LENGTH: "max_tokens"}
 
@@ -26,6 +26,7 @@ class MessagesBody(Reads):
     """`POST /v1/messages`."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **Reads.neutral,
         "tools": ([],),
         "tool_choice": ({"type": "auto"}, {"type": "none"}),
         "thinking": ({"type": "disabled"},),
@@ -37,13 +38,9 @@ class MessagesBody(Reads):
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     max_tokens: Annotated[int, Field(ge=1)]
+    """Asked for by Anthropic's protocol."""
     stop_sequences: list[str] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
     stream: bool | None = None
-    seed: int | None = None
-    stop_token_ids: list[Token] | None = None
 
 
 class CountBody(MessagesBody):
@@ -62,17 +59,10 @@ def messages_chat(body: MessagesBody) -> Chat:
 
 def messages_request(body: MessagesBody, tenant: str = "") -> GenerationRequest:
     """The request that a body makes. Raises `InvalidRequestError`, naming the field."""
-    given: dict[str, Any] = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "stop": body.stop_sequences,
-        "stop_token_ids": body.stop_token_ids,
-        "seed": body.seed,
-    }
-    params = SamplingParams(
-        max_tokens=body.max_tokens, **{name: value for name, value in given.items() if value is not None}
-    )
+    own: dict[str, Any] = {"max_tokens": body.max_tokens}
+    if body.stop_sequences:
+        own["stop"] = body.stop_sequences
+    params = declared_params(body, **own)
     if any(not isinstance(message.get("role"), str) for message in body.messages):
         raise InvalidRequestError("messages", len(body.messages), "must each have a role")
     return GenerationRequest(chat=messages_chat(body), model=body.model or "", sampling_params=params, tenant=tenant)

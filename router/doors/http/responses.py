@@ -14,12 +14,12 @@ from pydantic import Field
 from holdfast.router.chat import Chat, Message
 from holdfast.router.doors.http.bodies import Reads
 from holdfast.router.doors.http.chat_completions import flat_message
+from holdfast.router.doors.http.sampling import declared_params
 from holdfast.router.events import Usage
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import FinishReason
-from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 _COMPLETED: Final = "completed"
@@ -29,6 +29,7 @@ class ResponsesBody(Reads):
     """`POST /v1/responses`."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **Reads.neutral,
         "previous_response_id": (),
         "conversation": (),
         "background": (False,),
@@ -44,26 +45,22 @@ class ResponsesBody(Reads):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     stream: bool | None = None
     text: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    seed: int | None = None
 
 
 def responses_request(body: ResponsesBody, tenant: str = "") -> GenerationRequest:
     """The request that a body makes. Raises `InvalidRequestError`, naming the field."""
-    given = {"temperature": body.temperature, "top_p": body.top_p, "seed": body.seed}
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    own: dict[str, Any] = {"max_tokens": body.max_output_tokens}
     if (structure := _structure(body)) is not None:
-        chosen["structured_outputs"] = structure
+        own["structured_outputs"] = structure
     effort = (body.reasoning or {}).get("effort")
     return GenerationRequest(
         chat=Chat(messages=_messages(body), template_kwargs={"reasoning_effort": effort} if effort else {}),
         model=body.model or "",
-        sampling_params=SamplingParams(max_tokens=body.max_output_tokens, **chosen),
+        sampling_params=declared_params(body, **own),
         tenant=tenant,
     )
 
@@ -135,11 +132,11 @@ class _Response:
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None, **(body.reasoning or {})},
             "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "temperature": body.given("temperature") or 1.0,
             "text": body.text or {"format": {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_p": body.given("top_p") or 1.0,
             "truncation": "disabled",
             "output": [],
             "usage": None,

@@ -1,38 +1,16 @@
-"""Sampling parameters of OpenAI-style bodies: what their fields say, as `SamplingParams` and service classes.
+"""Sampling parameters of bodies: every declared parameter under its own name, and what clients spell differently.
 
-Null means the default everywhere. What may not live here: ranges (`worker/sampling_params.py` checks them).
+Null means the default everywhere. What may not live here: ranges and types (`worker/sampling_params.py` checks them).
 """
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-from holdfast.router.doors.http.bodies import Body, ChatBody, CompletionBody
+from holdfast.router.doors.http.bodies import Body, ChatBody, CompletionBody, Reads
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority
-from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
-
-_SAME: Final = [
-    "n",
-    "best_of",
-    "temperature",
-    "top_p",
-    "min_p",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "allowed_token_ids",
-    "bad_words",
-    "skip_special_tokens",
-    "truncate_prompt_tokens",
-    "prompt_logprobs",
-]
-"""Fields that mean what the parameter of their name does."""
 
 _OLD_STRUCTURES: Final = {
     "guided_json": "json",
@@ -45,53 +23,79 @@ _MOST_SEEDS: Final = 2**63
 
 def chat_params(body: ChatBody, structure: StructuredOutputs | None = None) -> SamplingParams:
     """The parameters of a chat. `structure` is what tools ask for. Raises `InvalidRequestError`."""
-    logprobs = None
+    own: dict[str, Any] = {"max_tokens": body.max_completion_tokens, "logprobs": None}
+    if own["max_tokens"] is None:
+        own["max_tokens"] = body.given("max_tokens")
     if body.logprobs:
-        logprobs = body.top_logprobs or 0
+        own["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
         raise InvalidRequestError("top_logprobs", body.top_logprobs, "must come with logprobs = true")
-    max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return _params(body, structure, max_tokens=max_tokens, logprobs=logprobs)
+    if (structure := structure or structure_of(body)) is not None:
+        own["structured_outputs"] = structure
+    if body.given("echo"):
+        raise InvalidRequestError("echo", True, "is not possible with a chat")
+    return declared_params(body, **own)
 
 
 def completion_params(body: CompletionBody) -> SamplingParams:
-    """The parameters of a completion. Raises `InvalidRequestError`."""
-    changes: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs, "echo": bool(body.echo)}
-    if body.echo and body.logprobs is not None and body.prompt_logprobs is None:
-        changes["prompt_logprobs"] = body.logprobs
-    return _params(body, None, **changes)
+    """The parameters of a completion. Where only the prompt is scored, a token is drawn, and not told. Raises
+    `InvalidRequestError`.
+    """
+    own: dict[str, Any] = {}
+    if scores_only(body):
+        own["max_tokens"] = 1
+    elif "max_tokens" in body.model_fields_set and body.given("max_tokens") is None:
+        own["max_tokens"] = None
+    if body.given("echo") and body.given("logprobs") is not None and body.given("prompt_logprobs") is None:
+        own["prompt_logprobs"] = body.given("logprobs")
+    if (structure := structure_of(body)) is not None:
+        own["structured_outputs"] = structure
+    return declared_params(body, **own)
 
 
-def _params(body: Body, structure: StructuredOutputs | None, **own: Any) -> SamplingParams:
-    """Those of all bodies, with an endpoint's own."""
-    given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
-    if body.top_k is not None:
-        given["top_k"] = max(0, body.top_k)  # -1 means all, too
-    if body.seed is not None:
-        given["seed"] = body.seed % _MOST_SEEDS
-    if body.logit_bias:
-        given["logit_bias"] = _biases(body.logit_bias)
-    if body.use_beam_search:
-        given |= {"beam_width": body.n or 1, "n": body.n or 1}
-        given |= {} if body.length_penalty is None else {"length_penalty": body.length_penalty}
-    structure = structure or _structure(body)
-    if structure is not None:
-        given["structured_outputs"] = structure
+def scores_only(body: CompletionBody) -> bool:
+    """Whether a completion is to have no output."""
+    return body.given("max_tokens") == 0 and bool(body.given("echo"))
+
+
+def declared_params(body: Reads, **own: Any) -> SamplingParams:
+    """All declared parameters that a body gives under their names, with values as other people's clients write them, and
+    an endpoint's own.
+    """
+    given = {name: value for name in PARAMETERS if (value := body.given(name)) is not None}
+    if isinstance(body, Body) and body.use_beam_search:
+        given |= {"beam_width": given.get("n", 1)}
+    for name, read in _OTHER_VALUES.items():
+        if name in given:
+            given[name] = read(given[name])
     return SamplingParams(**{**given, **own})
 
 
-def _biases(given: Mapping[str, float]) -> dict[int, float]:
+def _all_if_negative(number: object) -> object:
+    return max(0, number) if isinstance(number, int) else number
+
+
+def _of_63_bits(seed: object) -> object:
+    return seed % _MOST_SEEDS if isinstance(seed, int) and not isinstance(seed, bool) else seed
+
+
+def _by_token_id(biases: object) -> object:
+    if not isinstance(biases, Mapping):
+        return biases
     try:
-        return {int(token_id): bias for token_id, bias in given.items()}
+        return {int(token_id): bias for token_id, bias in biases.items()}
     except ValueError:
-        raise InvalidRequestError("logit_bias", list(given)[:10], "must have token ids as its keys") from None
+        raise InvalidRequestError("logit_bias", list(biases)[:10], "must have token ids as its keys") from None
 
 
-def _structure(body: Body) -> StructuredOutputs | None:
+_OTHER_VALUES: Final = {"top_k": _all_if_negative, "seed": _of_63_bits} | {"logit_bias": _by_token_id}
+
+
+def structure_of(body: Body) -> StructuredOutputs | None:
     """The shape of the output, in any of its spellings; at most one of them may be there."""
-    found: dict[str, object] = {}
-    if body.structured_outputs is not None:
-        chosen = {name: value for name, value in body.structured_outputs.items() if value not in (None, False)}
+    found: dict[str, StructuredOutputs] = {}
+    if isinstance(asked := body.given("structured_outputs"), Mapping):
+        chosen = {name: value for name, value in asked.items() if value not in (None, False)}
         found["structured_outputs"] = StructuredOutputs.of(chosen)
     for old, name in _OLD_STRUCTURES.items():
         if (value := getattr(body, old)) is not None:
@@ -100,7 +104,7 @@ def _structure(body: Body) -> StructuredOutputs | None:
         found["response_format"] = shape
     if len(found) > 1:
         raise InvalidRequestError("response_format", sorted(found), "must be the only one that asks for a shape")
-    return next(iter(found.values()), None)  # type: ignore[return-value]  # all of them are
+    return next(iter(found.values()), None)
 
 
 def _format(body: Body) -> StructuredOutputs | None:

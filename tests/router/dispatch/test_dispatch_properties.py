@@ -131,6 +131,13 @@ class DispatchMachine(RuleBasedStateMachine):
         self.clients[request_id].num_last_words += 1
         self.perform(self.dispatch.cancel(request_id, self.now))
 
+    @precondition(lambda self: self.open_clients())
+    @rule(data=st.data())
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(self.open_clients()))
+        self.perform(self.dispatch.abort(request_id, self.now))
+        assert self.clients[request_id].finish_reason == "abort"
+
     # --- replicas ---
 
     @rule(num_tokens=st.integers(0, 3), num_repeated=st.integers(0, 2), is_slow=st.booleans())
@@ -211,6 +218,8 @@ class DispatchMachine(RuleBasedStateMachine):
         letters = "".join(chr(ord("a") + token_id) for token_id in client.tokens)
         if client.finish_reason is None:
             assert letters.startswith(client.text)
+        elif client.finish_reason == "abort":
+            assert client.text == letters
         else:
             assert client.tokens == right
             assert client.text == letters

@@ -83,7 +83,9 @@ class Cluster:
             deltas[router].append(delta(attempt, done, 1, finish=finish))
             replica.running[router, attempt] = (request_id, done + 1)
             key = (router, attempt)
-            replica.suspects.note(TokenDelta(attempt=key, first_token_index=done, token_ids=(1,), finish_reason=finish))
+            replica.suspects.note(
+                [TokenDelta(attempt=key, first_token_index=done, token_ids=(1,), finish_reason=finish)]
+            )
             if finish is not None:
                 del replica.running[router, attempt]
         self.tell(replica_id, replica, deltas)

@@ -75,7 +75,7 @@ class NativeSampler:
         """As `StepSampler.sample`. Raises `ReplicaError` in a child of the process that made the pool."""
         logits, block_best = output.logits, output.block_best
         assert logits is not None, "a step that is drawn from asks for logits"
-        assert logits.is_contiguous(), "rows follow each other"
+        logits = logits.contiguous()  # those of a split vocabulary may be cut out of a padded one
         rows = _Rows(draws, masks or {}, prompts)
         told = _Told(rows.count, rows.most_logprobs)
         outcome = self._library.hf_sample(

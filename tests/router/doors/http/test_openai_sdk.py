@@ -135,7 +135,7 @@ async def test_models_are_listed():
     [
         ({"temperature": -1}, "temperature", "must be"),
         ({"top_p": 1.5}, "top_p", "must be"),
-        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"temperature": "hot"}, "temperature", "must be"),
         ({"messages": []}, "messages", "at least one message"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "must be text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.content", "no other kind"),

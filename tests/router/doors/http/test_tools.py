@@ -34,7 +34,7 @@ def script(monkeypatch):
 
     def write(text: str) -> None:
         said = list((text + "!" * 500).encode())
-        monkeypatch.setattr("tests.fakes.fake_tokens", lambda prompt, seed, num_tokens: said[:num_tokens])
+        monkeypatch.setattr("tests.fakes.fake_token", lambda prompt, seed, index: said[index])
 
     return write
 
