@@ -34,12 +34,14 @@ STARTS_RAY = ("tests/integration/", "tests/chaos/test_steady_load.py", "tests/ch
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadScopeScheduling":
-    """A file is the unit, so that its fixtures are made once, and all that starts Ray is one unit."""
+    """A file is the unit, so that its fixtures are made once. All that starts Ray is one, and all of its faults."""
     from xdist.scheduler import LoadScopeScheduling
 
     class LoadFiles(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ray" if nodeid.startswith(STARTS_RAY) else nodeid.split("::")[0]
+            if nodeid.startswith(STARTS_RAY):
+                return "ray"
+            return "chaos" if nodeid.startswith("tests/chaos/") else nodeid.split("::")[0]
 
         def _reschedule(self, node: "WorkerController") -> None:
             """A process begins a test once it knows the next, or that there is none: a replaced one may get one."""
