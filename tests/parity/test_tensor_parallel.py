@@ -40,7 +40,15 @@ def executors(family: str, size: int) -> list[str]:
     return sorted({executor_of(family, size), *(["skeleton"] if size == 2 else [])})
 
 
-SPLIT = [(f, size, e) for f in (*SERVED, *VARIANTS) for size in (2, 4) for e in executors(f, size)]
+def is_usual(family: str, size: int, executor: str) -> bool:
+    """Tried every time: each family on what serves it, split in two, and a few in all ways."""
+    return family in SAME_BITS or (size, executor) == (2, executor_of(family, 2))
+
+
+SPLIT = [
+    pytest.param(*case, marks=[] if is_usual(*case) else pytest.mark.slow)
+    for case in ((f, size, e) for f in (*SERVED, *VARIANTS) for size in (2, 4) for e in executors(f, size))
+]
 
 
 @pytest.mark.parametrize(("family", "size", "executor"), SPLIT)
