@@ -12,8 +12,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
+
+from tests import examples
 
 if TYPE_CHECKING:
     from pytest_timeout import Settings
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-hypothesis.settings.register_profile("any machine", deadline=None)  # how long an example takes is no property
-hypothesis.settings.load_profile("any machine")
 
 
 STARTS_RAY = ("tests/integration/", "tests/chaos/test_steady_load.py", "tests/chaos/test_node_loss.py")
@@ -81,6 +79,7 @@ _STDERR = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STDERR] = os.dup(2)  # nothing is captured just now
+    examples.load_profile(is_long="not slow" not in config.option.markexpr)
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: "Settings") -> bool:
