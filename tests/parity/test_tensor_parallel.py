@@ -101,6 +101,8 @@ def test_each_rank_holds_its_own_heads_and_all_know_the_same_facts(executor, num
     assert runners[0].info.kv_bytes_per_token == 2 * 1 * numbers_per_head * 4
 
 
+# the other every time in test_serving.py
+@pytest.mark.parametrize("executor", [pytest.param("decoder", marks=pytest.mark.slow), "skeleton"])
 def test_ranks_in_processes_of_their_own_draw_the_same_tokens(executor, tiny_model, prompts):
     config = worker_config(tiny_model("llama"), 2, executor=executor)
     rendezvous = f"tcp://127.0.0.1:{pick_port()}"
