@@ -18,6 +18,7 @@ from holdfast.worker.errors import HoldfastError, QueueFullError, ReplicaError, 
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_update import Rejection, StepUpdate
+from tests.examples import examples
 from tests.router.core import LetterText, facts, load
 
 REPLICAS = {"r0": "m", "r1": "m", "r2": "other"}
@@ -274,7 +275,7 @@ class DispatchMachine(RuleBasedStateMachine):
 
 
 TestDispatch = DispatchMachine.TestCase
-TestDispatch.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestDispatch.settings = settings(max_examples=examples(100), stateful_step_count=60, deadline=None)
 
 
 def test_closing_all_ends_whatever_is_open():

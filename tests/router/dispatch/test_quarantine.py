@@ -12,6 +12,7 @@ from holdfast.worker.errors import HoldfastError, RequestQuarantinedError
 from holdfast.worker.request import FinishReason, TokenDelta
 from holdfast.worker.step_update import Rejection
 from holdfast.worker.suspicion import Suspicion
+from tests.examples import examples
 from tests.router.core import Core, delta, failure, load, sent
 
 NUM_TOKENS = 20
@@ -131,7 +132,7 @@ class Cluster:
     max_replicas_lost=st.integers(1, 3),
     deadly_index=st.integers(0, NUM_TOKENS - 1),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_the_poison_is_found_and_nobody_else_fails(num_innocent, place, num_replicas, max_replicas_lost, deadly_index):
     cluster = Cluster(num_replicas, max_replicas_lost, deadly_index)
     innocent = [f"innocent {index}" for index in range(num_innocent)]
@@ -148,7 +149,7 @@ def test_the_poison_is_found_and_nobody_else_fails(num_innocent, place, num_repl
     max_replicas_lost=st.integers(2, 3),
     deadly_index=st.integers(0, NUM_TOKENS - 1),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_nobody_at_any_router_is_taken_for_the_poison_of_one(
     routers, place, num_replicas, max_replicas_lost, deadly_index
 ):

@@ -17,6 +17,7 @@ from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, PromptLogprobPa
 from holdfast.worker.sampling.head_output import HeadOutput
 from holdfast.worker.sampling.sampler import keep_min_p, keep_top_k, keep_top_p, noise, noise_key
 from holdfast.worker.sampling.step_sampler import Sampled, TorchSampler
+from tests.examples import examples
 from tests.worker.decoder.cpu.native import CLASSES, library_or_skip
 from tests.worker.decoder.cpu.test_known_answers import whole_numbers
 
@@ -88,7 +89,7 @@ def by_definition(logits: Tensor, params: DrawParams) -> int:
     return int((scaled[0].double() - (-(-u).log1p()).log()).argmax())
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     vocab=st.integers(1, 400),
     scale=st.just(0.0) | st.floats(0.01, 20.0),  # else tokens of other logits have equal probabilities in float64
