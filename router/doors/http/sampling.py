@@ -59,7 +59,7 @@ def scores_only(body: CompletionBody) -> bool:
 
 
 def declared_params(body: Reads, **own: Any) -> SamplingParams:
-    """All declared parameters that a body gives under their names, with values as other people's clients write them, and
+    """All declared parameters that a body gives by name, with values as other people's clients write them, and
     an endpoint's own.
     """
     given = {name: value for name in PARAMETERS if (value := body.given(name)) is not None}
