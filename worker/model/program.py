@@ -5,7 +5,8 @@ decoder program (`worker/decoder/program.py`), its Hugging Face modules (`model.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -32,6 +33,9 @@ from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.sampling.head_output import HeadOutput
 
 logger = logging.getLogger(__name__)
+
+_LARGE_BYTES: Final = 2 << 30
+"""Of weights: converting those to float32 for a proof is work for all cores."""
 
 
 class BlockCache(Protocol):
@@ -195,9 +199,11 @@ def _loaded(
         logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
     target = Target(group=group, tiles=RowTiles(device), device=device, dtype=serving_dtype(config.model, hf_config))
 
-    model = _built(config, folder, hf_config, target, progress)
+    with _few_threads(folder, device):
+        model = _built(config, folder, hf_config, target, progress)
     if config.model.executor != "skeleton":
-        recognized = _recognized(model, config, target, facts)
+        with _few_threads(folder, device):
+            recognized = _recognized(model, config, target, facts)
         program: DecoderProgram | str = recognized if isinstance(recognized, str) else ""
         if isinstance(recognized, Recognized):
             kept.keep(recognized, facts)  # now: what is packed is used up
@@ -212,6 +218,22 @@ def _loaded(
             model = _built(config, folder, hf_config, target, progress)
     model.settle(lambda *done: progress("pack", *done))
     return LoadedProgram(program=SkeletonProgram(model, target), facts=facts, target=target)
+
+
+@contextmanager
+def _few_threads(folder: Path, device: torch.device) -> Iterator[None]:
+    """Inside it, torch computes on one thread if the model is small.
+
+    Its threads wait for each other, busily, for longer than a few rows take; beside other processes for much longer.
+    """
+    usual = torch.get_num_threads()
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if device.type == "cpu" and num_bytes < _LARGE_BYTES:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 def _built(

@@ -57,6 +57,8 @@ IntArray = NDArray[np.int64]
 class PackedModel:
     """One rank's share of a model in the native executor's form. `model` and what it points to live as long as this."""
 
+    _spent: SpentWeights | None = None
+
     def __init__(
         self, layout: DecoderLayout, library: CDLL, pool: int, *, max_positions: int, uses_up: bool = False
     ) -> None:
@@ -195,8 +197,8 @@ class PackedModel:
                 self._itemsize,
                 packed + first * row_bytes,
             )
-            for weight in linear.weights if self._spent is not None else ():
-                self._spent.read(weight, slice(first, first + step) if in_order else None)
+            if self._spent is not None:
+                self._spent.read(linear.weights, slice(first, first + step) if in_order else slice(None))
         return HfLinear(
             tiles=packed,
             bias=None if linear.bias is None else self._floats(_placed(linear.bias, rows)),

@@ -19,14 +19,15 @@ class SpentWeights:
         self._files = MappedFiles()
         self._shared = _overlapping(layout)
 
-    def read(self, weight: Tensor, rows: slice | None = None) -> None:
-        """`weight`, or these rows of it, will not be read again.
+    def read(self, weights: tuple[Tensor, ...], rows: slice) -> None:
+        """These rows of each will not be read again.
 
         What lies in a file stays readable. Other memory is lost, unless another part of the layout lies there too.
         """
-        part = weight if rows is None else weight[rows]
-        if not self._files.give_back(part) and weight.data_ptr() not in self._shared:
-            discard_contents(part)
+        for weight in weights:
+            part = weight[rows]
+            if not self._files.give_back(part) and weight.data_ptr() not in self._shared:
+                discard_contents(part)
 
 
 def linears(part: object) -> Iterator[Linear]:
