@@ -188,22 +188,30 @@ def _computing_in(module: nn.Module, dtype: torch.dtype | None, files: MappedFil
 
 
 def _in_pieces(linear: Linear, exact: bool, files: MappedFiles, x: Tensor) -> Tensor:
-    """The product of a linear, some outputs at a time."""
+    """The product of a linear, some outputs at a time: into one result, and by way of one buffer.
+
+    Small results between large buffers would keep the C heap from using the buffers' memory again.
+    """
     weight = linear.weight
     assert weight is not None, "a proof comes before the model is settled"
-    rows = max(1, (_CONVERTED_AT_A_TIME if exact else _AT_A_TIME) // linear.in_features)
-    parts = torch.split(weight, rows)
-    biases = [None] * len(parts) if linear.bias is None else torch.split(linear.bias, rows)
-    dtype = torch.float32 if exact else weight.dtype
-    y = torch.cat(
-        [
-            F.linear(x, part.to(dtype), None if bias is None else bias.to(dtype))
-            for part, bias in zip(parts, biases, strict=True)
-        ],
-        -1,
-    )
+    rows = min(len(weight), max(1, (_CONVERTED_AT_A_TIME if exact else _AT_A_TIME) // linear.in_features))
+    if not exact and rows == len(weight):
+        y = F.linear(x, weight, linear.bias)
+    else:
+        y = _product(x, weight, linear.bias, rows)
     if weight.nbytes >= _GIVEN_BACK_FROM:
         files.give_back(weight)
+    return y
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """In the dtype of `x`, with so many rows of the weight converted at a time."""
+    y = x.new_empty(*x.shape[:-1], len(weight))
+    buffer = x.new_empty(rows, weight.shape[1])
+    for first in range(0, len(weight), rows):
+        part = buffer[: len(weight) - first].copy_(weight[first : first + rows])
+        own_bias = None if bias is None else bias[first : first + rows].to(x.dtype)
+        y[..., first : first + rows] = F.linear(x, part, own_bias)
     return y
 
 

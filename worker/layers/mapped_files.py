@@ -77,6 +77,13 @@ def discard(start: int, end: int) -> None:
         _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED)
 
 
+def trim_heap() -> None:
+    """Gives back what the C heap keeps free, where the C library can."""
+    trim = getattr(_libc(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def storage_of_file(path: Path) -> torch.UntypedStorage:
     """A file as memory: pages are read when they are used, and written pages never reach the file."""
     size = path.stat().st_size

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from holdfast.worker.decoder.cpu.spent_weights import SpentWeights
+from holdfast.worker.decoder.cpu.spent_weights import SpentWeights, is_tied
 from holdfast.worker.decoder.cpu.structures import (
     HfExperts,
     HfLayer,
@@ -77,11 +77,10 @@ class PackedModel:
             *(self._rotary(rotary, max_positions) for rotary in layout.rotaries)
         )
         self.layers = (HfLayer * len(layout.layers))(*(self._layer(layer) for layer in layout.layers))
-        rows = layout.embedding.contiguous()
         self.model = HfModel(
             layers=self.layers,
             rotaries=self._rotaries,
-            embedding=self._address(rows),
+            embedding=None if is_tied(layout) else self._address(layout.embedding.contiguous()),
             norm=self._norm(layout.norm),
             head=self._linear(layout.head),
             embedding_scale=layout.embedding_scale,
@@ -90,7 +89,7 @@ class PackedModel:
             num_layers=len(layout.layers),
             num_rotaries=len(layout.rotaries),
             hidden=layout.hidden_size,
-            vocab_rows=len(rows),
+            vocab_rows=len(layout.embedding),
         )
         self._spent = None
 

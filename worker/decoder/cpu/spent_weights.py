@@ -42,9 +42,16 @@ def linears(part: object) -> Iterator[Linear]:
             yield from linears(getattr(part, field.name))
 
 
+def is_tied(layout: DecoderLayout) -> bool:
+    """Whether the head's weights are the embedding's table: then it is kept packed, and once."""
+    (head,) = layout.head.weights
+    table = layout.embedding
+    return (head.data_ptr(), head.shape, head.stride()) == (table.data_ptr(), table.shape, table.stride())
+
+
 def _overlapping(layout: DecoderLayout) -> set[int]:
     """Addresses of weights whose memory is also that of another linear, or of the embedding."""
-    spans = [(*span(layout.embedding), -1)]
+    spans = [] if is_tied(layout) else [(*span(layout.embedding), -1)]
     spans += [(*span(weight), number) for number, one in enumerate(linears(layout)) for weight in one.weights]
     shared: set[int] = set()
     reached, by = (0, 0), -2
