@@ -25,13 +25,11 @@ from holdfast.worker.layers.mapped_files import MappedFiles, storage_of_file, te
 MOST_OWN_BYTES: Final = 64 << 20
 """A layout file with more tensors of its own is not written: the checkpoint has its weights in another form."""
 
+_PARTS: Final = [kind for kind in vars(parts).values() if isinstance(kind, type) and is_dataclass(kind)]
 _KINDS: Final[Mapping[str, Callable[..., Any]]] = {
-    kind.__name__: kind
-    for kind in (
-        *(kind for kind in vars(parts).values() if isinstance(kind, type) and is_dataclass(kind)),
-        parts.Activation,
-        *(Answer, Answers, LayerAnswer, Recognized),
-    )
+    **{kind.__name__: kind for kind in _PARTS},
+    **{kind.__name__: kind for kind in (Answer, Answers, LayerAnswer, Recognized)},
+    parts.Activation.__name__: parts.Activation,
 }
 _KEY: Final = "recognized"
 
