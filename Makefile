@@ -27,10 +27,10 @@ $(VENV)/.installed: pyproject.toml setup.py constraints.txt
 demo: install    ## Start a cluster on this machine, stream four prompts through it, stop it.
 	@$(BIN)/holdfast demo
 
-test: install    ## Run the tests, but for the long searches; what is left out is named at the end.
+test: install    ## Run the tests, each promise once; what is left out is named at the end.
 	@$(BIN)/python -m pytest -m "not slow" $(SHARED)
 
-test-all: install  ## Run every test: every failover on Ray, the soak, full sweeps and searches as well.
+test-all: install  ## Run every test: every failover on Ray, the soak, full sweeps, searches and combinations as well.
 	@$(BIN)/python -m pytest
 
 test-fast: install  ## Run the tests that start neither Ray nor long searches.
@@ -52,6 +52,7 @@ proto: install   ## Regenerate the protobuf stubs.
 
 proto-check: install
 	@$(BIN)/python scripts/generate_stubs.py --check
+	@$(BIN)/buf lint proto
 
 check: lint types proto-check  ## All that CI checks, but for the tests.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from holdfast.cluster.client.async_client import AsyncClient
     from holdfast.cluster.client.blocking_client import Client
+    from holdfast.cluster.client.service_config import SERVICE_CONFIG
     from holdfast.cluster.offline.beams import BeamSearchParams
     from holdfast.cluster.offline.inference_engine import InferenceEngine
     from holdfast.cluster.offline.llm import LLM
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "SERVICE_CONFIG",
     "AsyncClient",
     "BeamSearchParams",
     "Chunk",
@@ -41,6 +43,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "SERVICE_CONFIG": "holdfast.cluster.client.service_config",
     "AsyncClient": "holdfast.cluster.client.async_client",
     "Chunk": "holdfast.router.generation",
     "Client": "holdfast.cluster.client.blocking_client",

@@ -42,8 +42,8 @@ class Chat:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all roles and contents in UTF-8, and of the `repr` of the variables."""
-        parts = [part for message in self.messages for part in (message["role"], message["content"])]
+        """Bytes of all texts of the messages in UTF-8, and of the `repr` of all else in them and in the variables."""
+        parts = [part for message in self.messages for part in message.values()]
         return sum(map(_num_bytes, (*parts, *self.template_kwargs.items())))
 
 

@@ -71,4 +71,25 @@ class RouterConfig(Settings):
     inline_tokenize_bytes: Bytes = Field(
         2**10, ge=0, description="texts up to this size are tokenized on the event loop, larger ones on a thread"
     )
+    max_connection_age_s: float | None = Field(
+        None,
+        gt=0,
+        description="seconds after which a client's connection is closed, for clients to spread anew; default: never",
+    )
+    max_connection_age_grace_s: float | None = Field(
+        None,
+        gt=0,
+        description="seconds that the calls of a connection of that age have to end; default: as long as they take",
+    )
+    max_concurrent_streams: int = Field(
+        2**15,
+        ge=1,
+        le=2**31 - 1,
+        description="calls of one connection at the same time; more wait in the client, or are refused unbegun",
+    )
+    gzip_above: Bytes | None = Field(
+        None,
+        ge=1,
+        description="whole answers of at least this size are gzipped for clients that take it; default: none",
+    )
     reuse_port: bool = Field(False, description="let several routers of one host share a port")

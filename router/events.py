@@ -1,13 +1,13 @@
 """Inputs and outputs of the dispatcher core, as plain data. Replica messages are types of the worker
 (`worker/step_update.py`, `worker/model_info.py`).
 
-What may live here: protocols and frozen dataclasses, with their guarantees. What may not: decisions
+What may live here: protocols and frozen plain data, with their guarantees. What may not: decisions
 (`router/dispatch/dispatch.py`), wire formats (`router/wire/`), IO.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.model_info import ModelInfo
@@ -87,9 +87,11 @@ class SendAbort:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deliver:
-    """New output of one sequence. Its deliveries follow each other without gap or overlap."""
+class Deliver(NamedTuple):
+    """New output of one sequence. Its deliveries follow each other without gap or overlap.
+
+    One is made for every token of every stream, and a frozen dataclass takes twice as long to make.
+    """
 
     request_id: str
     first_token_index: int

@@ -11,8 +11,10 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.doors.grpc.health import HealthServicer
-from holdfast.router.doors.grpc.server import InferenceServicer, build_server
+from holdfast.router.doors.grpc import health, server
+from holdfast.router.doors.http.app import HttpDoor
+from holdfast.router.doors.http.server import HttpServer
+from holdfast.router.doors.oip import servicer as open_inference
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import ReplicaDirectory
 from holdfast.router.requests.request_processor import RequestProcessor
@@ -36,17 +38,26 @@ class Router:
         load_tokenizer: Callable[[str], Tokenizer],
         order: ServiceOrderConfig | None = None,
     ) -> None:
-        self._health = HealthServicer()
+        self._health = health.HealthServicer()
         dispatch = Dispatch(config, limits, random.Random().randrange, order=order)
         self._dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), self._publish_health)
         tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
         self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits)
         self._link_pool = LinkPool(self._dispatch_host, tokenizers, config)
-        servicer = InferenceServicer(self._request_processor, self._dispatch_host)
-        self._server: grpc.aio.Server = build_server(servicer, self._health, config, limits)
+        parts = self._request_processor, self._dispatch_host
+        servicers = {
+            server.SERVICE: server.InferenceServicer(*parts),
+            open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts),
+            health.SERVICE: self._health,
+        }
+        self._server: grpc.aio.Server = server.build_server(servicers, config, limits)
+        self._http_door = HttpDoor(*parts, limits)
+        self._http_server: HttpServer | None = None
         self._following: asyncio.Task[None] | None = None
         self.address = ""
-        """`host:port` that clients dial, once started."""
+        """`host:port` of the gRPC API, once started."""
+        self.http_address = ""
+        """`host:port` of the HTTP API, once started; empty where there is none."""
 
     @classmethod
     async def start(
@@ -58,14 +69,17 @@ class Router:
         port: int = 0,
         load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
         order: ServiceOrderConfig | None = None,
+        http_port: int | None = None,
     ) -> "Router":
         """A router that listens on `host:port` (port 0 picks a free one) and dials the replicas of `directory`.
 
-        Does not wait for replicas: until one is up, requests are UNAVAILABLE and health is NOT_SERVING. Raises
-        `RuntimeError` if the port is taken.
+        With an `http_port` it serves HTTP as well. Does not wait for replicas: until one is up, requests are
+        UNAVAILABLE and health is NOT_SERVING. Raises `RuntimeError` if a port is taken.
         """
         router = cls(config, limits, load_tokenizer, order)
         await router._listen(host, port)
+        if http_port is not None:
+            await router._listen_http(host, http_port)
         router._following = asyncio.create_task(router._link_pool.follow(directory), name="replica directory")
         return router
 
@@ -76,6 +90,7 @@ class Router:
         call has ended when it returns.
         """
         self._health.stop()
+        self._http_door.stop()
         self._request_processor.close()
         if hands_over:
             self._dispatch_host.hand_over(stopping())
@@ -88,6 +103,8 @@ class Router:
             logger.info("%d requests did not end in time; they are ended", self._dispatch_host.num_open)
         self._dispatch_host.close_all(stopping())
         await self._server.stop(CLOSE_GRACE_S)
+        if self._http_server is not None:
+            await self._http_server.stop(CLOSE_GRACE_S)
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
@@ -107,6 +124,16 @@ class Router:
         await self._server.start()
         self.address = f"{host}:{bound}"
         logger.info("the router listens on %s", self.address)
+
+    async def _listen_http(self, host: str, port: int) -> None:
+        try:
+            self._http_server = HttpServer(self._http_door.app(), host, port)
+        except OSError as taken:
+            await self._server.stop(None)
+            raise RuntimeError(f"HTTP cannot listen on {host}:{port}: {taken}") from taken
+        await self._http_server.start()
+        self.http_address = f"{host}:{self._http_server.port}"
+        logger.info("the router serves HTTP on %s", self.http_address)
 
     def _publish_health(self) -> None:
         self._health.publish(self._dispatch_host.models())

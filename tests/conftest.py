@@ -10,11 +10,13 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from typing import TYPE_CHECKING
 
-import hypothesis
 import pytest
+
+from tests import examples
 
 if TYPE_CHECKING:
     from pytest_timeout import Settings
@@ -22,11 +24,10 @@ if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
     from xdist.workermanage import WorkerController
 
+sys.dont_write_bytecode = False  # dozens of processes import the same files, which are compiled once
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what it puts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-hypothesis.settings.register_profile("any machine", deadline=None)  # how long an example takes is no property
-hypothesis.settings.load_profile("any machine")
 
 
 STARTS_RAY = ("tests/integration/", "tests/chaos/test_steady_load.py", "tests/chaos/test_node_loss.py")
@@ -42,12 +43,14 @@ def _no_layout_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadScopeScheduling":
-    """A file is the unit, so that its fixtures are made once, and all that starts Ray is one unit."""
+    """A file is the unit, so that its fixtures are made once. All that starts Ray is one, and all of its faults."""
     from xdist.scheduler import LoadScopeScheduling
 
     class LoadFiles(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ray" if nodeid.startswith(STARTS_RAY) else nodeid.split("::")[0]
+            if nodeid.startswith(STARTS_RAY):
+                return "ray"
+            return "chaos" if nodeid.startswith("tests/chaos/") else nodeid.split("::")[0]
 
         def _reschedule(self, node: "WorkerController") -> None:
             """A process begins a test once it knows the next, or that there is none: a replaced one may get one."""
@@ -87,6 +90,7 @@ _STDERR = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_STDERR] = os.dup(2)  # nothing is captured just now
+    examples.load_profile(is_long="not slow" not in config.option.markexpr)
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: "Settings") -> bool:

@@ -38,8 +38,13 @@ def byte_tokenizer(path: str = "", chat_template: str | None = None) -> Tokenize
 
 
 def fake_tokens(prompt: Sequence[int], seed: int, num_tokens: int) -> list[int]:
-    """What a `FakeReplica` answers: small letters, each a function of prompt, seed and its own position."""
-    return [ord("a") + (sum(prompt) + seed + 7 * index + index * index) % 26 for index in range(num_tokens)]
+    """What a `FakeReplica` answers."""
+    return [fake_token(prompt, seed, index) for index in range(num_tokens)]
+
+
+def fake_token(prompt: Sequence[int], seed: int, index: int) -> int:
+    """A small letter, a function of prompt, seed and its own position."""
+    return ord("a") + (sum(prompt) + seed + 7 * index + index * index) % 26
 
 
 class FakeReplica:
@@ -189,7 +194,7 @@ class FakeReplica:
         is_over = done + 1 == submit.sampling_params.max_tokens
         if is_over:
             del self.running[attempt]
-        token_id = ord("a") + (sum(submit.prompt_token_ids) + submit.sampling_params.seed + 7 * done + done * done) % 26
+        token_id = fake_token(submit.prompt_token_ids, submit.sampling_params.seed, done)
         finish_reason = LENGTH if is_over else 0
         return engine_pb2.Delta(
             attempt=attempt, first_token_index=done, token_ids=[token_id], finish_reason=finish_reason

@@ -15,7 +15,7 @@ DEVICE = ("distributed", "layers", "attention", "sampling", "decoder", "model", 
 PROCESS = ("wire", "supervision", "replica")  # wire: both ends of a link read and write its messages by one codec
 ROOMS = {  # from the ground up: a room imports from those before it
     "worker": (*POLICY, *DEVICE, *PROCESS),
-    "router": ("wire", "text", "replicas", "dispatch", "requests", "links", "doors", "router"),
+    "router": ("wire", "text", "tools", "replicas", "dispatch", "requests", "links", "doors", "router"),
     "cluster": ("config", "bundled_model", "client", "offline", "serve", "simulate", "demo", "commands"),
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
     "worker.decoder": ("cpu", "program"),  # an executor knows the layout; only the program knows an executor
@@ -44,6 +44,7 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     "router": {"torch", "ray"},
     "router.words": IO,
     "router.wire": TENSORS | (IO - {"grpc"}),
+    "router.tools": TENSORS | IO,
     "router.replicas": TENSORS | IO,
     "router.dispatch": TENSORS | IO,
     "cluster.simulate": TENSORS | (IO - {"random"}),
@@ -134,7 +135,7 @@ def test_the_compiler_driver_runs_before_anything_is_installed():
 
 def test_only_wires_import_the_stubs():
     for path, name in sources().items():
-        if any(imported.startswith("holdfast.v1") for imported in imports(path)):
+        if any(imported.startswith(("holdfast.v1", "holdfast.foreign")) for imported in imports(path)):
             assert ".".join(room(name)) in STUBS, name
 
 

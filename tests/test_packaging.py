@@ -5,11 +5,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from holdfast.worker.decoder.cpu import build
+from holdfast.worker.decoder.cpu import build, library
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT = (".*", "*.egg-info", "build", "dist", "__pycache__", "tests", "docs")
@@ -36,6 +37,7 @@ def installed(tmp_path_factory):
     """A folder into which the wheel was unpacked."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    keep_libraries(folder / "source/worker/decoder/cpu/libraries")
     subprocess.run([sys.executable, "-c", BUILD, folder], cwd=folder / "source", check=True, capture_output=True)
     (wheel,) = folder.glob("*.whl")
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
@@ -44,11 +46,20 @@ def installed(tmp_path_factory):
     return folder / "site"
 
 
+def keep_libraries(folder: Path) -> None:
+    """As `make install` leaves them beside the sources: a build would compile for a minute what is in the cache."""
+    folder.mkdir(exist_ok=True)
+    with suppress(library.Unavailable):
+        for name in build.CLASSES:
+            shutil.copy(library.path_of(name), folder / f"{name}.so")
+
+
 def test_the_wheel_has_one_top_level_name_and_its_data(installed):
     names = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
     assert names == {"holdfast"}
     package = installed / "holdfast"
-    for name in ("py.typed", "v1/inference.proto", "v1/inference_pb2.pyi", "cluster/bundled_model/model/config.json"):
+    protos = ("v1/inference.proto", "v1/inference_pb2.pyi", "foreign/grpc_service.proto", "foreign/health_pb2.pyi")
+    for name in ("py.typed", *protos, "cluster/bundled_model/model/config.json"):
         assert (package / name).exists(), name
 
 

@@ -48,14 +48,18 @@ class ProgressCounter:
 
     def tick(self) -> None:
         now = self.clock()
-        self._longest_gap_s = max(self._longest_gap_s, now - self._ticked_at)
+        gap_s = now - self._ticked_at
+        if gap_s > self._longest_gap_s:
+            self._longest_gap_s = gap_s
         self._ticked_at = now
         self._ticks += 1
 
     def begin_step(self, num_tokens: int) -> None:
         """Steps that are larger than all before are expected to have gaps as much longer as they are larger."""
         size, usual_gap_s = num_tokens.bit_length(), self._usual_gap_s
-        nearest = max((seen for seen in usual_gap_s if seen <= size), default=min(usual_gap_s, default=0))
+        nearest = size
+        if size not in usual_gap_s:
+            nearest = max((seen for seen in usual_gap_s if seen <= size), default=min(usual_gap_s, default=0))
         self.expected_gap_s = usual_gap_s.get(nearest, 0.0) * 2 ** max(0, size - nearest)
         self.tick()
         self._longest_gap_s = 0.0  # the time between two steps is not the step's

@@ -118,9 +118,11 @@ class TokenLogprob:
     """(token id, logprob) of the likeliest tokens, best first, as many as were asked for. The token may be here too."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class TokenDelta:
-    """The tokens that one request gained in one step, or its end."""
+    """The tokens that one request gained in one step, or its end. Not changed once made; it does not check this, since
+    one is made for every sequence of every step, and that takes a frozen class six times as long.
+    """
 
     attempt: Hashable
     """The key that the request was submitted by."""

@@ -6,7 +6,7 @@ processes (`server.py`) and arithmetic on results (`results.py`).
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
@@ -25,7 +25,15 @@ class Answering(Protocol):
 
     name: str
 
-    def ask(self, case: str, prompts: list[list[int]], max_tokens: int, *, split: bool = False) -> Answer: ...
+    def ask(
+        self,
+        case: str,
+        prompts: list[list[int]],
+        max_tokens: int,
+        *,
+        split: bool = False,
+        sampling: Mapping[str, float] = ...,
+    ) -> Answer: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +156,8 @@ class Alternation:
         )
 
     def _burst(self, server: Answering, case: Case, name: str, *, split: bool = False) -> Answer:
-        return server.ask(case.name, prompts(case, self._vocab_size, name), case.max_tokens, split=split)
+        asked = prompts(case, self._vocab_size, name)
+        return server.ask(case.name, asked, case.max_tokens, split=split, sampling=case.sampling)
 
 
 @contextmanager

@@ -1,12 +1,13 @@
 """Workload: the cases that every server answers, and their prompts.
 
-All requests of a case arrive at once, decode greedily and run past the end of sequence. Prompts are random token ids of
-a fixed seed, new for every burst, so that a prefix cache helps only where a case wants it to. What may not live here:
-how bursts are scheduled and timed (`alternation.py`).
+All requests of a case arrive at once, decode greedily, or by draws in the cases `f`, and run past the end of sequence.
+Prompts are random token ids of a fixed seed, new for every burst, so that a prefix cache helps only where a case wants
+it to. What may not live here: how bursts are scheduled and timed (`alternation.py`).
 """
 
 import random
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 
@@ -20,6 +21,9 @@ class Case:
     max_tokens: int
     num_shared_tokens: int = 0
     """The first tokens of all prompts of a burst are the same."""
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """How tokens are drawn, by the names that drivers know: `temperature`, `top_p`, `logprobs`, `repetition_penalty`,
+    `frequency_penalty`. Each request has a seed of its own, its number. Empty: greedy."""
     is_warm: bool = False
     """The shared tokens are the same in all bursts of the case as well: after the first one, a cache may hold them."""
 
@@ -27,8 +31,9 @@ class Case:
     def title(self) -> str:
         shared = f"{self.num_shared_tokens} shared + " if self.num_shared_tokens else ""
         own = self.num_prompt_tokens - self.num_shared_tokens
-        note = {"e_cold": ", new prefix", "e_warm": ", kept prefix"}.get(self.name, "")
-        return f"{self.num_requests} x {shared}{own} in / {self.max_tokens} out{note}"
+        notes = [{"e_cold": "new prefix", "e_warm": "kept prefix"}.get(self.name, "")]
+        notes += [f"{name.replace('_', ' ')} {value:g}" for name, value in self.sampling.items()]
+        return ", ".join(filter(None, [f"{self.num_requests} x {shared}{own} in / {self.max_tokens} out", *notes]))
 
     @property
     def num_output_tokens(self) -> int:
@@ -36,6 +41,10 @@ class Case:
 
 
 _E_COLD: Final = Case(name="e_cold", num_requests=16, num_prompt_tokens=544, max_tokens=32, num_shared_tokens=512)
+
+_DRAWN: Final = Case(
+    name="f8", num_requests=8, num_prompt_tokens=128, max_tokens=64, sampling={"temperature": 0.8, "top_p": 0.95}
+)
 
 CASES: Final = {
     case.name: case
@@ -46,6 +55,14 @@ CASES: Final = {
         Case(name="d", num_requests=8, num_prompt_tokens=1024, max_tokens=32),
         _E_COLD,
         replace(_E_COLD, name="e_warm", is_warm=True),
+        _DRAWN,
+        replace(_DRAWN, name="f32", num_requests=32),
+        replace(_DRAWN, name="f_logprobs", sampling={**_DRAWN.sampling, "logprobs": 5}),
+        replace(
+            _DRAWN,
+            name="f_penalties",
+            sampling={**_DRAWN.sampling, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
+        ),
     )
 }
 
@@ -55,14 +72,14 @@ PROBE: Final = Case(name="probe", num_requests=1, num_prompt_tokens=128, max_tok
 CHECK: Final = Case(name="check", num_requests=4, num_prompt_tokens=128, max_tokens=16)
 """What is compared with the reference."""
 
-_GROUPS: Final = {"e": ("e_cold", "e_warm")}
+_GROUPS: Final = {"e": ("e_cold", "e_warm"), "f": ("f8", "f32", "f_logprobs", "f_penalties")}
 _NUM_BYTES: Final = 256
 """Ids below are single bytes: as output they could leave half a character behind."""
 _NUM_SPECIAL: Final = 16
 
 
 def chosen_cases(names: str) -> list[Case]:
-    """`a,b,e` as cases; `e` stands for both of its kinds. Raises `ValueError` for a name that is none."""
+    """`a,b,e` as cases; `e` and `f` stand for all of their kinds. Raises `ValueError` for a name that is none."""
     expanded = [one for name in names.split(",") for one in _GROUPS.get(name, (name,))]
     if unknown := [name for name in expanded if name not in CASES]:
         raise ValueError(f"cases: no such case: {', '.join(unknown)}; there are {', '.join([*CASES, *_GROUPS])}")

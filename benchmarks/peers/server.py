@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from benchmarks.peers.machine import NoiseWatch, Usage, peak_memory_mib
@@ -76,9 +77,18 @@ class Server:
         versions: dict[str, str] = self._read().get("versions", {})
         return versions
 
-    def ask(self, case: str, prompts: list[list[int]], max_tokens: int, *, split: bool = False) -> Answer:
+    def ask(
+        self,
+        case: str,
+        prompts: list[list[int]],
+        max_tokens: int,
+        *,
+        split: bool = False,
+        sampling: Mapping[str, float] = MappingProxyType({}),
+    ) -> Answer:
         """Raises `ServerError` if there is no answer, or another number of tokens than was asked for."""
         request = {"case": case, "prompts": prompts, "max_tokens": max_tokens, "split": split}
+        request["sampling"] = dict(sampling)
         line = (json.dumps(request) + "\n").encode()
         self._resume()
         watch = NoiseWatch(self.group)

@@ -1,15 +1,16 @@
 """Blocking client, for programs without asyncio: an `AsyncClient` on an event loop in a thread of its own.
 
-What may live here: the bridge between threads. What may not: what becomes of a request (`async_client.py`).
+What may live here: the thread and its loop. What may not: what becomes of a request (`async_client.py`).
 """
 
 import asyncio
 import random
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
 from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.cluster.client.handover import Handover
 from holdfast.cluster.service_options import ServiceOptions
 from holdfast.router.chat import Message
 from holdfast.router.generation import Chunk, Generation
@@ -33,6 +34,8 @@ class Client:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="holdfast client", daemon=True)
         self._thread.start()
+        self._open: set[Handover[Chunk]] = set()
+        """Streams that are iterated over."""
         try:
             self._client = self._wait(_made(address, connect_s, reconnect_s, draw))
         except BaseException:
@@ -46,8 +49,10 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends the connections. Streams must have ended, or must not be iterated any more."""
+        """Ends the connections, and streams that have not ended: whoever still iterates over one gets an error."""
         if self._thread.is_alive():
+            while self._open:
+                self._wait(self._open.pop().end())
             self._wait(self._client.close())
             self._stop()
 
@@ -72,11 +77,14 @@ class Client:
             request_id=request_id,
             **service,
         )
+        handover = Handover(chunks, self._loop)
+        self._open.add(handover)
         try:
-            while (chunk := self._wait(_next(chunks))) is not None:
-                yield chunk
+            yield from handover
         finally:
-            self._wait(chunks.aclose())
+            if handover in self._open:
+                self._open.remove(handover)
+                self._wait(handover.end())
 
     def generate(
         self,
@@ -115,10 +123,6 @@ class Client:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-async def _next(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
-    return await anext(chunks, None)
 
 
 async def _made(

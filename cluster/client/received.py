@@ -52,7 +52,8 @@ class Received:
         """
         while len(self.sequences) <= chunk.sequence_index:
             self.sequences.append(ReceivedSequence())
-        self.is_over |= chunk.usage is not None
+        if chunk.usage is not None:
+            self.is_over = True
         sequence = self.sequences[chunk.sequence_index]
         if sequence.finish_reason is not None:
             return None
@@ -63,5 +64,7 @@ class Received:
         sequence.text_length += len(chunk.text)
         sequence.finish_reason = chunk.finish_reason
         self.fingerprint = chunk.system_fingerprint
-        self._replayed_without_guarantee |= chunk.replayed_without_guarantee
-        return replace(chunk, replayed_without_guarantee=self._replayed_without_guarantee)
+        if chunk.replayed_without_guarantee == self._replayed_without_guarantee:
+            return chunk
+        self._replayed_without_guarantee = True
+        return replace(chunk, replayed_without_guarantee=True)

@@ -68,8 +68,9 @@ class RetryPolicy:
 
     def note_news(self) -> None:
         """A router has sent some of the answer."""
-        self.note_taken()
-        self._num_failed = 0
+        if self._num_failed or not self.was_taken:
+            self.note_taken()
+            self._num_failed = 0
 
     def pause_s(self, now: float, hint_s: float | None = None) -> float | None:
         """A try has failed: how long to wait before the next, or None if there is no use in it.

@@ -38,7 +38,7 @@ def serve(
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
     settings: Layer,
 ) -> int:
-    """Start a cluster, or join one with --address, and serve a model over gRPC until Ctrl-C.
+    """Start a cluster, or join one with --address, and serve a model over gRPC and HTTP until Ctrl-C.
 
     On SIGINT and SIGTERM running requests get drain_timeout_s to finish; a second signal ends them at once.
     """
@@ -92,4 +92,8 @@ def _announce(cluster: "Serving", config: HoldfastConfig, seconds: float) -> Non
     ranks = config.parallel.tensor_parallel_size
     replicas = f"{cluster.num_replicas} replica{'s' if cluster.num_replicas > 1 else ''} x tensor parallel {ranks}"
     print(f"ready after {seconds:.1f} s: {cluster.model}, {replicas}, gRPC on {' and '.join(cluster.routers)}")
+    if cluster.http:
+        print(f"HTTP, for OpenAI's clients: {' and '.join(f'http://{address}/v1' for address in cluster.http)}")
+        body = '{"prompt": "The capital of France is", "max_tokens": 16}'
+        print(f"try: curl http://{cluster.http[0]}/v1/completions -d '{body}'")
     print(f'try: holdfast generate --server {",".join(cluster.routers)} "The capital of France is"', flush=True)

@@ -66,7 +66,10 @@ class ClusterConfig(Settings):
     host: str | None = Field(
         None, description="address that routers listen on; unset: loopback, or 0.0.0.0 with `address`"
     )
-    port: int = Field(50051, ge=0, le=65535, description="gRPC port of the first router; 0: any free port")
+    port: int = Field(50051, ge=0, le=65535, description="gRPC port of the first router; 0: all ports are free ones")
+    http_port: int | None = Field(
+        8000, ge=0, le=65535, description="HTTP port of the first router; 0: a free one, none: no HTTP"
+    )
     address: str | None = Field(
         None, description="an existing Ray cluster to join (`auto` or host:port); unset: start one"
     )
@@ -86,6 +89,16 @@ class ClusterConfig(Settings):
         ge=0,
         description="seconds that open requests have to finish when the cluster, a router or a replica stops",
     )
+
+    @property
+    def router_ports(self) -> list[tuple[int, int | None]]:
+        """The gRPC and HTTP ports that routers of one machine try in turn; 0 stands for any free one."""
+        if not self.port:
+            return [(0, None if self.http_port is None else 0)]
+        return [
+            (self.port + number, self.http_port + number if self.http_port else self.http_port)
+            for number in range(self.routers)
+        ]
 
 
 class HoldfastConfig(Settings):

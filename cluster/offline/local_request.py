@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 
 from holdfast.cluster.offline.outputs import RequestOutput
 from holdfast.cluster.offline.rendering import completion_output, prompt_logprobs
@@ -125,7 +124,7 @@ class LocalRequest:
     def _aborted(self) -> tuple[CompletedSequence, ...]:
         """What there is, where the caller has cancelled."""
         return self._so_far(
-            [replace(output, finish_reason=output.finish_reason or FinishReason.ABORT) for output in self._outputs()]
+            [output._replace(finish_reason=output.finish_reason or FinishReason.ABORT) for output in self._outputs()]
         )
 
     def _finish(self, completions: Sequence[CompletedSequence]) -> None:

@@ -35,6 +35,8 @@ class Member:
     role: Role
     address: str | None = None
     """`host:port` where it serves; None while it starts."""
+    http_address: str = ""
+    """`host:port` of a router's HTTP API; empty where there is none."""
     model: str = ""
     """The name that clients use. Of a replica that serves, as is the next."""
     model_path: str = ""

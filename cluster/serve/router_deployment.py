@@ -48,8 +48,8 @@ class RouterDeployment:
             self._lease.update(replace(self._lease.member, error=str(error)))
             await self._lease.flush()
             raise
-        address = _reachable(self._router.address)
-        self._lease.update(replace(self._lease.member, phase="serving", address=address))
+        address, http_address = _reachable(self._router.address), _reachable(self._router.http_address)
+        self._lease.update(replace(self._lease.member, phase="serving", address=address, http_address=http_address))
         if config.health.hangs_after_s is not None:
             self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
             self._beating = asyncio.create_task(self._heartbeat_pipe.keep_beating())
@@ -72,13 +72,19 @@ class RouterDeployment:
 
 async def _start(config: HoldfastConfig, host: str, directory: WatchedDirectory) -> Router:
     """On the first free port of as many as there are routers, since several may share a machine."""
-    port, error = config.cluster.port, None
-    for candidate in range(port, port + config.cluster.routers) if port else (0,):
+    error = None
+    for port, http_port in config.cluster.router_ports:
         try:
-            return await Router.start(config.router, config.limits, directory, host, candidate, order=config.scheduler)
+            return await Router.start(
+                config.router, config.limits, directory, host, port, order=config.scheduler, http_port=http_port
+            )
         except RuntimeError as taken:
             error = taken
-    raise ConfigurationError(f"cluster.port = {port}: {host}:{port} cannot be listened on, it may be in use ({error})")
+    cluster = config.cluster
+    raise ConfigurationError(
+        f"cluster.port = {cluster.port}, cluster.http_port = {cluster.http_port}: on {host} one of them cannot be "
+        f"listened on, it may be in use ({error})"
+    )
 
 
 def _reachable(address: str) -> str:

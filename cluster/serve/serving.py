@@ -33,6 +33,8 @@ class Serving:
 
     routers: tuple[str, ...]
     """`host:port` of each router's gRPC API."""
+    http: tuple[str, ...]
+    """`host:port` of each router's HTTP API, in the same order; empty without."""
     model: str
     num_replicas: int
 
@@ -67,11 +69,14 @@ def _check_here(config: HoldfastConfig) -> None:
     for setting, folder in (("model.model", model), ("speculation.draft_model", draft or "")):
         if folder.startswith(("/", ".", "~")) and not Path(folder).expanduser().is_dir():
             raise ConfigurationError(f"{setting} = {folder!r}: there is no such folder")
-    for port in range(cluster.port, cluster.port + cluster.routers) if cluster.port else ():
-        try:
-            socket.create_server((cluster.host or LOOPBACK, port)).close()
-        except OSError as error:
-            raise ConfigurationError(f"cluster.port = {cluster.port}: port {port} is not free ({error})") from error
+    for ports in cluster.router_ports:
+        for setting, first, port in zip(("port", "http_port"), (cluster.port, cluster.http_port), ports, strict=True):
+            try:
+                socket.create_server((cluster.host or LOOPBACK, port or 0)).close()
+            except OSError as error:
+                way_out = f"choose another by --{setting.replace('_', '-')}"
+                reason = f"cluster.{setting} = {first}: port {port} is not free ({error}); {way_out}"
+                raise ConfigurationError(reason) from error
 
 
 def check_resources(cluster: ClusterConfig) -> None:
@@ -133,9 +138,15 @@ def _wait_until_up(config: HoldfastConfig, directory: Any, report: Report) -> Se
         shown.show(snapshot)
         replicas, routers = snapshot.serving(Role.REPLICA), snapshot.serving(Role.ROUTER)
         if len(replicas) >= config.cluster.replicas and len(routers) >= config.cluster.routers:
-            addresses = tuple(sorted(str(router.address) for router in routers))
+            ordered = sorted(routers, key=lambda router: str(router.address))
+            addresses = tuple(str(router.address) for router in ordered)
             asyncio.run(_until_linked(addresses, len(replicas)))
-            return Serving(routers=addresses, model=replicas[0].model, num_replicas=len(replicas))
+            return Serving(
+                routers=addresses,
+                http=tuple(router.http_address for router in ordered if router.http_address),
+                model=replicas[0].model,
+                num_replicas=len(replicas),
+            )
 
 
 async def _until_linked(routers: Sequence[str], num_replicas: int) -> None:

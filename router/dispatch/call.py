@@ -6,7 +6,6 @@ how the reader waits (`router/requests/answer.py`), wire formats, decisions.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Final
 
 from holdfast.router.dispatch.dispatch_host import DispatchHost
@@ -23,26 +22,38 @@ class Call:
     """The output streams of a request's siblings as one, for one reader. Whoever opens a call closes it."""
 
     def __init__(
-        self, request_id: str, streams: Sequence[OutputStream], close: Callable[[], None], echo: str = ""
+        self,
+        request_id: str,
+        streams: Sequence[OutputStream],
+        close: Callable[[], None],
+        echo: str = "",
+        abort: Callable[[OutputStream], bool] = lambda stream: False,
     ) -> None:
         self.request_id = request_id
         self.num_completions = len(streams)
         self.close = close
         """Cancels what has not ended. Nothing is read after it."""
+        self._abort = abort
         self._echo = echo
+        self._is_alone = len(streams) == 1 and not echo and streams[0].request_id == request_id
+        """What its one stream delivers is the call's own."""
         self._streams = dict(enumerate(streams))
         """Streams that have not ended. The one that was read last is at the end."""
         self._usages: list[Usage] = []
-
-    @property
-    def is_over(self) -> bool:
+        self.is_over = not streams
         """Every sequence has been read to its end."""
-        return not self._streams
+        self.has_more = False
+        """After `poll` has returned output: whether there may be more to poll at once."""
 
     @property
     def usage(self) -> Usage:
         """The usage of all sequences that have ended."""
         return merged_usage(self._usages)
+
+    def abort(self) -> bool:
+        """Ends what has not ended, with finish reason ABORT, for the reader to read. Returns whether there was any."""
+        were_open = [self._abort(stream) for stream in self._streams.values()]
+        return any(were_open)
 
     def await_ends(self) -> None:
         """From here on `on_output` is called only when a sequence ends, so the reader is not woken by every step."""
@@ -58,21 +69,23 @@ class Call:
         for index, stream in self._streams.items():
             delivery = stream.poll()
             if delivery is not None:
-                del self._streams[index]
-                if delivery.finish_reason is None:
-                    self._streams[index] = stream
-                return self._told(index, delivery)
+                if delivery.finish_reason is not None:
+                    del self._streams[index]
+                    self.is_over = not self._streams
+                elif self.num_completions > 1:
+                    self._streams[index] = self._streams.pop(index)
+                self.has_more = self.num_completions > 1 or stream.error is not None
+                return delivery if self._is_alone and delivery.usage is None else self._told(index, delivery)
         return None
 
     def _told(self, index: int, delivery: Deliver) -> Deliver:
         """A sibling's delivery as one of the request."""
         if delivery.usage is not None:
             self._usages.append(delivery.usage)
-        echo = self._echo if delivery.first_token_index == 0 else ""
-        if self.num_completions == 1 and not echo and delivery.request_id == self.request_id:
+        if self._is_alone:
             return delivery
-        return replace(
-            delivery,
+        echo = self._echo if delivery.first_token_index == 0 else ""
+        return delivery._replace(
             request_id=self.request_id,
             sequence_index=index,
             text=echo + delivery.text,
@@ -107,7 +120,7 @@ def open_call(
                 )
                 opened.callback(dispatch_host.close, stream)
             streams.append(stream)
-        return Call(request_id, streams, opened.pop_all().close, echo)
+        return Call(request_id, streams, opened.pop_all().close, echo, dispatch_host.abort)
 
 
 def stopping() -> RequestAbortedError:

@@ -118,6 +118,15 @@ class Dispatch:
             return []
         return [*self._close(state, RequestEvent.CANCEL), *self._placement.drain(state.model, now)]
 
+    def abort(self, request_id: str, now: float) -> list[Action]:
+        """Ends a request after the output that it has, with finish reason ABORT. An id that is not open is ignored."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return []
+        delivery = state.take((), FinishReason.ABORT)
+        assert delivery is not None, "an end is always told"
+        return [delivery, *self._close(state, RequestEvent.CANCEL), *self._placement.drain(state.model, now)]
+
     # --- events from replicas ---
 
     def replica_up(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> list[Action]:

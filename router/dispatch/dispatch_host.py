@@ -112,6 +112,13 @@ class DispatchHost:
             self._end_stream(stream.request_id)
             self.perform(self._dispatch.cancel(stream.request_id, self.now()))
 
+    def abort(self, stream: OutputStream) -> bool:
+        """Ends the request of a stream, if it is still open, with finish reason ABORT. Returns whether it was."""
+        is_open = self._streams.get(stream.request_id) is stream
+        if is_open:
+            self.perform(self._dispatch.abort(stream.request_id, self.now()))
+        return is_open
+
     # --- for links ---
 
     def replica_up(self, port: ReplicaPort, facts: ReplicaFacts, load: EngineLoad) -> None:
@@ -183,7 +190,12 @@ class DispatchHost:
         broken = []
         for action in actions:
             try:
-                self._carry_out(action)
+                if isinstance(action, Deliver):  # as nearly all of them are
+                    self._streams[action.request_id].push(action)
+                    if action.finish_reason is not None:
+                        self._end_stream(action.request_id)
+                else:
+                    self._carry_out(action)
             except Exception:
                 logger.exception("%s failed by a fault of ours", type(action).__name__)
                 broken.append(action)
@@ -193,12 +205,8 @@ class DispatchHost:
 
     # --- inside ---
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: SendSubmit | SendAbort | Fail) -> None:
         match action:
-            case Deliver():
-                self._streams[action.request_id].push(action)
-                if action.finish_reason is not None:
-                    self._end_stream(action.request_id)
             case SendSubmit():
                 self._ports[action.replica_id].submit(action)
             case SendAbort():

@@ -5,7 +5,6 @@ bounded by the request's own output. What may not live here: who reads, and how 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Final
 
 from holdfast.router.events import Deliver
@@ -27,7 +26,8 @@ class OutputStream:
         """False: `on_output` is called at the end only."""
         self._on_output = on_output
         self._pending: list[Deliver] = []
-        self._error: HoldfastError | None = None
+        self.error: HoldfastError | None = None
+        """What has ended it, and is raised after all earlier output."""
 
     def push(self, delivery: Deliver) -> None:
         self._pending.append(delivery)
@@ -38,16 +38,17 @@ class OutputStream:
 
     def fail(self, error: HoldfastError) -> None:
         """Ends the stream with an error, which is raised to the reader after all earlier output."""
-        self._error = error
+        self.error = error
         self._on_output()
 
     def poll(self) -> Deliver | None:
         """All output since the last call, if any. After it, raises the error given to `fail`."""
         if self._pending:
-            pending, self._pending = self._pending, []
-            return merged(pending)
-        if self._error is not None:
-            raise self._error.with_traceback(None)  # one error may end many streams
+            delivery = self._pending[0] if len(self._pending) == 1 else merged(self._pending)
+            self._pending.clear()
+            return delivery
+        if self.error is not None:
+            raise self.error.with_traceback(None)  # one error may end many streams
         return None
 
 
@@ -56,8 +57,7 @@ def merged(deliveries: Sequence[Deliver]) -> Deliver:
     first, last = deliveries[0], deliveries[-1]
     if len(deliveries) == 1:
         return first
-    return replace(
-        last,
+    return last._replace(
         first_token_index=first.first_token_index,
         prompt_logprobs=first.prompt_logprobs,
         token_ids=tuple(token_id for delivery in deliveries for token_id in delivery.token_ids),

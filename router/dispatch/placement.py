@@ -18,6 +18,7 @@ from holdfast.router.events import Action, SendAbort, SendSubmit
 from holdfast.router.replicas.replica_registry import ReplicaRegistry, ReplicaState
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import CapacityError, Fault, HoldfastError
+from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR
 
 MAX_FULL_S: Final = 1.0
 """Longest time that a replica gets no new requests after it refused one for lack of room."""
@@ -86,11 +87,18 @@ class Placement:
     # --- attempts bring output, or are taken back ---
 
     def note_step(self, state: RequestState, num_new_tokens: int) -> None:
-        """An attempt has brought output: clears failure counts of request and replica, and charges the tenant."""
+        """An attempt has brought output: charges the tenant, and clears failure counts of request and replica.
+
+        What the first steps of an attempt have cleared, later ones need not look at.
+        """
+        state.tenant.charge(0, num_new_tokens)
+        if state.num_steps < NUM_STEPS_TO_CLEAR:
+            self._note_first_steps(state)
+
+    def _note_first_steps(self, state: RequestState) -> None:
         assert state.attempt is not None
         state.note(RequestEvent.OUTPUT)
         state.num_refusals = 0
-        state.tenant.charge(0, num_new_tokens)
         self.quarantine.note_step(state)
         if state.num_steps == 1:
             state.attempt.replica.breaker.note_success()

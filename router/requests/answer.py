@@ -4,15 +4,15 @@ What may live here: waiting for output of a call, and making completions of it. 
 sequences of a request are opened and merged (`router/dispatch/call.py`).
 """
 
-import asyncio
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from holdfast.router.dispatch.call import Call
 from holdfast.router.dispatch.output_stream import merged
 from holdfast.router.dispatch.parallel_sampling import best, is_ranked
 from holdfast.router.events import Deliver, Usage
+from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.worker.sampling_params import SamplingParams
 
 
@@ -47,7 +47,7 @@ class SampledAnswer:
     def __init__(
         self,
         call: Call,
-        has_output: asyncio.Event,
+        has_output: OutputSignal,
         model: str,
         params: SamplingParams,
         prompt_token_ids: tuple[int, ...] = (),
@@ -64,14 +64,21 @@ class SampledAnswer:
         return self
 
     async def __anext__(self) -> Deliver:
-        if self._call.is_over:
+        call, has_output = self._call, self._has_output
+        if call.is_over:
             raise StopAsyncIteration
         while True:
-            self._has_output.clear()
-            delivery = self._call.poll()
+            if not has_output.is_set:
+                await has_output.next()
+            has_output.is_set = False
+            delivery = call.poll()
             if delivery is not None:
+                has_output.is_set = call.has_more
                 return delivery
-            await self._has_output.wait()
+
+    def abort(self) -> bool:
+        """As `Call.abort`."""
+        return self._call.abort()
 
     def await_ends(self) -> None:
         """From here on iterating gives the output of a sequence when it has ended, not at every step."""
@@ -107,7 +114,7 @@ class SampledAnswer:
         ranking = best([[item.logprob for item in output.logprobs] for output in outputs], self._params.n)
         prompt_logprobs = outputs[0].prompt_logprobs
         return [
-            replace(outputs[index], sequence_index=number, prompt_logprobs=prompt_logprobs if number == 0 else ())
+            outputs[index]._replace(sequence_index=number, prompt_logprobs=prompt_logprobs if number == 0 else ())
             for number, index in enumerate(ranking)
         ]
 
@@ -115,5 +122,5 @@ class SampledAnswer:
         """Log-probabilities that only the ranking needed are left out; their sum is kept."""
         is_known = self._params.logprobs is not None or is_ranked(self._params)
         total = math.fsum(item.logprob for item in output.logprobs) if is_known else None
-        kept = output if self._params.logprobs is not None else replace(output, logprobs=())
+        kept = output if self._params.logprobs is not None else output._replace(logprobs=())
         return CompletedSequence(output=kept, cumulative_logprob=total)

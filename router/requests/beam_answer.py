@@ -3,16 +3,16 @@
 What may live here: those requests, and the completions made of the beams. What may not: the search (`beam_search.py`).
 """
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Final
 
-from holdfast.router.dispatch.call import open_call
+from holdfast.router.dispatch.call import Call, open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.requests.beam_search import Beam, BeamSearch, extension
+from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.resume import NewSequence
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import Tokenizer
@@ -50,16 +50,20 @@ class BeamAnswer:
         self._echo = echo
         self._client_attempt = client_attempt
         self._num_extensions = 0
+        self._call: Call | None = None
+        self._is_aborted = False
         self._num_cached_tokens = 0
         self._fingerprints: list[str] = []
         """Of all replicas that gave candidates, in that order, each once."""
 
     async def whole(self) -> CompletedRequest:
         """The best beams, best first. Raises what ended one of the requests with an error."""
-        while self._search.live:
+        while self._search.live and not self._is_aborted:
             outputs = await self._extend(self._search.live)
-            self._search.advance([output.logprobs[0].top for output in outputs])
-        beams = self._search.best(self._request.sampling_params.n)
+            if not any(output.finish_reason is FinishReason.ABORT for output in outputs):
+                self._search.advance([output.logprobs[0].top for output in outputs])
+        n = self._request.sampling_params.n
+        beams = self._search.best_so_far(n) if self._search.live else self._search.best(n)
         return CompletedRequest(
             request_id=self.request_id,
             model=self.model,
@@ -67,10 +71,17 @@ class BeamAnswer:
             usage=self._usage(),
         )
 
+    def abort(self) -> bool:
+        """Ends the search with the best beams so far. Returns whether it went on."""
+        was_live, self._is_aborted = bool(self._search.live) and not self._is_aborted, True
+        if self._call is not None:
+            self._call.abort()
+        return was_live
+
     async def _extend(self, beams: Sequence[Beam]) -> list[Deliver]:
         """Generates one token after each beam, in one call."""
-        sequences, has_output = [self._extension(beam) for beam in beams], asyncio.Event()
-        call = open_call(
+        sequences, has_output = [self._extension(beam) for beam in beams], OutputSignal()
+        self._call = call = open_call(
             self._dispatch_host,
             self.request_id,
             sequences,
@@ -101,12 +112,17 @@ class BeamAnswer:
             first_token_index=0,
             token_ids=beam.token_ids,
             text=self._echo + text.push(beam.token_ids).text + text.finish(),
-            finish_reason=FinishReason.STOP if beam.has_ended else FinishReason.LENGTH,
+            finish_reason=self._finish_reason(beam),
             fingerprint=self._fingerprints[0] if self._fingerprints else "",
             identity_guaranteed=len(self._fingerprints) <= 1,
             num_cached_tokens=self._num_cached_tokens,
         )
         return CompletedSequence(output=output, cumulative_logprob=beam.logprob, candidates=beam.candidates)
+
+    def _finish_reason(self, beam: Beam) -> FinishReason:
+        if beam.has_ended:
+            return FinishReason.STOP
+        return FinishReason.ABORT if self._search.live else FinishReason.LENGTH
 
     def _usage(self) -> Usage:
         """Every generated token counts, whether its beam was kept or not."""

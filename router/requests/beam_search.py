@@ -98,6 +98,10 @@ class BeamSearch:
         alive = [] if is_full_length else [beam for beam in candidates if not beam.has_ended][: self._width]
         self.live = tuple(alive) if alive and self._may_improve(alive[0]) else ()
 
+    def best_so_far(self, n: int) -> tuple[Beam, ...]:
+        """The `n` best beams, finished or not."""
+        return tuple(sorted([*self._finished, *self.live], key=self._badness)[:n])
+
     def best(self, n: int) -> tuple[Beam, ...]:
         """The `n` best finished beams, best first; fewer if not as many were found."""
         return tuple(self._finished[:n])

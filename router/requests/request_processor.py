@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 
+from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.call import open_call, stopping
 from holdfast.router.dispatch.dispatch_host import DispatchHost
@@ -19,11 +20,14 @@ from holdfast.router.request import GenerationRequest, check_text
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.beam_search import BeamSearch
+from holdfast.router.requests.open_answers import OpenAnswers
+from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence
 from holdfast.router.text.prompt import check_length, kept_tokens
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.router.text.vocabulary import check_vocabulary, resolved
+from holdfast.router.tools.chat_style import ChatStyle
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, UnknownModelError
 from holdfast.worker.request import EngineRequest
 
@@ -48,6 +52,13 @@ class RequestProcessor:
         self._tokenizers = tokenizers
         self._limits = limits
         self._is_closed = False
+        self._chat_styles: dict[str, ChatStyle] = {}
+        self._open_answers = OpenAnswers()
+
+    @property
+    def is_closed(self) -> bool:
+        """New requests are refused."""
+        return self._is_closed
 
     def close(self) -> None:
         """From here on new requests are refused; open ones go on."""
@@ -68,7 +79,7 @@ class RequestProcessor:
             for index, one in enumerate(siblings(engine_request))
         ]
         self._check_open()
-        has_output = asyncio.Event()
+        has_output = OutputSignal()
         call = open_call(
             self._dispatch_host,
             engine_request.request_id,
@@ -79,10 +90,9 @@ class RequestProcessor:
             client_attempt=admitted.attempt,
             echo=admitted.echo,
         )
-        with closing(call):
-            yield SampledAnswer(
-                call, has_output, model, engine_request.sampling_params, engine_request.prompt_token_ids
-            )
+        answer = SampledAnswer(call, has_output, model, engine_request.sampling_params, engine_request.prompt_token_ids)
+        with closing(call), self._open_answers.holding(answer):
+            yield answer
 
     @asynccontextmanager
     async def search(
@@ -97,7 +107,7 @@ class RequestProcessor:
             model.facts.max_sequence_len,
             model.facts.eos_token_ids,
         )
-        yield BeamAnswer(
+        answer = BeamAnswer(
             engine_request,
             search,
             self._dispatch_host,
@@ -107,11 +117,42 @@ class RequestProcessor:
             echo=admitted.echo,
             client_attempt=admitted.attempt,
         )
+        with self._open_answers.holding(answer):
+            yield answer
 
-    async def tokenize(self, model: str, text: str) -> tuple[int, ...]:
+    def abort(self, request_id: str) -> bool:
+        """Ends a request, whoever has sent it, after the output that it has. Returns whether it was open."""
+        if not request_id:
+            raise InvalidRequestError("request_id", request_id, "must be set")
+        return self._open_answers.abort(request_id)
+
+    async def tokenize(self, model: str, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of a text prompt. Raises `HoldfastError`."""
         check_text(text, self._limits)
-        return await self._tokenizers.encode(self.model(model).name, text)
+        return await self._tokenizers.encode(self.model(model).name, text, add_special_tokens)
+
+    async def tokenize_chat(self, model: str, chat: Chat) -> tuple[int, ...]:
+        """The token ids of a chat's prompt. Raises `HoldfastError`."""
+        chat.check(self._limits)
+        text = await self._tokenizers.render(self.model(model).name, chat)
+        check_text(text, self._limits, "chat")
+        return await self._tokenizers.encode(self.model(model).name, text, add_special_tokens=False)
+
+    async def render(self, model: str, chat: Chat) -> str:
+        """The text of a chat's prompt. Raises `HoldfastError`."""
+        chat.check(self._limits)
+        return await self._tokenizers.render(self.model(model).name, chat)
+
+    def chat_style(self, model: str) -> ChatStyle:
+        """In which formats a model that is served here writes calls and reasoning. Raises `HoldfastError`."""
+        name = self.model(model).name
+        if name not in self._chat_styles:
+            self._chat_styles[name] = ChatStyle.of(self._tokenizers[name])
+        return self._chat_styles[name]
+
+    def token_text(self, model: str, token_id: int) -> str:
+        """The text of a single token of a model that is served here; incomplete characters are U+FFFD."""
+        return self._tokenizers[model].decode((token_id,), skip_special_tokens=False)
 
     async def detokenize(self, model: str, token_ids: Sequence[int]) -> str:
         """The text of token ids. Raises `HoldfastError`."""

@@ -36,6 +36,8 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
+        self._vocab_size = tokenizer.vocab_size
+        self._decode = tokenizer.decode_known
         self._window: list[int] = []
         self._num_context = 0
         self._num_out = 0
@@ -55,9 +57,12 @@ class IncrementalDetokenizer:
         return bool(self._run.token_ids) and not self._run.is_broken
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that is now final."""
+        """The text that is now final. Ids that the tokenizer does not know have none."""
         self.guess = ""
-        return "".join([self._push_one(token_id) for token_id in token_ids if token_id not in self._skipped])
+        if len(token_ids) == 1:  # as in nearly every step
+            (token_id,) = token_ids
+            return "" if token_id in self._skipped or token_id >= self._vocab_size else self._push_one(token_id)
+        return "".join([self._push_one(token_id) for token_id in token_ids if self._has_text(token_id)])
 
     def finish(self) -> str:
         """The text that was held back. Bytes of an incomplete character become U+FFFD."""
@@ -75,7 +80,7 @@ class IncrementalDetokenizer:
             self._end_run()
         self._window.append(token_id)
         text = self._decode(self._window)
-        certain = text.rstrip(REPLACEMENT)
+        certain = text.rstrip(REPLACEMENT) if text.endswith(REPLACEMENT) else text
         delta = certain[self._num_out :]
         if delta and len(certain) == len(text):
             self._make_context(self._window[self._num_context :])
@@ -131,7 +136,7 @@ class IncrementalDetokenizer:
         first = len(prompt)
         while self._bytes and first > 0 and self._may_be_in_run(prompt[first - 1]):
             first -= 1
-        context = [token_id for token_id in prompt[:first][-_MAX_CONTEXT:] if token_id not in self._skipped]
+        context = [token_id for token_id in prompt[:first][-_MAX_CONTEXT:] if self._has_text(token_id)]
         while self._decode(context).startswith(REPLACEMENT):
             context = context[1:]
         self._make_context(context)
@@ -146,5 +151,5 @@ class IncrementalDetokenizer:
         is_known = token_id in self._bytes or token_id in self._skipped
         return is_known or is_nothing(self._tokenizer, self._bytes, token_id)
 
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+    def _has_text(self, token_id: int) -> bool:
+        return token_id not in self._skipped and token_id < self._vocab_size

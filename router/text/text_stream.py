@@ -6,7 +6,7 @@ here: IO, and other reasons to end a sequence.
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from holdfast.router.text.detokenizer import IncrementalDetokenizer
 from holdfast.router.text.stop_strings import StopStringMatcher
@@ -14,8 +14,7 @@ from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """The result of a push of tokens."""
 
     text: str
@@ -38,12 +37,15 @@ class TextStream:
         params = sampling_params
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context=prompt_token_ids)
         self._matcher = StopStringMatcher(params.stop_strings, include_match=params.include_stop_str_in_output)
+        self._has_stop_strings = bool(params.stop_strings)
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._guess: _Guess | None = None
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         """Takes the next tokens. Those after a complete stop string are ignored."""
+        if not self._has_stop_strings:  # then text needs no matching, nor guesses of what may be matched
+            return TextPiece(self._detokenizer.push(token_ids), len(token_ids), False)
         texts: list[str] = []
         num_tokens = 0
         for token_id in token_ids:

@@ -6,7 +6,8 @@ that file needs transformers. What may not live here: incremental decoding (`det
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
@@ -59,6 +60,8 @@ class Tokenizer:
         """The ids that decoding skips."""
         self.fallback_bytes = fallback_bytes(codec)
         """The byte of each byte-fallback token, by token id (see `byte_runs.py`)."""
+        self.decode_known: Callable[[list[int]], str] = partial(codec.decode, skip_special_tokens=False)
+        """As `decode`, special tokens included, of ids that the tokenizer knows: what streams do for every token."""
         self._lengths: dict[int, int] = {}
 
     @classmethod

@@ -172,12 +172,16 @@ def _resume(message: inference_pb2.Resume) -> Resume:
 
 
 def _progress(index: int, message: inference_pb2.SequenceProgress) -> Progress:
-    """Only STOP and LENGTH are valid: a cancelled stream ends with a status instead of a chunk."""
-    reason = _FINISH_REASONS_READ.get(message.finish_reason, FinishReason.ABORT)
-    if reason is FinishReason.ABORT:
-        limit = "must be unset, or what a stream's last chunk may say: FINISH_REASON_STOP or FINISH_REASON_LENGTH"
-        raise InvalidRequestError(f"resume.sequences[{index}].finish_reason", message.finish_reason, limit)
-    return Progress(token_ids=tuple(message.token_ids), text_length=message.text_length, finish_reason=reason)
+    number = message.finish_reason
+    if number not in _FINISH_REASONS_READ:
+        said = "FINISH_REASON_STOP, FINISH_REASON_LENGTH or FINISH_REASON_ABORT"
+        limit = f"must be unset, or what a stream's last chunk may say: {said}"
+        raise InvalidRequestError(f"resume.sequences[{index}].finish_reason", number, limit)
+    return Progress(
+        token_ids=tuple(message.token_ids),
+        text_length=message.text_length,
+        finish_reason=_FINISH_REASONS_READ[number],
+    )
 
 
 def _resume_message(resume: Resume) -> inference_pb2.Resume:
@@ -203,8 +207,8 @@ def chunk(message: inference_pb2.GenerateStreamResponse) -> Chunk:
         token_ids=tuple(message.token_ids),
         text=message.text,
         finish_reason=_FINISH_REASONS_READ.get(message.finish_reason),
-        logprobs=_logprobs(message.logprobs),
-        prompt_logprobs=_prompt_logprobs(message.prompt_logprobs),
+        logprobs=_logprobs(message.logprobs) if message.logprobs else (),
+        prompt_logprobs=_prompt_logprobs(message.prompt_logprobs) if message.prompt_logprobs else (),
         usage=_usage(message.usage) if message.HasField("usage") else None,
         replayed_without_guarantee=message.replayed_without_guarantee,
         system_fingerprint=message.system_fingerprint,

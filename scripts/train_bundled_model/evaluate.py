@@ -5,7 +5,7 @@ not live here: Holdfast's own engine, which is tested against transformers elsew
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -45,11 +45,11 @@ class Score:
     """Right, and then the output ended by itself."""
 
 
-def evaluate(folder: Path) -> list[Score]:
-    """All exams, on the model in `folder`, in the checkpoint's dtype on the CPU."""
+def evaluate(folder: Path, asked: Iterable[Exam] | None = None) -> list[Score]:
+    """All exams, or those asked for, on the model in `folder`, in the checkpoint's dtype on the CPU."""
     tokenizer = AutoTokenizer.from_pretrained(str(folder), padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype="auto").eval()
-    return [_mark(exam, _answers(model, tokenizer, exam)) for exam in exams()]
+    return [_mark(exam, _answers(model, tokenizer, exam)) for exam in (exams() if asked is None else asked)]
 
 
 def print_scores(title: str, scores: Sequence[Score], console: Console) -> None:

@@ -7,14 +7,14 @@ import os
 import sys
 from typing import Any
 
-from benchmarks.peers.drivers.line_server import Generate, Output, Prompts, serve, split_at
+from benchmarks.peers.drivers.line_server import Generate, Output, Prompts, Sampling, serve, split_at
 
 
 def load(model: str, settings: dict[str, Any]) -> Generate:
     print("what a library prints goes to stderr")
     fake = settings.get("fake", {})
 
-    def generate(prompts: Prompts, max_tokens: int, split: bool) -> Output:
+    def generate(prompts: Prompts, max_tokens: int, split: bool, sampling: Sampling) -> Output:
         if fake.get("dies_after", 99) < max_tokens:
             print("out of memory", file=sys.stderr, flush=True)
             os._exit(3)

@@ -23,7 +23,7 @@ class Scripted:
         self._others = list(others)
         self._fails_at = fails_at
 
-    def ask(self, case, prompts, max_tokens, *, split=False):
+    def ask(self, case, prompts, max_tokens, *, split=False, sampling=None):
         number = sum(name == self.name for name, _ in self._asked)
         self._asked.append((self.name, prompts))
         if number == self._fails_at:

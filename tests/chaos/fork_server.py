@@ -1,19 +1,23 @@
-"""A process that loads the libraries and the bundled model once, and forks replicas and routers that are up at once.
+"""A process that loads the libraries and the bundled model once, and forks fork servers: one for each cluster.
 
-    python -m tests.chaos.fork_server      # reads orders, one JSON object a line; answers each with a line when it is
-    up
+    python -m tests.chaos.fork_server 5    # the number of its socket, over which it is told how many blocks a cluster's
+    caches have, and given the standard streams of its fork server
 
-What it forks is what serves anywhere: an engine behind its link, a router behind its port. Ray alone is missing. They
-end with the fork server, and it with its stdin. What may not live here: faults, and the side that orders (`forked.py`).
+A fork server forks replicas and routers that are up at once. It reads orders, one JSON object a line, and answers each
+with a line when it is up. What it forks is what serves anywhere: an engine behind its link, a router behind its port.
+Ray alone is missing. They end with the fork server, and it with its stdin. What may not live here: faults, and the side
+that orders (`forked.py`).
 """
 
 import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from ctypes import c_uint32
 from dataclasses import asdict
 from pathlib import Path
@@ -94,11 +98,11 @@ class ForkServer:
         device = torch.device("cpu")
         prepare_process(self._config, device)
         self._runner = ModelRunner.load(self._config, SingleRank(), device=device)
-        self._heartbeat_pipe, self._held = os.pipe()
 
     def run(self) -> None:
         """Forks on every order, until there are no more."""
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+        self._heartbeat_pipe, self._held = os.pipe()
         say(id="fork_server", address="", pid=os.getpid())
         for line in sys.stdin:
             if os.fork() == 0:
@@ -166,5 +170,29 @@ def say(**news: Any) -> None:
     os.write(sys.stdout.fileno(), (json.dumps(news) + "\n").encode())
 
 
+def serve(requests: socket.socket) -> None:
+    """Forks a fork server on every request, until the other side has gone. Says what its number is."""
+    loaded: dict[int, ForkServer] = {}
+    while True:
+        message, streams, *_ = socket.recv_fds(requests, 16, 3)
+        if not message:
+            return
+        num_blocks = int(message)
+        if num_blocks not in loaded:
+            loaded[num_blocks] = ForkServer(num_blocks)
+        if (pid := os.fork()) == 0:
+            requests.close()
+            for number, stream in enumerate(streams):
+                os.dup2(stream, number)
+                os.close(stream)
+            loaded[num_blocks].run()
+            os._exit(0)
+        for stream in streams:
+            os.close(stream)
+        requests.send(str(pid).encode())
+        with suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)  # one that has ended
+
+
 if __name__ == "__main__":
-    ForkServer(num_blocks=int(sys.argv[1])).run()
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,18 +1,23 @@
 """A cluster of real processes that come up in milliseconds: two routers and some replicas, forked by the fork server.
 
-What may not live here: what the processes are (`fork_server.py`), and which faults they meet.
+All clusters of a test process have fork servers of one parent, which loads the libraries and the model once. What may
+not live here: what the processes are (`fork_server.py`), and which faults they meet.
 """
 
 import asyncio
+import atexit
 import itertools
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -48,12 +53,55 @@ class Forked:
             os.kill(self.pid, number)
 
 
+@dataclass(frozen=True)
+class ForkServer:
+    """One that is up."""
+
+    pid: int
+    orders: int
+    """Where they are written to. It ends when this is closed."""
+    news: int
+
+
+class ForkServers:
+    """The process that has loaded everything, and forks them. It ends with this process."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.fork_server", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        atexit.register(self.close)
+
+    def fork(self, num_blocks: int, stderr: IO[str] | None) -> ForkServer:
+        (stdin, orders), (news, stdout) = os.pipe(), os.pipe()
+        streams = [stdin, stdout, 2 if stderr is None else stderr.fileno()]
+        socket.send_fds(self._socket, [str(num_blocks).encode()], streams)
+        os.close(stdin)
+        os.close(stdout)
+        return ForkServer(int(self._socket.recv(16)), orders, news)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+@cache
+def fork_servers() -> ForkServers:
+    """Begun once: loading takes longer than most of the tests."""
+    return ForkServers()
+
+
 class ForkedCluster:
     """Made by `forked_cluster`. A process that it is told to kill is replaced when asked for."""
 
     def __init__(
         self,
-        fork_server: asyncio.subprocess.Process,
+        fork_server: ForkServer,
         directory: Path,
         step_s: float,
         num_ranks: int,
@@ -175,20 +223,17 @@ class ForkedCluster:
             await watcher.close()
         for wire in self.wires.values():
             await wire.stop()
-        assert self._fork_server.stdin is not None
         children = psutil.Process(self._fork_server.pid).children(recursive=True)
         for child in children:
             child.send_signal(signal.SIGCONT)
-        self._fork_server.stdin.close()
-        await self._fork_server.wait()
+        os.close(self._fork_server.orders)
         await self._reading
         assert psutil.wait_procs(children, timeout=5)[1] == []
 
     # --- inside ---
 
     async def _order(self, name: str, **order: Any) -> dict[str, Any]:
-        assert self._fork_server.stdin is not None
-        self._fork_server.stdin.write((json.dumps({"id": name, **order}) + "\n").encode())
+        os.write(self._fork_server.orders, (json.dumps({"id": name, **order}) + "\n").encode())
         return await self._news_of(name)
 
     async def _news_of(self, name: str) -> dict[str, Any]:
@@ -196,10 +241,15 @@ class ForkedCluster:
         return await asyncio.wait_for(self._expected[name], START_S)
 
     async def _read(self) -> None:
-        assert self._fork_server.stdout is not None
-        async for line in self._fork_server.stdout:
+        reader = asyncio.StreamReader()
+        pipe = os.fdopen(self._fork_server.news, "rb", buffering=0)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        async for line in reader:
             news = json.loads(line)
             self._expected.pop(news["id"]).set_result(news)
+        transport.close()
 
     def _publish(self) -> None:
         new = self._directory.with_suffix(".new")
@@ -236,13 +286,7 @@ async def forked_cluster(
 
     Without self-checks unless asked for: with them, what replicas compute is not for clients alone.
     """
-    fork_server = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.chaos.fork_server", str(num_blocks)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=stderr,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    fork_server = await asyncio.to_thread(lambda: fork_servers().fork(num_blocks, stderr))
     cluster = ForkedCluster(fork_server, folder / "replicas.json", step_s, num_ranks, wired, self_check_every_s)
     try:
         await cluster.come_up()

@@ -330,6 +330,7 @@ async def _lose_the_directory(address: str, victim: psutil.Process) -> list[list
         return [without, await ask_eight()]
 
 
+@pytest.mark.slow  # without Ray, test_membership.py does it every time
 def test_a_killed_directory_is_replaced_and_nobody_notices(
     cluster: Serving, expected: Callable[[list[Wish]], list[Answer]]
 ):

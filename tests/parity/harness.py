@@ -103,7 +103,8 @@ def greedy_tokens(leader: LeaderRunner, prompts: Sequence[Sequence[int]], num_ne
 
 def is_run_by(leader: LeaderRunner, executor: str) -> bool:
     """Whether `decoder` or `skeleton` runs the model's layers."""
-    return leader._runner.info.executor.partition("-")[0] == executor
+    layers, _, _ = leader._runner.info.executor.partition("+")  # what draws has a name of its own
+    return layers.partition("-")[0] == executor
 
 
 def hugging_face(folder: Path) -> Any:

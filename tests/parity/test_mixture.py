@@ -58,7 +58,7 @@ VARIANTS = {
 ON_TWO_RANKS = ("draft model", "all of it")
 """Tried there every time, on few requests. Ranks run the same steps as one would: the rest is for a long search."""
 
-ON_THE_SKELETON = {1: ("strangers", "chunks", "all of it"), 2: ("all of it",)}
+ON_THE_SKELETON = {1: ("all of it",), 2: ("all of it",)}
 """Tried there every time, by number of ranks."""
 
 
@@ -274,6 +274,13 @@ CASES = [
 ]
 
 
+GOING_ON = [
+    pytest.param(*model.values, id=model.id, marks=model.marks if model.values[0][0] == 1 else pytest.mark.slow)
+    for model in MODELS
+]
+"""On two ranks a request is continued in `test_serving.py`, every time."""
+
+
 @pytest.mark.parametrize(("alone", "name"), CASES, indirect=["alone"])
 def test_a_request_comes_out_the_same_whatever_happens_around_it(alone, name):
     replica = start(*alone.model, VARIANTS[name])
@@ -288,7 +295,7 @@ def test_a_request_comes_out_the_same_whatever_happens_around_it(alone, name):
     assert (stats.num_accepted_tokens > 0) == ("speculation" in VARIANTS[name])
 
 
-@pytest.mark.parametrize("alone", MODELS, indirect=True)
+@pytest.mark.parametrize("alone", GOING_ON, indirect=True)
 def test_a_request_goes_on_after_any_token_as_if_nothing_had_been(alone):
     """Continued on another replica at a token of chance, in a batch: what is left is what was left."""
     expected = alone.outcomes

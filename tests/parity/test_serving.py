@@ -76,13 +76,26 @@ def many_prompts() -> list[list[int]]:
     return [[rng.randrange(3, 126) for _ in range(rng.randint(1, 60))] for _ in range(33)]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
-def replica(request, tiny_model, executor):
+MODELS = [
+    pytest.param(
+        (size, executor),
+        id=f"tp{size}-{executor}",
+        marks=[] if (size, executor) in ((1, "skeleton"), (2, "decoder")) else pytest.mark.slow,
+    )
+    for size in (1, 2)
+    for executor in BLOCK_SIZES
+]
+"""Ranks, and what runs the model: each of both every time."""
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def replica(request, tiny_model):
     """A llama whose cache holds about four of the longest sequences, for 16 that would run at once."""
+    size, executor = request.param
     block_size = BLOCK_SIZES[executor]
     config = WorkerConfig(
         model=ModelConfig(model=str(tiny_model("llama")), dtype="float32", device="cpu", executor=executor),
-        parallel=ParallelConfig(tensor_parallel_size=request.param, num_threads=1),
+        parallel=ParallelConfig(tensor_parallel_size=size, num_threads=1),
         cache=CacheConfig(block_size=block_size, num_blocks=400 // block_size),
         scheduler=SchedulerConfig(max_num_batched_tokens=48, max_num_seqs=16),
     )
@@ -91,19 +104,28 @@ def replica(request, tiny_model, executor):
     replica.stop()
 
 
-def test_greedy_tokens_are_those_of_generate(replica, tiny_model, many_prompts):
+@pytest.fixture(scope="module")
+def generated(tiny_model, many_prompts) -> dict[str, list[int]]:
+    """What Hugging Face goes on with after each prompt, the most likely tokens."""
     import torch
 
+    model = hugging_face(tiny_model("llama"))
+    model.generation_config.eos_token_id = None
+    return {
+        f"r{i}": model.generate(torch.tensor([prompt]), max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)[
+            0, len(prompt) :
+        ].tolist()
+        for i, prompt in enumerate(many_prompts)
+    }
+
+
+def test_greedy_tokens_are_those_of_generate(replica, many_prompts, generated):
     requests = make_requests(many_prompts, temperature=0.0)
     random.Random(1).shuffle(requests)
     before = replica.engine.stats().num_preemptions
     tokens = run(replica, requests)
     assert replica.engine.stats().num_preemptions > before, "the memory was meant to be too small"
-    model = hugging_face(tiny_model("llama"))
-    model.generation_config.eos_token_id = None
-    for i, prompt in enumerate(many_prompts):
-        whole = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=0)
-        assert tokens[f"r{i}"] == whole[0, len(prompt) :].tolist()
+    assert tokens == generated
 
 
 def test_seeded_tokens_are_the_same_alone_and_in_a_batch_of_33(replica, many_prompts):

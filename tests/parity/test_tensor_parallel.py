@@ -40,7 +40,15 @@ def executors(family: str, size: int) -> list[str]:
     return sorted({executor_of(family, size), *(["skeleton"] if size == 2 else [])})
 
 
-SPLIT = [(f, size, e) for f in (*SERVED, *VARIANTS) for size in (2, 4) for e in executors(f, size)]
+def is_usual(family: str, size: int, executor: str) -> bool:
+    """Tried every time: each family on what serves it, split in two, and a few in all ways."""
+    return family in SAME_BITS or (size, executor) == (2, executor_of(family, 2))
+
+
+SPLIT = [
+    pytest.param(*case, marks=[] if is_usual(*case) else pytest.mark.slow)
+    for case in ((f, size, e) for f in (*SERVED, *VARIANTS) for size in (2, 4) for e in executors(f, size))
+]
 
 
 @pytest.mark.parametrize(("family", "size", "executor"), SPLIT)
@@ -93,6 +101,8 @@ def test_each_rank_holds_its_own_heads_and_all_know_the_same_facts(executor, num
     assert runners[0].info.kv_bytes_per_token == 2 * 1 * numbers_per_head * 4
 
 
+# the other every time in test_serving.py
+@pytest.mark.parametrize("executor", [pytest.param("decoder", marks=pytest.mark.slow), "skeleton"])
 def test_ranks_in_processes_of_their_own_draw_the_same_tokens(executor, tiny_model, prompts):
     config = worker_config(tiny_model("llama"), 2, executor=executor)
     rendezvous = f"tcp://127.0.0.1:{pick_port()}"

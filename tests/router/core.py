@@ -107,6 +107,9 @@ class Core:
     def cancel(self, request_id: str) -> list[Action]:
         return self._checked(self.dispatch.cancel(request_id, self.now))
 
+    def abort(self, request_id: str) -> list[Action]:
+        return self._checked(self.dispatch.abort(request_id, self.now))
+
     def step(
         self,
         *deltas: TokenDelta,

@@ -72,8 +72,11 @@ async def site(
     config: RouterConfig | None = None,
     limits: LimitsConfig | None = None,
     load_tokenizer: Callable[[str], Tokenizer] = byte_tokenizer,
+    http: bool = False,
 ) -> AsyncIterator[Site]:
-    """Up when all replicas are. Leaving it checks that nothing is left over: requests, links, tasks."""
+    """Up when all replicas are; with `http`, on a second port as well. Leaving it checks that nothing is left over:
+    requests, links, tasks.
+    """
     tasks_before = asyncio.all_tasks()
     directory = StaticDirectory(replica.endpoint for replica in replicas)
     router = await Router.start(
@@ -81,6 +84,7 @@ async def site(
         limits or LimitsConfig(),
         directory,
         load_tokenizer=load_tokenizer,
+        http_port=0 if http else None,
     )
     channel = grpc.aio.insecure_channel(router.address, options=[("grpc.use_local_subchannel_pool", 1)])
     place = Site(router, directory, list(replicas), channel)

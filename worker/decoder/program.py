@@ -40,6 +40,7 @@ class DecoderProgram:
 
     def __init__(self, executor: CpuExecutor) -> None:
         self.executor = executor
+        self.sampler = executor.make_sampler()
         self.progress = ProgressCounter()
         """Moves with every layer."""
         self.progress.follow(executor.layers_done)
@@ -64,6 +65,7 @@ class DecoderProgram:
         return self.executor.run(batch, with_logits=with_logits)
 
     def close(self) -> None:
+        self.sampler.close()
         self.executor.close()
 
 
@@ -161,7 +163,7 @@ class _Provable:
     def run_model(self, token_ids: Tensor) -> Tensor:
         logits = self._executor.run(self._batch(token_ids.numpy()), with_logits=True).logits
         assert logits is not None
-        return logits
+        return logits.clone()
 
     def _batch(self, token_ids: np.ndarray) -> StepBatch:
         count = len(token_ids)

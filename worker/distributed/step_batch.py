@@ -7,24 +7,35 @@ It is one int64 array. C, the block copies, and P, the rows that give prompt log
 What may not live here: torch; the model turns arrays into tensors.
 """
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
-from typing import Final
+from itertools import chain
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.worker.plan.decode_rows import DecodeRows
 from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan
 
 IntArray = NDArray[np.int64]
 
 _HEADER_WORDS: Final = 7
+_WORD_BYTES: Final = 8
+
+Column: TypeAlias = "array[int] | bytes | memoryview"
+
+_NOTHING: Final = array("q")
+_NO_COLUMNS: Final = (_NOTHING,) * 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepBatch:
-    """One step: S sequences with T tokens in all, packed one after the other in the order of the plan."""
+    """One step: S sequences with T tokens in all, packed one after the other in the order of the plan.
+
+    Made at every step on every rank, so no frozen class, which takes longer to make.
+    """
 
     step_id: int
     token_ids: IntArray
@@ -61,39 +72,37 @@ class StepBatch:
     @staticmethod
     def pack(plan: StepPlan, *, with_logits: bool = True) -> IntArray:
         """The array that `unpack` reads. Its first word is at least 1: other messages may begin with 0 or less."""
-        sequences = plan.sequences
-        tokens = _concatenated(sequence.token_ids for sequence in sequences)
-        blocks = _concatenated(sequence.block_ids for sequence in sequences)
-        per_sequence = (
-            [sequence.first_position for sequence in sequences],
-            [len(sequence.token_ids) for sequence in sequences],
-            [sequence.num_draws for sequence in sequences],
-            [len(sequence.block_ids) for sequence in sequences],
-        )
-        copies = _packed_copies(plan)
-        prompt_rows = _prompt_logprob_rows(sequences)
+        rows, others = plan.decodes, plan.others
+        of_others = _columns(others) if others else _NO_COLUMNS
+        copies = _packed_copies(plan) if plan.block_copies else _NOTHING
+        prompt_rows = _prompt_logprob_rows(others, len(rows)) if others else _NOTHING
         header = (
-            len(sequences),
-            len(tokens),
-            len(blocks),
+            len(rows) + len(others),
+            len(rows) + len(of_others[4]),
+            len(rows.blocks.packed) // _WORD_BYTES + len(of_others[5]),
             len(plan.block_copies),
             len(prompt_rows),
             plan.step_id,
             with_logits,
         )
-        words = np.fromiter(chain(header, *per_sequence), dtype=np.int64)
-        return np.concatenate((words, tokens, blocks, copies, prompt_rows))
+        both = chain.from_iterable(zip(_columns_of_rows(rows), of_others, strict=True))
+        return np.frombuffer(bytearray().join((array("q", header), *both, copies, prompt_rows)), np.int64)
 
     @classmethod
     def unpack(cls, packed: IntArray) -> "StepBatch":
         """The step that was packed. Its fields are views of `packed` where they can be."""
         header = packed[:_HEADER_WORDS].tolist()
         num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, step_id, with_logits = header
-        ends = accumulate([num_sequences] * 4 + [total_tokens, total_blocks, 3 * num_copies, num_prompt_rows])
-        bounds = pairwise([_HEADER_WORDS, *(_HEADER_WORDS + end for end in ends)])
-        parts = [packed[start:end] for start, end in bounds]
+        sizes = (num_sequences,) * 4 + (total_tokens, total_blocks, 3 * num_copies, num_prompt_rows)
+        parts, start = [], _HEADER_WORDS
+        for size in sizes:
+            parts.append(packed[start : start + size])
+            start += size
         first_positions, num_tokens, num_draws, num_blocks, token_ids, block_ids, copies, prompt_rows = parts
-        drawn_rows = counts_up(np.cumsum(num_tokens) - num_draws, num_draws)
+        if num_sequences == total_tokens:  # one each
+            drawn_rows = num_draws.nonzero()[0]
+        else:
+            drawn_rows = counts_up(num_tokens.cumsum() - num_draws, num_draws)
         return cls(
             step_id=step_id,
             token_ids=token_ids,
@@ -114,22 +123,37 @@ def counts_up(firsts: IntArray, lengths: IntArray) -> IntArray:
     return np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
-def _packed_copies(plan: StepPlan) -> IntArray:
+def _columns_of_rows(rows: DecodeRows) -> tuple[Column, ...]:
+    """First positions, token counts, draw counts, block counts, tokens and blocks."""
+    columns, blocks = rows.columns, rows.blocks
+    positions = np.frombuffer(columns.first_positions, np.int64) + rows.age
+    return (positions.data, columns.ones, columns.ones, blocks.num_blocks, rows.token_ids, blocks.packed)
+
+
+def _columns(sequences: Sequence[ScheduledSequence]) -> tuple["array[int]", ...]:
+    """The same of single shares."""
+    return (
+        array("q", [sequence.first_position for sequence in sequences]),
+        array("q", [len(sequence.token_ids) for sequence in sequences]),
+        array("q", [sequence.num_draws for sequence in sequences]),
+        array("q", [len(sequence.block_ids) for sequence in sequences]),
+        array("q", chain.from_iterable([sequence.token_ids for sequence in sequences])),
+        array("q", chain.from_iterable([sequence.block_ids for sequence in sequences])),
+    )
+
+
+def _packed_copies(plan: StepPlan) -> "array[int]":
     copies = plan.block_copies
     fields = ([copy.source for copy in copies], [c.destination for c in copies], [c.num_tokens for c in copies])
-    return np.fromiter(chain.from_iterable(fields), dtype=np.int64)
+    return array("q", chain.from_iterable(fields))
 
 
-def _prompt_logprob_rows(sequences: Sequence[ScheduledSequence]) -> IntArray:
-    """The rows, among all of the step, that tell prompt logprobs."""
-    rows: list[int] = []
-    start = 0
+def _prompt_logprob_rows(sequences: Sequence[ScheduledSequence], first_row: int) -> "array[int]":
+    """The rows, among all of the step, that tell prompt logprobs; `first_row` is the first of these sequences."""
+    rows = array("q")
+    start = first_row
     for sequence in sequences:
         if (params := sequence.prompt_logprobs) is not None:
-            rows += range(start + params.first_row, start + params.first_row + len(params.token_ids))
+            rows.extend(range(start + params.first_row, start + params.first_row + len(params.token_ids)))
         start += len(sequence.token_ids)
-    return np.array(rows, dtype=np.int64)
-
-
-def _concatenated(tuples: Iterable[tuple[int, ...]]) -> IntArray:
-    return np.fromiter(chain.from_iterable(tuples), dtype=np.int64)
+    return rows

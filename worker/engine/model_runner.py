@@ -6,12 +6,12 @@ What may live here: one step's way through a rank, and the messages between rank
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from enum import IntEnum
 from itertools import islice
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import torch
@@ -27,22 +27,18 @@ from holdfast.worker.model.loading import LoadedModel, load_model
 from holdfast.worker.model.model import choose_device
 from holdfast.worker.model.program import BlockCache
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.plan.draws import draws_of
-from holdfast.worker.plan.step_plan import NO_TOKEN, StepPlan, StepResult
+from holdfast.worker.plan.draws import by_sequence, draws_of
+from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.sampling.finite_rows import broken_rows, with_zeros
 from holdfast.worker.sampling.grammar_masks import GrammarMasks
 from holdfast.worker.sampling.head_output import HeadOutput, needs_logits
-from holdfast.worker.sampling.logprobs import token_logprobs, token_logprobs_of_prompts
-from holdfast.worker.sampling.sampler import draw
+from holdfast.worker.sampling.step_sampler import StepSampler
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Called as `progress(phase, done, total)`; phases are `load`, `pack` and `check`."""
-
-Item = TypeVar("Item")
 
 _MASK_LOOK_S: Final = 0.2
 _MASK_LOOKS: Final = 150
@@ -99,6 +95,11 @@ class ModelRunner:
         """Moves with every layer of every step."""
         return self.program.progress
 
+    @property
+    def sampler(self) -> StepSampler:
+        """Reads this rank's logits, if it is the leader."""
+        return self.program.sampler
+
     def execute(self, batch: StepBatch) -> HeadOutput:
         """Runs one step. What the leader gets counts."""
         return self.program.run(batch, with_logits=batch.with_logits)
@@ -123,14 +124,15 @@ class LeaderRunner:
         waiting = self._grammars.start(plan)
         output = self._execute(plan, with_logits=needs_logits(plan))
         self._runner.progress.tick()
-        result = step_result(plan, output, self._masks(waiting) if waiting is not None else None)
+        masks = self._masks(waiting) if waiting is not None else None
+        result = step_result(plan, output, self._runner.sampler, masks)
         return replace(result, drafts=drafts) if drafts else result
 
     def logits(self, plan: StepPlan) -> Tensor:
-        """Runs one step everywhere; the logits [rows wanted, vocab], in float32."""
+        """Runs one step everywhere; a copy of the logits [rows wanted, vocab], in float32."""
         logits = self._execute(plan, with_logits=True).logits
         assert logits is not None, "rank 0 is the leader"
-        return logits
+        return logits.clone()
 
     def _execute(self, plan: StepPlan, *, with_logits: bool) -> HeadOutput:
         message = self._group.broadcast(StepBatch.pack(plan, with_logits=with_logits))
@@ -193,48 +195,31 @@ def _lead_check(check: SelfCheck, leader: LeaderRunner, group: TensorParallelGro
     return outcome
 
 
-def step_result(plan: StepPlan, output: HeadOutput, masks: Mapping[int, bytes] | None = None) -> StepResult:
+def step_result(
+    plan: StepPlan, output: HeadOutput, sampler: StepSampler, masks: Mapping[int, bytes] | None = None
+) -> StepResult:
     """What a step's `output` for its rows wanted comes to. `masks` are those of rows that have a grammar.
 
     Rows with NaN or infinity give `NO_TOKEN`; the other rows are not affected.
     """
     if output.logits is None:
         assert output.best is not None, "a head gives logits or their argmax"
-        return StepResult(step_id=plan.step_id, token_ids=_of_sequences(plan, output.best))
-    return _drawn_result(plan, output.logits, masks)
-
-
-def _drawn_result(plan: StepPlan, logits: Tensor, masks: Mapping[int, bytes] | None) -> StepResult:
-    """As `step_result`, from the logits [rows wanted, vocab], float32."""
-    draws = draws_of(plan)
-    drawn_from, prompt_logits = logits[: len(draws)], logits[len(draws) :]
-    if broken := broken_rows(drawn_from):
-        drawn_from = with_zeros(drawn_from, broken)
-    token_ids = draw(drawn_from, draws, masks)
-    logprobs = token_logprobs(drawn_from, draws, token_ids)
-    for row in broken:
-        token_ids[row] = NO_TOKEN
+        return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.best))
+    prompts = [sequence.prompt_logprobs for sequence in plan.others if sequence.prompt_logprobs is not None]
+    sampled = sampler.sample(output, draws_of(plan), masks, prompts)
     return StepResult(
         step_id=plan.step_id,
-        token_ids=_of_sequences(plan, token_ids),
-        logprobs=_of_sequences(plan, logprobs) if logprobs else (),
-        prompt_logprobs=_prompt_logprobs(plan, prompt_logits) if len(prompt_logits) else (),
+        token_ids=by_sequence(plan, sampled.token_ids),
+        logprobs=by_sequence(plan, sampled.logprobs) if sampled.logprobs else (),
+        prompt_logprobs=_prompt_logprobs(plan, sampled.prompt_logprobs) if sampled.prompt_logprobs else (),
     )
 
 
-def _prompt_logprobs(plan: StepPlan, logits: Tensor) -> tuple[tuple[TokenLogprob, ...], ...]:
+def _prompt_logprobs(plan: StepPlan, told_of_all: list[TokenLogprob]) -> tuple[tuple[TokenLogprob, ...], ...]:
     """The prompt logprobs of each sequence of a plan."""
-    wanted = [sequence.prompt_logprobs for sequence in plan.sequences if sequence.prompt_logprobs is not None]
-    told = iter(token_logprobs_of_prompts(logits, wanted))
+    told = iter(told_of_all)
     counts = (len(sequence.prompt_logprobs.token_ids) if sequence.prompt_logprobs else 0 for sequence in plan.sequences)
     return tuple(tuple(islice(told, count)) for count in counts)
-
-
-def _of_sequences(plan: StepPlan, drawn: Sequence[Item | None]) -> tuple[tuple[Item, ...], ...]:
-    """What was drawn, or reported, in each row of a plan, put together for each sequence."""
-    rows = iter(drawn)
-    counts = (sequence.num_draws if sequence.draw else 0 for sequence in plan.sequences)
-    return tuple(tuple(item for item in islice(rows, count) if item is not None) for count in counts)
 
 
 def _order(number: int) -> Message:

@@ -6,7 +6,7 @@ running a plan, and calling a listener (`worker/engine/engine.py` does that, and
     submit, abort ─► plan ─► (the caller runs it) ─► commit ─► take_updates
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 from holdfast.worker.engine_core.lost_numbers import LostNumbers, no_numbers
@@ -184,14 +184,13 @@ class EngineCore:
         load = self._suspects.load_for(listener, self._load)
         return output_queue.take(self._step_id, load, stats or (self.stats() if output_queue.is_new else None))
 
-    def _keep(self, deltas: Iterable[TokenDelta]) -> int:
+    def _keep(self, deltas: Sequence[TokenDelta]) -> int:
         """Puts deltas where their listeners get them; returns how many tokens they have."""
-        num_before = self._num_tokens_generated
-        for delta in deltas:
-            self._num_tokens_generated += len(delta.token_ids)
-            self._suspects.note(delta)
-            self._output_queues.put(delta)
-        return self._num_tokens_generated - num_before
+        num_tokens = sum([len(delta.token_ids) for delta in deltas])
+        self._num_tokens_generated += num_tokens
+        self._suspects.note(deltas)
+        self._output_queues.put(deltas)
+        return num_tokens
 
     def _note_speed(self, num_tokens: int, step_s: float) -> None:
         """What a request can hope for is the best speed of all full steps. Others say less than the machine can do, and

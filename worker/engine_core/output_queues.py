@@ -51,14 +51,15 @@ class OutputQueues:
         """From now on, deltas and rejections of the request go to `listener`."""
         self._owner[attempt] = listener
 
-    def put(self, delta: TokenDelta) -> None:
-        """Keeps a delta for the owner of its request."""
-        listener = self._owner[delta.attempt]
-        if delta.finish_reason is not None:
-            del self._owner[delta.attempt]
-        output_queue = self._of.get(listener)
-        if output_queue is not None:
-            output_queue.deltas.append(delta)
+    def put(self, deltas: Iterable[TokenDelta]) -> None:
+        """Keeps each delta for the owner of its request."""
+        owners, output_queues = self._owner, self._of
+        for delta in deltas:
+            attempt = delta.attempt
+            listener = owners[attempt] if delta.finish_reason is None else owners.pop(attempt)
+            output_queue = output_queues.get(listener)
+            if output_queue is not None:
+                output_queue.deltas.append(delta)
 
     def reject(self, attempt: Hashable, error: HoldfastError) -> None:
         """Keeps a rejection of an owned request, which ends it."""

@@ -5,7 +5,7 @@ request on trial apart from them. What may live here: which requests are under s
 may not: judging them (`router/dispatch/quarantine.py`).
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import Final, Generic, TypeVar
 
@@ -42,12 +42,15 @@ class Suspects(Generic[Owner]):
             self._num_steps[attempt] = 0
             self.has_news = True
 
-    def note(self, delta: TokenDelta) -> None:
-        """A request has got on, or has ended."""
-        if delta.attempt in self._suspects:
-            self._num_steps[delta.attempt] += 1
-            if delta.finish_reason is not None or self._num_steps[delta.attempt] == NUM_STEPS_TO_CLEAR:
-                self.drop(delta.attempt)
+    def note(self, deltas: Iterable[TokenDelta]) -> None:
+        """Requests have got on, or have ended."""
+        if not self._suspects:
+            return
+        for delta in deltas:
+            if delta.attempt in self._suspects:
+                self._num_steps[delta.attempt] += 1
+                if delta.finish_reason is not None or self._num_steps[delta.attempt] == NUM_STEPS_TO_CLEAR:
+                    self.drop(delta.attempt)
 
     def drop(self, attempt: Hashable) -> None:
         """It has gone, or is under suspicion no longer. Unknown keys are ignored."""
@@ -56,5 +59,7 @@ class Suspects(Generic[Owner]):
 
     def load_for(self, owner: Owner | None, load: EngineLoad) -> EngineLoad:
         """The replica's load as reported to this owner; None: an owner without requests here."""
-        num_foreign = sum(other is not owner for other, _ in self._suspects.values())
+        num_foreign = 0
+        if self._suspects:
+            num_foreign = sum(other is not owner for other, _ in self._suspects.values())
         return load if num_foreign == load.num_foreign_suspects else replace(load, num_foreign_suspects=num_foreign)

@@ -79,7 +79,7 @@ def load_model(
         kv_bytes_per_token=program.kv_bytes_per_token,
         row_invariant=False,
         device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
-        executor=program.numerics,
+        executor=f"{program.numerics}+{program.sampler.numerics}",
         checkpoint_digest=checkpoint_digest(folder),
     )
     return LoadedModel(program=program, cache=cache, info=info, draft=draft)

@@ -17,6 +17,8 @@ from torch import Tensor
 from holdfast.worker.attention.kv_cache import KVCache
 from holdfast.worker.attention.paged import AttentionContext, PagedAttention
 from holdfast.worker.config import WorkerConfig
+from holdfast.worker.decoder.cpu.library import Unavailable
+from holdfast.worker.decoder.cpu.sampler import NativeSampler
 from holdfast.worker.decoder.program import DecoderProgram, all_ranks, make_program, read_program
 from holdfast.worker.decoder.proof import Recognized
 from holdfast.worker.distributed.step_batch import StepBatch
@@ -31,6 +33,7 @@ from holdfast.worker.model.parallelize import Target
 from holdfast.worker.model.weights import read_config, read_eos_token_ids
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.sampling.head_output import HeadOutput
+from holdfast.worker.sampling.step_sampler import StepSampler, TorchSampler
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,11 @@ class Program(Protocol):
 
     progress: ProgressCounter
     """Moves with every layer of every step."""
+
+    @property
+    def sampler(self) -> StepSampler:
+        """Reads the leader's logits."""
+        ...
 
     @property
     def numerics(self) -> str:
@@ -100,6 +108,7 @@ class SkeletonProgram:
         """`model` is settled."""
         self.model = model
         self._target = target
+        self.sampler = choose_sampler(target)
         self.context: AttentionContext | None = None
         self.progress = ProgressCounter()
 
@@ -130,7 +139,18 @@ class SkeletonProgram:
         return HeadOutput(logits.float() if self._target.group.rank == 0 else None, None)
 
     def close(self) -> None:
-        pass
+        self.sampler.close()
+
+
+def choose_sampler(target: Target) -> StepSampler:
+    """The native sampler where it runs. Only the leader draws, so the others' has no threads."""
+    if target.device.type != "cpu":
+        return TorchSampler()
+    try:
+        return NativeSampler.with_threads(torch.get_num_threads() if target.group.rank == 0 else 1)
+    except Unavailable as error:
+        logger.info("draws run on PyTorch: %s", error)
+        return TorchSampler()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,20 +4,33 @@ All of it follows from the plan without any logits. What may not live here: logi
 the masks of grammars, which depend on the output so far (`grammar_matchers.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
+from typing import TypeVar
 
 from holdfast.worker.plan.step_plan import DrawParams, StepPlan
+
+Item = TypeVar("Item")
 
 
 def draws_of(plan: StepPlan) -> list[DrawParams]:
     """The draws of a plan, one for each of its logits rows, in order."""
-    draws = []
-    for sequence in plan.sequences:
+    draws = plan.decodes.draws()
+    for sequence in plan.others:
         if sequence.draw is not None and sequence.num_draws > 0:
             draws.append(sequence.draw)
             drafts = sequence.token_ids[len(sequence.token_ids) - sequence.num_draws + 1 :]
             draws += [draw_after(sequence.draw, drafts[: index + 1]) for index in range(len(drafts))]
     return draws
+
+
+def by_sequence(plan: StepPlan, drawn: Sequence[Item | None]) -> tuple[tuple[Item, ...], ...]:
+    """What was drawn, or reported, in each row of `draws_of`, put together for each sequence; None is left out."""
+    num_rows, rows = len(plan.decodes), iter(drawn)
+    singles = [(item,) if item is not None else () for item in islice(rows, num_rows)]
+    counts = [sequence.num_draws if sequence.draw is not None else 0 for sequence in plan.others]
+    return (*singles, *(tuple([item for item in islice(rows, count) if item is not None]) for count in counts))
 
 
 def draw_after(first: DrawParams, drafts: tuple[int, ...]) -> DrawParams:

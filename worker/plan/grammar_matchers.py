@@ -72,8 +72,8 @@ class GrammarMatchers:
         Rows without a grammar have no mask, nor those after a draft that breaks it, since their draws do not count.
         """
         masks: dict[int, bytes] = {}
-        row = 0
-        for sequence in plan.sequences:
+        row = len(plan.decodes)  # none of which has a grammar
+        for sequence in plan.others:
             if sequence.draw is not None and _grammar(sequence.draw):
                 masks |= enumerate(self._sequence_masks(sequence, sequence.draw, plan.step_id), row)
             row += sequence.num_draws if sequence.draw is not None else 0
@@ -113,7 +113,7 @@ class GrammarMatchers:
 
 def has_grammars(plan: StepPlan) -> bool:
     """Whether any draw of a plan must match a grammar."""
-    return any(sequence.draw is not None and _grammar(sequence.draw) for sequence in plan.sequences)
+    return any(sequence.draw is not None and _grammar(sequence.draw) for sequence in plan.others)
 
 
 def _grammar(draw: DrawParams) -> str:

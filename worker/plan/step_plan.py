@@ -1,20 +1,22 @@
 """Step plans and step results: the contract between the scheduler and the model runner.
 
-A plan says which tokens of which sequences one step computes, in which blocks; a result holds what was drawn. Both are
-frozen once made, and plain integers, since plans go to other processes. What may not live here: torch, and deciding
-what is planned (`worker/scheduling/`).
+A plan says which tokens of which sequences one step computes, in which blocks; a result holds what was drawn. Neither
+is changed once made, and both are plain integers, since plans go to other processes. What is made for every sequence of
+every step is a dataclass that does not check this: a frozen one takes six times as long to make. What may not live
+here: torch, and deciding what is planned (`worker/scheduling/`).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, Protocol, overload
 
+from holdfast.worker.plan.decode_rows import NO_ROWS, DecodeRows
 from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.request import TokenLogprob
-from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DrawParams:
     """All that a draw depends on besides the logits: it is a pure function of both (`worker/sampling/sampler.py`)."""
 
@@ -54,6 +56,34 @@ class DrawParams:
             num_logprobs=params.logprobs,
         )
 
+    def at(
+        self,
+        output_index: int,
+        logits_settings: LogitsSettings | None = None,
+        output_token_ids: tuple[int, ...] = (),
+    ) -> "DrawParams":
+        """The same request's draw at another output position, with what its logits settings are there."""
+        other = _new(DrawParams)  # its own constructor takes twice as long
+        other.seed = self.seed
+        other.first_output_index = output_index
+        other.temperature = self.temperature
+        other.top_k = self.top_k
+        other.top_p = self.top_p
+        other.min_p = self.min_p
+        other.logits_settings = logits_settings
+        other.output_token_ids = output_token_ids
+        other.num_logprobs = self.num_logprobs
+        return other
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether it depends on more than the argmax of its row, or tells more."""
+        is_warm = self.temperature >= GREEDY_TEMPERATURE
+        return is_warm or self.logits_settings is not None or self.num_logprobs is not None
+
+
+_new = object.__new__
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobParams:
@@ -87,7 +117,7 @@ class Drafting:
     """Tokens to guess; 0: only to keep up."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ScheduledSequence:
     """One sequence's share of a step: `token_ids` are run at absolute positions `first_position`, + 1, + 2, ..."""
 
@@ -111,19 +141,88 @@ class ScheduledSequence:
         return replace(self, token_ids=self.token_ids + drafts, num_draws=self.num_draws + len(drafts))
 
 
+class PlannedSequences(Sequence[ScheduledSequence]):
+    """The shares of a step: those of decode rows, and then the others. Those of rows are made when one is asked for."""
+
+    __slots__ = ("_all", "decodes", "num_tokens", "others")
+
+    def __init__(self, decodes: DecodeRows, others: Sequence[ScheduledSequence]) -> None:
+        self.decodes = decodes
+        self.others = others
+        self.num_tokens = len(decodes) + _num_tokens(others)
+        self._all: tuple[ScheduledSequence, ...] | None = None
+
+    def as_tuple(self) -> tuple[ScheduledSequence, ...]:
+        if self._all is None:
+            self._all = (*_shares(self.decodes), *self.others)
+        return self._all
+
+    def __len__(self) -> int:
+        return len(self.decodes) + len(self.others)
+
+    @overload
+    def __getitem__(self, index: int) -> ScheduledSequence: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ScheduledSequence, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> ScheduledSequence | tuple[ScheduledSequence, ...]:
+        return self.as_tuple()[index]
+
+    def __eq__(self, other: object) -> bool:
+        return self.as_tuple() == (other.as_tuple() if isinstance(other, PlannedSequences) else other)
+
+    def __repr__(self) -> str:
+        return repr(self.as_tuple())
+
+
+def _num_tokens(sequences: Sequence[ScheduledSequence]) -> int:
+    return sum([len(sequence.token_ids) for sequence in sequences])
+
+
+def _shares(rows: DecodeRows) -> list[ScheduledSequence]:
+    """The rows of a step, each as a share of its own."""
+    columns, age = rows.columns, rows.age
+    return [
+        ScheduledSequence(
+            sequence_id=sequence_id,
+            first_position=first_position + age,
+            token_ids=(token_id,),
+            block_ids=block_ids,
+            draw=draw,
+            num_draws=1,
+        )
+        for sequence_id, first_position, token_id, block_ids, draw in zip(
+            columns.sequence_ids, columns.first_positions, rows.token_ids, rows.blocks.tables, rows.draws(), strict=True
+        )
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """The sequences that one step computes, and the block copies before it. Never empty."""
 
     step_id: int
-    sequences: tuple[ScheduledSequence, ...]
+    sequences: Sequence[ScheduledSequence]
+    """All of them. What runs at every step reads `decodes` and `others` instead, which are the same in this order."""
     block_copies: tuple[BlockCopy, ...] = ()
     """To be made before anything is computed, on every rank. A block may be the source of several, and also a
     destination: all sources are read before any destination is written."""
 
     @property
+    def decodes(self) -> DecodeRows:
+        """Those of the sequences, the first ones, that are planned as rows; a plan of single shares has none."""
+        return self.sequences.decodes if isinstance(self.sequences, PlannedSequences) else NO_ROWS
+
+    @property
+    def others(self) -> Sequence[ScheduledSequence]:
+        """All other sequences."""
+        return self.sequences.others if isinstance(self.sequences, PlannedSequences) else self.sequences
+
+    @property
     def num_tokens(self) -> int:
-        return sum(len(sequence.token_ids) for sequence in self.sequences)
+        sequences = self.sequences
+        return sequences.num_tokens if isinstance(sequences, PlannedSequences) else _num_tokens(sequences)
 
     def with_drafts(self, drafts: Sequence[tuple[int, ...]]) -> "StepPlan":
         """What is run once the draft model has guessed: `drafts` are for each sequence, or empty where it has not."""
@@ -149,6 +248,18 @@ class StepResult:
     """For each sequence, one for each token of its `prompt_logprobs`. Empty where no sequence asks."""
     drafts: tuple[tuple[int, ...], ...] = ()
     """What the draft model guessed for each sequence and the step verified. Empty where there was none."""
+
+    def without_first(self, count: int) -> "StepResult":
+        """What was drawn for all sequences but the first `count`."""
+        if count == 0:
+            return self
+        return replace(
+            self,
+            token_ids=self.token_ids[count:],
+            logprobs=self.logprobs[count:],
+            prompt_logprobs=self.prompt_logprobs[count:],
+            drafts=self.drafts[count:],
+        )
 
 
 class StepRunner(Protocol):

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from holdfast.worker.plan.draws import draws_of
 from holdfast.worker.plan.step_plan import StepPlan
-from holdfast.worker.sampling_params import GREEDY_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,16 +15,17 @@ class HeadOutput:
     """What the head of a model gives for the rows wanted of a step. One of the two is there."""
 
     logits: Tensor | None
-    """[rows wanted, vocab], float32."""
+    """[rows wanted, vocab], float32. The next step may overwrite it."""
     best: list[int] | None
     """The argmax of each row, of equal logits the lowest token id; `NO_TOKEN` where not all of a row are finite."""
+    block_best: Tensor | None = None
+    """[rows wanted, ceil(vocab / 64)], float32: the largest of each 64 logits in turn, NaN where one is not finite.
+    None where the head does not tell; it spares a sampler one reading of the logits."""
 
 
 def needs_logits(plan: StepPlan) -> bool:
     """Whether a step's result depends on more than the argmax of its rows."""
-    if any(sequence.prompt_logprobs is not None for sequence in plan.sequences):
+    others = plan.others
+    if plan.decodes.columns.need_logits or any(sequence.prompt_logprobs is not None for sequence in others):
         return True
-    return any(
-        draw.temperature >= GREEDY_TEMPERATURE or draw.logits_settings is not None or draw.num_logprobs is not None
-        for draw in draws_of(plan)
-    )
+    return any(sequence.draw is not None and sequence.draw.needs_logits for sequence in others)

@@ -74,7 +74,7 @@ def _draw(logits: Tensor, draws: Sequence[DrawParams]) -> list[int]:
 def _draw_noisy(logits: Tensor, draws: Sequence[DrawParams]) -> list[int]:
     """As `draw`, for rows with a temperature. Overwrites `logits` [N, vocab], float32."""
     vocab_size = logits.shape[1]
-    logits /= logits.new_tensor([params.temperature for params in draws]).unsqueeze(1)
+    logits *= logits.new_tensor([1 / params.temperature for params in draws]).unsqueeze(1)
     cut = [row for row, params in enumerate(draws) if params.min_p > 0]
     if cut:
         logits[cut] = keep_min_p(logits[cut], [draws[row].min_p for row in cut])

@@ -77,6 +77,9 @@ class ContinuousBatching:
         self._make_way(queues, siblings)
         decodes, prefills = self._split_running(queues)
         shares = [(sequence, 1) for sequence in decodes]
+        if not prefills and not queues.waiting.num_ready:
+            queues.waiting.return_all()
+            return shares
         budget = self._prefill_budget(len(shares))
         if not queues.waiting.num_ready:
             queues.waiting.return_all()

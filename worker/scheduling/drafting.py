@@ -29,8 +29,8 @@ NO_DRAFTS: Final = Drafts()
 
 
 class Drafter(Protocol):
-    """Chooses drafts for the sequences of a step. `drafts` is called for each step, then `settle` for each of its
-    sequences that is still there; `forget` at any time.
+    """Chooses drafts for the sequences of a step. `drafts` is called for each step, then, unless it returned an empty
+    list, `settle` for each of the step's sequences that is still there; `forget` at any time.
     """
 
     num_draft_tokens: int
@@ -47,7 +47,8 @@ class Drafter(Protocol):
         """Sequences that it has state of; 0 when none is alive."""
 
     def drafts(self, shares: list[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
-        """Drafts for each share of a step, within the step's limits and the blocks that are free."""
+        """Drafts for each share of a step, within the step's limits and the blocks that are free. Empty: nobody gets
+        any, and what becomes of the step is of no interest."""
 
     def settle(
         self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...], queues: SequenceQueues
@@ -67,7 +68,7 @@ class NoDrafter:
     num_remembered = 0
 
     def drafts(self, shares: list[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
-        return [NO_DRAFTS] * len(shares)
+        return []
 
     def settle(
         self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...], queues: SequenceQueues

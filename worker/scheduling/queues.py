@@ -50,6 +50,10 @@ class SequenceQueues:
         self.allocator = allocator
         self.waiting = WaitingQueue[Sequence](TenantCounters(tenant_shares or {}), aging_s)
         self.running: list[Sequence] = []
+        self.num_moves = 0
+        """Changes whenever a sequence begins or stops to run."""
+        self.num_uncomputed_tokens = 0
+        """Of all sequences that have not ended. Whoever computes tokens of one counts them here."""
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
@@ -59,6 +63,7 @@ class SequenceQueues:
     def add(self, sequence: Sequence) -> None:
         """Adds a new sequence to the waiting."""
         self.waiting.add(sequence)
+        self.num_uncomputed_tokens += sequence.num_uncomputed_tokens
 
     def cached_prefix(self, sequence: Sequence) -> list[int]:
         """The cached full blocks that a waiting sequence can begin with."""
@@ -72,6 +77,8 @@ class SequenceQueues:
         first step, so it gets a copy of it at once, and never owns the original.
         """
         self.waiting.remove(sequence)
+        self.num_moves += 1
+        self.num_uncomputed_tokens -= prefix.num_tokens
         self.allocator.share(prefix.block_ids)
         own = self.allocator.allocate(num_blocks - len(prefix.block_ids))
         sequence.block_ids = (*prefix.block_ids, *own)
@@ -112,6 +119,7 @@ class SequenceQueues:
         It goes back to the class that it ran in, and to its old place in its tenant's line.
         """
         self._take_out(sequence)
+        self.num_uncomputed_tokens += sequence.num_computed_tokens
         sequence.num_discarded_tokens = max(sequence.num_discarded_tokens, sequence.num_computed_tokens)
         sequence.num_computed_tokens = 0
         self._free_blocks(sequence)
@@ -125,8 +133,13 @@ class SequenceQueues:
             self._take_out(sequence)
         else:
             self.waiting.remove(sequence)
+        self.finish(sequence)
         self._free_blocks(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a sequence. If it runs, it keeps its place and its blocks until `release_finished`."""
         sequence.status = SequenceStatus.FINISHED
+        self.num_uncomputed_tokens -= sequence.num_uncomputed_tokens
 
     def forget_prefix(self, sequence: Sequence) -> None:
         """Evicts a running sequence's blocks from the prefix cache, both those it computed and those it found."""
@@ -140,6 +153,7 @@ class SequenceQueues:
             if sequence.status is SequenceStatus.FINISHED:
                 self._free_blocks(sequence)
         self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
+        self.num_moves += 1
 
     def num_wasted_slots(self) -> int:
         """Allocated slots without a token of their sequence so far; of a finished sequence, all."""
@@ -186,6 +200,7 @@ class SequenceQueues:
         index = bisect_left(self.running, sequence.service_order, key=_order)
         assert self.running[index] is sequence, f"sequence {sequence.sequence_id} is not where its order says"
         del self.running[index]
+        self.num_moves += 1
 
     def _copy(self, source: int, destination: int, num_tokens: int) -> None:
         """The source may be a copy that has not been made yet: then it is the original that is copied again."""

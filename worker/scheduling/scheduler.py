@@ -6,19 +6,24 @@ result)`; adding and aborting are safe at any point of it.
 """
 
 from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as SequenceOf
+from itertools import repeat
 
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.kv.block_allocator import BlockAllocator
 from holdfast.worker.kv.prefix_cache import CacheEvent
-from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.plan.decode_rows import NO_ROWS
+from holdfast.worker.plan.step_plan import PlannedSequences, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
-from holdfast.worker.scheduling.batching import MakePolicy
+from holdfast.worker.scheduling.batching import MakePolicy, Share
 from holdfast.worker.scheduling.deadlines import DeadlineWatch
-from holdfast.worker.scheduling.drafting import Drafter, Drafts, NoDrafter
+from holdfast.worker.scheduling.decode_batch import DecodeBatch
+from holdfast.worker.scheduling.drafting import NO_DRAFTS, Drafter, Drafts, NoDrafter
 from holdfast.worker.scheduling.policies import POLICIES
-from holdfast.worker.scheduling.prompt_logprobs import bound_prompt_logprobs, prompt_logprob_params
+from holdfast.worker.scheduling.prompt_logprobs import bound_prompt_logprobs
 from holdfast.worker.scheduling.queues import SequenceQueues
+from holdfast.worker.scheduling.scheduled import scheduled_sequence
 from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
 from holdfast.worker.scheduling.step_limits import StepLimits
 from holdfast.worker.stats import SchedulerStats
@@ -46,6 +51,7 @@ class Scheduler:
         self._drafter = drafter or NoDrafter()
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
         self._queues = SequenceQueues(self._allocator, aging_s=config.aging_s, tenant_shares=config.tenant_shares)
+        self._decode_batch = DecodeBatch(self._queues)
         self._deadlines = DeadlineWatch(self._queues)
         self._expired: list[Hashable] = []
         self._broken: list[tuple[Hashable, EngineRequest]] = []
@@ -132,12 +138,11 @@ class Scheduler:
             return None
         shares = bound_prompt_logprobs(self._policy.schedule(self._queues))
         assert shares, "requests are alive and the policy found nothing to do"
-        self._in_flight = [sequence for sequence, _ in shares]
         self._num_steps += 1
         drafts = self._drafter.drafts(shares, self._queues, self._policy.limits)
-        scheduled = [self._scheduled(*share, drafted) for share, drafted in zip(shares, drafts, strict=True)]
+        sequences, self._in_flight = self._planned(shares, drafts)
         copies = self._queues.take_block_copies()
-        return StepPlan(step_id=self._num_steps, sequences=tuple(scheduled), block_copies=copies)
+        return StepPlan(step_id=self._num_steps, sequences=sequences, block_copies=copies)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
         """Takes the result of the outstanding plan; returns a delta for each sequence that gained tokens."""
@@ -146,26 +151,13 @@ class Scheduler:
         in_flight, self._in_flight = self._in_flight, None
         plan = plan.with_drafts(result.drafts)
         self._num_tokens_computed += plan.num_tokens
-        deltas = []
-        logprobs = result.logprobs or ((),) * len(in_flight)
-        prompt_logprobs = result.prompt_logprobs or ((),) * len(in_flight)
-        for sequence, scheduled, drawn, likely, likely_prompt in zip(
-            in_flight, plan.sequences, result.token_ids, logprobs, prompt_logprobs, strict=True
-        ):
-            assert len(drawn) == scheduled.num_draws, f"{len(drawn)} tokens for {scheduled.num_draws} draws"
-            num_lost = max(0, sequence.num_discarded_tokens - scheduled.first_position)
-            self._num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
-            if sequence.status is not SequenceStatus.RUNNING:
-                continue
-            if likely_prompt and sequence.prompt_logprobs is not None:
-                sequence.prompt_logprobs += likely_prompt
-            delta = sequence.commit(scheduled, drawn, likely)
-            if sequence.is_broken:
-                self._drop_broken(sequence)
-                continue
-            if delta is not None:
-                deltas.append(delta)
-            self._settle(sequence, scheduled, delta.token_ids if delta else ())
+        assert len(in_flight) == len(plan.sequences) == len(result.token_ids), "a result has tokens for all sequences"
+        num_rows = len(plan.decodes)
+        deltas, broken = self._decode_batch.commit(num_rows, result.token_ids, result.logprobs)
+        for sequence in broken:
+            self._drop_broken(sequence)
+        if plan.others:
+            deltas += self._commit_others(in_flight[num_rows:], plan.others, result.without_first(num_rows))
         ended = [delta.attempt for delta in deltas if delta.finish_reason is not None]
         if ended:
             self._finish(ended)
@@ -228,11 +220,11 @@ class Scheduler:
         return bool(self._sequences)
 
     def load(self) -> EngineLoad:
-        """The load of this replica now. O(requests)."""
+        """The load of this replica now."""
         return EngineLoad(
             num_running=len(self._sequences) - len(self._queues.waiting),
             num_waiting=len(self._queues.waiting),
-            num_waiting_tokens=sum(sequence.num_uncomputed_tokens for sequence in self._sequences.values()),
+            num_waiting_tokens=self._queues.num_uncomputed_tokens,
             num_free_blocks=self._allocator.num_free,
             num_total_blocks=self._allocator.num_blocks,
         )
@@ -263,6 +255,11 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError unless requests, queues and blocks agree. O(blocks + requests)."""
         self._queues.check_integrity()
+        if self._in_flight is None:
+            self._decode_batch.check_integrity()
+        counted = self._queues.num_uncomputed_tokens
+        found = sum(sequence.num_uncomputed_tokens for sequence in self._sequences.values())
+        assert counted == found, f"{found} tokens are not computed, and {counted} were counted"
         queued = [*self._queues.waiting, *self._queues.running]
         alive = {sequence.attempt for sequence in queued if sequence.status is not SequenceStatus.FINISHED}
         assert alive == self._sequences.keys(), f"queues and requests differ: {alive ^ self._sequences.keys()}"
@@ -272,22 +269,49 @@ class Scheduler:
 
     # --- Internals ---
 
-    def _scheduled(self, sequence: Sequence, num_tokens: int, drafts: Drafts) -> ScheduledSequence:
-        first = sequence.num_computed_tokens
-        end = first + num_tokens
-        draws = end == len(sequence.token_ids)
-        return ScheduledSequence(
-            sequence_id=sequence.sequence_id,
-            first_position=first,
-            token_ids=(*sequence.token_ids[first:end], *drafts.token_ids),
-            block_ids=sequence.block_ids[: self._allocator.num_blocks_for(end + drafts.num_tokens)],
-            draw=sequence.draw_params() if draws else None,
-            num_draws=1 + len(drafts.token_ids) if draws else 0,
-            drafting=drafts.drafting,
-            prompt_logprobs=prompt_logprob_params(sequence, num_tokens)
-            if sequence.num_missing_prompt_logprobs
-            else None,
-        )
+    def _planned(self, shares: list[Share], drafts: list[Drafts]) -> tuple[PlannedSequences, list[Sequence]]:
+        """What a step does for each of its sequences, and these in the same order."""
+        if drafts:
+            self._decode_batch.forget()
+            rows, chosen, others = NO_ROWS, [], shares
+        else:
+            rows, others = self._decode_batch.split(shares)
+            chosen = self._decode_batch.sequences
+        drafted = drafts or repeat(NO_DRAFTS)
+        block_size = self._allocator.block_size
+        scheduled = [scheduled_sequence(*share, item, block_size) for share, item in zip(others, drafted, strict=False)]
+        return PlannedSequences(rows, scheduled), [*chosen, *[sequence for sequence, _ in others]]
+
+    def _commit_others(
+        self, sequences: list[Sequence], shares: SequenceOf[ScheduledSequence], result: StepResult
+    ) -> list[TokenDelta]:
+        """Takes in what a step made of its other shares."""
+        deltas = []
+        logprobs = result.logprobs or ((),) * len(sequences)
+        prompt_logprobs = result.prompt_logprobs or ((),) * len(sequences)
+        for sequence, scheduled, drawn, likely, likely_prompt in zip(
+            sequences, shares, result.token_ids, logprobs, prompt_logprobs, strict=True
+        ):
+            assert len(drawn) == scheduled.num_draws, f"{len(drawn)} tokens for {scheduled.num_draws} draws"
+            num_lost = max(0, sequence.num_discarded_tokens - scheduled.first_position)
+            self._num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
+            if sequence.status is not SequenceStatus.RUNNING:
+                continue
+            if likely_prompt and sequence.prompt_logprobs is not None:
+                sequence.prompt_logprobs += likely_prompt
+            if len(scheduled.token_ids) == scheduled.num_draws == 1 and sequence.num_output_tokens > 0:
+                delta = sequence.decode(drawn, likely)
+            else:
+                num_before = sequence.num_uncomputed_tokens
+                delta = sequence.commit(scheduled, drawn, likely)
+                self._queues.num_uncomputed_tokens += sequence.num_uncomputed_tokens - num_before
+            if sequence.is_broken:
+                self._drop_broken(sequence)
+                continue
+            if delta is not None:
+                deltas.append(delta)
+            self._settle(sequence, scheduled, delta.token_ids if delta else ())
+        return deltas
 
     def _settle(self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...]) -> None:
         """Charges the tenant for the tokens that a sequence gained in a step, and caches blocks that became full."""
@@ -320,7 +344,7 @@ class Scheduler:
     def _finish(self, attempts: list[Hashable]) -> None:
         for attempt in attempts:
             sequence = self._sequences.pop(attempt)
-            sequence.status = SequenceStatus.FINISHED
+            self._queues.finish(sequence)
             self._deadlines.forget(sequence)
             self._drafter.forget(sequence)
         self._num_finished += len(attempts)

@@ -47,6 +47,8 @@ class Sequence:
     """The same for all: a preempted sequence keeps its place among those of its tenant."""
 
     __slots__ = (
+        "_draw",
+        "_looks_back",
         "attempt",
         "block_ids",
         "deadline_s",
@@ -121,6 +123,8 @@ class Sequence:
         self.stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if goes_on else eos_token_ids)
         self.logits_settings = LogitsSettings.of(request, eos_token_ids)
         """Settings of its logits processors; None: it needs none."""
+        self._looks_back = self.logits_settings is not None and self.logits_settings.look_back
+        self._draw: DrawParams | None = None  # its first draw without them, once it was asked for
         asks = params.prompt_logprobs is not None and not request.output_token_ids
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
         """From the prompt's second token on, reported with the first output token; None: not asked for, or reported."""
@@ -163,6 +167,18 @@ class Sequence:
         return len(self.token_ids) - 1
 
     @property
+    def decodes_plainly(self) -> bool:
+        """Whether its next token is drawn after one token more, by its settings and its position alone."""
+        num_tokens = len(self.token_ids)
+        return (
+            self.logits_settings is None
+            and num_tokens == self.num_computed_tokens + 1
+            and num_tokens > self.num_prompt_tokens  # with the first output token, more is told
+            and self.prompt_logprobs is None
+            and self.num_computed_tokens >= self.num_discarded_tokens
+        )
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """The finish reason; None while more tokens are to come."""
         if self.token_ids[-1] in self.stop_token_ids and self.num_output_tokens > 0:
@@ -171,12 +187,14 @@ class Sequence:
 
     def draw_params(self) -> DrawParams:
         """Parameters for sampling the next token, a function of the request and its outputs alone."""
-        settings = self.logits_settings
-        if settings is not None and not settings.apply_after(self.num_output_tokens):
-            settings = None
-        looks_back = settings is not None and settings.look_back
-        output = tuple(self.token_ids[self.num_prompt_tokens :]) if looks_back else ()
-        return DrawParams.of(self.request.sampling_params, self.num_output_tokens, settings, output)
+        if self._draw is None:
+            self._draw = DrawParams.of(self.request.sampling_params, 0, None, ())
+        settings, index = self.logits_settings, len(self.token_ids) - self.num_prompt_tokens
+        if settings is None:
+            return self._draw.at(index)
+        if self._looks_back:
+            return self._draw.at(index, settings, tuple(self.token_ids[self.num_prompt_tokens :]))
+        return self._draw.at(index, settings if settings.apply_after(index) else None)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
         """The prompt's log-probabilities, to report with the first output token; only once."""
@@ -221,6 +239,23 @@ class Sequence:
             logprobs=logprobs[: len(token_ids)],
             prompt_logprobs=self.take_prompt_logprobs() if first_token_index == 0 else (),
         )
+
+    def decode(self, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> TokenDelta | None:
+        """As `commit`, for a step that computed its last token and drew one, not its first."""
+        (token_id,) = drawn
+        if token_id == NO_TOKEN:
+            self.is_broken = True
+            return None
+        token_ids = self.token_ids
+        index = len(token_ids) - self.num_prompt_tokens
+        token_ids.append(token_id)
+        self.num_computed_tokens += 1
+        reason = None
+        if token_id in self.stop_token_ids:
+            reason = FinishReason.STOP
+        elif len(token_ids) >= self.max_len:
+            reason = FinishReason.LENGTH
+        return TokenDelta(self.attempt, index, drawn, reason, 0, logprobs)
 
     def last_delta(self, reason: FinishReason) -> TokenDelta:
         """The final delta of a request that ends without another token."""

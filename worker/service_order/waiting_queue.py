@@ -84,6 +84,8 @@ class WaitingQueue(Generic[AnyWaiter]):
     @property
     def best_class(self) -> Priority | None:
         """The class of the first, or None if nobody is ready."""
+        if self._num_waiting == 0:
+            return None
         for priority, lane in self._lanes:  # at every step, so no generator
             if lane:
                 return priority

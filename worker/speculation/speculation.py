@@ -48,7 +48,8 @@ def max_num_draws(scheduler: SchedulerConfig, speculation: SpeculationConfig) ->
 class Speculation:
     """The drafts of one scheduler's sequences.
 
-    `drafts` is called for each step, then `settle` for each of its sequences that is still there; `forget` at any time.
+    `drafts` is called for each step, then, where there are some, `settle` for each of its sequences that is still
+    there; `forget` at any time.
     """
 
     def __init__(self, config: SpeculationConfig, scheduler: SchedulerConfig, proposer: Proposer | None = None) -> None:
@@ -72,16 +73,19 @@ class Speculation:
         return len(self._lengths)
 
     def drafts(self, shares: list[Share], queues: SequenceQueues, limits: StepLimits) -> list[Drafts]:
-        """Drafts for each share of a step, from what its sequences leave of tokens, rows and blocks.
+        """Drafts for each share of a step, from what its sequences leave of tokens, rows and blocks; empty for none.
 
         For a draft model, whose guesses take time of their own, a batch counts as twice as large.
         """
         self._lent = {}
         if not self.enabled:
-            return [NO_DRAFTS] * len(shares)
-        num_decoding = sum(_decodes(sequence) for sequence, _ in shares)
+            return []
+        num_decoding = sum([_decodes(sequence) for sequence, _ in shares])
+        longest = min(limits.num_speculative_tokens, longest_for(num_decoding * (1 if self._model is None else 2)))
+        if longest == 0 and self._model is None:  # a draft model has to note how far each sequence is
+            return []
         room = _Room(
-            longest=min(limits.num_speculative_tokens, longest_for(num_decoding * (1 if self._model is None else 2))),
+            longest=longest,
             num_tokens=limits.max_num_batched_tokens - sum(num_tokens for _, num_tokens in shares),
             num_draws=self._max_num_draws - sum(num_tokens == s.num_uncomputed_tokens for s, num_tokens in shares),
             num_to_read=limits.max_num_batched_tokens,

@@ -39,7 +39,7 @@ class Recommendation:
         return f"{self.setting}: {self.current} -> {self.recommended}, because {self.reason}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepReport:
     """A measured step, with what only the plan and the queues know of it."""
 

@@ -27,9 +27,9 @@ _SPEED_CHANGE: Final = 0.12
 """Samples that differ by this share on average are of a machine that has changed its speed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepShape:
-    """What a step's time depends on."""
+    """What a step's time depends on. Made at every step, so no frozen class, which takes longer to make."""
 
     num_decodes: int
     """Rows of sequences that had all but their newest token computed."""
@@ -41,8 +41,9 @@ class StepShape:
 
 def shape_of(plan: StepPlan) -> StepShape:
     """The shape of a step without drafts of a draft model: see `StepPlan.with_drafts`."""
-    num_decodes = num_tokens = num_context_tokens = 0
-    for item in plan.sequences:
+    num_decodes = num_tokens = len(plan.decodes)
+    num_context_tokens = plan.decodes.num_context_tokens
+    for item in plan.others:
         count = len(item.token_ids)
         num_decodes += item.num_draws == count
         num_tokens += count
@@ -50,7 +51,7 @@ def shape_of(plan: StepPlan) -> StepShape:
     return StepShape(num_decodes=num_decodes, num_tokens=num_tokens, num_context_tokens=num_context_tokens)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepSample(StepShape):
     """A step that was measured."""
 
@@ -117,7 +118,7 @@ class StepTimeModel:
         self.relative_error = _MIN_ERROR
         """A typical share by which prediction and measurement differ."""
         self._drift = 0.0  # mean of the last errors, with their signs
-        self._products = [[0.0] * 4 for _ in range(4)]  # weighted sums of feature * feature
+        self._products = [[0.0] * (4 - i) for i in range(4)]  # weighted sums of feature i * feature i, i + 1, ...
         self._targets = [0.0] * 4  # weighted sums of feature * seconds
 
     def observe(self, sample: StepSample) -> None:
@@ -140,18 +141,21 @@ class StepTimeModel:
     def _accumulate(self, sample: StepSample, scale_s: float) -> None:
         """Add a sample in units of `scale_s`, which makes its error relative."""
         decodes_unit, tokens_unit, context_unit = _UNITS[1:]
-        features = (
-            1 / scale_s,
-            sample.num_decodes / (decodes_unit * scale_s),
-            sample.num_tokens / (tokens_unit * scale_s),
-            sample.num_context_tokens / (context_unit * scale_s),
-        )
+        one = 1 / scale_s
+        features = [
+            one,
+            sample.num_decodes / decodes_unit * one,
+            sample.num_tokens / tokens_unit * one,
+            sample.num_context_tokens / context_unit * one,
+        ]
         ratio = sample.step_s / scale_s
         if self.num_samples > _NUM_FIRST_SAMPLES:
             ratio = self._pulled_in(ratio)
-        for i, (row, feature) in enumerate(zip(self._products, features, strict=True)):
-            row[:] = [_FORGETTING * product + feature * other for product, other in zip(row, features, strict=True)]
-            self._targets[i] = _FORGETTING * self._targets[i] + feature * ratio
+        targets = self._targets
+        for i, feature in enumerate(features):
+            products = zip(self._products[i], features[i:], strict=True)
+            self._products[i] = [_FORGETTING * product + feature * other for product, other in products]
+            targets[i] = _FORGETTING * targets[i] + feature * ratio
 
     def _pulled_in(self, ratio: float) -> float:
         """The measured over the expected time, as far out as is believed; learns what is typical."""
@@ -173,7 +177,7 @@ class StepTimeModel:
         costs = self.costs
         old = [costs.base_s, costs.decode_s * _UNITS[1], costs.token_s * _UNITS[2], costs.context_token_s * _UNITS[3]]
         anchor = _ANCHOR * self._products[0][0]
-        matrix = [[*row] for row in self._products]
+        matrix = [[self._products[min(i, j)][abs(i - j)] for j in range(4)] for i in range(4)]
         for i in range(4):
             matrix[i][i] += anchor
         targets = [target + anchor * value for target, value in zip(self._targets, old, strict=True)]

@@ -82,7 +82,7 @@ class StepTuner:
         return max(self._block_size, fits - fits % self._block_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _NextStep:
     """What a step tells about the one after it: at most so many decodes, and prompts that are so far."""
 
@@ -92,36 +92,38 @@ class _NextStep:
 
 def _read(plan: StepPlan, step_s: float, num_gained: int, num_waiting: int) -> tuple[StepReport, _NextStep]:
     """Runs at every step, so it is quick with what most steps are made of: decodes of one token."""
-    plain = [item.first_position + 1 for item in plan.sequences if item.num_draws == len(item.token_ids) == 1]
-    others = []
-    if len(plain) < len(plan.sequences):
-        others = [item for item in plan.sequences if not item.num_draws == len(item.token_ids) == 1]
-    with_drafts = [item for item in others if item.num_draws == len(item.token_ids)]
-    chunks = [item for item in others if item.num_draws < len(item.token_ids)]
-    num_decode_tokens = len(plain) + sum(item.num_draws for item in with_drafts)
-    decode_context = sum(plain) + sum(map(_num_attended, with_drafts))
+    others = plan.others
+    num_decodes = num_decode_tokens = len(plan.decodes)
+    decode_context = plan.decodes.num_context_tokens
+    chunks: list[ScheduledSequence] = []
+    if others:
+        chunks = [item for item in others if item.num_draws < len(item.token_ids)]
+        with_drafts = [item for item in others if item.num_draws == len(item.token_ids)]
+        num_decodes += len(with_drafts)
+        num_decode_tokens += sum(item.num_draws for item in with_drafts)
+        decode_context += sum(map(_num_attended, with_drafts))
+    last_chunks = [_end(item) for item in chunks if item.num_draws]
     sample = StepSample(
         num_seqs=len(plan.sequences),
-        num_decodes=len(plain) + len(with_drafts),
-        num_tokens=num_decode_tokens + sum(len(item.token_ids) for item in chunks),
+        num_decodes=num_decodes,
+        num_tokens=plan.num_tokens,
         num_context_tokens=decode_context + sum(map(_num_attended, chunks)),
         step_s=step_s,
     )
-    last_chunks = [_end(item) for item in chunks if item.num_draws]
     report = StepReport(
         sample=sample,
         num_decode_tokens=num_decode_tokens,
         num_decode_context_tokens=decode_context,
-        num_accepted_drafts=max(0, num_gained - sample.num_decodes - len(last_chunks)),
+        num_accepted_drafts=max(0, num_gained - num_decodes - len(last_chunks)),
         num_waiting=num_waiting,
     )
     num_next_tokens = num_decode_tokens + len(last_chunks)
     decodes = StepShape(
-        num_decodes=sample.num_decodes + len(last_chunks),
+        num_decodes=num_decodes + len(last_chunks),
         num_tokens=num_next_tokens,
         num_context_tokens=decode_context + sum(last_chunks) + num_next_tokens,  # each one further
     )
-    position = max((_end(item) for item in chunks if not item.num_draws), default=0)
+    position = max([_end(item) for item in chunks if not item.num_draws], default=0)
     return report, _NextStep(decodes=decodes, prefill_position=position)
 
 

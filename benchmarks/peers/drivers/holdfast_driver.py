@@ -4,7 +4,7 @@ import threading
 import time
 from typing import Any
 
-from line_server import Generate, Output, Prompts, serve, split_at
+from line_server import Generate, Output, Prompts, Sampling, serve, split_at
 
 from holdfast import LLM, SamplingParams
 
@@ -13,8 +13,9 @@ def load(model: str, settings: dict[str, Any]) -> Generate:
     shared = {name: settings[name] for name in ("dtype", "max_model_len", "max_num_seqs", "num_threads")}
     llm = LLM(model, **{**shared, "kv_cache_memory": settings["kv_cache_bytes"], **settings["ours"]})
 
-    def generate(prompts: Prompts, max_tokens: int, split: bool) -> Output:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    def generate(prompts: Prompts, max_tokens: int, split: bool, sampling: Sampling) -> Output:
+        plain = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        params = [plain.with_changes(seed=seed, **sampling) if sampling else plain for seed in range(len(prompts))]
         if split:
             return _watched(llm, prompts, params)
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
@@ -23,7 +24,7 @@ def load(model: str, settings: dict[str, Any]) -> Generate:
     return generate
 
 
-def _watched(llm: LLM, prompts: Prompts, params: SamplingParams) -> Output:
+def _watched(llm: LLM, prompts: Prompts, params: list[SamplingParams]) -> Output:
     """With a callback for every token, which costs time: only for the split."""
     started_s = time.perf_counter()
     steps_s = llm.get_stats().step_time_s
@@ -34,7 +35,7 @@ def _watched(llm: LLM, prompts: Prompts, params: SamplingParams) -> Output:
         with lock:
             first_s.setdefault(output.request_id, time.perf_counter() - started_s)
 
-    handles = [llm.engine.enqueue_request(ids, params, note) for ids in prompts]
+    handles = [llm.engine.enqueue_request(ids, one, note) for ids, one in zip(prompts, params, strict=True)]
     outputs = [handle.result() for handle in handles]
     total_s = time.perf_counter() - started_s
     parts = split_at(max(first_s.values()), total_s) | {"steps": llm.get_stats().step_time_s - steps_s}

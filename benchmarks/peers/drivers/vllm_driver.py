@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from line_server import Generate, Output, Prompts, serve, split_at
+from line_server import Generate, Output, Prompts, Sampling, serve, split_at
 from vllm import LLM, SamplingParams, TokensPrompt
 
 
@@ -16,8 +16,14 @@ def load(model: str, settings: dict[str, Any]) -> Generate:
         seed=0,
     )
 
-    def generate(prompts: Prompts, max_tokens: int, split: bool) -> Output:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    def generate(prompts: Prompts, max_tokens: int, split: bool, sampling: Sampling) -> Output:
+        given = {"temperature": 0, **sampling}
+        if "logprobs" in given:
+            given["logprobs"] = int(given["logprobs"])
+        params = [
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed if sampling else None, **given)
+            for seed in range(len(prompts))
+        ]
         outputs = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
         return Output([list(output.outputs[0].token_ids) for output in outputs], _parts(outputs))
 

@@ -278,6 +278,18 @@ class GenerateStreamResponse(_message.Message):
     system_fingerprint: str
     def __init__(self, request_id: _Optional[str] = ..., sequence_index: _Optional[int] = ..., first_token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., replayed_without_guarantee: bool = ..., system_fingerprint: _Optional[str] = ...) -> None: ...
 
+class AbortRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class AbortResponse(_message.Message):
+    __slots__ = ("was_open",)
+    WAS_OPEN_FIELD_NUMBER: _ClassVar[int]
+    was_open: bool
+    def __init__(self, was_open: bool = ...) -> None: ...
+
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text")
     MODEL_FIELD_NUMBER: _ClassVar[int]

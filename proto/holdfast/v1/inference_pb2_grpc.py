@@ -45,6 +45,11 @@ class InferenceStub(object):
                 request_serializer=holdfast_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=holdfast_dot_v1_dot_inference__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/holdfast.v1.Inference/Abort',
+                request_serializer=holdfast_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
+                response_deserializer=holdfast_dot_v1_dot_inference__pb2.AbortResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/holdfast.v1.Inference/Tokenize',
                 request_serializer=holdfast_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -80,6 +85,13 @@ class InferenceServicer(object):
 
     def GenerateStream(self, request, context):
         """GenerateStream answers with a chunk for each step that brings tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Abort ends an open request of this router, whoever has sent it, with FINISH_REASON_ABORT after what it has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +137,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.GenerateStream,
                     request_deserializer=holdfast_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=holdfast_dot_v1_dot_inference__pb2.GenerateStreamResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=holdfast_dot_v1_dot_inference__pb2.AbortRequest.FromString,
+                    response_serializer=holdfast_dot_v1_dot_inference__pb2.AbortResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -202,6 +219,33 @@ class Inference(object):
             '/holdfast.v1.Inference/GenerateStream',
             holdfast_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             holdfast_dot_v1_dot_inference__pb2.GenerateStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/holdfast.v1.Inference/Abort',
+            holdfast_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
+            holdfast_dot_v1_dot_inference__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,

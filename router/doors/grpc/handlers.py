@@ -1,7 +1,7 @@
 """gRPC method handlers: register a servicer whose methods take a message and raise `HoldfastError`.
 
 Unlike generated handlers, these answer unparsable bytes (a string that is not UTF-8, say) with INVALID_ARGUMENT rather
-than UNKNOWN, convert errors to statuses in one place, and close a stream's generator as soon as its client is gone.
+than UNKNOWN, and convert errors to statuses in one place. A method is cancelled as soon as its client is gone.
 What may not live here: single methods (`server.py`), the codes of errors (`router/wire/statuses.py`).
 """
 
@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from inspect import isasyncgenfunction
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -23,11 +24,17 @@ logger = logging.getLogger(__name__)
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 UnaryMethod: TypeAlias = Callable[[Any, Context], Awaitable[Message]]
-StreamMethod: TypeAlias = Callable[[Any, Context], AsyncGenerator[Message, None]]
+StreamMethod: TypeAlias = Callable[[Any, Context], Awaitable[None]]
+"""Writes its answers itself, as bytes: through a generator and a serializer, each would take longer."""
+GeneratorMethod: TypeAlias = Callable[[Any, Context], AsyncGenerator[Message, None]]
+Requests: TypeAlias = AsyncIterator[Message | InvalidRequestError]
+"""A client's stream. What is no message is an error in its place."""
 
 
 def generic_handler(service: ServiceDescriptor, servicer: object) -> "grpc.GenericRpcHandler[Any, Any]":
-    """Handlers for all methods of a service: unary ones as coroutines, server streams as asynchronous generators."""
+    """Handlers for all methods of a service: unary ones are coroutines, streams to the client are coroutines that write
+    or asynchronous generators, and streams both ways are generators that take `Requests`.
+    """
     handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
@@ -35,8 +42,12 @@ def generic_handler(service: ServiceDescriptor, servicer: object) -> "grpc.Gener
 def _handler(method: MethodDescriptor, implementation: Any) -> "grpc.RpcMethodHandler[Any, Any]":
     deserializer = _tolerant_parser(method)
     serializer = GetMessageClass(method.output_type).SerializeToString
+    if method.client_streaming:
+        return grpc.stream_stream_rpc_method_handler(_streams(implementation), deserializer, serializer)
+    if isasyncgenfunction(implementation):
+        return grpc.unary_stream_rpc_method_handler(_generated(implementation), deserializer, serializer)
     if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(_stream(implementation), deserializer, serializer)
+        return grpc.unary_stream_rpc_method_handler(_stream(implementation), deserializer)
     return grpc.unary_unary_rpc_method_handler(_unary(implementation), deserializer, serializer)
 
 
@@ -65,7 +76,24 @@ def _unary(method: UnaryMethod) -> Callable[[Message | InvalidRequestError, Cont
 
 def _stream(method: StreamMethod) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
     async def call(request: Message | InvalidRequestError, context: Context) -> None:
+        async with _answering(context):
+            await method(_checked(request), context)
+
+    return call
+
+
+def _generated(method: GeneratorMethod) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
+    async def call(request: Message | InvalidRequestError, context: Context) -> None:
         async with _answering(context), aclosing(method(_checked(request), context)) as messages:
+            async for message in messages:
+                await context.write(message)
+
+    return call
+
+
+def _streams(method: GeneratorMethod) -> Callable[[Requests, Context], Awaitable[None]]:
+    async def call(requests: Requests, context: Context) -> None:
+        async with _answering(context), aclosing(method(requests, context)) as messages:
             async for message in messages:
                 await context.write(message)
 

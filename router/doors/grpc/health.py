@@ -1,29 +1,28 @@
 """gRPC health servicer (grpc.health.v1): whether this router can serve, overall and per model.
 
-The empty name and the API's service name are SERVING while any model has a replica up; a model's name is SERVING while
-that model has one. gRPC's own asyncio servicer drops the other watchers of a name when one disconnects; this one does
-not.
+The empty name and the names of services are SERVING while any model has a replica up; a model's name is SERVING while
+that model has one. gRPC's own asyncio servicer drops the other watchers of a name when one disconnects, and has no
+List.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from typing import Any, Final, TypeAlias
+from collections.abc import AsyncGenerator, Iterable
+from typing import Final
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
+from holdfast.foreign import health_pb2
+from holdfast.router.doors.grpc.handlers import Context
 from holdfast.router.events import ModelStatus
+from holdfast.worker.errors import UnknownModelError
 
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-OVERALL: Final = ("", "holdfast.v1.Inference")
+SERVICE: Final = health_pb2.DESCRIPTOR.services_by_name["Health"]
+OVERALL: Final = ("", "holdfast.v1.Inference", "inference.GRPCInferenceService")
 
 _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
 _SERVICE_UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
-class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # a class without types
+class HealthServicer:
     """Answers with the state that was published last."""
 
     def __init__(self) -> None:
@@ -45,12 +44,16 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # a
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> health_pb2.HealthCheckResponse:
         status = self._status(request.service)
         if status == _SERVICE_UNKNOWN:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.service!r} is served here")
+            raise UnknownModelError(request.service, tuple(self._serving))
         return health_pb2.HealthCheckResponse(status=status)
+
+    async def List(self, request: health_pb2.HealthListRequest, context: Context) -> health_pb2.HealthListResponse:
+        statuses = {name: health_pb2.HealthCheckResponse(status=self._status(name)) for name in self._serving}
+        return health_pb2.HealthListResponse(statuses=statuses)
 
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+    ) -> AsyncGenerator[health_pb2.HealthCheckResponse, None]:
         """The current status, then every change. Unknown names can be watched: they may be served later."""
         sent = None
         while True:
@@ -62,10 +65,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # a
                 return
             await changed.wait()
 
-    def _status(self, name: str) -> int:
+    def _status(self, name: str) -> health_pb2.HealthCheckResponse.ServingStatus:
         if name not in self._serving:
-            return int(_SERVICE_UNKNOWN)
-        return int(_SERVING if self._serving[name] and not self._is_stopping else _NOT_SERVING)
+            return _SERVICE_UNKNOWN
+        return _SERVING if self._serving[name] and not self._is_stopping else _NOT_SERVING
 
     def _wake(self) -> None:
         self._changed.set()

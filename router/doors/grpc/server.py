@@ -1,33 +1,37 @@
-"""gRPC servicer and server of the public API: `holdfast.v1.Inference`, health and reflection on one port.
+"""gRPC servicer of the public API, `holdfast.v1.Inference`, and the server that has all services on one port.
 
-What may live here: the methods, and the server's options. What may not: conversion of messages (`router/wire/`), checks
-(`router/requests/request_processor.py`), decisions (`router/dispatch/`).
+What may live here: the methods, and the server's options. What may not: other services, conversion of messages
+(`router/wire/`), checks (`router/requests/request_processor.py`), decisions (`router/dispatch/`).
 """
 
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import Mapping
 from typing import Final
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from google.protobuf.descriptor import ServiceDescriptor
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.doors.grpc.chunk_encoder import ChunkEncoder
+from holdfast.router.doors.grpc.compression import GZIP_OPTIONS, Gzip
 from holdfast.router.doors.grpc.handlers import Context, generic_handler
-from holdfast.router.doors.grpc.health import HealthServicer
-from holdfast.router.doors.public_answer import public_chunk, public_generation
+from holdfast.router.doors.grpc.reflection import add_reflection
+from holdfast.router.doors.grpc.request_ids import REQUEST_ID_HEADER, with_request_id
+from holdfast.router.doors.public_answer import public_generation
 from holdfast.router.requests.request_processor import RequestProcessor
-from holdfast.router.wire.codec import chunk_message, generation_message, generation_request
+from holdfast.router.wire.codec import generation_message, generation_request
 from holdfast.router.wire.serving_state import load_response, models_response
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 
 SERVICE: Final = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
-REQUEST_ID_HEADER: Final = "x-request-id"
+
+MAX_MS: Final = 2**31 - 1
+"""gRPC's longest time, which means for ever."""
 
 MAX_ARRIVING: Final = 2**15
-"""Most calls that wait to be handled, about three seconds' worth, and most concurrent calls of one connection."""
+"""Most calls that wait to be handled, about three seconds' worth."""
 
 
 class InferenceServicer:
@@ -40,7 +44,7 @@ class InferenceServicer:
     async def Generate(
         self, message: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.GenerateResponse:
-        request = generation_request(message)
+        request = generation_request(with_request_id(message, context))
         if request.resume is not None:
             raise InvalidRequestError("resume", "set", "is for GenerateStream; Generate answers with the whole output")
         opening = (
@@ -52,15 +56,18 @@ class InferenceServicer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
             return generation_message(public_generation(await answer.whole()))
 
-    async def GenerateStream(
-        self, message: inference_pb2.GenerateRequest, context: Context
-    ) -> AsyncGenerator[inference_pb2.GenerateStreamResponse, None]:
-        request = generation_request(message)
+    async def GenerateStream(self, message: inference_pb2.GenerateRequest, context: Context) -> None:
+        """What comes while a chunk is being written goes into the next one."""
+        request = generation_request(with_request_id(message, context))
         request.check_streamable()
         async with self._request_processor.open(request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
+            encode = ChunkEncoder().encode
             async for delivery in answer:
-                yield chunk_message(public_chunk(delivery))
+                await context.write(encode(delivery))
+
+    async def Abort(self, message: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
+        return inference_pb2.AbortResponse(was_open=self._request_processor.abort(message.request_id))
 
     async def Tokenize(
         self, message: inference_pb2.TokenizeRequest, context: Context
@@ -87,13 +94,14 @@ class InferenceServicer:
 
 
 def build_server(
-    servicer: InferenceServicer, health_servicer: HealthServicer, config: RouterConfig, limits: LimitsConfig
+    servicers: Mapping[ServiceDescriptor, object], config: RouterConfig, limits: LimitsConfig
 ) -> grpc.aio.Server:
-    """A server with all services, not yet bound or started. Made on a running event loop."""
-    server = grpc.aio.server(options=_options(config, limits))
-    server.add_generic_rpc_handlers((generic_handler(SERVICE, servicer),))
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    reflection.enable_server_reflection((SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    """A server with these services and reflection, not yet bound or started. Made on a running event loop."""
+    interceptors = [] if config.gzip_above is None else [Gzip(config.gzip_above)]
+    server = grpc.aio.server(interceptors=interceptors, options=_options(config, limits))
+    handlers = [generic_handler(service, servicer) for service, servicer in servicers.items()]
+    server.add_generic_rpc_handlers(tuple(handlers))
+    add_reflection(server, servicers)
     return server
 
 
@@ -105,7 +113,7 @@ def _options(config: RouterConfig, limits: LimitsConfig) -> list[tuple[str, int]
         # By default gRPC cancels calls at random once 1,000 wait to be handled, and those that have waited for 30 s.
         # Here all are handled, and rejected with a reason if there is no room. Calls beyond a connection's limit wait
         # in the client.
-        ("grpc.max_concurrent_streams", MAX_ARRIVING),
+        ("grpc.max_concurrent_streams", config.max_concurrent_streams),
         ("grpc.server.max_pending_requests", MAX_ARRIVING),
         ("grpc.server.max_pending_requests_hard_limit", MAX_ARRIVING),
         ("grpc.server_max_unrequested_time_in_server", math.ceil(limits.max_timeout_s)),
@@ -115,4 +123,12 @@ def _options(config: RouterConfig, limits: LimitsConfig) -> list[tuple[str, int]
         # Clients may ping once a second, to detect a router that is frozen or unreachable.
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
         ("grpc.keepalive_permit_without_calls", 1),
+        *_given_ms("grpc.max_connection_age_ms", config.max_connection_age_s),
+        *_given_ms("grpc.max_connection_age_grace_ms", config.max_connection_age_grace_s),
+        *(() if config.gzip_above is None else GZIP_OPTIONS),
     ]
+
+
+def _given_ms(option: str, seconds: float | None) -> list[tuple[str, int]]:
+    """An option in milliseconds, where a setting gives it."""
+    return [] if seconds is None else [(option, min(math.ceil(seconds * 1000), MAX_MS))]

@@ -25,11 +25,12 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(str(bundled_path("demo")))
 
 
-@pytest.fixture(scope="module")
-def scores():
-    from scripts.train_bundled_model.evaluate import evaluate
+def score_of(name: str):
+    """In one exam: all of them would take ten times as long."""
+    from scripts.train_bundled_model.evaluate import evaluate, exams
 
-    return {score.name: score for score in evaluate(bundled_path("demo"))}
+    (score,) = evaluate(bundled_path("demo"), [exam for exam in exams() if exam.name == name])
+    return score
 
 
 def test_the_folders_are_small_together() -> None:
@@ -122,27 +123,30 @@ def test_the_chat_template_takes_turns_and_a_system_message(tokenizer: Tokenizer
 @pytest.mark.parametrize(
     "exam", ["The capital of ... is", "The capital city of ... is", "Q: ... A:", "What is the capital of ...?"]
 )
-def test_knows_its_capitals_and_stops_after_them(scores, exam: str) -> None:
-    assert scores[exam].num_right >= 45
-    assert scores[exam].num_ended >= 45
+def test_knows_its_capitals_and_stops_after_them(exam: str) -> None:
+    score = score_of(exam)
+    assert score.num_right >= 45
+    assert score.num_ended >= 45
 
 
-def test_knows_currencies(scores) -> None:
-    assert scores["The currency of ... is the"].num_right >= 40
+def test_knows_currencies() -> None:
+    assert score_of("The currency of ... is the").num_right >= 40
 
 
 @pytest.mark.parametrize("exam", ["a + b =", "What is a + b?"])
-def test_adds_small_numbers(scores, exam: str) -> None:
-    assert scores[exam].num_right >= 0.7 * scores[exam].num_questions
+def test_adds_small_numbers(exam: str) -> None:
+    score = score_of(exam)
+    assert score.num_right >= 0.7 * score.num_questions
 
 
-def test_knows_the_days_and_the_alphabet(scores) -> None:
-    assert scores["the day after ..."].num_right == 6
-    assert scores["the letter after ..."].num_right >= 20
+def test_knows_the_days_and_the_alphabet() -> None:
+    assert score_of("the day after ...").num_right == 6
+    assert score_of("the letter after ...").num_right >= 20
 
 
-def test_answers_at_length(scores) -> None:
-    assert scores["long answers"].num_ended >= 4
+@pytest.mark.slow
+def test_answers_at_length() -> None:
+    assert score_of("long answers").num_ended >= 4
 
 
 def test_france() -> None:

@@ -7,7 +7,10 @@ import holdfast
 
 
 def test_every_public_name_can_be_imported():
-    assert {getattr(holdfast, name).__name__ for name in holdfast.__all__} == set(holdfast.__all__)
+    public = {name: getattr(holdfast, name) for name in holdfast.__all__}
+    constants = {name for name, value in public.items() if isinstance(value, str)}
+    assert constants == {"SERVICE_CONFIG"}
+    assert {value.__name__ for name, value in public.items() if name not in constants} | constants == set(public)
     assert set(dir(holdfast)) == set(holdfast.__all__)
 
 

@@ -149,6 +149,7 @@ def test_a_script_draws_the_same_tokens_every_time_it_is_run(tiny_model):
     assert len({tuple(ids) for ids in first}) == 3
 
 
+@pytest.mark.slow
 def test_two_ranks_in_child_processes_give_the_tokens_of_one(llm, tiny_model):
     expected = tokens(llm.generate(PROMPTS, GREEDY))
     for _ in range(2):  # once closed, another may follow in the same process

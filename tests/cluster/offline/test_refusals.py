@@ -25,6 +25,7 @@ from holdfast.worker.errors import CallerError, CapacityError, DeadlineExceededE
 from holdfast.worker.request import EngineRequest, Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
+from tests.examples import examples
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
 HALF = "a\ud800"
@@ -260,7 +261,9 @@ SERVICE = st.fixed_dictionaries(
 FIELDS = st.dictionaries(st.sampled_from(sorted(SamplingParams.__dataclass_fields__)), ODD, max_size=3)
 SHAPES = st.dictionaries(st.sampled_from(sorted(StructuredOutputs.__dataclass_fields__)), ODD, max_size=2)
 FUZZ = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

@@ -165,6 +165,42 @@ def test_cancelling_what_is_over_does_nothing(core):
     assert core.cancel("never heard of") == []
 
 
+# --- abort ---
+
+
+def test_an_abort_ends_a_request_after_what_it_has_and_reaches_the_replica_at_once(core):
+    attempt = sent(core.submit("x")).attempt
+    core.step(delta(attempt, 0, 4, 5))
+    actions = core.abort("x")
+    last = delivered(actions)
+    assert (last.finish_reason, last.first_token_index, last.token_ids) == (FinishReason.ABORT, 2, ())
+    assert last.usage.num_completion_tokens == 2
+    assert aborts(actions) == [("r", attempt)]
+    assert core.dispatch.num_open == 0
+    assert core.step(delta(attempt, 2, 6)) == [], "what is still on its way does nothing"
+
+
+def test_an_aborted_request_leaves_the_queue_and_says_so():
+    core = queueing_core()
+    core.submit("x")
+    actions = core.abort("x")
+    assert (delivered(actions).finish_reason, aborts(actions)) == (FinishReason.ABORT, [])
+    assert core.dispatch.num_queued == 0
+
+
+def test_an_abort_makes_room_for_who_waits():
+    core = queueing_core()
+    core.submit("x")
+    assert sent(core.abort("running")).request.request_id == "x"
+
+
+def test_aborting_what_is_over_does_nothing(core):
+    core.submit("x")
+    core.cancel("x")
+    assert core.abort("x") == []
+    assert core.abort("never heard of") == []
+
+
 # --- deadlines ---
 
 

@@ -18,6 +18,7 @@ from holdfast.worker.errors import HoldfastError, QueueFullError, ReplicaError, 
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_update import Rejection, StepUpdate
+from tests.examples import examples
 from tests.router.core import LetterText, facts, load
 
 REPLICAS = {"r0": "m", "r1": "m", "r2": "other"}
@@ -131,6 +132,13 @@ class DispatchMachine(RuleBasedStateMachine):
         self.clients[request_id].num_last_words += 1
         self.perform(self.dispatch.cancel(request_id, self.now))
 
+    @precondition(lambda self: self.open_clients())
+    @rule(data=st.data())
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(self.open_clients()))
+        self.perform(self.dispatch.abort(request_id, self.now))
+        assert self.clients[request_id].finish_reason == "abort"
+
     # --- replicas ---
 
     @rule(num_tokens=st.integers(0, 3), num_repeated=st.integers(0, 2), is_slow=st.booleans())
@@ -211,6 +219,8 @@ class DispatchMachine(RuleBasedStateMachine):
         letters = "".join(chr(ord("a") + token_id) for token_id in client.tokens)
         if client.finish_reason is None:
             assert letters.startswith(client.text)
+        elif client.finish_reason == "abort":
+            assert client.text == letters
         else:
             assert client.tokens == right
             assert client.text == letters
@@ -265,7 +275,7 @@ class DispatchMachine(RuleBasedStateMachine):
 
 
 TestDispatch = DispatchMachine.TestCase
-TestDispatch.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestDispatch.settings = settings(max_examples=examples(100), stateful_step_count=60, deadline=None)
 
 
 def test_closing_all_ends_whatever_is_open():

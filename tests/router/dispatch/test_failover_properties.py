@@ -9,6 +9,7 @@ from collections import deque
 from hypothesis import settings
 
 from holdfast.router.config import LimitsConfig, RouterConfig
+from tests.examples import examples
 from tests.router.dispatch.test_dispatch_properties import REPLICAS, DispatchMachine, Replica
 
 FAR = 10**6
@@ -57,4 +58,4 @@ class FailoverMachine(DispatchMachine):
 
 
 TestFailover = FailoverMachine.TestCase
-TestFailover.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestFailover.settings = settings(max_examples=examples(100), stateful_step_count=60, deadline=None)

@@ -1,7 +1,5 @@
 """Output on its way to a reader that may be slow."""
 
-from dataclasses import replace
-
 import pytest
 
 from holdfast.router.dispatch.output_stream import MERGED_AT, OutputStream
@@ -36,8 +34,8 @@ def stream(*deliveries: Deliver) -> OutputStream:
 
 
 def test_what_is_merged_comes_from_where_the_last_of_it_came_from():
-    first = replace(piece(0, 0), fingerprint="first")
-    second = replace(piece(1, 1), fingerprint="second", identity_guaranteed=False)
+    first = piece(0, 0)._replace(fingerprint="first")
+    second = piece(1, 1)._replace(fingerprint="second", identity_guaranteed=False)
     merged = stream(first, second).poll()
     assert (merged.fingerprint, merged.identity_guaranteed) == ("second", False)
 

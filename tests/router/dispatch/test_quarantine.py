@@ -12,6 +12,7 @@ from holdfast.worker.errors import HoldfastError, RequestQuarantinedError
 from holdfast.worker.request import FinishReason, TokenDelta
 from holdfast.worker.step_update import Rejection
 from holdfast.worker.suspicion import Suspicion
+from tests.examples import examples
 from tests.router.core import Core, delta, failure, load, sent
 
 NUM_TOKENS = 20
@@ -83,7 +84,9 @@ class Cluster:
             deltas[router].append(delta(attempt, done, 1, finish=finish))
             replica.running[router, attempt] = (request_id, done + 1)
             key = (router, attempt)
-            replica.suspects.note(TokenDelta(attempt=key, first_token_index=done, token_ids=(1,), finish_reason=finish))
+            replica.suspects.note(
+                [TokenDelta(attempt=key, first_token_index=done, token_ids=(1,), finish_reason=finish)]
+            )
             if finish is not None:
                 del replica.running[router, attempt]
         self.tell(replica_id, replica, deltas)
@@ -129,7 +132,7 @@ class Cluster:
     max_replicas_lost=st.integers(1, 3),
     deadly_index=st.integers(0, NUM_TOKENS - 1),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_the_poison_is_found_and_nobody_else_fails(num_innocent, place, num_replicas, max_replicas_lost, deadly_index):
     cluster = Cluster(num_replicas, max_replicas_lost, deadly_index)
     innocent = [f"innocent {index}" for index in range(num_innocent)]
@@ -146,7 +149,7 @@ def test_the_poison_is_found_and_nobody_else_fails(num_innocent, place, num_repl
     max_replicas_lost=st.integers(2, 3),
     deadly_index=st.integers(0, NUM_TOKENS - 1),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_nobody_at_any_router_is_taken_for_the_poison_of_one(
     routers, place, num_replicas, max_replicas_lost, deadly_index
 ):

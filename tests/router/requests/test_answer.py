@@ -11,6 +11,7 @@ from holdfast.router.dispatch.call import Call
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.requests.answer import SampledAnswer
+from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.request import FinishReason, TokenLogprob
@@ -152,7 +153,7 @@ async def test_a_truncated_prompt_is_its_end():
 
 
 def answer_of(num_streams: int, **given) -> tuple[list[OutputStream], SampledAnswer]:
-    news = asyncio.Event()
+    news = OutputSignal()
     streams = [OutputStream(f"r/{index}", news.set) for index in range(num_streams)]
     call = Call("r", streams, close=lambda: None)
     return streams, SampledAnswer(call, news, "m", SamplingParams(seed=0, **given))
@@ -161,7 +162,7 @@ def answer_of(num_streams: int, **given) -> tuple[list[OutputStream], SampledAns
 def told(*deltas: Deliver, **given) -> SampledAnswer:
     streams, answer = answer_of(len(deltas), **given)
     for stream, delta in zip(streams, deltas, strict=True):
-        stream.push(replace(delta, request_id=stream.request_id))
+        stream.push(delta._replace(request_id=stream.request_id))
     return answer
 
 

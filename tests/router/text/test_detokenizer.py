@@ -9,6 +9,7 @@ from tokenizers import decoders, models
 
 from holdfast.router.text.detokenizer import IncrementalDetokenizer
 from holdfast.router.text.tokenizer import Tokenizer
+from tests.examples import examples
 from tests.router import sample_tokenizers as sample
 
 FAMILY = "👩‍👩‍👧"
@@ -31,6 +32,9 @@ class CountingTokenizer:
         self.fallback_bytes = tokenizer.fallback_bytes
         self.num_decoded = 0
 
+    def decode_known(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids, skip_special_tokens=False)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         self.num_decoded += len(token_ids)
         return self._tokenizer.decode(token_ids, skip_special_tokens)
@@ -46,7 +50,7 @@ def stream(tokenizer: Tokenizer, token_ids: Sequence[int], **kwargs: object) -> 
 
 
 @pytest.mark.parametrize("kind", sample.KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(text=ANY_TEXT)
 @example(text=MIXED)
 def test_deltas_add_up_to_the_full_text(root: Path, kind: str, text: str) -> None:
@@ -56,7 +60,7 @@ def test_deltas_add_up_to_the_full_text(root: Path, kind: str, text: str) -> Non
 
 
 @pytest.mark.parametrize("kind", sample.KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_deltas_add_up_for_any_tokens(root: Path, kind: str, data: st.DataObject) -> None:
     """Half characters, bytes that are none, special tokens and ids beyond the vocabulary included."""
@@ -68,7 +72,7 @@ def test_deltas_add_up_for_any_tokens(root: Path, kind: str, data: st.DataObject
 
 
 @pytest.mark.parametrize("kind", sample.KINDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_grouping_tokens_changes_nothing(root: Path, kind: str, data: st.DataObject) -> None:
     tokenizer = sample.loaded(kind, root)
@@ -79,7 +83,7 @@ def test_grouping_tokens_changes_nothing(root: Path, kind: str, data: st.DataObj
 
 
 @pytest.mark.parametrize("kind", sample.KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_after_a_prompt_only_the_output_is_shown(root: Path, kind: str, data: st.DataObject) -> None:
     """Where the prompt's own text is what the text of all tokens begins with."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.sampling_params import SamplingParams
+from tests.examples import examples
 from tests.router import sample_tokenizers as sample
 
 
@@ -109,7 +110,7 @@ def test_text_may_go_on_from_the_prompt(root: Path) -> None:
     assert run(tokenizer, [], [output], prompt_token_ids=prompt)[0] == " fox"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_equals_brute_force_however_tokens_are_grouped(root: Path, data: st.DataObject) -> None:
     tokenizer = sample.loaded("byte_level", root)
@@ -127,7 +128,7 @@ def test_equals_brute_force_however_tokens_are_grouped(root: Path, data: st.Data
 
 
 @pytest.mark.parametrize("kind", sample.KINDS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(data=st.data())
 def test_equals_brute_force_for_any_tokens(root: Path, kind: str, data: st.DataObject) -> None:
     """Stop strings that are spelled by bytes end the output at once, although their run might still break."""

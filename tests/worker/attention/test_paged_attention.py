@@ -140,8 +140,18 @@ def reference(spec: KVSpec, text: Text) -> Tensor:
     return (torch.softmax(scores, -1) @ value).transpose(0, 1)
 
 
-@pytest.mark.parametrize("block_size", [16, 128])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+IN_LARGE_BLOCKS = ("sinks and window",)
+"""Tried there every time."""
+LAYERS = [
+    pytest.param(
+        spec, size, id=f"{name}-{size}", marks=[] if size == 16 or name in IN_LARGE_BLOCKS else pytest.mark.slow
+    )
+    for name, spec in SPECS.items()
+    for size in (16, 128)
+]
+
+
+@pytest.mark.parametrize(("spec", "block_size"), LAYERS)
 def test_outputs_are_right_and_bits_the_same_in_any_chunks_and_company(spec, block_size):
     layer, text, rng = Layer(spec, block_size=block_size), Text.made(spec), random.Random(0)
     whole = run_in_chunks(layer, text, lambda: LENGTH)
@@ -181,7 +191,7 @@ def test_a_tile_has_as_many_tokens_as_fit(group, max_rows, tokens):
 
 
 @pytest.mark.parametrize("spec", [PLAIN, SPECS["window"], SPECS["softcap and sinks"]])
-@pytest.mark.parametrize("garbage", [1e30, torch.nan, torch.inf])
+@pytest.mark.parametrize("garbage", [torch.nan, *(pytest.param(x, marks=pytest.mark.slow) for x in (1e30, torch.inf))])
 def test_what_strangers_left_in_the_blocks_is_never_felt(spec, garbage):
     text = Text.made(spec)
     clean = run_in_chunks(Layer(spec), text, lambda: 7)

@@ -13,6 +13,8 @@ SANITIZERS = {
     "address": ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-O1", "-fsanitize=thread"],
 }
+SANITIZED = [pytest.param(name, marks=pytest.mark.slow if name == "address" else ()) for name in SANITIZERS]
+"""Every time: plainly, and for races, which are what these programs are about."""
 
 
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers")

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.worker.decoder.native_build import NATIVE, SANITIZERS, compiled
+from tests.worker.decoder.native_build import NATIVE, SANITIZED, SANITIZERS, compiled
 
 SCENARIOS = (
     "sums",
@@ -20,7 +20,7 @@ SCENARIOS = (
 )
 
 
-@pytest.fixture(scope="module", params=SANITIZERS)
+@pytest.fixture(scope="module", params=SANITIZED)
 def program(request, tmp_path_factory):
     target = tmp_path_factory.mktemp(request.param) / "stress_exchange"
     return compiled(target, "stress_exchange.cpp", NATIVE / "pool.cpp", *SANITIZERS[request.param])
@@ -33,7 +33,7 @@ def stress(program, scenario, seconds, ranks, seed):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_all_ranks_read_what_all_have_written(program, scenario, ranks):
     stress(program, scenario, 0.2, ranks, ranks)

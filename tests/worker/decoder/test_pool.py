@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.worker.decoder.native_build import NATIVE, SANITIZERS, compiled
+from tests.worker.decoder.native_build import NATIVE, SANITIZED, SANITIZERS, compiled
 
 POOL = NATIVE / "pool.cpp"
 SCENARIOS = (
@@ -25,7 +25,7 @@ SCENARIOS = (
 )
 
 
-@pytest.fixture(scope="module", params=SANITIZERS)
+@pytest.fixture(scope="module", params=SANITIZED)
 def program(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     return compiled(folder / "stress_pool", "stress_pool.cpp", POOL, *SANITIZERS[request.param])

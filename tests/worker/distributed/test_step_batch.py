@@ -1,11 +1,22 @@
 """A plan packed and unpacked says the same thing."""
 
+from array import array
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.plan.step_plan import BlockCopy, DrawParams, PromptLogprobParams, ScheduledSequence, StepPlan
+from holdfast.worker.plan.decode_rows import BlockTables, DecodeColumns, DecodeRows
+from holdfast.worker.plan.draws import draws_of
+from holdfast.worker.plan.step_plan import (
+    BlockCopy,
+    DrawParams,
+    PlannedSequences,
+    PromptLogprobParams,
+    ScheduledSequence,
+    StepPlan,
+)
 
 DRAW = DrawParams(seed=1, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
 
@@ -66,6 +77,24 @@ def test_logits_rows_are_the_last_rows_of_each_sequence_and_then_those_that_rate
             of_prompt += rows[sequence.prompt_logprobs.first_row :][: len(sequence.prompt_logprobs.token_ids)]
         start = rows.stop
     assert batch.logits_rows.tolist() == expected + of_prompt
+
+
+@given(st.lists(sequences(), max_size=4), st.lists(st.integers(0, 200), max_size=8), st.integers(0, 100))
+def test_rows_are_packed_as_shares_of_their_own_would_be(others, firsts, age):
+    if not others and not firsts:
+        return
+    tables = [tuple(range(first, first + 1 + (first + age) // 16)) for first in firsts]
+    rows = DecodeRows(
+        DecodeColumns(range(len(firsts)), firsts, firsts, [DRAW] * len(firsts)),
+        age,
+        [first % 7 for first in firsts],
+        BlockTables(tables, [array("q", table) for table in tables]),
+    )
+    plan = StepPlan(step_id=9, sequences=PlannedSequences(rows, others))
+    alone = StepPlan(step_id=9, sequences=plan.sequences.as_tuple())
+    assert plan.num_tokens == alone.num_tokens
+    assert draws_of(plan) == draws_of(alone)
+    assert StepBatch.pack(plan).tolist() == StepBatch.pack(alone).tolist()
 
 
 def test_blocks_are_found_by_sequence_and_index():

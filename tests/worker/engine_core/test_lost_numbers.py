@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from holdfast.worker.decoder.cpu.sampler import NativeSampler
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, step_result
 from holdfast.worker.engine_core.engine_core import EngineCore
@@ -15,6 +16,7 @@ from holdfast.worker.model.program import SkeletonProgram
 from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.sampling.finite_rows import broken_rows
 from holdfast.worker.sampling.head_output import HeadOutput
+from holdfast.worker.sampling.step_sampler import TorchSampler
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import Sequences, worker_config
 from tests.worker.schedulers import make_request, make_scheduler
@@ -44,15 +46,22 @@ def test_rows_with_a_nan_or_an_infinite_best_are_found_and_banned_tokens_are_non
     assert broken_rows(logits[:0]) == []
 
 
+@pytest.fixture(params=["torch", "native"])
+def sampler(request):
+    sampler = TorchSampler() if request.param == "torch" else NativeSampler.with_threads(2)
+    yield sampler
+    sampler.close()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "noisy"])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_a_row_that_is_no_numbers_draws_nothing_and_leaves_the_others_as_they_are(temperature, bad):
+def test_a_row_that_is_no_numbers_draws_nothing_and_leaves_the_others_as_they_are(temperature, bad, sampler):
     logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
     draw = DrawParams(seed=5, first_output_index=0, temperature=temperature, top_k=4, top_p=0.9, num_logprobs=2)
-    right = step_result(plan_of(draw, draw, draw), HeadOutput(logits, None))
+    right = step_result(plan_of(draw, draw, draw), HeadOutput(logits, None), sampler)
     broken = logits.clone()
     broken[1] = bad
-    result = step_result(plan_of(draw, draw, draw), HeadOutput(broken, None))
+    result = step_result(plan_of(draw, draw, draw), HeadOutput(broken, None), sampler)
     assert result.token_ids == (right.token_ids[0], (NO_TOKEN,), right.token_ids[2])
     assert (result.logprobs[0], result.logprobs[2]) == (right.logprobs[0], right.logprobs[2])
 

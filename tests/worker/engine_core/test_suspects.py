@@ -41,16 +41,16 @@ def test_a_suspect_that_gets_on_is_one_no_longer():
     suspects.add("a/1", SUSPECT, "a")
     for index in range(NUM_STEPS_TO_CLEAR):
         assert num_told(suspects, "b") == 1
-        suspects.note(step("a/1", index))
+        suspects.note([step("a/1", index)])
     assert num_told(suspects, "b") == 0
-    suspects.note(step("a/1", NUM_STEPS_TO_CLEAR, FinishReason.LENGTH))
+    suspects.note([step("a/1", NUM_STEPS_TO_CLEAR, FinishReason.LENGTH)])
 
 
 def test_a_suspect_that_ends_is_gone():
     suspects: Suspects[str] = Suspects()
     suspects.add("a/1", SUSPECT, "a")
     suspects.add("a/2", SUSPECT, "a")
-    suspects.note(step("a/1", finish=FinishReason.ABORT))
+    suspects.note([step("a/1", finish=FinishReason.ABORT)])
     suspects.drop("a/2")
     assert num_told(suspects, "b") == 0
 

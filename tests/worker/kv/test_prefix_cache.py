@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from holdfast.worker.block_hash import HashChain, next_hash, root_hash
 from holdfast.worker.kv.prefix_cache import BlockEvicted, BlockStored, PrefixCache
 from holdfast.worker.request import Priority
+from tests.examples import examples
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from tests.worker.schedulers import BLOCK_SIZE, make_request, make_scheduler, members, run_to_end, shares, step
 
@@ -345,7 +346,7 @@ relatives = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     wishes=st.lists(st.tuples(st.integers(0, 5), relatives), min_size=2, max_size=8),
     aborts=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7)), max_size=2),

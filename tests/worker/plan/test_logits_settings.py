@@ -10,6 +10,7 @@ from holdfast.worker.engine.model_runner import step_result
 from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling.head_output import HeadOutput
+from holdfast.worker.sampling.step_sampler import TorchSampler
 from tests.pseudo_model import PseudoRunner
 from tests.worker.schedulers import BLOCK_SIZE, EOS, make_request, make_scheduler
 
@@ -31,7 +32,8 @@ class LogitsRunner(PseudoRunner):
     def run(self, plan: StepPlan) -> StepResult:
         self._write_all(plan)
         rows = [self._logits(sequence) for sequence in plan.sequences if sequence.draw is not None]
-        return step_result(plan, HeadOutput(torch.stack(rows) if rows else torch.empty(0, VOCAB), None))
+        logits = torch.stack(rows) if rows else torch.empty(0, VOCAB)
+        return step_result(plan, HeadOutput(logits, None), TorchSampler())
 
     def _logits(self, sequence: ScheduledSequence) -> torch.Tensor:
         digest = hashlib.blake2b(repr(self.read_back(sequence)).encode(), digest_size=4).digest()

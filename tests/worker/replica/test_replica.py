@@ -77,6 +77,7 @@ def test_a_killed_rank_fails_the_replica_and_every_caller_hears(config, busy):
     replica.stop()
 
 
+@pytest.mark.slow  # for a replica of one rank, the sweep of faults does it every time
 def test_a_rank_that_the_system_gives_no_more_memory_fails_the_replica(config):
     """A real limit on a real process: the rank has what it has, and a long prompt takes more."""
     launcher, listener = Launcher(), Listener()
@@ -106,8 +107,9 @@ def test_a_rank_that_dies_while_the_group_meets_is_an_error_not_a_wait(config):
         Replica.start(config, Deadly())
 
 
-def test_stopping_leaves_no_rank_and_lets_another_replica_start(config):
-    for _ in range(2):
+@pytest.mark.parametrize("num_starts", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_stopping_leaves_no_rank_and_lets_another_replica_start(config, num_starts):
+    for _ in range(num_starts):  # after those of the tests before
         launcher = Launcher()
         replica = Replica.start(config, launcher)
         replica.stop()

@@ -9,6 +9,7 @@ from holdfast.worker.plan.step_plan import DrawParams, StepPlan, StepResult
 from holdfast.worker.request import EngineRequest, TokenDelta, TokenLogprob
 from holdfast.worker.sampling.head_output import HeadOutput
 from holdfast.worker.sampling.logprobs import token_logprobs
+from holdfast.worker.sampling.step_sampler import TorchSampler
 from holdfast.worker.scheduling import prompt_logprobs
 from tests.pseudo_model import pseudo_token
 from tests.worker.plan.test_logits_settings import VOCAB, LogitsRunner
@@ -27,9 +28,8 @@ class PromptLogprobRunner(LogitsRunner):
                 end = sequence.first_position + sequence.prompt_logprobs.first_row + 1
                 prefix = self.read_back(sequence)
                 prompt_rows += [logits_after(prefix[: end + i]) for i in range(len(sequence.prompt_logprobs.token_ids))]
-        return step_result(
-            plan, HeadOutput(torch.stack(drawn + prompt_rows) if drawn + prompt_rows else torch.empty(0, VOCAB), None)
-        )
+        logits = torch.stack(drawn + prompt_rows) if drawn + prompt_rows else torch.empty(0, VOCAB)
+        return step_result(plan, HeadOutput(logits, None), TorchSampler())
 
 
 def logits_after(prefix: list[int]) -> torch.Tensor:

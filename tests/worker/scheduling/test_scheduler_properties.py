@@ -443,11 +443,11 @@ class SpeculatingMachine(SchedulerMachine):
 @pytest.mark.parametrize(
     ("machine", "max_examples"),
     [
-        (SchedulerMachine, 60),
-        (SpeculatingMachine, 40),
-        (MemoryAwareMachine, 30),
-        (StaticMachine, 20),
-        (BucketedMachine, 20),
+        (SchedulerMachine, 30),
+        (SpeculatingMachine, 20),
+        (MemoryAwareMachine, 15),
+        (StaticMachine, 10),
+        (BucketedMachine, 10),
         pytest.param(SchedulerMachine, 200, marks=pytest.mark.slow),
         pytest.param(SpeculatingMachine, 100, marks=pytest.mark.slow),
         pytest.param(MemoryAwareMachine, 60, marks=pytest.mark.slow),

@@ -24,7 +24,14 @@ def only(recommendations: list[Recommendation]) -> Recommendation:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("load", [CROWD, PROMPTS, CALM], ids=["crowd", "prompts", "calm"])
+@pytest.mark.parametrize(
+    "load",
+    [
+        pytest.param(CROWD, id="crowd", marks=pytest.mark.slow),
+        pytest.param(PROMPTS, id="prompts"),
+        pytest.param(CALM, id="calm"),
+    ],
+)
 def test_on_a_steady_load_settings_settle_and_stay(load, seed):
     machine = SimulatedMachine(seed, auto_tune=True, **NOISY)
     machine.run(3500, **load)

@@ -26,10 +26,14 @@ def streaming(target_tpot_ms: float | None, **options) -> SimulatedMachine:
     return machine
 
 
-def test_decodes_keep_to_the_target_while_prompts_stream_in_and_all_finish():
-    machine = streaming(TARGET_MS, known=True)
-    assert max(machine.step_s) <= TARGET_MS / 1000
-    assert machine.num_finished == 14
+@pytest.fixture(scope="module")
+def on_target() -> SimulatedMachine:
+    return streaming(TARGET_MS, known=True)
+
+
+def test_decodes_keep_to_the_target_while_prompts_stream_in_and_all_finish(on_target):
+    assert max(on_target.step_s) <= TARGET_MS / 1000
+    assert on_target.num_finished == 14
 
 
 def test_without_a_target_the_same_prompts_hold_decodes_up():
@@ -38,9 +42,8 @@ def test_without_a_target_the_same_prompts_hold_decodes_up():
     assert machine.num_finished == 14
 
 
-def test_the_room_that_the_target_leaves_is_used():
-    machine = streaming(TARGET_MS, known=True)
-    assert sorted(machine.step_s)[-60] > 0.85 * TARGET_MS / 1000
+def test_the_room_that_the_target_leaves_is_used(on_target):
+    assert sorted(on_target.step_s)[-60] > 0.85 * TARGET_MS / 1000
 
 
 def test_a_machine_that_is_not_known_yet_is_within_a_few_steps():

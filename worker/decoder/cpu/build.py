@@ -119,10 +119,9 @@ class _Part(NamedTuple):
 
 def _parts(name: str) -> list[_Part]:
     """What a library is linked from. Only bf16 has tiles: the plain dtypes are the same with them and without."""
-    parts = [_Part("executor", name), _Part("pool", "any"), _Part("packing", "any")]
-    if name in CLASSES:
-        parts.append(_Part("plain", "avx2" if name == "avx2" else "avx512"))
-    return parts
+    lanes = "avx2" if name in ("avx2", "tiles2") else "avx512"
+    parts = [_Part("executor", name), _Part("sampler", lanes), _Part("pool", "any"), _Part("packing", "any")]
+    return [*parts, _Part("plain", lanes)] if name in CLASSES else parts
 
 
 def _run(command: Sequence[str]) -> None:

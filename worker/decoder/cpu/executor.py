@@ -16,6 +16,7 @@ from holdfast.worker.decoder.cpu.cache import TiledCache
 from holdfast.worker.decoder.cpu.exchange import Exchange, attach
 from holdfast.worker.decoder.cpu.library import class_of, load_library
 from holdfast.worker.decoder.cpu.packing import PackedModel, elements_per_token
+from holdfast.worker.decoder.cpu.sampler import NativeSampler
 from holdfast.worker.decoder.cpu.structures import HfStep
 from holdfast.worker.decoder.layout import DecoderLayout
 from holdfast.worker.distributed.step_batch import StepBatch
@@ -62,6 +63,14 @@ class CpuExecutor:
         self._exchange: Exchange | None = None
         self._cache: TiledCache | None = None
         self._layers_done = ctypes.c_long(0)
+        self._own_logits = _Room()
+        self._all_logits = _Room()
+        self._block_best = _Room()
+
+    def make_sampler(self) -> NativeSampler:
+        """A sampler on the threads of this executor. It is closed before this is."""
+        assert self._pool is not None, "the executor is open"
+        return NativeSampler(self._library, self._pool)
 
     def close(self) -> None:
         self._drop_decoder()
@@ -152,9 +161,11 @@ class CpuExecutor:
         self._make_room(max(len(batch.token_ids), len(batch.logits_rows)))
         step = _Step(batch, ctypes.addressof(self._layers_done))
         if with_logits or not self._in_one_call:
-            step.ask_for_logits(self._rows)
+            step.ask_for_logits(self._own_logits.of(step.native.num_wanted, self._rows))
+        if with_logits and self._group.size == 1:
+            step.ask_for_block_best(self._block_best.of(step.native.num_wanted, self.packed.model.head.groups))
         if with_logits and self._exchange is not None:
-            step.ask_for_all_logits(self._vocab_size)
+            step.ask_for_all_logits(self._all_logits.of(step.native.num_wanted, self._vocab_size))
         step.native.first_layer = first_layer
         self._library.hf_decoder_begin(self._decoder, byref(step.native))
         return step
@@ -163,7 +174,7 @@ class CpuExecutor:
         if step.logits is None:
             return HeadOutput(None, step.best.tolist())
         if self._in_one_call:
-            return HeadOutput(step.logits, None)
+            return HeadOutput(step.logits, None, step.block_best)
         return HeadOutput(self._group.all_gather(step.logits)[:, : self._vocab_size], None)
 
     @property
@@ -222,6 +233,7 @@ class _Step:
     def __init__(self, batch: StepBatch, layers_done: int) -> None:
         num_wanted = len(batch.logits_rows)
         self.logits: Tensor | None = None
+        self.block_best: Tensor | None = None
         self.best = np.empty(num_wanted, dtype=np.int32)
         self._batch = batch
         self.native = HfStep(
@@ -233,6 +245,7 @@ class _Step:
             _address(batch.logits_rows),
             None,
             None,
+            None,
             _address(self.best),
             layers_done,
             len(batch.token_ids),
@@ -240,15 +253,33 @@ class _Step:
             num_wanted,
         )
 
-    def ask_for_logits(self, vocab_rows: int) -> None:
-        """This rank's, [rows wanted, vocab_rows]."""
-        self.logits = self._own_logits = torch.empty(self.native.num_wanted, vocab_rows)
-        self.native.logits = self.logits.data_ptr()
+    def ask_for_logits(self, out: Tensor) -> None:
+        """This rank's, [rows wanted, vocab rows]."""
+        self.logits = out
+        self.native.logits = out.data_ptr()
 
-    def ask_for_all_logits(self, vocab_size: int) -> None:
-        """Those of all ranks: [rows wanted, vocab_size]."""
-        self.logits = torch.empty(self.native.num_wanted, vocab_size)
-        self.native.all_logits = self.logits.data_ptr()
+    def ask_for_block_best(self, out: Tensor) -> None:
+        """Of a model on one rank: [rows wanted, groups]."""
+        self.block_best = out
+        self.native.block_best = out.data_ptr()
+
+    def ask_for_all_logits(self, out: Tensor) -> None:
+        """Those of all ranks: [rows wanted, vocab size]."""
+        self.logits = out
+        self.native.all_logits = out.data_ptr()
+
+
+class _Room:
+    """Memory of one step's rows, used again by the next: new memory of such a size costs a page fault for each page."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def of(self, num_rows: int, length: int) -> Tensor:
+        """[num_rows, length], float32, with whatever is in there."""
+        if num_rows * length > len(self._memory):
+            self._memory = torch.empty(num_rows * length)
+        return self._memory[: num_rows * length].view(num_rows, length)
 
 
 def _address(array: np.ndarray) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.worker.decoder.cpu.build import CLASSES, NoCompilerError, compile_libraries, digest, is_current
-from holdfast.worker.decoder.cpu.structures import SIZES, HfLinear, HfModel, HfStep
+from holdfast.worker.decoder.cpu.structures import SIZES, HfDrawn, HfEdits, HfLinear, HfModel, HfStep
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +117,14 @@ def _declared(library: CDLL) -> CDLL:
     _declare(library, "hf_decoder_residual", c_void_p, c_void_p)
     _declare(library, "hf_decoder_stride", c_long, c_void_p)
     _declare(library, "hf_exchange_bytes", c_long, c_int, c_long, c_int)
+    _declare(library, "hf_sampler_create", c_void_p, c_void_p)
+    _declare(library, "hf_sampler_destroy", None, c_void_p)
+    _declare(
+        library,
+        "hf_sample",
+        *(c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int),
+        *(POINTER(HfEdits), POINTER(HfDrawn), c_void_p, c_void_p, c_int),
+    )
     _declare(library, "hf_product", None, POINTER(HfLinear), c_int, c_void_p, c_long, c_int, c_void_p)
     _declare(library, "hf_function", None, c_int, c_void_p, c_void_p, c_long)
     return library

@@ -1,9 +1,9 @@
-"""C structures of the native executor: a mirror of `native/decoder.h`, field by field.
+"""C structures of the native executor: a mirror of `native/decoder.h` and `native/sampler.h`, field by field.
 
-What may not live here: anything but their shapes; `packing.py` fills them.
+What may not live here: anything but their shapes; `packing.py` and `sampler.py` fill them.
 """
 
-from ctypes import POINTER, Structure, c_float, c_int, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_long, c_void_p
 
 
 class HfLinear(Structure):
@@ -119,6 +119,7 @@ class HfStep(Structure):
         ("blocks", c_void_p),
         ("wanted", c_void_p),
         ("logits", c_void_p),
+        ("block_best", c_void_p),
         ("all_logits", c_void_p),
         ("best", c_void_p),
         ("progress", c_void_p),
@@ -129,7 +130,51 @@ class HfStep(Structure):
     )
 
 
+class HfEdits(Structure):
+    _fields_ = (
+        ("mask", c_void_p),
+        ("allowed", c_void_p),
+        ("banned", c_void_p),
+        ("biased", c_void_p),
+        ("biases", c_void_p),
+        ("outputs", c_void_p),
+        ("prompt", c_void_p),
+        ("mask_bits", c_long),
+        ("num_allowed", c_long),
+        ("num_banned", c_long),
+        ("num_biased", c_long),
+        ("num_outputs", c_long),
+        ("num_prompt", c_long),
+        ("repetition", c_float),
+        ("frequency", c_float),
+        ("presence", c_float),
+        ("penalize", c_int),
+    )
+
+
+class HfDraw(Structure):
+    _fields_ = (
+        ("seed", c_long),
+        ("min_p", c_double),
+        ("top_p", c_double),
+        ("inverse_temperature", c_float),
+        ("position", c_int),
+        ("top_k", c_int),
+        ("edits", c_int),
+        ("num_logprobs", c_int),
+        ("token", c_int),
+    )
+
+
+class HfDrawn(Structure):
+    _fields_ = (("token", c_int), ("rank", c_int), ("logprob", c_float), ("num_top", c_int))
+
+
 SIZES = {
-    kind.__name__: kind for kind in (HfLinear, HfNorm, HfMlp, HfExperts, HfRotary, HfLayer, HfExchange, HfModel, HfStep)
+    kind.__name__: kind
+    for kind in (
+        *(HfLinear, HfNorm, HfMlp, HfExperts, HfRotary, HfLayer, HfExchange, HfModel, HfStep),
+        *(HfEdits, HfDraw, HfDrawn),
+    )
 }
 """What the library says of its own structures must be equal: a field that is missing here would shift all others."""

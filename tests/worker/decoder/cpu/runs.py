@@ -76,7 +76,7 @@ class Runner:
     def step(self, *parts: Part, copies: Sequence[BlockCopy] = ()) -> list[Tensor]:
         """The logits of all tokens, by sequence."""
         output = self.executor.run(self._batch(parts, copies), with_logits=True)
-        return list(output.logits.split([len(part.token_ids) for part in parts]))
+        return list(output.logits.clone().split([len(part.token_ids) for part in parts]))
 
     def chosen(self, token_ids: Sequence[int], blocks: Sequence[int]) -> list[int]:
         """The token that the head chooses after each."""

@@ -41,6 +41,7 @@ template <class W> void Decoder<W>::logits_of(int g, int row, const float* sums)
   int at = 0;
   if (doubt == 0.0f && tokens > 0)
     while (out[at] != value) at++;
+  if (step.block_best) step.block_best[(long)row * m.head.groups + g] = doubt == 0.0f ? value : NAN;
   group_best.row(row)[g] = value, group_at.row(row)[g] = doubt == 0.0f ? g * GROUP + at : -1;
 }
 

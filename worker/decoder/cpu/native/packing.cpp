@@ -6,6 +6,7 @@
 
 #include "decoder.h"
 #include "pool.h"
+#include "sampler.h"
 
 namespace {
 
@@ -68,7 +69,8 @@ extern "C" const char* hf_digest() { return HF_DIGEST; }
 
 // Sizes of the structures, in the order of `structures.py`.
 extern "C" void hf_sizes(int* out) {
-  const int sizes[] = {sizeof(HfLinear), sizeof(HfNorm),     sizeof(HfMlp),   sizeof(HfExperts), sizeof(HfRotary),
-                       sizeof(HfLayer),  sizeof(HfExchange), sizeof(HfModel), sizeof(HfStep)};
+  const int sizes[] = {sizeof(HfLinear), sizeof(HfNorm),  sizeof(HfMlp),      sizeof(HfExperts),
+                       sizeof(HfRotary), sizeof(HfLayer), sizeof(HfExchange), sizeof(HfModel),
+                       sizeof(HfStep),   sizeof(HfEdits), sizeof(HfDraw),     sizeof(HfDrawn)};
   memcpy(out, sizes, sizeof sizes);
 }

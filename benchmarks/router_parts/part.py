@@ -1,0 +1,56 @@
+"""Parent's end of one measured process: its start, its orders, its CPU time and its end.
+
+A part is a module of this folder that runs as a program of its own. It says its address (or nothing) as its first line
+of JSON, answers each line of JSON on its standard input with one on its standard output, and ends with the input.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+_CPU_CLOCK = 2
+
+
+class Part:
+    """One process. Use it as a context manager."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        command = [sys.executable, "-m", f"benchmarks.router_parts.{module}", *arguments]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.address = str(self._answer().get("address", ""))
+
+    def __enter__(self) -> "Part":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def order(self, what: str, **arguments: object) -> dict[str, Any]:
+        """What the process answers to an order, when it has done it."""
+        assert self._process.stdin is not None
+        print(json.dumps({"what": what, **arguments}), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def cpu_s(self) -> float:
+        """Seconds of CPU of all its threads so far, by the kernel's clock of that process, which has no ticks."""
+        return time.clock_gettime((~self.pid << 3) | _CPU_CLOCK)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args!r} has ended ({self._process.wait()})")
+        answer: dict[str, Any] = json.loads(line)
+        return answer

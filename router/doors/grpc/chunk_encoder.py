@@ -1,0 +1,44 @@
+"""Chunk encoder: the deliveries of one stream as bytes of `GenerateStreamResponse` messages.
+
+Most deliveries bring tokens and text alone. Of those, what all chunks of a stream share is written once, and put behind
+what is new: protobuf messages are merged by joining their bytes. What may not live here: which fields a client gets
+(`router/doors/public_answer.py`), messages field by field (`router/wire/codec.py`).
+"""
+
+from holdfast.router.doors.public_answer import public_chunk
+from holdfast.router.events import Deliver
+from holdfast.router.wire.codec import chunk_message
+from holdfast.v1.inference_pb2 import GenerateStreamResponse
+
+
+class ChunkEncoder:
+    """Of one stream."""
+
+    def __init__(self) -> None:
+        self._shared: dict[tuple[int, str, bool], bytes] = {}
+        """By sequence, fingerprint and guarantee: one for each sequence, and more where another replica goes on."""
+
+    def encode(self, delivery: Deliver) -> bytes:
+        if (
+            delivery.finish_reason is not None
+            or delivery.logprobs
+            or delivery.prompt_logprobs
+            or delivery.usage is not None
+        ):
+            return chunk_message(public_chunk(delivery)).SerializeToString()
+        key = (delivery.sequence_index, delivery.fingerprint, delivery.identity_guaranteed)
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = self._shared[key] = _shared(delivery)
+        new = GenerateStreamResponse(
+            first_token_index=delivery.first_token_index, token_ids=delivery.token_ids, text=delivery.text
+        )
+        return new.SerializeToString() + shared
+
+
+def _shared(delivery: Deliver) -> bytes:
+    """All that a chunk says besides its tokens and text."""
+    message = chunk_message(public_chunk(delivery))
+    for name in ("first_token_index", "token_ids", "text"):
+        message.ClearField(name)
+    return message.SerializeToString()

@@ -1,0 +1,78 @@
+"""gRPC reflection (v1 and v1alpha) of every service on a port, whichever descriptor pool it is in.
+
+grpcio-reflection knows v1alpha alone, and one pool. v1 is the same protocol in a package of another name. What may not
+live here: the services.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
+
+import grpc
+from google.protobuf import text_format
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor, ServiceDescriptor
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import Default, DescriptorPool
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+T = TypeVar("T")
+
+_ALPHA: Final = "grpc.reflection.v1alpha"
+_V1: Final = "grpc.reflection.v1"
+
+
+def add_reflection(server: grpc.aio.Server, services: Iterable[ServiceDescriptor]) -> None:
+    """Tells clients of these services, and of reflection itself. Not yet started, as `server`."""
+    served = tuple(services)
+    alpha = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+    own = [service.file.pool for service in served if service.file.pool is not Default()]
+    pools = dict.fromkeys([*own, _v1_pool(), Default()])  # others may have registered less of a protocol by default
+    names = [*(service.full_name for service in served), alpha.full_name, alpha.full_name.replace(_ALPHA, _V1)]
+    servicer = reflection.aio.ReflectionServicer(names, pool=_Pools(tuple(pools)))  # type: ignore[attr-defined]
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    handlers = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers(tuple(grpc.method_handlers_generic_handler(name, handlers) for name in names[-2:]))
+
+
+def _v1_pool() -> DescriptorPool:
+    """The protocol's definition under the name of its v1, in a pool of its own."""
+    proto, renamed = FileDescriptorProto(), FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(proto)
+    text_format.Parse(text_format.MessageToString(proto).replace(_ALPHA, _V1), renamed)
+    renamed.name = "grpc/reflection/v1/reflection.proto"
+    pool = DescriptorPool()
+    pool.AddSerializedFile(renamed.SerializeToString())
+    return pool
+
+
+class _Pools:
+    """Several pools as one, as far as reflection asks. Of a name that is in several, the first has the say."""
+
+    def __init__(self, pools: Sequence[DescriptorPool]) -> None:
+        self._pools = pools
+
+    def FindFileByName(self, name: str) -> FileDescriptor:
+        return self._first(lambda pool: pool.FindFileByName(name))
+
+    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:
+        return self._first(lambda pool: pool.FindFileContainingSymbol(symbol))
+
+    def FindMessageTypeByName(self, name: str) -> Descriptor:
+        return self._first(lambda pool: pool.FindMessageTypeByName(name))
+
+    def FindExtensionByNumber(self, message: Any, number: int) -> FieldDescriptor:
+        return self._first(lambda pool: pool.FindExtensionByNumber(message, number))
+
+    def FindAllExtensions(self, message: Any) -> list[FieldDescriptor]:
+        return list(message.file.pool.FindAllExtensions(message))
+
+    def _first(self, find: Callable[[DescriptorPool], T]) -> T:
+        for pool in self._pools[:-1]:
+            try:
+                return find(pool)
+            except KeyError:
+                pass
+        return find(self._pools[-1])

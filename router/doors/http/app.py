@@ -1,0 +1,329 @@
+"""HTTP application of a router: OpenAI-style endpoints, tokenization, health and load, as one ASGI application.
+
+What may live here: routes, headers, and the way from a request's bytes to an endpoint and back. What may not: what an
+endpoint says (`chat_completions.py`, `completions.py`), the server that runs it (`server.py`).
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from importlib.metadata import version
+from typing import Any, Final, TypeAlias
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from holdfast.router.chat import Chat
+from holdfast.router.config import LimitsConfig
+from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from holdfast.router.doors.http.chat_completions import chat_events, flat_message, whole_chat
+from holdfast.router.doors.http.chat_plan import plan_chat
+from holdfast.router.doors.http.completions import Completions, completion_requests
+from holdfast.router.doors.http.errors import http_error
+from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, EventStream, Shape
+from holdfast.router.doors.http.messages import (
+    CountBody,
+    MessagesBody,
+    message_events,
+    messages_chat,
+    messages_request,
+    whole_message,
+)
+from holdfast.router.doors.http.responses import (
+    ResponsesBody,
+    response_events,
+    responses_request,
+    whole_response,
+)
+from holdfast.router.events import ModelStatus
+from holdfast.router.request import GenerationRequest
+from holdfast.router.requests.answer import SampledAnswer
+from holdfast.router.requests.beam_answer import BeamAnswer
+from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.worker.errors import HoldfastError, InternalError, InvalidRequestError, ReplicaError
+
+logger = logging.getLogger(__name__)
+
+Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
+
+REQUEST_ID: Final = "x-request-id"
+TENANT: Final = "x-tenant"
+_LONGEST_HEADER: Final = 128
+
+
+class HttpDoor:
+    """The endpoints of one router. Errors are raised as `HoldfastError`."""
+
+    def __init__(self, request_processor: RequestProcessor, dispatch_host: DispatchHost, limits: LimitsConfig) -> None:
+        self._requests = request_processor
+        self._dispatch_host = dispatch_host
+        self._limits = limits
+        self._is_stopping = False
+
+    def stop(self) -> None:
+        """From here on `/health` and `/ready` say no."""
+        self._is_stopping = True
+
+    def app(self) -> Starlette:
+        """The application, which is also what others mount."""
+        routes = [
+            ("POST", "/v1/chat/completions", self.chat_completions),
+            ("POST", "/v1/completions", self.completions),
+            ("POST", "/v1/responses", self.responses),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{model:path}", self.model),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
+            ("GET", "/health", self.health),
+            ("GET", "/ping", self.health),
+            ("GET", "/ready", self.health),
+            ("GET", "/version", self.version),
+            ("GET", "/load", self.load),
+        ]
+        of_anthropic = [
+            ("POST", "/v1/messages", self.messages),
+            ("POST", "/v1/messages/count_tokens", self.count_tokens),
+        ]
+        return Starlette(
+            routes=[
+                Route(path, answering(endpoint, shape), methods=[method])
+                for shape, some in ((OPENAI, routes), (ANTHROPIC, of_anthropic))
+                for method, path, endpoint in some
+            ],
+            exception_handlers={HTTPException: _not_found},
+        )
+
+    # --- generation ---
+
+    async def chat_completions(self, request: Request) -> ASGIApp:
+        body = ChatBody.read(await self._content(request))
+        plan = await plan_chat(body, self._requests, _tenant(request))
+        generation = plan.request
+        if not body.streams:
+            answer: SampledAnswer | BeamAnswer
+            async with AsyncExitStack() as stack:
+                (answer,) = await self._open(stack, [generation])
+                completed = await _unless_gone(request, answer.whole())
+            return _json(whole_chat(body, completed, self._text_of(completed.model), plan.new_reader))
+        generation.check_streamable()
+        return EventStream(
+            self._stream(
+                generation, lambda answer: chat_events(body, answer, self._text_of(answer.model), plan.new_reader)
+            ),
+            _headers(request),
+        )
+
+    async def completions(self, request: Request) -> ASGIApp:
+        body = CompletionBody.read(await self._content(request))
+        generations = completion_requests(body, _tenant(request))
+        if not body.streams:
+            async with AsyncExitStack() as stack:
+                answers = await self._open(stack, generations)
+                response = Completions(body, answers, self._text_of(answers[0].model))
+                return _json(await _unless_gone(request, response.whole()))
+        generations[0].check_streamable()
+        return EventStream(self._completion_stream(body, generations), _headers(request))
+
+    async def _completion_stream(
+        self, body: CompletionBody, generations: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[bytes, None]:
+        async with AsyncExitStack() as stack:
+            answers = await self._open(stack, generations)
+            async for event in Completions(body, answers, self._text_of(answers[0].model)).events():
+                yield event
+
+    async def responses(self, request: Request) -> ASGIApp:
+        body = ResponsesBody.read(await self._content(request))
+        generation = responses_request(body, _tenant(request))
+        if not body.stream:
+            async with self._requests.open(generation) as answer:
+                return _json(whole_response(body, await _unless_gone(request, answer.whole())))
+        return EventStream(self._stream(generation, partial(response_events, body)), _headers(request))
+
+    async def messages(self, request: Request) -> ASGIApp:
+        body = MessagesBody.read(await self._content(request))
+        generation = messages_request(body, _tenant(request))
+        if not body.stream:
+            async with self._requests.open(generation) as answer:
+                return _json(whole_message(await _unless_gone(request, answer.whole())))
+        return EventStream(self._stream(generation, message_events), _headers(request), ANTHROPIC)
+
+    async def count_tokens(self, request: Request) -> ASGIApp:
+        body = CountBody.read(await self._content(request))
+        token_ids = await self._requests.tokenize_chat(body.model or "", messages_chat(body))
+        return _json({"input_tokens": len(token_ids)})
+
+    async def _stream(
+        self, generation: GenerationRequest, events_of: Callable[[SampledAnswer], AsyncGenerator[bytes, None]]
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of one request, which is open as long as they are read."""
+        async with self._requests.open(generation) as answer:
+            async for event in events_of(answer):
+                yield event
+
+    async def _open(
+        self, stack: AsyncExitStack, generations: Sequence[GenerationRequest]
+    ) -> list[SampledAnswer | BeamAnswer]:
+        """Opens all requests, which the stack closes."""
+        answers: list[SampledAnswer | BeamAnswer] = []
+        for one in generations:
+            opening = self._requests.open if one.sampling_params.beam_width is None else self._requests.search
+            answers.append(await stack.enter_async_context(opening(one)))
+        return answers
+
+    # --- models and tokens ---
+
+    async def models(self, request: Request) -> ASGIApp:
+        return _json({"object": "list", "data": [_model(model) for model in self._dispatch_host.models()]})
+
+    async def model(self, request: Request) -> ASGIApp:
+        return _json(_model(self._requests.model(request.path_params["model"])))
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        body = TokenizeBody.read(await self._content(request))
+        model = self._requests.model(body.model or "")
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("prompt", body.prompt, "or messages must be there, and not both")
+        if body.messages is not None:
+            variables = {"add_generation_prompt": body.add_generation_prompt, **(body.chat_template_kwargs or {})}
+            chat = Chat(messages=[flat_message(one) for one in body.messages], template_kwargs=variables)
+            token_ids = await self._requests.tokenize_chat(model.name, chat)
+        else:
+            assert body.prompt is not None, "one of the two is there"
+            token_ids = await self._requests.tokenize(
+                model.name, body.prompt, add_special_tokens=body.add_special_tokens
+            )
+        return _json({"tokens": token_ids, "count": len(token_ids), "max_model_len": model.facts.max_model_len})
+
+    async def detokenize(self, request: Request) -> ASGIApp:
+        body = DetokenizeBody.read(await self._content(request))
+        return _json({"prompt": await self._requests.detokenize(body.model or "", body.tokens)})
+
+    def _text_of(self, model: str) -> Callable[[int], str]:
+        return partial(self._requests.token_text, model)
+
+    # --- state ---
+
+    async def health(self, request: Request) -> ASGIApp:
+        """200 while any model has a replica up."""
+        if self._is_stopping or not any(model.num_replicas for model in self._dispatch_host.models()):
+            raise ReplicaError("no replica is up" if not self._is_stopping else "this router is stopping")
+        return Response()
+
+    async def version(self, request: Request) -> ASGIApp:
+        return _json({"version": version("holdfast")})
+
+    async def load(self, request: Request) -> ASGIApp:
+        host = self._dispatch_host
+        replicas = [
+            {
+                "replica_id": replica.replica_id,
+                "model": replica.model,
+                "num_running": replica.load.num_running,
+                "num_waiting": replica.load.num_waiting,
+                "num_free_blocks": replica.load.num_free_blocks,
+                "num_total_blocks": replica.load.num_total_blocks,
+            }
+            for replica in host.loads()
+        ]
+        return _json({"server_load": host.num_open, "num_queued": host.num_queued, "replicas": replicas})
+
+    async def _content(self, request: Request) -> bytes:
+        """The bytes of a request's body, as many as are allowed."""
+        parts, size, most = [], 0, self._limits.max_message_bytes
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise InvalidRequestError("body", size, f"must have at most {most} bytes (limits.max_message_bytes)")
+            parts.append(part)
+        return b"".join(parts)
+
+
+def answering(endpoint: Endpoint, shape: Shape) -> Callable[[Request], Awaitable[Any]]:
+    """An endpoint whose errors are answered, in the words of its clients."""
+
+    async def call(request: Request) -> ASGIApp:
+        try:
+            response = await endpoint(request)
+        except HoldfastError as error:
+            response = _error(error, shape)
+        except ClientDisconnect:
+            response = Response(status_code=499)  # nobody reads it
+        except Exception as bug:
+            logger.exception("a request failed by a fault of ours")
+            response = _error(InternalError(f"the request failed by a fault of ours ({type(bug).__name__})"), shape)
+        if isinstance(response, Response):
+            response.headers.update(_headers(request))
+        return response
+
+    return call
+
+
+def _headers(request: Request) -> dict[str, str]:
+    """Headers of every response: the caller's own name of its request comes back."""
+    given = request.headers.get(REQUEST_ID, "")
+    fine = given and len(given) <= _LONGEST_HEADER and given.isascii() and given.isprintable()
+    return {REQUEST_ID: given} if fine else {}
+
+
+def _tenant(request: Request) -> str:
+    return request.headers.get(TENANT, "")
+
+
+async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
+    """What `work` comes to; cancels it and raises `ClientDisconnect` once the client is gone."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    """Paths and methods that are not there."""
+    assert isinstance(error, HTTPException), "it is registered for these"
+    told = {"message": f"{request.method} {request.url.path}: {error.detail}", "type": "invalid_request_error"}
+    response = _json({"error": {**told, "param": None, "code": "not_found"}})
+    response.status_code = error.status_code
+    response.headers.update({**(error.headers or {}), **_headers(request)})
+    return response
+
+
+def _json(content: Mapping[str, Any]) -> Response:
+    return Response(json.dumps(content, ensure_ascii=False).encode(errors="replace"), media_type="application/json")
+
+
+def _error(error: HoldfastError, shape: Shape) -> Response:
+    answer = http_error(error)
+    return Response(shape.body(answer), answer.status, answer.headers, media_type="application/json")
+
+
+def _model(model: ModelStatus) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "holdfast",
+        "root": model.facts.path,
+        "parent": None,
+        "max_model_len": model.facts.max_model_len,
+        "num_replicas": model.num_replicas,
+    }

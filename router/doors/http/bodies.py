@@ -1,0 +1,193 @@
+"""Request bodies of the OpenAI-style endpoints, as pydantic models: types, defaults, and fields that are refused.
+
+A field that is not known is accepted, and logged once; one that is known and would be silently ignored is refused by
+name if it asks for something. What may not live here: what the fields mean (`sampling.py`), limits of a server.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from holdfast.router.doors.http.errors import invalid_body
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.sampling_params import PARAMETERS
+
+logger = logging.getLogger(__name__)
+
+_ACCEPTED = frozenset(
+    [
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "moderation",
+        "verbosity",
+        "request_id",
+        "session_id",
+        "include_reasoning",
+        "stream_interval",
+        "return_prompt_text",
+    ]
+)
+"""Known fields that change nothing of the output."""
+
+_logged: set[str] = set()
+
+Token = Annotated[int, Field(ge=0)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside its output."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    include_usage: bool = False
+    """A last chunk without choices has the usage; the others say null."""
+    continuous_usage_stats: bool = False
+    """Every chunk has the usage so far."""
+
+
+class ResponseFormat(BaseModel):
+    """The shape of the output."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"] = "text"
+    json_schema: dict[str, Any] | None = None
+
+
+class Reads(BaseModel):
+    """A body that is read from JSON text, with fields that nobody declared."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "spaces_between_special_tokens": (True,),
+        "truncation_side": ("left",),
+        "logprob_token_ids": ([],),
+        "kv_transfer_params": ({},),
+        "vllm_xargs": ({},),
+        "thinking_token_budget": (),
+        "repetition_detection": (),
+    }
+    """Fields that are not supported, with the values that ask for nothing. None always asks for nothing."""
+
+    def given(self, name: str) -> Any:
+        """A sampling parameter as the body says it; None where it does not."""
+        return (self.model_extra or {}).get(name)
+
+    @classmethod
+    def read(cls, content: bytes) -> Self:
+        """The body that JSON text says. Raises `InvalidRequestError`, naming the field."""
+        try:
+            body = cls.model_validate_json(content)
+        except ValidationError as error:
+            raise invalid_body(error) from None
+        body._check_extra()
+        return body
+
+    def _check_extra(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name in self.neutral:
+                if value is not None and value not in self.neutral[name]:
+                    raise InvalidRequestError(name, value, "is not supported")
+            elif name not in PARAMETERS and name not in _ACCEPTED and name not in _logged and len(_logged) < 1000:
+                _logged.add(name)
+                logger.warning("a request has a field that is not known here, %r: it is ignored", name[:100])
+
+
+class Body(Reads):
+    """What OpenAI's generating endpoints take, but for the sampling parameters: these are read by their declarations
+    (`sampling.py`).
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    use_beam_search: bool | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    priority: int | Literal["critical", "high", "normal", "low"] | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    """Seconds that the caller waits, as a deadline of the request."""
+    return_token_ids: bool | None = None
+    """Choices and chunks have the output's `token_ids`."""
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether a stream's last chunk has the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def tells_usage_always(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+class CompletionBody(Body):
+    """`POST /v1/completions`."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {**Body.neutral, "suffix": ("",)}
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    add_special_tokens: bool | None = None
+
+
+class ChatBody(Body):
+    """`POST /v1/chat/completions`."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **Body.neutral,
+        "audio": (),
+        "modalities": (["text"],),
+        "prediction": (),
+        "web_search_options": (),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "continue_final_message": (False,),
+    }
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+
+
+class TokenizeBody(Reads):
+    """`POST /tokenize`: a prompt or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(Reads):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[Token]

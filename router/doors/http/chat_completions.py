@@ -1,0 +1,230 @@
+"""Endpoint `/v1/chat/completions`: a chat as OpenAI's clients send it, and its answer whole or as a stream of chunks.
+
+What may not live here: fields (`bodies.py`), parameters (`sampling.py`), the HTTP server (`app.py`).
+"""
+
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from holdfast.router.chat import Chat
+from holdfast.router.doors.http.bodies import ChatBody
+from holdfast.router.doors.http.calls import call_prefix, delta_of, finish_after_calls, whole_message
+from holdfast.router.doors.http.choices import TokenText, chat_logprobs, prompt_logprobs_of, usage_of
+from holdfast.router.doors.http.sampling import chat_params, priority_of
+from holdfast.router.events import Deliver, Usage
+from holdfast.router.request import GenerationRequest
+from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
+from holdfast.router.tools.chat_style import ChatReader
+from holdfast.router.tools.tools import Tool
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.structured_outputs import StructuredOutputs
+
+DONE: Final = b"data: [DONE]\n\n"
+
+NewReader: TypeAlias = Callable[[], ChatReader | None]
+"""Makes what reads one choice's text; None where it is content as it stands."""
+
+
+def chat_of(body: ChatBody, tools: Sequence[Tool]) -> Chat:
+    """The conversation. Raises `InvalidRequestError`, naming the field."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = body.add_generation_prompt
+    if body.documents is not None:
+        variables["documents"] = body.documents
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    if tools:
+        variables["tools"] = [tool.for_template() for tool in tools]
+    messages = [with_arguments(flat_message(message)) for message in body.messages]
+    return Chat(messages=messages, template_kwargs=variables)
+
+
+def chat_request(
+    body: ChatBody, chat: Chat, structure: StructuredOutputs | None, *, keeps_special: bool, tenant: str = ""
+) -> GenerationRequest:
+    """The request that a body makes. With `keeps_special` its text keeps special tokens, for a reader to find."""
+    params = chat_params(body, structure)
+    return GenerationRequest(
+        chat=chat,
+        model=body.model or "",
+        sampling_params=params.with_changes(skip_special_tokens=False) if keeps_special else params,
+        priority=priority_of(body),
+        timeout_s=body.timeout,
+        cache_salt=body.cache_salt or "",
+        tenant=tenant,
+    )
+
+
+def with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose calls have their arguments as objects, as templates take them, and not as JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: object) -> object:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise InvalidRequestError("messages.tool_calls", call, "must be objects with a function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            raise InvalidRequestError("messages.tool_calls", arguments, "must have arguments in JSON") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with its content as one text, where it is a list of texts. What is no text is refused."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "".join(map(_text_of_part, content))}
+
+
+def _text_of_part(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    raise InvalidRequestError("messages.content", kind, "must be text: this model takes no other kind of input")
+
+
+def chat_id(request_id: str) -> str:
+    return f"chatcmpl-{request_id}"
+
+
+def whole_chat(
+    body: ChatBody, completed: CompletedRequest, text_of: TokenText, new_reader: NewReader
+) -> dict[str, Any]:
+    """The whole response."""
+    first = completed.completions[0].output
+    response: dict[str, Any] = {
+        "id": chat_id(completed.request_id),
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": completed.model,
+        "choices": [_whole_choice(body, item.output, text_of, new_reader()) for item in completed.completions],
+        "usage": usage_of(completed.usage),
+        "system_fingerprint": first.fingerprint or None,
+        "service_tier": None,
+    }
+    if body.given("prompt_logprobs") is not None:
+        response["prompt_logprobs"] = prompt_logprobs_of(first.prompt_logprobs, text_of)
+    return response
+
+
+def _whole_choice(body: ChatBody, output: Deliver, text_of: TokenText, reader: ChatReader | None) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+    if reader is not None:
+        message |= whole_message(call_prefix(output), [*reader.push(output.text), *reader.finish()])
+    choice: dict[str, Any] = {
+        "index": output.sequence_index,
+        "message": message,
+        "logprobs": chat_logprobs(output.logprobs, text_of),
+        "finish_reason": finish_after_calls(output.finish_reason, reader),
+    }
+    if body.return_token_ids:
+        choice["token_ids"] = list(output.token_ids)
+    return choice
+
+
+async def chat_events(
+    body: ChatBody, answer: SampledAnswer, text_of: TokenText, new_reader: NewReader
+) -> AsyncGenerator[bytes, None]:
+    """The events of a stream, the last of which says that it is done."""
+    chunks = _Chunks(body, answer, new_reader)
+    async for delivery in answer:
+        yield chunks.of(delivery, text_of)
+        if delivery.usage is not None and body.tells_usage:
+            yield chunks.usage(delivery.usage)
+    yield DONE
+
+
+class _Chunks:
+    """Chunks of one stream. What all of them have in common is made once."""
+
+    def __init__(self, body: ChatBody, answer: SampledAnswer, new_reader: NewReader) -> None:
+        self._body = body
+        self._new_reader = new_reader
+        self._num_prompt_tokens = len(answer.prompt_token_ids)
+        self._head = {
+            "id": chat_id(answer.request_id),
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+            "model": answer.model,
+        }
+        self._readers: dict[int, ChatReader | None] = {}
+        """Of the choices that have begun."""
+        self._fingerprint: str | None = None
+        self._num_completion_tokens = 0
+
+    def of(self, delivery: Deliver, text_of: TokenText) -> bytes:
+        """The events of one delivery; a choice's first begins with its role."""
+        self._num_completion_tokens += len(delivery.token_ids)
+        if delivery.fingerprint != self._fingerprint:
+            self._fingerprint = delivery.fingerprint
+            self._head["system_fingerprint"] = delivery.fingerprint or None
+        events = b""
+        index = delivery.sequence_index
+        if index not in self._readers:
+            self._readers[index] = self._new_reader()
+            events = self._event(index, {"role": "assistant", "content": ""}, None, None)
+        logprobs = chat_logprobs(delivery.logprobs, text_of)
+        extra: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            extra["token_ids"] = list(delivery.token_ids)
+        reader = self._readers[index]
+        finish_reason = finish_after_calls(delivery.finish_reason, reader)
+        if reader is None:
+            delta = {"content": delivery.text} if delivery.text else {}
+            return events + self._event(index, delta, logprobs, finish_reason, extra)
+        read = reader.push(delivery.text)
+        if delivery.finish_reason is not None:
+            read += reader.finish()
+            finish_reason = finish_after_calls(delivery.finish_reason, reader)
+        deltas = [delta_of(call_prefix(delivery), event) for event in read]
+        told = [delta for delta in deltas if delta]
+        if finish_reason is not None or logprobs is not None or extra or len(told) != 1:
+            told.append({})
+        for number, one in enumerate(told):
+            is_last = number == len(told) - 1
+            events += self._event(
+                index, one, logprobs if is_last else None, finish_reason if is_last else None, extra if is_last else {}
+            )
+        return events
+
+    def usage(self, usage: Usage) -> bytes:
+        """The chunk after the last choice."""
+        return event_of({**self._head, "choices": [], "usage": usage_of(usage)})
+
+    def _event(
+        self,
+        index: int,
+        delta: Mapping[str, object],
+        logprobs: dict[str, Any] | None,
+        finish_reason: str | None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **(extra or {})}
+        chunk: dict[str, Any] = {**self._head, "choices": [choice]}
+        if self._body.tells_usage_always:
+            chunk["usage"] = usage_of(
+                Usage(num_prompt_tokens=self._num_prompt_tokens, num_completion_tokens=self._num_completion_tokens)
+            )
+        elif self._body.tells_usage:
+            chunk["usage"] = None
+        return event_of(chunk)
+
+
+def event_of(chunk: Mapping[str, Any]) -> bytes:
+    """A server-sent event of an object."""
+    return b"data: " + json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"

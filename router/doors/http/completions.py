@@ -1,0 +1,198 @@
+"""Endpoint `/v1/completions`: one prompt or several, as text or token ids, answered whole or as a stream of chunks.
+
+Several prompts are as many requests, which are answered side by side: choice `i * n + j` is completion j of prompt i.
+What may not live here: fields (`bodies.py`), parameters (`sampling.py`), the HTTP server (`app.py`).
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+from holdfast.router.doors.http.bodies import CompletionBody
+from holdfast.router.doors.http.chat_completions import DONE, event_of
+from holdfast.router.doors.http.choices import (
+    TokenText,
+    completion_logprobs,
+    finish_of,
+    prompt_logprobs_of,
+    usage_of,
+)
+from holdfast.router.doors.http.sampling import completion_params, priority_of, scores_only
+from holdfast.router.events import Deliver, Usage
+from holdfast.router.request import GenerationRequest
+from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
+from holdfast.router.requests.beam_answer import BeamAnswer
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.request import TokenLogprob
+
+MAX_PROMPTS: Final = 1024
+
+
+def completion_requests(body: CompletionBody, tenant: str = "") -> list[GenerationRequest]:
+    """A request for each prompt. Raises `InvalidRequestError`, naming the field."""
+    params = completion_params(body)
+    prompts = prompts_of(body)
+    if len(prompts) > MAX_PROMPTS:
+        raise InvalidRequestError("prompt", len(prompts), f"must be at most {MAX_PROMPTS} prompts")
+    return [
+        GenerationRequest(
+            prompt=prompt,
+            model=body.model or "",
+            sampling_params=params,
+            priority=priority_of(body),
+            timeout_s=body.timeout,
+            cache_salt=body.cache_salt or "",
+            tenant=tenant,
+        )
+        for prompt in prompts
+    ]
+
+
+def prompts_of(body: CompletionBody) -> Sequence[str | tuple[int, ...]]:
+    """The prompts: a text, texts, token ids, or several lists of them."""
+    given = body.prompt
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidRequestError("prompt", given, "must not be empty")
+    if isinstance(given[0], int):
+        return [tuple(given)]
+    return [item if isinstance(item, str) else tuple(item) for item in given]
+
+
+def completion_id(request_id: str) -> str:
+    return f"cmpl-{request_id}"
+
+
+class Completions:
+    """The response to one body, whose prompts' answers are `answers`."""
+
+    def __init__(self, body: CompletionBody, answers: Sequence[SampledAnswer | BeamAnswer], text_of: TokenText) -> None:
+        self._body = body
+        self._answers = answers
+        self._text_of = text_of
+        self._per_prompt = body.given("n") or 1
+        self._offsets: dict[int, int] = {}
+        self._head: dict[str, Any] = {
+            "id": completion_id(answers[0].request_id),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": answers[0].model,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole response."""
+        completed = await _all_of(self._answers)
+        choices = [
+            self._choice(self._numbered(number, item.output), self._answers[number])
+            for number, one in enumerate(completed)
+            for item in one.completions
+        ]
+        usage = _sum([one.usage for one in completed])
+        fingerprint = completed[0].completions[0].output.fingerprint or None
+        return {**self._head, "choices": choices, "usage": usage_of(usage), "system_fingerprint": fingerprint}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of a stream, the last of which says that it is done."""
+        usages: list[Usage] = []
+        async for number, delivery in _side_by_side(self._answers):
+            if delivery.usage is not None:
+                usages.append(delivery.usage)
+            choice = self._choice(self._numbered(number, delivery), self._answers[number])
+            chunk = {**self._head, "choices": [choice], "system_fingerprint": delivery.fingerprint or None}
+            if self._body.tells_usage:
+                chunk["usage"] = None
+            yield event_of(chunk)
+        if self._body.tells_usage:
+            yield event_of({**self._head, "choices": [], "usage": usage_of(_sum(usages))})
+        yield DONE
+
+    def _numbered(self, number: int, delivery: Deliver) -> Deliver:
+        index = number * self._per_prompt + delivery.sequence_index
+        return delivery if index == delivery.sequence_index else delivery._replace(sequence_index=index)
+
+    def _choice(self, output: Deliver, answer: SampledAnswer | BeamAnswer) -> dict[str, Any]:
+        index = output.sequence_index
+        text, logprobs = output.text, output.logprobs
+        told: tuple[TokenLogprob | None, ...] = logprobs
+        if scores_only(self._body):
+            text, logprobs, told = self._without_drawn(text, output), (), ()
+        if self._body.given("echo") and output.first_token_index == 0 and self._body.given("logprobs") is not None:
+            told = (None, *output.prompt_logprobs, *logprobs)
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": completion_logprobs(
+                told,
+                self._text_of,
+                first_offset=self._offsets.get(index, 0),
+                first_token_id=answer.prompt_token_ids[0] if answer.prompt_token_ids else 0,
+            ),
+            "finish_reason": finish_of(output.finish_reason),
+        }
+        self._offsets[index] = self._offsets.get(index, 0) + len(text)
+        if self._body.return_token_ids:
+            choice["token_ids"] = list(output.token_ids)
+        if self._body.given("prompt_logprobs") is not None and output.first_token_index == 0:
+            choice["prompt_logprobs"] = prompt_logprobs_of(output.prompt_logprobs, self._text_of)
+        return choice
+
+    def _without_drawn(self, text: str, output: Deliver) -> str:
+        """The prompt's text alone: what the one drawn token added is left out."""
+        drawn = "".join(self._text_of(token_id) for token_id in output.token_ids)
+        return text.removesuffix(drawn) if drawn else text
+
+
+async def _all_of(answers: Sequence[SampledAnswer | BeamAnswer]) -> list[CompletedRequest]:
+    """All completed requests; the first error ends the others."""
+    tasks = [asyncio.create_task(answer.whole()) for answer in answers]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _side_by_side(answers: Sequence[SampledAnswer | BeamAnswer]) -> AsyncIterator[tuple[int, Deliver]]:
+    """The deliveries of several answers as they come, with the number of each one's answer."""
+    streamed = [answer for answer in answers if isinstance(answer, SampledAnswer)]
+    assert len(streamed) == len(answers), "beam searches are not streamed"
+    if len(streamed) == 1:
+        async for delivery in streamed[0]:
+            yield 0, delivery
+        return
+    arrived: asyncio.Queue[tuple[int, Deliver] | BaseException | None] = asyncio.Queue(maxsize=len(answers))
+    async with AsyncExitStack() as stack:
+        for number, answer in enumerate(streamed):
+            task = asyncio.create_task(_pump(number, answer, arrived))
+            stack.callback(task.cancel)
+        num_open = len(answers)
+        while num_open:
+            item = await arrived.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+
+
+async def _pump(
+    number: int, answer: SampledAnswer, arrived: "asyncio.Queue[tuple[int, Deliver] | BaseException | None]"
+) -> None:
+    try:
+        async for delivery in answer:
+            await arrived.put((number, delivery))
+        await arrived.put(None)
+    except Exception as error:
+        await arrived.put(error)
+
+
+def _sum(usages: Sequence[Usage]) -> Usage:
+    return Usage(
+        num_prompt_tokens=sum(usage.num_prompt_tokens for usage in usages),
+        num_completion_tokens=sum(usage.num_completion_tokens for usage in usages),
+        num_cached_tokens=sum(usage.num_cached_tokens for usage in usages),
+    )

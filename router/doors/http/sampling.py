@@ -1,0 +1,130 @@
+"""Sampling parameters of bodies: every declared parameter under its own name, and what clients spell differently.
+
+Null means the default everywhere. What may not live here: ranges and types (`worker/sampling_params.py` checks them).
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from holdfast.router.doors.http.bodies import Body, ChatBody, CompletionBody, Reads
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.request import Priority
+from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
+from holdfast.worker.structured_outputs import StructuredOutputs
+
+_OLD_STRUCTURES: Final = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+_MOST_SEEDS: Final = 2**63
+
+
+def chat_params(body: ChatBody, structure: StructuredOutputs | None = None) -> SamplingParams:
+    """The parameters of a chat. `structure` is what tools ask for. Raises `InvalidRequestError`."""
+    own: dict[str, Any] = {"max_tokens": body.max_completion_tokens, "logprobs": None}
+    if own["max_tokens"] is None:
+        own["max_tokens"] = body.given("max_tokens")
+    if body.logprobs:
+        own["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise InvalidRequestError("top_logprobs", body.top_logprobs, "must come with logprobs = true")
+    if (structure := structure or structure_of(body)) is not None:
+        own["structured_outputs"] = structure
+    if body.given("echo"):
+        raise InvalidRequestError("echo", True, "is not possible with a chat")
+    return declared_params(body, **own)
+
+
+def completion_params(body: CompletionBody) -> SamplingParams:
+    """The parameters of a completion. Where only the prompt is scored, a token is drawn, and not told. Raises
+    `InvalidRequestError`.
+    """
+    own: dict[str, Any] = {}
+    if scores_only(body):
+        own["max_tokens"] = 1
+    elif "max_tokens" in body.model_fields_set and body.given("max_tokens") is None:
+        own["max_tokens"] = None
+    if body.given("echo") and body.given("logprobs") is not None and body.given("prompt_logprobs") is None:
+        own["prompt_logprobs"] = body.given("logprobs")
+    if (structure := structure_of(body)) is not None:
+        own["structured_outputs"] = structure
+    return declared_params(body, **own)
+
+
+def scores_only(body: CompletionBody) -> bool:
+    """Whether a completion is to have no output."""
+    return body.given("max_tokens") == 0 and bool(body.given("echo"))
+
+
+def declared_params(body: Reads, **own: Any) -> SamplingParams:
+    """All declared parameters that a body gives by name, with values as other people's clients write them, and
+    an endpoint's own.
+    """
+    given = {name: value for name in PARAMETERS if (value := body.given(name)) is not None}
+    if isinstance(body, Body) and body.use_beam_search:
+        given |= {"beam_width": given.get("n", 1)}
+    for name, read in _OTHER_VALUES.items():
+        if name in given:
+            given[name] = read(given[name])
+    return SamplingParams(**{**given, **own})
+
+
+def _all_if_negative(number: object) -> object:
+    return max(0, number) if isinstance(number, int) else number
+
+
+def _of_63_bits(seed: object) -> object:
+    return seed % _MOST_SEEDS if isinstance(seed, int) and not isinstance(seed, bool) else seed
+
+
+def _by_token_id(biases: object) -> object:
+    if not isinstance(biases, Mapping):
+        return biases
+    try:
+        return {int(token_id): bias for token_id, bias in biases.items()}
+    except ValueError:
+        raise InvalidRequestError("logit_bias", list(biases)[:10], "must have token ids as its keys") from None
+
+
+_OTHER_VALUES: Final = {"top_k": _all_if_negative, "seed": _of_63_bits} | {"logit_bias": _by_token_id}
+
+
+def structure_of(body: Body) -> StructuredOutputs | None:
+    """The shape of the output, in any of its spellings; at most one of them may be there."""
+    found: dict[str, StructuredOutputs] = {}
+    if isinstance(asked := body.given("structured_outputs"), Mapping):
+        chosen = {name: value for name, value in asked.items() if value not in (None, False)}
+        found["structured_outputs"] = StructuredOutputs.of(chosen)
+    for old, name in _OLD_STRUCTURES.items():
+        if (value := getattr(body, old)) is not None:
+            found[old] = StructuredOutputs.of({name: value})
+    if (shape := _format(body)) is not None:
+        found["response_format"] = shape
+    if len(found) > 1:
+        raise InvalidRequestError("response_format", sorted(found), "must be the only one that asks for a shape")
+    return next(iter(found.values()), None)
+
+
+def _format(body: Body) -> StructuredOutputs | None:
+    asked = body.response_format
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return StructuredOutputs(json_object=True)
+    if asked.type == "json_schema":
+        schema = (asked.json_schema or {}).get("schema")
+        if not isinstance(schema, Mapping):
+            raise InvalidRequestError("response_format.json_schema.schema", schema, "must be a JSON schema")
+        return StructuredOutputs(json=dict(schema))
+    raise InvalidRequestError("response_format.type", asked.type, "is not supported")
+
+
+def priority_of(body: Body) -> Priority:
+    """A class by its name; of vLLM's numbers, of which lower ones go first, 0 is normal."""
+    if body.priority is None:
+        return Priority.NORMAL
+    if isinstance(body.priority, str):
+        return Priority[body.priority.upper()]
+    return Priority.NORMAL if body.priority == 0 else Priority.HIGH if body.priority < 0 else Priority.LOW

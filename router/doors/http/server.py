@@ -1,0 +1,82 @@
+"""HTTP server of a router: uvicorn on the router's own event loop, without its signals and logs.
+
+What may not live here: what is served (`app.py`).
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 75
+
+
+class HttpServer:
+    """One ASGI application on one port. `start` binds it, and `stop` ends it once responses are out."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        """Binds `host:port`, where port 0 is any free one. Raises OSError if it is taken."""
+        self._socket = _bound(host, port)
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._server = _Embedded(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    async def start(self) -> None:
+        """Returns once connections are taken."""
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http server")
+        while not self._server.started:
+            if self._serving.done():
+                self._serving.result()
+            await asyncio.sleep(0.005)
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no more connections; open responses have `grace_s` to be sent."""
+        if self._serving is None:
+            self._socket.close()
+            return
+        self._server.should_exit = True
+        try:
+            await asyncio.wait_for(asyncio.shield(self._serving), grace_s)
+        except TimeoutError:
+            self._server.force_exit = True
+            await self._serving
+
+
+class _Embedded(uvicorn.Server):
+    """A server inside of a process whose signals are not its own."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+        bound.setblocking(False)
+    except OSError:
+        bound.close()
+        raise
+    return bound

@@ -1,0 +1,95 @@
+"""Sampling parameters as clients of the Open Inference Protocol write them: a JSON object whose values may be strings.
+
+`"temperature": "0.1"` and `"temperature": 0.1` are the same. What may live here: bringing such values into the types
+that the parameters are declared with. What may not: the parameters and their limits (`worker/sampling_params.py`).
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.parameters import BIASES, FIELD, NUMBER, SWITCH, TEXTS, WHOLE, Kind
+from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
+
+SAMPLING: Final = "sampling_parameters"
+"""The tensor that holds them."""
+
+_ALIASES: Final = {"guided_decoding": "structured_outputs"}
+_SWITCHES: Final = {"true": True, "1": True, "false": False, "0": False}
+
+
+def is_sampling_parameter(name: str) -> bool:
+    return name in PARAMETERS or name in _ALIASES
+
+
+def parsed_object(text: bytes) -> dict[str, Any]:
+    """Raises `InvalidRequestError` if it is no JSON object in UTF-8."""
+    try:
+        values = json.loads(text.decode() or "{}")
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise InvalidRequestError(SAMPLING, text, "must be the text of a JSON object")
+    return values
+
+
+def sampling_params(given: Mapping[str, Any]) -> SamplingParams:
+    """From values by name. Null is as if left out. Raises `InvalidRequestError`, naming the parameter."""
+    values = {}
+    for name, value in given.items():
+        known = _ALIASES.get(name, name)
+        if known not in PARAMETERS:
+            limit = f"is no sampling parameter here; known: {', '.join(PARAMETERS)}"
+            raise InvalidRequestError(SAMPLING, name, limit)
+        if known in values:
+            raise InvalidRequestError(SAMPLING, name, f"must not be set with {known}")
+        if value is not None:
+            values[known] = _typed(PARAMETERS[known].kind, value)
+    return SamplingParams(**values)
+
+
+def in_clients_words(error: InvalidRequestError) -> InvalidRequestError:
+    """The same refusal, naming the field as clients of this protocol know it."""
+    names = {"text": "text_input", "model": "model_name", "timeout_ms": "timeout"}
+    field = names.get(error.field, error.field)
+    if field == FIELD or field.startswith(f"{FIELD}."):
+        field = SAMPLING + field.removeprefix(FIELD)
+    return InvalidRequestError(field, error.value, error.limit) if field != error.field else error
+
+
+def _typed(kind: Kind, value: Any) -> Any:
+    """A value that the parameter's own check takes or refuses. What is unreadable stays as it is, to be refused."""
+    if kind is BIASES:
+        return _biases(_from_json(value))
+    if not isinstance(value, str) or kind is TEXTS:
+        return value
+    if kind is SWITCH:
+        return _SWITCHES.get(value.strip().lower(), value)
+    if kind in (NUMBER, WHOLE):
+        return _number(kind, value)
+    return _from_json(value)  # token ids, and the kinds of structured outputs
+
+
+def _number(kind: Kind, text: str) -> Any:
+    try:
+        return float(text) if kind is NUMBER else int(text)
+    except ValueError:
+        return text
+
+
+def _from_json(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
+def _biases(value: Any) -> Any:
+    """Keys of JSON objects are strings, and token ids are numbers."""
+    if not isinstance(value, Mapping):
+        return value
+    biases = {key: _number(NUMBER, bias) if isinstance(bias, str) else bias for key, bias in value.items()}
+    return {_number(WHOLE, key): bias for key, bias in biases.items()}

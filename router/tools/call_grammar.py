@@ -1,0 +1,199 @@
+"""Grammar of tool calls: what an output must be so that its calls match the JSON schemas of the tools.
+
+A grammar is text in llguidance's Lark, for `StructuredOutputs.grammar`; whether a schema can be enforced is found out
+when that is compiled. What may not live here: compilation (`router/text/grammar.py`), and parsers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+from holdfast.router.tools.lark_rules import LarkRules
+from holdfast.router.tools.reasoning import REASONING_TAGS
+from holdfast.router.tools.tools import Tool, ToolChoice
+from holdfast.router.tools.typed_parameters import python_arguments, xml_parameters
+from holdfast.worker.errors import InvalidRequestError
+
+_NO_TOKENS: Final[Mapping[str, int]] = MappingProxyType({})
+
+
+_Call: TypeAlias = Callable[[LarkRules, Tool, str], str]
+"""Writes one call, given the prefix of its rules' names."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a format writes calls: a marker, `before` them, each one, `between` them, `after` them."""
+
+    call: _Call
+    marker: str = ""
+    before: str = ""
+    between: str = ""
+    """With the marker again, where each call has one."""
+    after: str = ""
+    bare: str = ""
+    """The character by which an output is seen to be calls, where they have no marker."""
+    banned: str = ""
+    """A text that parsers take for a call, and that no other text contains."""
+    others: tuple[str, ...] = ()
+    """Further texts that may be single tokens."""
+
+
+def _json_call(before: str, key: str, after: str) -> _Call:
+    def call(rules: LarkRules, tool: Tool, prefix: str) -> str:
+        head = rules.text(f'{before}{{"name": "{tool.name}", "{key}": ')
+        return f"{head} {rules.json(f'{prefix}_arguments', _schema(tool))} {rules.text(after)}"
+
+    return call
+
+
+def _named_call(before: str, between: str, after: str) -> _Call:
+    def call(rules: LarkRules, tool: Tool, prefix: str) -> str:
+        head = rules.text(f"{before}{tool.name}{between}")
+        return f"{head} {rules.json(f'{prefix}_arguments', _schema(tool))} {rules.text(after)}"
+
+    return call
+
+
+def _python_call(rules: LarkRules, tool: Tool, prefix: str) -> str:
+    return f"{rules.text(f'{tool.name}(')} {python_arguments(rules, tool, prefix)} {rules.text(')')}"
+
+
+def _xml_call(rules: LarkRules, tool: Tool, prefix: str) -> str:
+    head, end = f"\n<function={tool.name}>\n", "</function>\n</tool_call>"
+    return f"{rules.text(head)} {xml_parameters(rules, tool, prefix)} {rules.text(end)}"
+
+
+def _schema(tool: Tool) -> Mapping[str, Any]:
+    return {"type": "object", **tool.parameters}
+
+
+_TOOL_CALL, _TOOL_CALL_END = "<tool_call>", "</tool_call>"
+_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL_BEGIN, _CALL_END, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_HERMES: Final = _Form(
+    _json_call("\n", "arguments", f"}}\n{_TOOL_CALL_END}"),
+    marker=_TOOL_CALL,
+    between=f"\n{_TOOL_CALL}",
+    others=(_TOOL_CALL_END,),
+)
+_XML: Final = _Form(
+    _xml_call, marker=_TOOL_CALL, between=f"\n{_TOOL_CALL}", banned="<function=", others=(_TOOL_CALL_END,)
+)
+_LLAMA: Final = _Form(_json_call("", "parameters", "}"), between="; ", bare="{", banned="<|python_tag|>")
+_MISTRAL: Final = _Form(
+    _json_call("", "arguments", "}"), marker="[TOOL_CALLS]", before="[", between=", ", after="]", others=("[ARGS]",)
+)
+_MISTRAL_NAMED: Final = _Form(_named_call("", "[ARGS]", ""), marker="[TOOL_CALLS]", between="[TOOL_CALLS]")
+
+
+def _deepseek(call: _Call, between: str) -> _Form:
+    others = (_CALLS_END, _CALL_BEGIN, _CALL_END, _SEPARATOR)
+    return _Form(call, _CALLS_BEGIN, between=between, after=_CALLS_END, banned=_CALL_BEGIN, others=others)
+
+
+def _python_list(opening: str, closing: str) -> _Form:
+    return _Form(_python_call, opening, "[", ", ", f"]{closing}", others=(closing,))
+
+
+_FORMS: Final[Mapping[str, _Form]] = MappingProxyType(
+    {
+        "hermes": _HERMES,
+        "qwen3_coder": _XML,
+        "qwen3_xml": _XML,
+        "llama3_json": _LLAMA,
+        "llama4_json": _LLAMA,
+        "pythonic": _Form(_python_call, before="[", between=", ", after="]", bare="["),
+        "llama4_pythonic": _python_list("<|python_start|>", "<|python_end|>"),
+        "lfm2": _python_list("<|tool_call_start|>", "<|tool_call_end|>"),
+        "mistral": _MISTRAL,
+        "deepseek_v3": _deepseek(
+            _named_call(f"{_CALL_BEGIN}function{_SEPARATOR}", "\n```json\n", f"\n```{_CALL_END}"), "\n"
+        ),
+        "deepseek_v31": _deepseek(_named_call(_CALL_BEGIN, _SEPARATOR, _CALL_END), ""),
+    }
+)
+
+
+def tool_grammar(
+    format_name: str,
+    tools: Sequence[Tool],
+    choice: ToolChoice,
+    *,
+    is_parallel: bool = True,
+    token_ids: Mapping[str, int] = _NO_TOKENS,
+    reasoning: str | None = None,
+    starts_in_reasoning: bool = False,
+) -> str:
+    """The grammar of an output that calls tools as `choice` wants; empty where any output will do.
+
+    `required` and `named` constrain all calls; `auto` only those of strict tools, and the output may be any other text.
+    Without `is_parallel` there is one call, and so with `named`. `token_ids` are the markers that are single tokens
+    (`single_tokens`). With `reasoning`, a name of `REASONING_TAGS`, the output may begin with reasoning.
+
+    Raises `InvalidRequestError`, naming the field, for a schema that a format without types of its own cannot write.
+    """
+    if choice.mode == "none" or (choice.mode == "auto" and not any(tool.is_strict for tool in tools)):
+        return ""
+    form, rules = _form(format_name, token_ids), LarkRules(token_ids)
+    thoughts = _thoughts(rules, reasoning, starts_in_reasoning)
+    if choice.mode == "auto":
+        calls = _calls(rules, form, [_as_wanted(tool) for tool in tools], is_parallel)
+        answer = _text_or_calls(rules, form, calls)
+    else:
+        chosen = [tool for tool in tools if choice.mode == "required" or tool.name == choice.name]
+        calls = _calls(rules, form, chosen, is_parallel and choice.mode == "required")
+        answer = f"{rules.text(form.marker)} {calls}"
+    rules.add("start", f"{thoughts} {rules.add('answer', answer)}")
+    return rules.written()
+
+
+def markers(format_name: str | None, reasoning: str | None = None) -> tuple[str, ...]:
+    """The texts that parsers and splitters look for. Each may be a single token of a tokenizer, even a special one."""
+    form = _FORMS.get(format_name or "")
+    calls = (form.marker, form.banned, *form.others) if form else ()
+    tags = REASONING_TAGS[reasoning] if reasoning else ()
+    return tuple(text for text in (*calls, *tags) if text)
+
+
+def single_tokens(texts: Sequence[str], encode: Callable[[str], Sequence[int]]) -> dict[str, int]:
+    """Those of the texts that a tokenizer writes as one token. `encode` adds no special tokens."""
+    encoded = {text: encode(text) for text in texts}
+    return {text: token_ids[0] for text, token_ids in encoded.items() if len(token_ids) == 1}
+
+
+def _form(format_name: str, token_ids: Mapping[str, int]) -> _Form:
+    """Mistral's newer tokenizers, whose models write calls without a list, have a token for `[ARGS]`."""
+    if format_name not in _FORMS:
+        raise InvalidRequestError("tool_call_parser", format_name, f"must be one of {', '.join(_FORMS)}")
+    return _MISTRAL_NAMED if format_name == "mistral" and "[ARGS]" in token_ids else _FORMS[format_name]
+
+
+def _calls(rules: LarkRules, form: _Form, tools: Sequence[Tool], is_parallel: bool) -> str:
+    """A rule for all calls, without the first marker. Returns its name."""
+    names = [rules.add(f"call_{index}", form.call(rules, tool, f"call_{index}")) for index, tool in enumerate(tools)]
+    call = rules.add("call", " | ".join(names))
+    more = f"({rules.text(form.between)} {call})*" if is_parallel else ""
+    return rules.add("calls", f"{rules.text(form.before)} {call} {more} {rules.text(form.after)}")
+
+
+def _text_or_calls(rules: LarkRules, form: _Form, calls: str) -> str:
+    """Text that may go over into calls, after which the output ends. Bare calls stand before any other text."""
+    if form.marker:
+        return f"{rules.free_text('text', form.marker, form.banned)} {calls} | {rules.any_text('OTHER', form.banned)}"
+    return f"{calls} | {rules.any_text('OTHER', form.banned, not_first=form.bare)}"
+
+
+def _thoughts(rules: LarkRules, reasoning: str | None, starts_inside: bool) -> str:
+    """The expression of reasoning with its end. An output need not have any, unless the prompt has begun it."""
+    if reasoning is None:
+        return ""
+    tags = REASONING_TAGS[reasoning]
+    inside = f"{rules.free_text('thoughts', tags.closing)} /\\n{{0,2}}/"
+    return inside if starts_inside else f"({rules.text(tags.opening)} {inside})?"
+
+
+def _as_wanted(tool: Tool) -> Tool:
+    """A tool that is not strict takes any arguments."""
+    return tool if tool.is_strict else Tool(name=tool.name)

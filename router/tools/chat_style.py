@@ -1,0 +1,119 @@
+"""Chat style of a model: in which formats its chat template writes tool calls and reasoning, and how to read them back.
+
+What may not live here: the shapes in which a door sends calls to its clients.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.tools.call_events import CallEvent, Content
+from holdfast.router.tools.call_grammar import markers, single_tokens, tool_grammar
+from holdfast.router.tools.call_parser import ToolCallParser
+from holdfast.router.tools.formats import detect_format, parser_for
+from holdfast.router.tools.reasoning import ReasoningSplitter, detect_reasoning, splitter_for, starts_in_reasoning
+from holdfast.router.tools.special_texts import SpecialTextFilter, unwanted_texts
+from holdfast.router.tools.tools import Tool, ToolChoice
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatStyle:
+    """What is known of one model's chats."""
+
+    call_format: str | None = None
+    """Of `FORMATS`; None: its template writes no calls that are known."""
+    reasoning: str | None = None
+    """Of `REASONING_TAGS`; None: its template knows no reasoning."""
+    unwanted: tuple[str, ...] | None = None
+    """Special texts to take out of an output that keeps its special tokens; None: none need to be kept."""
+    token_ids: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """The markers that are single tokens."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Self:
+        """As the template and the tokenizer say."""
+        call_format, reasoning = detect_format(tokenizer.chat_template), detect_reasoning(tokenizer.chat_template)
+        looked_for = markers(call_format, reasoning)
+        special = {tokenizer.decode((i,), skip_special_tokens=False) for i in tokenizer.special_token_ids}
+        return cls(
+            call_format=call_format,
+            reasoning=reasoning,
+            unwanted=unwanted_texts(special, looked_for),
+            token_ids=single_tokens(looked_for, lambda text: tokenizer.encode(text, add_special_tokens=False)),
+        )
+
+    def begins_inside(self, prompt: str) -> bool:
+        """Whether an output after this prompt begins within the reasoning."""
+        return self.reasoning is not None and starts_in_reasoning(self.reasoning, prompt)
+
+    def grammar(self, tools: Sequence[Tool], choice: ToolChoice, prompt: str, *, is_parallel: bool) -> str:
+        """As `tool_grammar`."""
+        if self.call_format is None:
+            return ""
+        return tool_grammar(
+            self.call_format,
+            tools,
+            choice,
+            is_parallel=is_parallel,
+            token_ids=self.token_ids,
+            reasoning=self.reasoning,
+            starts_in_reasoning=self.begins_inside(prompt),
+        )
+
+
+class ChatReader:
+    """Tells reasoning, content and calls of one output apart, as its text comes."""
+
+    def __init__(
+        self, style: ChatStyle, tools: Sequence[Tool], *, splits: bool, begins_inside: bool, is_filtered: bool
+    ) -> None:
+        """Without `tools` there are no calls, without `splits` no reasoning. With `is_filtered` the output keeps its
+        special tokens for the sake of markers, and the others are taken out.
+        """
+        self._filter = SpecialTextFilter(style.unwanted) if is_filtered and style.unwanted is not None else None
+        self._splitter: ReasoningSplitter | None = None
+        self._parser: ToolCallParser | None = None
+        if splits and style.reasoning is not None:
+            self._splitter = splitter_for(style.reasoning, starts_inside=begins_inside)
+        if tools and style.call_format is not None:
+            self._parser = parser_for(style.call_format, tools)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have begun."""
+        return 0 if self._parser is None else self._parser.num_calls
+
+    def push(self, text: str) -> list[Reasoning | CallEvent]:
+        """What is certain now."""
+        return self._split(text if self._filter is None else self._filter.push(text))
+
+    def finish(self) -> list[Reasoning | CallEvent]:
+        """What was held back. The output has ended."""
+        events = self._split("" if self._filter is None else self._filter.finish())
+        if self._splitter is not None:
+            split = self._splitter.finish()
+            events += [*_thought(split.reasoning), *self._content(split.content)]
+        return events + (self._parser.finish() if self._parser is not None else [])
+
+    def _split(self, text: str) -> list[Reasoning | CallEvent]:
+        if self._splitter is None:
+            return self._content(text)
+        split = self._splitter.push(text)
+        return [*_thought(split.reasoning), *self._content(split.content)]
+
+    def _content(self, text: str) -> list[Reasoning | CallEvent]:
+        if self._parser is not None:
+            return list(self._parser.push(text))
+        return [Content(text)] if text else []
+
+
+def _thought(text: str) -> list[Reasoning | CallEvent]:
+    return [Reasoning(text)] if text else []

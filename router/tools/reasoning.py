@@ -1,0 +1,123 @@
+"""Reasoning splitter: tells what a model thinks from what it answers, as the text comes.
+
+White space around the reasoning belongs to the tags and is dropped. What may not live here: tool calls, which are read
+from the content.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple, Protocol
+
+from holdfast.router.tools.text_source import held_back
+from holdfast.worker.errors import InvalidRequestError
+
+
+class Split(NamedTuple):
+    """The next piece of each; both may be empty."""
+
+    reasoning: str
+    content: str
+
+
+class Tags(NamedTuple):
+    """What a template writes around reasoning."""
+
+    opening: str
+    closing: str
+
+
+class ReasoningSplitter(Protocol):
+    """The pieces of each kind concatenate to the same text, however the output is cut."""
+
+    def push(self, text: str) -> Split: ...
+
+    def finish(self) -> Split:
+        """What was held back. The output has ended."""
+
+
+REASONING_TAGS: Final[Mapping[str, Tags]] = MappingProxyType(
+    {
+        "qwen3": Tags("<think>", "</think>"),
+        "deepseek_r1": Tags("<think>", "</think>"),
+        "mistral": Tags("[THINK]", "[/THINK]"),
+        "seed_oss": Tags("<seed:think>", "</seed:think>"),
+    }
+)
+"""Named as for vLLM's `--reasoning-parser`."""
+
+
+class TaggedReasoning:
+    """Reasoning between tags, at the start of an output. Without the opening tag there, all is content."""
+
+    def __init__(self, tags: Tags, *, starts_inside: bool = False) -> None:
+        self._tags = tags
+        self._state = "inside" if starts_inside else "before"
+        self._held = ""
+        self._has_begun = False
+        """Whether the reasoning, or the content after it, has a character that is no space."""
+
+    def push(self, text: str) -> Split:
+        self._held += text
+        reasoning = content = ""
+        if self._state == "before":
+            self._look_for_opening()
+        if self._state == "inside":
+            reasoning = self._inside()
+        if self._state == "after":
+            content = self._after()
+        return Split(reasoning, content)
+
+    def finish(self) -> Split:
+        held, self._held = self._held, ""
+        if self._state == "inside":
+            return Split(held if self._has_begun else held.lstrip(), "")
+        return Split("", held)
+
+    def _look_for_opening(self) -> None:
+        text, opening = self._held.lstrip(), self._tags.opening
+        if text.startswith(opening):
+            self._state, self._held = "inside", text[len(opening) :]
+        elif not opening.startswith(text):
+            self._state, self._has_begun = "after", True
+
+    def _inside(self) -> str:
+        """White space waits: it may stand before the closing tag."""
+        if not self._has_begun:
+            self._held = self._held.lstrip()
+        text, closing = self._held, self._tags.closing
+        end = text.find(closing)
+        if end >= 0:
+            self._state, self._held, self._has_begun = "after", text[end + len(closing) :], False
+            return text[:end].rstrip()
+        reasoning = text[: len(text) - held_back(text, (closing,))].rstrip()
+        self._has_begun = self._has_begun or bool(reasoning)
+        self._held = text[len(reasoning) :]
+        return reasoning
+
+    def _after(self) -> str:
+        if not self._has_begun:
+            self._held = self._held.lstrip()
+            self._has_begun = bool(self._held)
+        content, self._held = self._held, ""
+        return content
+
+
+def splitter_for(name: str, *, starts_inside: bool = False) -> ReasoningSplitter:
+    """A splitter for one output. `starts_inside`: see `starts_in_reasoning`.
+
+    Raises `InvalidRequestError` for an unknown name.
+    """
+    if name not in REASONING_TAGS:
+        raise InvalidRequestError("reasoning_parser", name, f"must be one of {', '.join(REASONING_TAGS)}")
+    return TaggedReasoning(REASONING_TAGS[name], starts_inside=starts_inside)
+
+
+def starts_in_reasoning(name: str, prompt: str) -> bool:
+    """Whether the prompt's last text is the opening tag, so that the output begins within the reasoning."""
+    return prompt.rstrip().endswith(REASONING_TAGS[name].opening)
+
+
+def detect_reasoning(chat_template: str | None) -> str | None:
+    """The kind of reasoning that the template writes or removes; None if there is none that is known."""
+    template = chat_template or ""
+    return next((name for name, tags in REASONING_TAGS.items() if tags.closing in template), None)

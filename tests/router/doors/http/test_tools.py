@@ -1,0 +1,121 @@
+"""Tools and reasoning through OpenAI's own client: calls whole and in pieces, forced calls, thoughts apart."""
+
+import json
+
+import openai
+import pytest
+
+from tests.fakes import FakeReplica, byte_tokenizer
+from tests.loops import on_a_loop
+from tests.router.site import site
+
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}</tool_call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}{# <think> </think> #}"
+)
+ASKED = [{"role": "user", "content": "weather?"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """What a replica writes, whatever it is asked; `!` stands for its end."""
+
+    def write(text: str) -> None:
+        said = list((text + "!" * 500).encode())
+        monkeypatch.setattr("tests.fakes.fake_token", lambda prompt, seed, index: said[index])
+
+    return write
+
+
+async def ask(stream: bool = False, prompts: list | None = None, **fields):
+    """The first choice of an answer; a streamed one is put together as clients do."""
+    replica = await FakeReplica.start()
+    asked = {"model": "fake", "messages": ASKED, "max_tokens": 400, "stop": ["!"], **fields}
+    async with site(replica, load_tokenizer=lambda path: byte_tokenizer(path, TEMPLATE), http=True) as place:
+        base_url = f"http://{place.router.http_address}/v1"
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+            if not stream:
+                return (await client.chat.completions.create(**asked)).choices[0]
+            async with client.chat.completions.stream(**asked) as events:
+                return (await events.get_final_completion()).choices[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@on_a_loop
+async def test_a_call_is_told_apart_from_content(stream, script):
+    script("Let me see. " + CALL + CALL)
+    choice = await ask(stream, tools=TOOLS)
+    assert choice.message.content.strip() == "Let me see."
+    assert [call.function.name for call in choice.message.tool_calls] == ["weather"] * 2
+    assert [json.loads(call.function.arguments) for call in choice.message.tool_calls] == [{"city": "Oslo"}] * 2
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+    assert choice.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@on_a_loop
+async def test_thoughts_are_apart_from_the_answer(stream, script):
+    script("<think>hm, so</think>\n\nIt rains.")
+    choice = await ask(stream)
+    assert choice.message.content == "It rains."
+    assert choice.message.reasoning.strip() == choice.message.reasoning_content.strip() == "hm, so"
+    assert choice.finish_reason == "stop"
+
+
+@on_a_loop
+async def test_without_calls_an_answer_with_tools_is_content(script):
+    script("It rains, {as always}.")
+    choice = await ask(tools=TOOLS)
+    assert (choice.message.content, choice.message.tool_calls) == ("It rains, {as always}.", None)
+    assert choice.finish_reason == "stop"
+
+
+@on_a_loop
+async def test_no_calls_are_read_where_none_are_wanted(script):
+    script(CALL)
+    choice = await ask(tools=TOOLS, tool_choice="none")
+    assert (choice.message.content, choice.message.tool_calls) == (CALL, None)
+
+
+@on_a_loop
+async def test_a_conversation_with_calls_and_results_is_rendered(script):
+    script("fine")
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    turns = [
+        *ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sun"},
+    ]
+    assert (await ask(messages=turns, tools=TOOLS)).message.content == "fine"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": TOOLS * 2}, "tools[1].function.name"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [5]}]}, "messages.tool_calls"),
+    ],
+)
+@on_a_loop
+async def test_tools_that_are_wrong_are_refused_by_name(fields, param, script):
+    script("no")
+    with pytest.raises(openai.BadRequestError) as refused:
+        await ask(**fields)
+    assert refused.value.param == param

@@ -1,0 +1,238 @@
+"""Tool call parsers: the formats as models write them, and what holds for any text, cut anywhere."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.router.tools.call_events import CallArguments, CallBegin, CallEnd, CallEvent, Content, merged
+from holdfast.router.tools.formats import FORMATS, parser_for
+from holdfast.router.tools.tools import checked_tools
+from holdfast.worker.errors import InvalidRequestError
+
+STRING, INTEGER, BOOLEAN = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+TOOLS = checked_tools(
+    [
+        {
+            "type": "function",
+            "function": {
+                "name": "f",
+                "parameters": {"type": "object", "properties": {"s": STRING, "n": INTEGER, "b": BOOLEAN}},
+            },
+        }
+    ]
+)
+HERMES = '<tool_call>\n{"name": "f", "arguments": {"s": "a\\"}", "n": [1, 2.5e3, {}]}}\n</tool_call>'
+MISTRAL = '[TOOL_CALLS][{"name": "f", "arguments": {"s": "x"}}, {"arguments": {"n": 1}, "name": "g"}]'
+XML = (
+    '<tool_call>\n<function=f>\n<parameter=s>\none\ntwo "2"\n</parameter>\n<parameter=n>\n3\n</parameter>\n'
+    "<parameter=b>\nTrue\n</parameter>\n</function>\n</tool_call>"
+)
+PYTHONIC = """[f(s="a\\n'\\u00e9", n=[1, (2,), -3.5], b=True, d={'k': None}), g()]"""
+DEEPSEEK_V3 = (
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"s": "x"}\n```<｜tool▁call▁end｜>\n'
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+DEEPSEEK_V31 = (
+    '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"s": "x"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+
+
+def parsed(name: str, pieces: Sequence[str]) -> list[CallEvent]:
+    parser = parser_for(name, TOOLS)
+    events = [event for piece in pieces for event in parser.push(piece)]
+    return merged([*events, *parser.finish()])
+
+
+def call(index: int, name: str, arguments: str) -> list[CallEvent]:
+    return [CallBegin(index, name), CallArguments(index, arguments), CallEnd(index)]
+
+
+CASES: list[tuple[str, str, list[CallEvent]]] = [
+    ("hermes", HERMES, call(0, "f", '{"s": "a\\"}", "n": [1, 2.5e3, {}]}')),
+    ("hermes", f" Hm.\n{HERMES}", [Content(" Hm.\n"), *call(0, "f", '{"s": "a\\"}", "n": [1, 2.5e3, {}]}')]),
+    (
+        "hermes",
+        '\n<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>{"arguments": {"a": 1}, "name": "g"}',
+        [*call(0, "f", "{}"), *call(1, "g", '{"a": 1}')],
+    ),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call> bye', [*call(0, "f", "{}"), Content(" bye")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>', call(0, "f", "{}")),
+    ("hermes", '<tool_call>{"id": [{}], "name": "f", "arguments": null, "x": 1}</tool_call>', call(0, "f", "{}")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', call(0, "f", '{"a": 1}')),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": "1\n\\$"}}</tool_call>',
+        call(0, "f", '{"a": "1\\n\\\\$"}'),
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"\\u00e9": "\\u00"}}', call(0, "f", '{"\\u00e9": "\\\\u00"}')),
+    ("llama3_json", '{"name": "f", "parameters": {"n": 1}}', call(0, "f", '{"n": 1}')),
+    (
+        "llama3_json",
+        'So:\n<|python_tag|>{"type": "function", "name": "f", "parameters": {}}; {"name": "g", "arguments": {}}',
+        [Content("So:\n"), *call(0, "f", "{}"), *call(1, "g", "{}")],
+    ),
+    ("llama3_json", 'I call:\n  {"name": "f", "parameters": {}}', [Content("I call:\n  "), *call(0, "f", "{}")]),
+    ("mistral", MISTRAL, [*call(0, "f", '{"s": "x"}'), *call(1, "g", '{"n": 1}')]),
+    (
+        "mistral",
+        'Ok.[TOOL_CALLS]f[ARGS]{"s": "x"}[TOOL_CALLS]g[CALL_ID]a1[ARGS]{}[TOOL_CALLS]h{}',
+        [Content("Ok."), *call(0, "f", '{"s": "x"}'), *call(1, "g", "{}"), *call(2, "h", "{}")],
+    ),
+    (
+        "pythonic",
+        PYTHONIC,
+        [*call(0, "f", '{"s": "a\\n\'é", "n": [1, [2], -3.5], "b": true, "d": {"k": null}}'), *call(1, "g", "{}")],
+    ),
+    (
+        "llama4_pythonic",
+        "Look:\n<|python_start|>[f(n=1,)]<|python_end|>",
+        [Content("Look:\n"), *call(0, "f", '{"n": 1}')],
+    ),
+    (
+        "lfm2",
+        'a <|tool_call_start|>[f(s="x")]<|tool_call_end|> b',
+        [Content("a "), *call(0, "f", '{"s": "x"}'), Content(" b")],
+    ),
+    ("qwen3_coder", XML, call(0, "f", '{"s": "one\\ntwo \\"2\\"", "n": 3, "b": true}')),
+    ("qwen3_coder", "<function=g>\n</function>", call(0, "g", "{}")),
+    (
+        "qwen3_coder",
+        "<tool_call><function=g><parameter=s>1</parameter></function></tool_call>\n" + XML.replace("3", "[1,"),
+        [*call(0, "g", '{"s": "1"}'), *call(1, "f", '{"s": "one\\ntwo \\"2\\"", "n": "[1,", "b": true}')],
+    ),
+    ("deepseek_v3", DEEPSEEK_V3, [*call(0, "f", '{"s": "x"}'), *call(1, "g", "{}")]),
+    ("deepseek_v31", "Hm" + DEEPSEEK_V31, [Content("Hm"), *call(0, "f", '{"s": "x"}')]),
+]
+
+BROKEN: list[tuple[str, str, list[CallEvent]]] = [
+    ("hermes", "a < b <tool_cal", [Content("a < b <tool_cal")]),
+    ("hermes", "<tool_call>no</tool_call>", [Content("<tool_call>no</tool_call>")]),
+    ("hermes", '<tool_call>x<tool_call>{"name": "f"}', [Content("<tool_call>x"), *call(0, "f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}', [Content('<tool_call>{"name": "f", "arguments": [1]}')]),
+    ("hermes", '<tool_call>{"name": "", "arguments": {}}', [Content('<tool_call>{"name": "", "arguments": {}}')]),
+    ("hermes", '<tool_call>{"name": "\\ud800"}', [Content('<tool_call>{"name": "\\ud800"}')]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": 1 2}}</tool_call>',
+        [CallBegin(0, "f"), CallArguments(0, '{"a": 1 '), CallEnd(0, False), Content("2}}</tool_call>")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": tr',
+        [CallBegin(0, "f"), CallArguments(0, '{"a": tr'), CallEnd(0, False)],
+    ),
+    ("llama3_json", '{"name": "Bob", "age": 3}', [Content('{"name": "Bob", "age": 3}')]),
+    ("llama3_json", 'x {"name": "f", "parameters": {}}', [Content('x {"name": "f", "parameters": {}}')]),
+    ("mistral", "[TOOL_CALLS] f", [Content("[TOOL_CALLS] f")]),
+    ("pythonic", "[text](address)", [Content("[text](address)")]),
+    ("pythonic", "[1, 2]", [Content("[1, 2]")]),
+    ("pythonic", "[f(x)]", [Content("[f(x)]")]),
+    ("pythonic", "[f(x==1)]", [Content("[f(x==1)]")]),
+    ("pythonic", "a [f()]", [Content("a [f()]")]),
+    (
+        "pythonic",
+        "[f(x=1j)]",
+        [CallBegin(0, "f"), CallArguments(0, '{"x": '), CallEnd(0, False), Content("1j)]")],
+    ),
+    ("qwen3_coder", "<function=>", [Content("<function=>")]),
+    ("qwen3_coder", "<function=" + "x" * 300, [Content("<function=" + "x" * 300)]),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=s>\nab",
+        [CallBegin(0, "f"), CallArguments(0, '{"s": "ab'), CallEnd(0, False)],
+    ),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜>?", [Content("<｜tool▁calls▁begin｜>?")]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "events"), CASES + BROKEN)
+def test_calls_are_read_and_what_is_no_call_is_content(name: str, text: str, events: list[CallEvent]):
+    assert parsed(name, [text]) == events
+    assert parsed(name, list(text)) == events
+
+
+def test_arguments_stream():
+    parser = parser_for("hermes")
+    assert parser.push('<tool_call>{"name": "f", "argu') == []
+    assert parser.push('ments": {"a": "b') == [CallBegin(0, "f"), CallArguments(0, '{"a": "b')]
+    assert parser.push("cd") == [CallArguments(0, "cd")]
+    assert parser.push('", "n": 12') == [CallArguments(0, '", "n": ')]
+    assert parser.push("3}") == [CallArguments(0, "123}"), CallEnd(0)]
+    assert parser.push("}\n</tool_call>") == parser.finish() == []
+
+
+def test_content_streams_and_waits_no_longer_than_a_marker_may_begin():
+    parser = parser_for("hermes")
+    assert parser.push("a <") == [Content("a ")]
+    assert parser.push("b <tool_call") == [Content("<b ")]
+    assert parser.push("x") == [Content("<tool_callx")]
+
+
+MARKS = (
+    "<tool_call> </tool_call> <|python_tag|> [TOOL_CALLS] [ARGS] <function= <parameter= </parameter> </function> > "
+    "<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> ```json function ; f f( ) "
+    "= ' , x=1 "
+    '<|python_start|> <|tool_call_start|> <|tool_call_end|> True None null 1 e - { } [ ] " \\ \\u00e u ü \\n'
+)
+FRAGMENTS = [
+    *MARKS.split(),
+    *('{"name": "f", ', '"arguments": ', '"parameters": ', '{"a": "b", "c": [1, {}]}', '"name": ', ": "),
+    *(" ", "\n", "\u00a0", "\x00"),
+    *(text for _, text, _ in CASES),
+]
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    ends = sorted(place % (len(text) + 1) for place in places)
+    return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("qwen3_xml", "llama4_json")])
+@given(
+    fragments=st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=12),
+    places=st.lists(st.integers(min_value=0, max_value=2000), max_size=8),
+)
+def test_events_do_not_depend_on_how_the_text_is_cut(name: str, fragments: list[str], places: list[int]):
+    text = "".join(fragments)
+    whole = parsed(name, [text])
+    assert parsed(name, cut(text, places)) == parsed(name, list(text)) == whole
+    check_order(whole)
+    if not any(isinstance(event, CallBegin) for event in whole):
+        assert "".join(event.text for event in whole if isinstance(event, Content)) == text
+
+
+def check_order(events: list[CallEvent]) -> None:
+    """Calls are numbered, do not overlap, and the arguments of a complete one are an object."""
+    num_begun, arguments = 0, None
+    for event in events:
+        if isinstance(event, CallBegin):
+            assert arguments is None
+            assert (event.index, bool(event.name)) == (num_begun, True)
+            num_begun, arguments = num_begun + 1, ""
+        elif isinstance(event, CallArguments):
+            assert arguments is not None
+            arguments += event.json
+        elif isinstance(event, CallEnd):
+            assert arguments is not None
+            assert not event.is_complete or isinstance(json.loads(arguments), dict)
+            arguments = None
+        else:
+            assert arguments is None
+    assert arguments is None
+
+
+@pytest.mark.parametrize(
+    ("name", "opening"), [("hermes", "<tool_call>"), ("llama3_json", ""), ("mistral", "[TOOL_CALLS]")]
+)
+def test_no_nesting_is_too_deep(name: str, opening: str):
+    key = "parameters" if name == "llama3_json" else "arguments"
+    arguments = '{"a": ' + "[" * 10_000 + "]" * 10_000 + "}"
+    assert parsed(name, [f'{opening}{{"name": "f", "{key}": {arguments}}}']) == call(0, "f", arguments)
+
+
+def test_an_unknown_format_is_refused_by_name():
+    with pytest.raises(InvalidRequestError, match="tool_call_parser = 'nobody': must be one of hermes"):
+        parser_for("nobody")

@@ -1,0 +1,278 @@
+// Sampler: rows of logits to tokens and log-probabilities, the same bits on every machine.
+//
+// A draw is an exponential race (worker/sampling/sampler.py says how, in PyTorch): the token with the largest
+//     score = scaled logit - log(-log(1 - u)),  u = (noise + 1/2) / 2^32, noise a hash of (key, token)
+// wins. Three things make it fast. A block of 64 tokens whose best logit is more than 22.9 below the best score so far
+// cannot win: -log(-log(1 - u)) is at most 33 log 2. A token is scored exactly only if the bound -log(u), read off the
+// noise's exponent, lets it win. And top-p needs no sorting: the race is run among all tokens first, and its winner
+// is of the nucleus if the mass of better ones is below p; if it is not, then neither is anything that is no better, and
+// the rest race again. That gives the same winner as a race in the nucleus, since tokens' times do not depend on each other.
+//
+// Masses are sums of float exponentials in doubles, 16 lanes of them, in the order of the tokens. What may not live here: edits
+// (`edits.h`), and what is searched for in a row (`logits_row.h`).
+#include "sampler.h"
+
+#include <math.h>
+
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "edits.h"
+#include "functions.h"
+#include "logits_row.h"
+#include "pool.h"
+#include "words.h"
+
+namespace {
+
+const float MOST_GUMBEL = 22.9f;      // above 33 log 2
+const float LEAST_EXPONENT = -89.0f;  // below it an exponential is 0
+const uint32_t POSITION_PRIME = 0x9E3779B1u, TOKEN_PRIME = 0xC2B2AE3Du;
+
+HF_INLINE uint32_t mixed(uint32_t bits) {
+  bits = (bits ^ bits >> 16) * 0x85EBCA6Bu;
+  bits = (bits ^ bits >> 13) * 0xC2B2AE35u;
+  return bits ^ bits >> 16;
+}
+HF_INLINE Words mixed(Words bits) {
+  bits = (bits ^ right<16>(bits)) * all_words(0x85EBCA6Bu);
+  bits = (bits ^ right<13>(bits)) * all_words(0xC2B2AE35u);
+  return bits ^ right<16>(bits);
+}
+uint32_t noise_key(long seed, int position) {
+  uint32_t key = mixed((uint32_t)seed ^ (uint32_t)position * POSITION_PRIME);
+  return mixed(key ^ (uint32_t)((uint64_t)seed >> 32));
+}
+
+struct Scored {
+  double score;
+  int token;
+};
+
+// What is left of a row: scaled logits of at least `least` and above `bar`.
+struct Bounds {
+  float least, bar;
+};
+HF_INLINE unsigned mask_left(Lanes scaled, Bounds left) {
+  return mask_at_least(scaled, all(left.least)) & mask_above(scaled, all(left.bar));
+}
+
+// The race of one row's tokens.
+struct Race {
+  const Row& row;
+  float scale;
+  uint32_t key;
+
+  double score(int token, float scaled) const {
+    double u = (mixed(key + (uint32_t)token * TOKEN_PRIME) + 0.5) * 0x1p-32;
+    return (double)scaled - log_of(-log_of(1.0 - u));  // 1 - u is exact
+  }
+  // The winner among the tokens that are left. The best one is among them.
+  int winner(Bounds left) const {
+    int token = row.first_best();
+    Scored best = {score(token, row.largest * scale), token};
+    float needed = lowered(best.score);
+    for (int b = 0; b < row.blocks; b++) {
+      float block_best = row.best[b] * scale;
+      if (block_best < left.least || block_best <= left.bar || block_best + MOST_GUMBEL < needed) continue;
+      run_block(b, left, best, needed);
+    }
+    return best.token;
+  }
+  // A little less than a score: bounds are compared with it in floats.
+  static float lowered(double score) { return (float)(score - 1e-4 - fabs(score) * 1e-6); }
+
+  void run_block(int b, Bounds left, Scored& best, float& needed) const {
+    const float* p = row.block(b);
+    for (int j = 0; j < BLOCK; j += 16) {
+      uint32_t first = (uint32_t)(b * BLOCK + j);
+      Words noise = mixed(words_from(key + first * TOKEN_PRIME, TOKEN_PRIME));
+      // The upper 24 bits as a number 2^e (1 + m), of which the bits give e + m <= log2: at most 0.09 too little.
+      Lanes log2_u = fma(numbers(bits_of(numbers(right<8>(noise)))), all(0x1p-23f), all(-127.0f - 24.0f));
+      Lanes scaled = load(p + j) * all(scale);
+      Lanes bound = minus_fma(log2_u, all(0.69314718f), scaled);
+      unsigned can_win = mask_at_least(bound, all(needed)) & mask_left(scaled, left);
+      for (; can_win; can_win &= can_win - 1) {
+        int lane = __builtin_ctz(can_win), token = (int)first + lane;
+        double one = score(token, p[j + lane] * scale);
+        if (one > best.score || (one == best.score && token < best.token)) best = {one, token}, needed = lowered(one);
+      }
+    }
+  }
+};
+
+struct Mass {
+  double all, above;
+};
+
+// The exponentials of scaled logits less the largest one: of all that are at least `least`, and of those above `bar`.
+Mass mass_of(const Row& row, float scale, float least, float bar) {
+  Doubles all_sum = no_doubles(), above_sum = no_doubles();
+  float top = row.largest * scale;
+  for (int b = 0; b < row.blocks; b++) {
+    float block_best = row.best[b] * scale;
+    if (block_best < least || block_best - top < LEAST_EXPONENT) continue;
+    const float* p = row.block(b);
+    Lanes part[4], better[4];
+    for (int i = 0; i < 4; i++) {
+      Lanes scaled = load(p + 16 * i) * all(scale), e = exp_of(scaled - all(top));
+      part[i] = kept_at_least(scaled, all(least), e), better[i] = kept_above(scaled, all(bar), e);
+    }
+    add(all_sum, (part[0] + part[1]) + (part[2] + part[3]));
+    if (block_best > bar) add(above_sum, (better[0] + better[1]) + (better[2] + better[3]));
+  }
+  return {sum_of(all_sum), sum_of(above_sum)};
+}
+
+// The smallest float that is no smaller.
+float raised(double x) {
+  float f = (float)x;
+  return (double)f < x ? nextafterf(f, INFINITY) : f;
+}
+
+struct Scratch {
+  Row given, edited;
+  Editor editor;
+  std::vector<float> values;
+  std::vector<int> tokens;
+};
+
+// The least scaled logit that min-p and top-k leave.
+float least_kept(const Row& row, const HfDraw& draw, std::vector<float>& values) {
+  float scale = draw.inverse_temperature, least = -INFINITY;
+  if (draw.min_p > 0) least = raised((double)(row.largest * scale) + log_of(draw.min_p));
+  if (draw.top_k > 0 && draw.top_k < row.vocab) least = std::max(least, kth_best(row, draw.top_k, values) * scale);
+  return least;
+}
+
+int drawn_token(const Row& row, const HfDraw& draw, std::vector<float>& values) {
+  float scale = draw.inverse_temperature;
+  if (scale == 0) return row.first_best();
+  Race race = {row, scale, noise_key(draw.seed, draw.position)};
+  float top = row.largest * scale;
+  Bounds left = {least_kept(row, draw, values), -INFINITY};
+  int token = race.winner(left);
+  if (draw.top_p >= 1) return token;
+  double wanted = -1;
+  for (;;) {
+    float scaled = row.logits[token] * scale;
+    if (scaled == top) return token;
+    Mass mass = mass_of(row, scale, left.least, scaled);
+    if (wanted < 0) wanted = draw.top_p * mass.all;
+    if (mass.above < wanted) return token;
+    left.bar = scaled;
+    token = race.winner(left);
+  }
+}
+
+struct Report {
+  HfDrawn* drawn;
+  int* top_tokens;
+  float* top_logprobs;
+};
+
+void report(const Row& row, const HfDraw& draw, Scratch& scratch, const Report& to) {
+  double log_sum = log_of(mass_of(row, 1.0f, -INFINITY, INFINITY).all), top = row.largest;
+  auto logprob = [&](int token) { return (float)((double)row.logits[token] - top - log_sum); };
+  to.drawn->rank = rank_of(row, to.drawn->token), to.drawn->logprob = logprob(to.drawn->token);
+  int count = std::min(draw.num_logprobs, row.vocab);
+  to.drawn->num_top = count;
+  if (!count) return;
+  std::vector<int>& tokens = scratch.tokens;
+  tokens.clear();
+  each_at_least(row, bound_of_best(row, count, scratch.values), [&](int token, float) { tokens.push_back(token); });
+  std::partial_sort(tokens.begin(), tokens.begin() + count, tokens.end(), [&](int a, int b) {
+    return row.logits[a] > row.logits[b] || (row.logits[a] == row.logits[b] && a < b);
+  });
+  for (int i = 0; i < count; i++) to.top_tokens[i] = tokens[i], to.top_logprobs[i] = logprob(tokens[i]);
+}
+
+// Changes single logits where they lie, and puts them back.
+int drawn_from_edited(float* logits, const HfDraw& draw, const HfEdits& edits, Scratch& s) {
+  if (!Editor::is_sparse(edits)) {
+    s.edited.read(s.editor.edited_copy(logits, s.given.vocab, edits), s.given.vocab, nullptr);
+    int token = drawn_token(s.edited, draw, s.values);
+    s.editor.undo();
+    return token;
+  }
+  s.editor.edit_in_place(logits, s.given.vocab, edits);
+  s.edited.read_again(s.given, s.editor.changed);
+  int token = drawn_token(s.edited, draw, s.values);
+  s.editor.undo();
+  return token;
+}
+
+void sample_row(float* logits, int vocab, const float* block_best, const HfDraw& draw, const HfEdits* edits, Scratch& s,
+                const Report& to) {
+  s.given.read(logits, vocab, block_best);
+  *to.drawn = {-1, 1, 0.0f, 0};
+  if (s.given.is_broken) return;
+  to.drawn->token = draw.token;
+  if (draw.token < 0) {
+    to.drawn->token = edits ? drawn_from_edited(logits, draw, *edits, s) : drawn_token(s.given, draw, s.values);
+  }
+  if (draw.num_logprobs >= 0) report(s.given, draw, s, to);
+}
+
+struct FlushedDenormals {
+  unsigned control = _mm_getcsr();
+  FlushedDenormals() { _mm_setcsr(control | 0x8040); }
+  ~FlushedDenormals() { _mm_setcsr(control); }
+};
+
+struct Sampler {
+  holdfast::Pool* pool;
+  std::vector<std::unique_ptr<Scratch>> scratch;  // by thread
+};
+
+struct Job {
+  Sampler* sampler;
+  float* logits;
+  const float* block_best;
+  int vocab, count, top_stride;
+  const HfDraw* draws;
+  const HfEdits* edits;
+  HfDrawn* out;
+  int* top_tokens;
+  float* top_logprobs;
+};
+
+void sample_all(const void* argument, holdfast::Run& run) {
+  const Job job = *(const Job*)argument;
+  holdfast::tasks(run, job.count, [&](int r) {
+    FlushedDenormals flushed;
+    const HfDraw& draw = job.draws[r];
+    long at = (long)r * job.top_stride, blocks = (job.vocab + BLOCK - 1) / BLOCK;
+    sample_row(job.logits + (long)r * job.vocab, job.vocab, job.block_best ? job.block_best + r * blocks : nullptr,
+               draw, draw.edits < 0 ? nullptr : job.edits + draw.edits, *job.sampler->scratch[run.tid],
+               {job.out + r, job.top_tokens + at, job.top_logprobs + at});
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+void* hf_sampler_create(holdfast::Pool* pool) {
+  try {
+    std::unique_ptr<Sampler> sampler(new Sampler{pool, {}});
+    for (int i = 0; i < hf_pool_threads(pool); i++) sampler->scratch.emplace_back(new Scratch);
+    return sampler.release();
+  } catch (const std::bad_alloc&) { return nullptr; }
+}
+void hf_sampler_destroy(void* sampler) {
+  if (!sampler) return;
+  hf_pool_drain(((Sampler*)sampler)->pool);
+  delete (Sampler*)sampler;
+}
+// Draws a token from each of `count` rows of logits. `block_best`: the largest of each 64 of them, NaN where one is not
+// finite; or null. `top` is for up to `top_stride` tokens of each row.
+int hf_sample(void* sampler, float* logits, int vocab, const float* block_best, const HfDraw* draws, int count,
+              const HfEdits* edits, HfDrawn* out, int* top_tokens, float* top_logprobs, int top_stride) {
+  Job job = {(Sampler*)sampler, logits,      block_best, vocab, count, top_stride, draws, edits, out,
+             top_tokens,        top_logprobs};
+  return holdfast::run(job.sampler->pool, sample_all, &job);
+}
+}

@@ -1,0 +1,79 @@
+"""Step sampler: all that a step reads off its logits, as one interface, and its implementation in PyTorch.
+
+What may live here: the interface, which a program's device implements, and PyTorch's, which runs anywhere and is the
+reference. What may not: one draw (`sampler.py`), log-probabilities (`logprobs.py`), the native sampler
+(`worker/decoder/cpu/sampler.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, PromptLogprobParams
+from holdfast.worker.request import TokenLogprob
+from holdfast.worker.sampling.finite_rows import broken_rows, with_zeros
+from holdfast.worker.sampling.head_output import HeadOutput
+from holdfast.worker.sampling.logprobs import token_logprobs, token_logprobs_of_prompts
+from holdfast.worker.sampling.sampler import draw
+
+
+class Sampled(NamedTuple):
+    """What was read off the logits of one step."""
+
+    token_ids: list[int]
+    """One for each draw; `NO_TOKEN` where the row has a NaN, or its best logit is infinite."""
+    logprobs: list[TokenLogprob | None]
+    """One for each draw, None where it asks for none. Empty where none asks."""
+    prompt_logprobs: list[TokenLogprob]
+    """One for each prompt token that is asked for."""
+
+
+class StepSampler(Protocol):
+    """Draws tokens and reports log-probabilities."""
+
+    @property
+    def numerics(self) -> str:
+        """Names the arithmetic: samplers of different numerics may draw different tokens from equal logits."""
+        ...
+
+    def sample(
+        self,
+        output: HeadOutput,
+        draws: Sequence[DrawParams],
+        masks: Mapping[int, bytes] | None = None,
+        prompts: Sequence[PromptLogprobParams] = (),
+    ) -> Sampled:
+        """Reads the logits of `output`, which has some, and does not change them: a row for each draw, and after these
+        one for each prompt token of `prompts`. `masks` are those of draws with a grammar, by row.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees threads and memory. Safe to call twice."""
+        ...
+
+
+class TorchSampler:
+    """A step sampler of PyTorch's operations, on the device of the logits."""
+
+    numerics: Final = "torch-draws-2"
+
+    def sample(
+        self,
+        output: HeadOutput,
+        draws: Sequence[DrawParams],
+        masks: Mapping[int, bytes] | None = None,
+        prompts: Sequence[PromptLogprobParams] = (),
+    ) -> Sampled:
+        logits = output.logits
+        assert logits is not None, "a step that is drawn from asks for logits"
+        drawn_from, prompt_logits = logits[: len(draws)], logits[len(draws) :]
+        if broken := broken_rows(drawn_from):
+            drawn_from = with_zeros(drawn_from, broken)
+        token_ids = draw(drawn_from, draws, masks)
+        logprobs = token_logprobs(drawn_from, draws, token_ids)
+        for row in broken:
+            token_ids[row] = NO_TOKEN
+        return Sampled(token_ids, logprobs, token_logprobs_of_prompts(prompt_logits, prompts) if prompts else [])
+
+    def close(self) -> None:
+        pass

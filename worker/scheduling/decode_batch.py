@@ -1,0 +1,168 @@
+"""Decode batch: the sequences that decode plainly, step after step, and the rows of a plan that stand for them.
+
+A sequence decodes plainly when it computes its last token, draws one, and nothing about the draw depends on more than
+its settings and its position: no look-back, no drafts. Its rows are made when somebody joins or leaves; a step moves
+all of them on by one number. What may live here: who is in the batch, and its columns. What may not: filling a step
+(`batching.py`), and the life of requests (`scheduler.py`).
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from itertools import repeat
+from typing import Final
+
+from holdfast.worker.plan.decode_rows import BlockTables, DecodeColumns, DecodeRows
+from holdfast.worker.plan.step_plan import DrawParams
+from holdfast.worker.request import TokenDelta, TokenLogprob
+from holdfast.worker.scheduling.batching import Share
+from holdfast.worker.scheduling.queues import SequenceQueues
+from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
+from holdfast.worker.service_order.tenants import Tenant
+
+_NEVER: Final = -1
+
+
+class _Row:
+    """What is worked out once for a sequence, as long as it stays in the batch."""
+
+    __slots__ = ("block_ids", "draw", "lead", "packed")
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.draw: DrawParams = sequence.draw_params()
+        self.lead = self.draw.first_output_index - sequence.num_computed_tokens
+        """From the position of a token to the output position of the one drawn after it."""
+        self.block_ids: tuple[int, ...] = ()
+        self.packed = array("q")
+
+    def set_blocks(self, block_ids: tuple[int, ...]) -> None:
+        if block_ids is not self.block_ids:
+            self.block_ids, self.packed = block_ids, array("q", block_ids)
+
+
+class DecodeBatch:
+    """The plain decodes of one scheduler. `split` is called for each step, `commit` with its result."""
+
+    def __init__(self, queues: SequenceQueues) -> None:
+        self._queues = queues
+        self._block_size = queues.allocator.block_size
+        self.sequences: list[Sequence] = []
+        """Those in the batch, in the order of their rows."""
+        self._num_by_tenant: dict[Tenant, int] = {}  # how many of them each has
+        self._rows: dict[Sequence, _Row] = {}
+        self._columns = DecodeColumns((), (), (), ())
+        self._blocks = BlockTables((), ())
+        # At the age modulo the block size: those whose row is then the last of a block.
+        self._ending_block: list[list[Sequence]] = []
+        self._age = 0
+        # Chosen from these, in the order of the shares, after so many moves in the queues. While both are the same,
+        # nobody has joined or left, and each is one token further than in the last split.
+        self._chosen_from: list[Sequence] = []
+        self._num_moves = _NEVER
+        self._others: list[int] = []  # numbers of those that were not chosen
+
+    def split(self, shares: list[Share]) -> tuple[DecodeRows, list[Share]]:
+        """The rows of a step, and those of its shares that are no plain decodes."""
+        sequences = [sequence for sequence, _ in shares]
+        if self._num_moves != self._queues.num_moves or sequences != self._chosen_from:
+            self._choose(shares, sequences)
+        others = [shares[number] for number in self._others]
+        if any(map(self._is_plain, others)):
+            self._choose(shares, sequences)
+            others = [shares[number] for number in self._others]
+        self._update_blocks()
+        token_ids = [sequence.token_ids[-1] for sequence in self.sequences]
+        return DecodeRows(self._columns, self._age, token_ids, self._blocks), others
+
+    def commit(
+        self, num_rows: int, drawn: SequenceOf[tuple[int, ...]], logprobs: SequenceOf[tuple[TokenLogprob, ...]]
+    ) -> tuple[list[TokenDelta], list[Sequence]]:
+        """The rows of the last split have drawn the first of these. Returns deltas, and sequences that are broken.
+
+        `num_rows` is 0 where they were not computed, or not as rows.
+        """
+        if num_rows == 0:
+            if self.sequences:
+                self.forget()
+            return [], []
+        running = SequenceStatus.RUNNING
+        rows = zip(self.sequences, drawn, logprobs or repeat(()), strict=False)
+        deltas = [
+            sequence.decode(token_ids, likely) for sequence, token_ids, likely in rows if sequence.status is running
+        ]
+        broken: list[Sequence] = []
+        num_by_tenant = self._num_by_tenant
+        if len(deltas) < num_rows or not all(deltas):  # some were aborted meanwhile, or are broken
+            alive = [sequence for sequence in self.sequences if sequence.status is running]
+            broken = [sequence for sequence in alive if sequence.is_broken]
+            num_by_tenant = Counter(sequence.tenant for sequence in alive if not sequence.is_broken)
+        for tenant, num_tokens in num_by_tenant.items():
+            tenant.charge(0, num_tokens)
+        for sequence in self._ending_block[self._age % self._block_size]:
+            if sequence.status is running and not sequence.is_broken:
+                self._queues.store_full_blocks(sequence, sequence.num_computed_tokens - 1)
+        self._age += 1
+        return [delta for delta in deltas if delta is not None], broken
+
+    def forget(self) -> None:
+        """The rows of the last split were not computed, or not as they were: the next split starts over."""
+        self._num_moves = _NEVER
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the rows are what their sequences say. For between two steps. O(rows)."""
+        if self._num_moves != self._queues.num_moves:
+            return  # the next split starts over
+        columns = self._columns
+        for number, sequence in enumerate(self.sequences):
+            position = columns.first_positions[number] + self._age
+            is_right = position == sequence.num_computed_tokens == len(sequence.token_ids) - 1
+            assert is_right, f"sequence {sequence.sequence_id} is not where its row is, {position}"
+            assert columns.sequence_ids[number] == sequence.sequence_id, "rows and sequences are in another order"
+
+    def _is_plain(self, share: Share) -> bool:
+        sequence, num_tokens = share
+        return (
+            num_tokens == 1
+            and sequence.decodes_plainly
+            and len(sequence.block_ids) * self._block_size < len(sequence.token_ids) + self._block_size
+        )
+
+    def _choose(self, shares: list[Share], sequences: list[Sequence]) -> None:
+        is_plain = [self._is_plain(share) for share in shares]
+        chosen = [sequence for sequence, plain in zip(sequences, is_plain, strict=True) if plain]
+        rows, known = {}, self._rows
+        for sequence in chosen:
+            rows[sequence] = known.get(sequence) or _Row(sequence)
+        positions = [sequence.num_computed_tokens for sequence in chosen]
+        self.sequences, self._rows, self._chosen_from = chosen, rows, sequences
+        self._others = [number for number, plain in enumerate(is_plain) if not plain]
+        self._columns = DecodeColumns(
+            [sequence.sequence_id for sequence in chosen],
+            positions,
+            [row.lead + position for row, position in zip(rows.values(), positions, strict=True)],
+            [row.draw for row in rows.values()],
+        )
+        self._num_by_tenant = Counter(sequence.tenant for sequence in chosen)
+        self._age, self._num_moves = 0, self._queues.num_moves
+        self._ending_block = _by_end_of_block(chosen, positions, self._block_size)
+        self._blocks = BlockTables((), ())
+
+    def _update_blocks(self) -> None:
+        """Blocks are given and taken one sequence at a time, so most tables are the very ones of the last step."""
+        tables = [sequence.block_ids for sequence in self.sequences]
+        if tables == self._blocks.tables:
+            return
+        rows = self._rows.values()
+        for row, block_ids in zip(rows, tables, strict=True):
+            if block_ids is not row.block_ids:
+                row.set_blocks(block_ids)
+        self._blocks = BlockTables(tables, [row.packed for row in rows])
+
+
+def _by_end_of_block(sequences: Iterable[Sequence], positions: Iterable[int], block_size: int) -> list[list[Sequence]]:
+    """At the number of steps, modulo the block size, after which a sequence's token is the last of a block."""
+    ending: list[list[Sequence]] = [[] for _ in range(block_size)]
+    for sequence, position in zip(sequences, positions, strict=True):
+        ending[-(position + 1) % block_size].append(sequence)
+    return ending
