@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,6 +32,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
 
 STARTS_RAY = ("tests/integration/", "tests/chaos/test_steady_load.py", "tests/chaos/test_node_loss.py")
 """What `pytest -n` runs in one process, and first: it takes longest, and one machine has room for one Ray."""
+
+
+@pytest.fixture(autouse=True)
+def _no_layout_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test has planted in this process is nothing that another one should find."""
+    if "holdfast.worker.model.kept_layout" in sys.modules:
+        monkeypatch.setattr("holdfast.worker.model.kept_layout.layouts_folder", lambda: Path("/dev/null/layouts"))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -66,6 +66,9 @@ class ModelConfig(Settings):
         "auto",
         description="what runs the layers; auto: the decoder program where it knows the model, else the skeleton",
     )
+    keep_layout: bool = Field(
+        True, description="keep what was found out of a model in ~/.cache/holdfast/layouts: later starts are faster"
+    )
     seed: int = Field(0, ge=0, description="seed of dummy weights")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.layers.row_tiles import RowTiles
-from holdfast.worker.model import loading
+from holdfast.worker.model import program
 from tests.parity.families import BASE, save_tiny_model
 from tests.parity.harness import hugging_face, reference_logits
 
@@ -27,7 +27,7 @@ def _trials() -> RowTiles:
 def _shared_trials(_trials: RowTiles) -> Iterator[None]:
     """For the files of this folder alone: a kernel for which no rule was found counts against every later model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "RowTiles", lambda device: _trials)
+        patch.setattr(program, "RowTiles", lambda device: _trials)
         yield
 
 

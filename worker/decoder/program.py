@@ -16,7 +16,7 @@ from holdfast.worker.decoder.cpu.executor import CpuExecutor
 from holdfast.worker.decoder.cpu.library import Unavailable, load_library
 from holdfast.worker.decoder.families import FAMILIES
 from holdfast.worker.decoder.layout import DecoderLayout, Experts
-from holdfast.worker.decoder.proof import NUM_TOKENS, prove
+from holdfast.worker.decoder.proof import NUM_TOKENS, Recognized, ask, check
 from holdfast.worker.decoder.recognize import Unrecognized, recognize
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
@@ -74,26 +74,37 @@ def is_candidate(model_type: str, block_size: int) -> bool:
     return model_type in FAMILIES and block_size % SUB_PAGE == 0
 
 
-def build_program(
-    module: Any, group: TensorParallelGroup, *, max_model_len: int, block_size: int
-) -> DecoderProgram | str:
-    """The program of a parallelized and not yet settled Hugging Face causal LM; or why it has none.
+def read_program(module: Any, group: TensorParallelGroup, *, max_model_len: int, block_size: int) -> Recognized | str:
+    """Reads a parallelized and not yet settled Hugging Face causal LM; or says why it has no program.
 
     All ranks of the group call this together and come to the same answer.
     """
     layout = recognize(module, group.size)
     reason = layout.reason if isinstance(layout, Unrecognized) else _unfit(layout, block_size)
-    if not _all_ranks(group, reason is None):
+    if not all_ranks(group, reason is None):
         return reason or "another rank does not recognize its share"
     assert isinstance(layout, DecoderLayout)
     try:
         load_library()
     except Unavailable as error:
         reason = str(error)
-    if not _all_ranks(group, reason is None):
+    if not all_ranks(group, reason is None):
         return reason or "another rank has no native executor"
-    executor = CpuExecutor(layout, group, max_positions=max_model_len, num_threads=torch.get_num_threads())
-    proof = prove(module, layout, _Provable(executor, block_size), group, max_len=max_model_len)
+    answers = ask(module, layout, group, max_len=max_model_len)
+    return answers if isinstance(answers, str) else Recognized(layout=layout, answers=answers)
+
+
+def make_program(
+    recognized: Recognized, group: TensorParallelGroup, *, max_model_len: int, block_size: int
+) -> DecoderProgram | str:
+    """Packs a model and proves its executor on this machine; or says what the executor gets wrong.
+
+    The memory of the layout's linears is given back while they are packed: afterwards only those in files can be read.
+    All ranks of the group call this together and come to the same answer. Raises `Unavailable`.
+    """
+    layout, num_threads = recognized.layout, torch.get_num_threads()
+    executor = CpuExecutor(layout, group, max_positions=max_model_len, num_threads=num_threads, uses_up=True)
+    proof = check(_Provable(executor, block_size), recognized.answers, group)
     if proof.reason is not None:
         executor.close()
         return proof.reason
@@ -101,6 +112,16 @@ def build_program(
         "decoder program on %s: errors are %.2f of what is allowed", executor.instruction_class, proof.model_error
     )
     return DecoderProgram(executor)
+
+
+def build_program(
+    module: Any, group: TensorParallelGroup, *, max_model_len: int, block_size: int
+) -> DecoderProgram | str:
+    """`read_program` and `make_program`."""
+    recognized = read_program(module, group, max_model_len=max_model_len, block_size=block_size)
+    if isinstance(recognized, str):
+        return recognized
+    return make_program(recognized, group, max_model_len=max_model_len, block_size=block_size)
 
 
 def _unfit(layout: DecoderLayout, block_size: int) -> str | None:
@@ -123,7 +144,8 @@ def _is_uneven(experts: Experts) -> bool:
     return shared is not None and (shared.num_slices != experts.experts[0].num_slices or shared.down.bias is not None)
 
 
-def _all_ranks(group: TensorParallelGroup, fine: bool) -> bool:
+def all_ranks(group: TensorParallelGroup, fine: bool) -> bool:
+    """Whether all ranks are fine."""
     return bool(group.all_gather(torch.tensor([int(fine)]), dim=0).min())
 
 

@@ -1,8 +1,10 @@
 """Proof at load: whether a decoder layout, and an executor of it, compute what the Hugging Face model computes.
 
-First the layout: each kind of layer, run by the reference in float32, against its Hugging Face layer in float32. Then
-the executor: each kind of layer and the whole model, whose error may be about twice that of Hugging Face's own
-arithmetic in the model's dtype. What may not live here: running either (`reference.py`, `skeleton.py`).
+First Hugging Face's modules are asked, and the layout is compared: each kind of layer, run by the reference in float32,
+with its Hugging Face layer in float32. Then the executor is checked by the answers alone: each kind of layer and the
+whole model, whose error may be about twice that of Hugging Face's own arithmetic in the model's dtype. The answers can
+be kept, and the weights that gave them may be gone by then. What may not live here: running either (`reference.py`,
+`skeleton.py`).
 """
 
 import math
@@ -49,6 +51,52 @@ class Executor(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Rows that Hugging Face's modules have computed, and how far from them an executor may be."""
+
+    exact: Tensor
+    """[T, n], computed in float32."""
+    change: Tensor
+    """[T]: the length of what was added to the input. Errors count in relation to it."""
+    allowed: Tensor
+    """[T]"""
+
+    def excess(self, ours: Tensor) -> Tensor:
+        """The error of `ours`, as a multiple of what is allowed; of the worst row but for `_QUANTILE`."""
+        error = (ours.float() - self.exact).norm(dim=-1) / self.change
+        excess = (error / self.allowed).nan_to_num(torch.inf, torch.inf)
+        return torch.quantile(excess, _QUANTILE, interpolation="higher")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerAnswer:
+    """What a layer makes of random states."""
+
+    index: int
+    states: Tensor
+    """The residual stream [T, hidden] before it."""
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What Hugging Face's modules have computed: all that a proof of an executor needs of them."""
+
+    layers: tuple[LayerAnswer, ...]
+    """One of each kind."""
+    token_ids: Tensor
+    logits: Answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recognized:
+    """A model that has been read, and what its Hugging Face modules compute: all that its program is made of."""
+
+    layout: DecoderLayout
+    answers: Answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     """What came of it; the same on every rank."""
 
@@ -59,38 +107,60 @@ class Proof:
     model_error: float
 
 
-def prove(module: Any, layout: DecoderLayout, executor: Executor, group: TensorParallelGroup, *, max_len: int) -> Proof:
-    """Compares `executor`, which runs `layout`, with the parallelized and not yet settled Hugging Face model `module`.
+def ask(module: Any, layout: DecoderLayout, group: TensorParallelGroup, *, max_len: int) -> Answers | str:
+    """What the parallelized and not yet settled Hugging Face model `module` computes; or how `layout` differs from it.
 
     All ranks of the group do so together. `max_len`: the most positions that the model is served with.
     """
     with torch.inference_mode():
-        return _Comparison(module, layout, executor, group).run(max_len)
+        return _Questions(module, layout, group).ask(max_len)
 
 
-class _Comparison:
-    """One proof. Each step ends in numbers, or a reason, that all ranks agree on before the next."""
+def check(executor: Executor, answers: Answers, group: TensorParallelGroup) -> Proof:
+    """Compares an executor with the answers of Hugging Face's modules. All ranks of the group do so together."""
+    worst = 0.0
+    with torch.inference_mode():
+        for asked in answers.layers:
+            error = _worst_of_ranks(asked.answer.excess(executor.run_layer(asked.index, asked.states)), group)
+            worst = max(worst, error)
+            if error > 1.0:
+                reason = f"layer {asked.index} is wrong by {error:.3g} times what is allowed"
+                return Proof(reason=reason, layer_error=worst, model_error=0.0)
+        error = _worst_of_ranks(answers.logits.excess(executor.run_model(answers.token_ids)), group)
+    wrong = None if error <= 1.0 else f"its logits are wrong by {error:.3g} times what is allowed"
+    return Proof(reason=wrong, layer_error=worst, model_error=error)
 
-    def __init__(self, module: Any, layout: DecoderLayout, executor: Executor, group: TensorParallelGroup) -> None:
+
+def prove(module: Any, layout: DecoderLayout, executor: Executor, group: TensorParallelGroup, *, max_len: int) -> Proof:
+    """`ask` and `check`, for an executor that leaves the module's weights as they are."""
+    answers = ask(module, layout, group, max_len=max_len)
+    if isinstance(answers, str):
+        return Proof(reason=answers, layer_error=0.0, model_error=0.0)
+    return check(executor, answers, group)
+
+
+class _Questions:
+    """One series of questions. Each step ends in numbers, or a reason, that all ranks agree on before the next."""
+
+    def __init__(self, module: Any, layout: DecoderLayout, group: TensorParallelGroup) -> None:
         self._skeleton = Skeleton(module, FAMILIES[module.config.model_type].final_norm)
         self._layout = layout
-        self._executor = executor
         self._reference = Reference(layout, group)
         self._group = group
         self._generator = torch.Generator().manual_seed(0)
-        self._worst = 0.0
 
-    def run(self, max_len: int) -> Proof:
+    def ask(self, max_len: int) -> Answers | str:
         num_tokens = min(NUM_TOKENS, max_len)
-        reason = self._agreed(self._rotary_difference(max_len))
-        for index in self._first_of_each_kind() if reason is None else ():
-            reason = reason or self._layer_difference(index, self._random_states(num_tokens))
-        if reason is not None:
-            return Proof(reason=reason, layer_error=self._worst, model_error=0.0)
+        if (difference := self._agreed(self._rotary_difference(max_len))) is not None:
+            return difference
+        layers: list[LayerAnswer] = []
+        for index in self._first_of_each_kind():
+            asked = self._ask_layer(index, self._random_states(num_tokens))
+            if isinstance(asked, str):
+                return asked
+            layers.append(asked)
         token_ids = torch.randint(self._layout.vocab_size, (num_tokens,), generator=self._generator)
-        error = self._model_error(token_ids)
-        reason = None if error <= 1.0 else f"its logits are wrong by {error:.3g} times what is allowed"
-        return Proof(reason=reason, layer_error=self._worst, model_error=error)
+        return Answers(layers=tuple(layers), token_ids=token_ids, logits=self._ask_model(token_ids))
 
     def _first_of_each_kind(self) -> list[int]:
         """One layer of each set that differ in the values of their weights alone, by their layouts and as modules."""
@@ -116,47 +186,41 @@ class _Comparison:
                     return f"the rotary angles of layer {index} differ"
         return None
 
-    def _layer_difference(self, index: int, x: Tensor) -> str | None:
-        """How a layer of the layout, or of the executor, differs from the Hugging Face layer on these states."""
+    def _ask_layer(self, index: int, x: Tensor) -> LayerAnswer | str:
+        """What the Hugging Face layer makes of these states; or how that of the layout differs."""
         exact, call = self._skeleton.run_layer(index, x, torch.float32)
         attention = self._layout.layers[index].attention
         if (reason := self._agreed(_call_difference(attention, call))) is not None:
             return f"the attention of layer {index} {reason}"
-        described = self._reference.run_layer(index, x)
-        error = self._excess(described, exact, exact, x, _EXACT)
-        if error > 1.0:
+        described = _answer(exact, exact, x, _EXACT).excess(self._reference.run_layer(index, x))
+        if (error := _worst_of_ranks(described, self._group)) > 1.0:
             return f"layer {index} is not what its layout says: wrong by {error:.3g} times what is allowed"
         own = exact
         if self._layout.dtype != torch.float32:
             own, _ = self._skeleton.run_layer(index, x, self._layout.dtype)
-        error = self._excess(self._executor.run_layer(index, x), own, exact, x, _FLOORS[self._layout.dtype])
-        self._worst = max(self._worst, error)
-        return None if error <= 1.0 else f"layer {index} is wrong by {error:.3g} times what is allowed"
+        return LayerAnswer(index=index, states=x, answer=_answer(own, exact, x, _FLOORS[self._layout.dtype]))
 
-    def _model_error(self, token_ids: Tensor) -> float:
-        """The error of the executor's logits, as a multiple of what is allowed."""
+    def _ask_model(self, token_ids: Tensor) -> Answer:
         exact = self._skeleton.run_model(token_ids, torch.float32)
         own = exact
         if self._layout.dtype != torch.float32:
             own = self._skeleton.run_model(token_ids, self._layout.dtype)
-        floor = _FLOORS[self._layout.dtype]
-        return self._excess(self._executor.run_model(token_ids), own, exact, torch.zeros_like(exact), floor)
-
-    def _excess(self, ours: Tensor, own: Tensor, exact: Tensor, before: Tensor, floor: float) -> float:
-        """The error of `ours` as a multiple of what is allowed, where `own` is what Hugging Face's arithmetic gives.
-
-        Errors count in relation to what is added to `before`. The worst of all ranks.
-        """
-        change = (exact - before).norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
-        allowed = _FACTOR * (own - exact).norm(dim=-1) / change + floor
-        excess = (((ours.float() - exact).norm(dim=-1) / change) / allowed).nan_to_num(torch.inf, torch.inf)
-        worst = torch.quantile(excess, _QUANTILE, interpolation="higher")
-        return float(self._group.all_gather(worst[None], dim=0).max())
+        return _answer(own, exact, torch.zeros(()), _FLOORS[self._layout.dtype])
 
     def _agreed(self, reason: str | None) -> str | None:
         """The reason of this rank, or that another has one."""
         others = self._group.all_gather(torch.tensor([reason is not None]), dim=0)
         return reason or ("differs on another rank" if bool(others.any()) else None)
+
+
+def _answer(own: Tensor, exact: Tensor, before: Tensor, floor: float) -> Answer:
+    """What Hugging Face's arithmetic gives is `own`, in the model's dtype, and `exact` in float32, from `before`."""
+    change = (exact - before).norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
+    return Answer(exact=exact, change=change, allowed=_FACTOR * (own - exact).norm(dim=-1) / change + floor)
+
+
+def _worst_of_ranks(excess: Tensor, group: TensorParallelGroup) -> float:
+    return float(group.all_gather(excess[None], dim=0).max())
 
 
 def _kind(part: object) -> object:

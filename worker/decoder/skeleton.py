@@ -4,8 +4,8 @@ It runs in the model's own dtype, or in float32 with one weight at a time conver
 made of the results (`proof.py`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -16,9 +16,16 @@ from torch import Tensor, nn
 
 from holdfast.worker.layers.embedding import VocabParallelEmbedding
 from holdfast.worker.layers.linear import Linear
+from holdfast.worker.layers.mapped_files import MappedFiles
 
-_WEIGHTS_AT_A_TIME: Final = 2**18
+_CONVERTED_AT_A_TIME: Final = 2**18
 """Weights that are converted to float32 together: few enough to stay in a core's cache until they are multiplied."""
+
+_AT_A_TIME: Final = 2**24
+"""Weights that are multiplied together as they are: libraries make a copy of them in an order of their own."""
+
+_GIVEN_BACK_FROM: Final = 2**20
+"""Bytes of a weight whose pages are given back once it has been used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,20 +52,21 @@ class Skeleton:
         self._layers = list(self._base.layers)[: module.config.num_hidden_layers]
         self._final_norm = getattr(self._base, final_norm)
         self._arguments: dict[torch.dtype, list[dict[str, Any]]] = {}
+        self._files = MappedFiles()
 
     def run_layer(self, index: int, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, AttentionCall]:
         """A layer on the residual stream [T, hidden] of one sequence, computed in `dtype`; and its attention call."""
         if dtype not in self._arguments:
             self._arguments[dtype] = self.layer_arguments(torch.arange(len(x)), dtype)
         layer, calls = self._layers[index], list[AttentionCall]()
-        with _attending(layer, calls), _computing_in(layer, dtype):
+        with _attending(layer, calls), _computing_in(layer, dtype, self._files):
             y = layer(x[None].to(dtype), **self._arguments[dtype][index])
         return (y[0] if isinstance(y, tuple) else y)[0].float(), calls[0]
 
     def run_model(self, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """The logits [T, vocab] of one sequence, computed in `dtype`."""
         positions = torch.arange(len(token_ids))[None]
-        with _attending(self._module, []), _computing_in(self._module, dtype):
+        with _attending(self._module, []), _computing_in(self._module, dtype, self._files):
             output = self._module(input_ids=token_ids[None], position_ids=positions, use_cache=False, return_dict=True)
         logits: Tensor = output.logits[0]
         return logits.float()
@@ -88,6 +96,11 @@ class Skeleton:
             self._base(inputs_embeds=nothing, position_ids=positions[None], use_cache=False)
         assert len(seen) == len(self._layers), "every layer is called once"
         return seen
+
+
+def in_own_dtype(module: nn.Module) -> AbstractContextManager[None]:
+    """Inside it, a module that is not settled computes as it is, with one large weight in memory at a time."""
+    return _computing_in(module, None, MappedFiles())
 
 
 @contextmanager
@@ -150,16 +163,19 @@ def _attend(
 
 
 @contextmanager
-def _computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside it, the module computes in float32 if `dtype` says so, and as it is otherwise."""
-    if dtype != torch.float32:
-        yield
-        return
+def _computing_in(module: nn.Module, dtype: torch.dtype | None, files: MappedFiles) -> Iterator[None]:
+    """Inside it, the module computes in float32 if `dtype` says so, and as it is otherwise (None: in any case).
+
+    No more than one large weight of a mapped file is resident at a time.
+    """
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    exact = dtype == torch.float32
     with ExitStack() as stack:
         for part in module.modules():
             if isinstance(part, Linear):
-                stack.enter_context(_instead(part, partial(_exact_linear, part)))
+                stack.enter_context(_instead(part, partial(_in_pieces, part, exact, files)))
+            elif not exact:
+                continue
             elif isinstance(part, VocabParallelEmbedding):
                 stack.enter_context(_instead(part, partial(_exact_embedding, part.forward)))
             else:
@@ -171,11 +187,32 @@ def _computing_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                 tensors[name] = tensor
 
 
-def _exact_linear(linear: Linear, x: Tensor) -> Tensor:
-    assert linear.weight is not None, "a proof comes before the model is settled"
-    parts: Sequence[Tensor] = torch.split(linear.weight, max(1, _WEIGHTS_AT_A_TIME // linear.in_features))
-    y = torch.cat([F.linear(x, part.float()) for part in parts], -1)
-    return y if linear.bias is None else y + linear.bias.float()
+def _in_pieces(linear: Linear, exact: bool, files: MappedFiles, x: Tensor) -> Tensor:
+    """The product of a linear, some outputs at a time: into one result, and by way of one buffer.
+
+    Small results between large buffers would keep the C heap from using the buffers' memory again.
+    """
+    weight = linear.weight
+    assert weight is not None, "a proof comes before the model is settled"
+    rows = min(len(weight), max(1, (_CONVERTED_AT_A_TIME if exact else _AT_A_TIME) // linear.in_features))
+    if not exact and rows == len(weight):
+        y = F.linear(x, weight, linear.bias)
+    else:
+        y = _product(x, weight, linear.bias, rows)
+    if weight.nbytes >= _GIVEN_BACK_FROM:
+        files.give_back(weight)
+    return y
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, rows: int) -> Tensor:
+    """In the dtype of `x`, with so many rows of the weight converted at a time."""
+    y = x.new_empty(*x.shape[:-1], len(weight))
+    buffer = x.new_empty(rows, weight.shape[1])
+    for first in range(0, len(weight), rows):
+        part = buffer[: len(weight) - first].copy_(weight[first : first + rows])
+        own_bias = None if bias is None else bias[first : first + rows].to(x.dtype)
+        y[..., first : first + rows] = F.linear(x, part, own_bias)
+    return y
 
 
 def _exact_embedding(forward: Callable[[Tensor], Tensor], token_ids: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.self_check import SelfCheck
 from holdfast.worker.errors import ReplicaError, UnsupportedModelError
+from holdfast.worker.layers.mapped_files import trim_heap
 from holdfast.worker.model.loading import LoadedModel, load_model
 from holdfast.worker.model.model import choose_device
 from holdfast.worker.model.program import BlockCache
@@ -82,6 +83,7 @@ class ModelRunner:
         runner = cls(loaded, group.rank)
         progress("check", 0, 1)
         row_invariant = _self_check(runner, group, loaded.cache) and loaded.program.row_invariant
+        trim_heap()
         progress("check", 1, 1)
         if not row_invariant:
             logger.warning("on this machine a token's last bits depend on its batch: replays may differ")

@@ -5,7 +5,7 @@ the model mixes tokens outside attention and is refused. If it changes only the 
 replay may differ from the first run. What may not live here: how steps reach the other ranks (`model_runner.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -45,6 +45,7 @@ class SelfCheck:
         self._tokens = [torch.randint(info.vocab_size, (n,), generator=generator).tolist() for n in lengths]
         self._blocks = [range(half - 1, -1, -1), range(half, info.num_blocks)]
         self._alone: list[Tensor] = []
+        self._largest: list[Tensor] = []
 
     @property
     def block_ids(self) -> Tensor:
@@ -58,7 +59,8 @@ class SelfCheck:
         Raises `UnsupportedModelError` where other tokens of the step change the numbers, or where they are not finite.
         """
         long, short = map(len, self._tokens)
-        self._alone = [self._rows([[(0, 0, long)]])[0], self._rows([[(1, 0, short)]])[1]]
+        self._alone = [rows for spans in ([(0, 0, long)], [(1, 0, short)]) for _, _, rows in self._rows([spans])]
+        self._largest = [rows.abs().max() for rows in self._alone]
         if not all(rows.isfinite().all() for rows in self._alone):
             reason = f"its logits are not finite in {self._info.dtype}"
             raise UnsupportedModelError(self._info.model_type, reason, "Choose another dtype, or check its weights")
@@ -93,22 +95,19 @@ class SelfCheck:
         where rounding sends a token to another expert.
         """
         equal, drifts = True, []
-        for number, rows in self._rows(steps).items():
+        for number, start, rows in self._rows(steps):
             alone = self._alone[number]
-            first_rows = [start for spans in steps for n, start, _ in spans if n == number]
-            drifts.append((rows - alone)[first_rows].abs().amax(1) / alone.abs().max())
-            equal = equal and torch.equal(rows, alone)
-        return equal, torch.cat(drifts)
+            drifts.append((rows[0] - alone[start]).abs().max() / self._largest[number])
+            equal = equal and torch.equal(rows, alone[start : start + len(rows)])
+        return equal, torch.stack(drifts)
 
-    def _rows(self, steps: Sequence[Spans]) -> dict[int, Tensor]:
-        """The logits of each sequence's positions, in order, after all the steps."""
-        rows: dict[int, list[Tensor]] = {}
+    def _rows(self, steps: Sequence[Spans]) -> Iterator[tuple[int, int, Tensor]]:
+        """The logits of each span, one step after the other: with a large vocabulary all of them are many megabytes."""
         for step_id, spans in enumerate(steps):
             plan = StepPlan(step_id=step_id, sequences=tuple(self._scheduled(*span) for span in spans))
             logits = torch.split(self._run(plan), [count for _, _, count in spans])
-            for (number, _, _), part in zip(spans, logits, strict=True):
-                rows.setdefault(number, []).append(part)
-        return {number: torch.cat(parts) for number, parts in rows.items()}
+            for (number, start, _), part in zip(spans, logits, strict=True):
+                yield number, start, part
 
     def _scheduled(self, number: int, start: int, count: int) -> ScheduledSequence:
         num_blocks = -(-(start + count) // self._info.block_size)

@@ -14,19 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from holdfast.worker.attention.kv_cache import KVCache
-from holdfast.worker.attention.paged import AttentionContext, PagedAttention
-from holdfast.worker.config import ModelConfig
+from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.layers.row_tiles import RowTiles
-from holdfast.worker.model.checks import choose_max_model_len
-from holdfast.worker.model.model import RankModel, build_rank_model
 from holdfast.worker.model.parallelize import Target
-from holdfast.worker.model.weights import read_config, resolve_model
+from holdfast.worker.model.program import BlockCache, Program, load_program
+from holdfast.worker.model.weights import resolve_model
 from holdfast.worker.plan.draws import draw_after, draws_of
 from holdfast.worker.plan.step_plan import BlockCopy, Drafting, DrawParams, ScheduledSequence, StepPlan
 from holdfast.worker.sampling.finite_rows import broken_rows, with_zeros
@@ -37,41 +32,48 @@ class DraftModel:
     """A loaded draft model. Give it a cache before it guesses (`allocate_cache`)."""
 
     def __init__(
-        self, model: RankModel, target: Target, *, vocab_size: int, draft_vocab_size: int, max_len: int
+        self, program: Program, device: torch.device, *, vocab_size: int, draft_vocab_size: int, max_len: int
     ) -> None:
         """`vocab_size` is the large model's: what is guessed is one of its tokens. `max_len`: positions it knows."""
-        self.specs = model.specs
-        self._model = model
-        self._target = target
+        self._program = program
+        self._device = device
         self._vocab_size = vocab_size
         self._draft_vocab_size = draft_vocab_size
         self._max_len = max_len
-        self._context: AttentionContext | None = None
+        self._cache: BlockCache | None = None
 
     @classmethod
-    def load(cls, config: ModelConfig, folder: Path, vocab_size: int, target: Target) -> "DraftModel":
-        """Loads the model that `config` names, whole, on this rank, for the large one in `folder`.
+    def load(cls, config: WorkerConfig, folder: Path, vocab_size: int, target: Target) -> "DraftModel":
+        """Loads the draft model that the settings name, whole, on this rank, for the large one in `folder`.
 
         Raises `ConfigurationError` if the two do not share their tokens, `UnsupportedModelError` as for any model.
         """
-        has_weights = config.load_format != "dummy"
-        draft_folder = resolve_model(config.model, has_weights, setting="speculation.draft_model")
+        assert config.speculation.draft_model is not None
+        has_weights = config.model.load_format != "dummy"
+        draft_folder = resolve_model(config.speculation.draft_model, has_weights, setting="speculation.draft_model")
         check_same_tokens(folder, draft_folder)
-        hf_config = read_config(draft_folder)
-        # Rules of its own: no token depends on the bits of a draft, so a failed trial is no failure of the replica.
-        alone = Target(group=SingleRank(), tiles=RowTiles(target.device), device=target.device, dtype=target.dtype)
-        model = build_rank_model(config, draft_folder, hf_config, alone, lambda done, total: None)
-        model.settle()
-        max_len = choose_max_model_len(hf_config, None)
-        return cls(model, alone, vocab_size=vocab_size, draft_vocab_size=hf_config.vocab_size, max_len=max_len)
+        # A group of its own: no token depends on the bits of a draft, so whatever runs it best will do.
+        loaded = load_program(_alone(config, draft_folder), draft_folder, SingleRank(), target.device, _silent)
+        return cls(
+            loaded.program,
+            target.device,
+            vocab_size=vocab_size,
+            draft_vocab_size=loaded.facts.vocab_size,
+            max_len=loaded.facts.max_model_len,
+        )
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of its cache, all layers together."""
+        return self._program.kv_bytes_per_token
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Gives it as many blocks as the large model has."""
-        target = self._target
-        cache = KVCache.allocate(self.specs, num_blocks, block_size, target.dtype, target.device)
-        context = AttentionContext(cache, target.tiles)
-        self._model.attach(lambda layer: PagedAttention(context, layer))
-        self._context = context
+        self._cache = self._program.allocate_cache(num_blocks, block_size)
+
+    def close(self) -> None:
+        """Frees what the program holds. Nothing is guessed after it."""
+        self._program.close()
 
     def guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
         """The drafts of each of a plan's sequences, as many as their `drafting` asks for; empty if there is none to do.
@@ -93,24 +95,24 @@ class DraftModel:
 
     @property
     def _block_size(self) -> int:
-        assert self._context is not None, "a draft model guesses with a cache"
-        return self._context.cache.block_size
+        assert self._cache is not None, "a draft model guesses with a cache"
+        return self._cache.block_size
 
     def _copy(self, copies: Sequence[BlockCopy]) -> None:
         """What the large model's cache is about to copy: a block means the same tokens in both."""
-        assert self._context is not None
+        assert self._cache is not None
         rows = [(copy.source, copy.destination, copy.num_tokens) for copy in copies]
         with torch.inference_mode():
-            self._context.cache.copy(*torch.tensor(rows, device=self._target.device).T)
+            self._cache.copy(*torch.tensor(rows, device=self._device).T)
 
     def _draw(self, plan: StepPlan) -> list[int]:
-        assert self._context is not None
         batch = StepBatch.unpack(StepBatch.pack(plan))
         # A token that only the large model has is some other one here, where it makes for a bad guess at worst.
         np.minimum(batch.token_ids, self._draft_vocab_size - 1, out=batch.token_ids)
+        logits = self._program.run(batch, with_logits=True).logits
+        assert logits is not None, "it is its group's leader"
         with torch.inference_mode():
-            self._context.begin(batch)
-            logits: Tensor = self._model(batch)[:, : self._vocab_size].float()
+            logits = logits[:, : self._vocab_size]
             # A guess must be some token, of a model that has lost its numbers as well.
             broken = broken_rows(logits)
             return draw(with_zeros(logits, broken) if broken else logits, draws_of(plan))
@@ -149,6 +151,18 @@ class _Work:
     def _draw_params(self) -> DrawParams:
         assert self._sequence.draw is not None, "only a sequence that draws is drafted"
         return draw_after(self._sequence.draw, self.drafts)
+
+
+def _alone(config: WorkerConfig, folder: Path) -> WorkerConfig:
+    """The settings of the draft model, on one rank."""
+    executor = "skeleton" if config.model.executor == "skeleton" else "auto"
+    model = config.model.model_copy(update={"model": str(folder), "max_model_len": None, "executor": executor})
+    parallel = config.parallel.model_copy(update={"tensor_parallel_size": 1})
+    return config.model_copy(update={"model": model, "parallel": parallel})
+
+
+def _silent(phase: str, done: int, total: int) -> None:
+    pass
 
 
 def check_same_tokens(folder: Path, draft_folder: Path) -> None:

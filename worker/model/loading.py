@@ -15,9 +15,7 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.layers.row_tiles import RowTiles
 from holdfast.worker.model.checkpoint_digest import checkpoint_digest
-from holdfast.worker.model.checks import choose_max_model_len
 from holdfast.worker.model.draft_model import DraftModel
 from holdfast.worker.model.memory import (
     check_num_blocks,
@@ -25,14 +23,12 @@ from holdfast.worker.model.memory import (
     cpu_cache_bytes,
     default_block_size,
     gpu_cache_bytes,
-    kv_bytes_per_token,
     smallest_of_all_ranks,
     useful_blocks,
 )
-from holdfast.worker.model.model import serving_dtype
 from holdfast.worker.model.parallelize import Target
 from holdfast.worker.model.program import BlockCache, Program, load_program
-from holdfast.worker.model.weights import read_config, read_eos_token_ids, resolve_model
+from holdfast.worker.model.weights import resolve_model
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
 from holdfast.worker.scheduling.prompt_logprobs import MAX_PROMPT_LOGPROBS
@@ -60,26 +56,22 @@ def load_model(
     Raises `ConfigurationError` or `UnsupportedModelError` where the model cannot be served so.
     """
     folder = resolve_model(config.model.model, with_weights=config.model.load_format != "dummy")
-    hf_config = read_config(folder)
-    max_model_len = choose_max_model_len(hf_config, config.model.max_model_len)
-    target = Target(group=group, tiles=RowTiles(device), device=device, dtype=serving_dtype(config.model, hf_config))
-    if getattr(hf_config, "kv_lora_rank", None):
-        logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
-    program = load_program(config, folder, hf_config, target, max_model_len, progress)
-    draft = _load_draft(config, folder, hf_config.vocab_size, target)
-    cache = _allocate_cache(config, program, draft, target, max_model_len)
+    loaded = load_program(config, folder, group, device, progress)
+    program, facts, target = loaded.program, loaded.facts, loaded.target
+    draft = _load_draft(config, folder, facts.vocab_size, target)
+    cache = _allocate_cache(config, program, draft, target, facts.max_model_len)
     if draft is not None:
         draft.allocate_cache(cache.num_blocks, cache.block_size)
     num_tokens = cache.num_blocks * cache.block_size
-    if num_tokens < max_model_len:
-        logger.warning("the KV cache holds %d tokens, and the model could use %d", num_tokens, max_model_len)
+    if num_tokens < facts.max_model_len:
+        logger.warning("the KV cache holds %d tokens, and the model could use %d", num_tokens, facts.max_model_len)
     info = ModelInfo(
         model=config.model.served_model_name or PurePath(config.model.model).name,
         path=str(folder),
-        model_type=hf_config.model_type,
-        max_model_len=max_model_len,
-        vocab_size=hf_config.vocab_size,
-        eos_token_ids=read_eos_token_ids(folder, hf_config),
+        model_type=facts.model_type,
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=frozenset(facts.eos_token_ids),
         dtype=str(target.dtype).removeprefix("torch."),
         tensor_parallel_size=group.size,
         block_size=cache.block_size,
@@ -104,8 +96,7 @@ def _load_draft(config: WorkerConfig, folder: Path, vocab_size: int, target: Tar
         )
     if target.group.rank > 0:
         return None
-    draft_config = config.model.model_copy(update={"model": speculation.draft_model})
-    return DraftModel.load(draft_config, folder, vocab_size, target)
+    return DraftModel.load(config, folder, vocab_size, target)
 
 
 def _allocate_cache(
@@ -113,7 +104,7 @@ def _allocate_cache(
 ) -> BlockCache:
     """The cache, with the same number of blocks on every rank, and memory left for the draft model's."""
     block_size = config.cache.block_size or default_block_size(target.device)
-    draft_bytes = kv_bytes_per_token(draft.specs, target.dtype) if draft is not None else 0
+    draft_bytes = draft.kv_bytes_per_token if draft is not None else 0
     block_bytes = (program.kv_bytes_per_token + draft_bytes) * block_size
     most_blocks = None
     if config.cache.num_blocks is not None or config.cache.kv_cache_memory is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.config import ModelConfig
+from holdfast.worker.decoder.skeleton import in_own_dtype
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.layers.linear import settle
@@ -46,7 +47,8 @@ class RankModel:
         self._target = target
         self._keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
         steps = torch.arange(_NUM_DRY_TOKENS, device=target.device)
-        calls = find_attention(module, lambda: self._logits(steps, steps, steps), target)
+        with in_own_dtype(module):
+            calls = find_attention(module, lambda: self._logits(steps, steps, steps), target)
         self.specs = tuple(spec for _, spec in calls)
         self._attentions = tuple(caller for caller, _ in calls)
 

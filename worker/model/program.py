@@ -5,7 +5,9 @@ decoder program (`worker/decoder/program.py`), its Hugging Face modules (`model.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -17,18 +19,26 @@ from holdfast.worker.attention.paged import AttentionContext, PagedAttention
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.decoder.cpu.library import Unavailable
 from holdfast.worker.decoder.cpu.sampler import NativeSampler
-from holdfast.worker.decoder.program import build_program
+from holdfast.worker.decoder.program import DecoderProgram, all_ranks, make_program, read_program
+from holdfast.worker.decoder.proof import Recognized
 from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
-from holdfast.worker.model.checks import OTHER_ENGINE
+from holdfast.worker.layers.row_tiles import RowTiles
+from holdfast.worker.model.checks import OTHER_ENGINE, choose_max_model_len
+from holdfast.worker.model.kept_layout import KeptLayout, ModelFacts
 from holdfast.worker.model.memory import default_block_size, kv_bytes_per_token
-from holdfast.worker.model.model import RankModel, build_rank_model
+from holdfast.worker.model.model import RankModel, build_rank_model, serving_dtype
 from holdfast.worker.model.parallelize import Target
+from holdfast.worker.model.weights import read_config, read_eos_token_ids
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.sampling.head_output import HeadOutput
 from holdfast.worker.sampling.step_sampler import StepSampler, TorchSampler
 
 logger = logging.getLogger(__name__)
+
+_LARGE_BYTES: Final = 2 << 30
+"""Of weights: converting those to float32 for a proof is work for all cores."""
 
 
 class BlockCache(Protocol):
@@ -36,6 +46,10 @@ class BlockCache(Protocol):
 
     num_blocks: int
     block_size: int
+
+    def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
+        """Copies the first `num_tokens` slots of blocks to other ones in all layers."""
+        ...
 
     def clear(self, block_ids: Tensor) -> None:
         """Writes zeros over these blocks in all layers."""
@@ -139,30 +153,123 @@ def choose_sampler(target: Target) -> StepSampler:
         return TorchSampler()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedProgram:
+    """A program, and what is known of its model."""
+
+    program: Program
+    facts: ModelFacts
+    target: Target
+
+
 def load_program(
     config: WorkerConfig,
     folder: Path,
-    hf_config: Any,
-    target: Target,
-    max_model_len: int,
+    group: TensorParallelGroup,
+    device: torch.device,
     progress: Callable[[str, int, int], None],
-) -> Program:
+) -> LoadedProgram:
     """Loads this rank's share of the model in `folder`. All ranks of the group do so together.
 
     Raises `UnsupportedModelError` where a gate refuses the model, or where it must run as a decoder program and cannot.
     """
-    model = build_rank_model(config.model, folder, hf_config, target, lambda *done: progress("load", *done))
-    wanted = config.model.executor
-    if wanted != "skeleton":
-        block_size = config.cache.block_size or default_block_size(target.device)
-        reason = "it has no executor for GPUs yet"
-        if target.device.type == "cpu":
-            built = build_program(model.module, target.group, max_model_len=max_model_len, block_size=block_size)
-            if not isinstance(built, str):
-                return built
-            reason = built
-        if wanted == "decoder":
-            raise UnsupportedModelError(hf_config.model_type, f"no decoder program: {reason}", OTHER_ENGINE)
-        logger.info("runs on the skeleton: %s", reason)
+    kept = KeptLayout(config, folder, group, device)
+    return _recalled(kept, config, group, device, progress) or _loaded(kept, config, folder, group, device, progress)
+
+
+def _recalled(
+    kept: KeptLayout,
+    config: WorkerConfig,
+    group: TensorParallelGroup,
+    device: torch.device,
+    progress: Callable[[str, int, int], None],
+) -> LoadedProgram | None:
+    """The program of a layout that an earlier start has kept, if all ranks have one."""
+    recalled = kept.recall()
+    if not all_ranks(group, recalled is not None):
+        return None
+    assert recalled is not None
+    recognized, facts = recalled
+    progress("load", 1, 1)
+    target = Target(group=group, tiles=RowTiles(device), device=device, dtype=recognized.layout.dtype)
+    program = _made(recognized, config, target, facts)
+    if isinstance(program, str):
+        logger.info("the layout that was kept is not used: %s", program)
+        return None
+    return LoadedProgram(program=program, facts=facts, target=target)
+
+
+def _loaded(
+    kept: KeptLayout,
+    config: WorkerConfig,
+    folder: Path,
+    group: TensorParallelGroup,
+    device: torch.device,
+    progress: Callable[[str, int, int], None],
+) -> LoadedProgram:
+    """The program of a model that Hugging Face's modules are built of."""
+    hf_config = read_config(folder)
+    facts = ModelFacts(
+        model_type=hf_config.model_type,
+        vocab_size=hf_config.vocab_size,
+        max_model_len=choose_max_model_len(hf_config, config.model.max_model_len),
+        eos_token_ids=tuple(sorted(read_eos_token_ids(folder, hf_config))),
+    )
+    if getattr(hf_config, "kv_lora_rank", None):
+        logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
+    target = Target(group=group, tiles=RowTiles(device), device=device, dtype=serving_dtype(config.model, hf_config))
+
+    with _few_threads(folder, device):
+        model = _built(config, folder, hf_config, target, progress)
+    if config.model.executor != "skeleton":
+        with _few_threads(folder, device):
+            recognized = _recognized(model, config, target, facts)
+        program: DecoderProgram | str = recognized if isinstance(recognized, str) else ""
+        if isinstance(recognized, Recognized):
+            kept.keep(recognized, facts)  # now: what is packed is used up
+            program = _made(recognized, config, target, facts)
+        if isinstance(program, DecoderProgram):
+            return LoadedProgram(program=program, facts=facts, target=target)
+        kept.forget()
+        if config.model.executor == "decoder":
+            raise UnsupportedModelError(facts.model_type, f"no decoder program: {program}", OTHER_ENGINE)
+        logger.info("runs on the skeleton: %s", program)
+        if isinstance(recognized, Recognized):  # its weights are used up
+            model = _built(config, folder, hf_config, target, progress)
     model.settle(lambda *done: progress("pack", *done))
-    return SkeletonProgram(model, target)
+    return LoadedProgram(program=SkeletonProgram(model, target), facts=facts, target=target)
+
+
+@contextmanager
+def _few_threads(folder: Path, device: torch.device) -> Iterator[None]:
+    """Inside it, torch computes on one thread if the model is small.
+
+    Its threads wait for each other, busily, for longer than a few rows take; beside other processes for much longer.
+    """
+    usual = torch.get_num_threads()
+    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if device.type == "cpu" and num_bytes < _LARGE_BYTES:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
+
+
+def _built(
+    config: WorkerConfig, folder: Path, hf_config: Any, target: Target, progress: Callable[[str, int, int], None]
+) -> RankModel:
+    return build_rank_model(config.model, folder, hf_config, target, lambda *done: progress("load", *done))
+
+
+def _recognized(model: RankModel, config: WorkerConfig, target: Target, facts: ModelFacts) -> Recognized | str:
+    """The model as a layout; or why it has no decoder program."""
+    if target.device.type != "cpu":
+        return "it has no executor for GPUs yet"
+    block_size = config.cache.block_size or default_block_size(target.device)
+    return read_program(model.module, target.group, max_model_len=facts.max_model_len, block_size=block_size)
+
+
+def _made(recognized: Recognized, config: WorkerConfig, target: Target, facts: ModelFacts) -> DecoderProgram | str:
+    block_size = config.cache.block_size or default_block_size(target.device)
+    return make_program(recognized, target.group, max_model_len=facts.max_model_len, block_size=block_size)

@@ -42,8 +42,12 @@ class CpuExecutor:
         max_positions: int,
         num_threads: int,
         instruction_class: str | None = None,
+        uses_up: bool = False,
     ) -> None:
-        """Packs the layout's weights. Raises `Unavailable` where this machine cannot run it."""
+        """Packs the layout's weights, and gives their own memory back if it `uses_up` the layout.
+
+        Raises `Unavailable` where this machine cannot run it.
+        """
         self._library = load_library(instruction_class)
         self.instruction_class = class_of(self._library)
         self._group = group
@@ -53,7 +57,7 @@ class CpuExecutor:
         self._pool = self._library.hf_pool_create(num_threads, -1, None)
         if not self._pool:
             raise ReplicaError(f"{num_threads} threads could not be started")
-        self.packed = PackedModel(layout, self._library, self._pool, max_positions=max_positions)
+        self.packed = PackedModel(layout, self._library, self._pool, max_positions=max_positions, uses_up=uses_up)
         self._rows = self.packed.model.vocab_rows
         self._decoder: int | None = None
         self._exchange: Exchange | None = None

@@ -1,7 +1,8 @@
 """Packing of a decoder layout: its weights as tiles in one stretch of memory, and the C structures that describe them.
 
 What may live here: which row of which weight goes where. What may not: the tiles themselves (`native/packing.cpp`) and
-running them (`executor.py`). The layout's own tensors are not needed any more once they are packed.
+running them (`executor.py`). The layout's linears are used up: what they held is given back as it is packed, so that
+weights are in memory once.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.worker.decoder.cpu.spent_weights import SpentWeights, is_tied
 from holdfast.worker.decoder.cpu.structures import (
     HfExperts,
     HfLayer,
@@ -33,6 +35,8 @@ TILE: Final = 32
 """Inputs of a tile."""
 CHUNK_BYTES: Final = 64 << 20
 CACHE_LINE: Final = 64
+PIECE_BYTES: Final = 16 << 20
+"""Packed together, and then given back: so much of the weights is in memory twice."""
 DTYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 _ACTIVATIONS: Final = (
@@ -53,8 +57,16 @@ IntArray = NDArray[np.int64]
 class PackedModel:
     """One rank's share of a model in the native executor's form. `model` and what it points to live as long as this."""
 
-    def __init__(self, layout: DecoderLayout, library: CDLL, pool: int, *, max_positions: int) -> None:
-        """Packs all weights, on the pool's threads. Rotary tables have room for `max_positions`."""
+    _spent: SpentWeights | None = None
+
+    def __init__(
+        self, layout: DecoderLayout, library: CDLL, pool: int, *, max_positions: int, uses_up: bool = False
+    ) -> None:
+        """Packs all weights, on the pool's threads. Rotary tables have room for `max_positions`.
+
+        With `uses_up`, the memory of the layout's linears is given back: only what lies in a file can be read again.
+        """
+        self._spent = SpentWeights(layout) if uses_up else None
         self.dtype = DTYPES[layout.dtype]
         self._library = library
         self._pool = pool
@@ -65,11 +77,10 @@ class PackedModel:
             *(self._rotary(rotary, max_positions) for rotary in layout.rotaries)
         )
         self.layers = (HfLayer * len(layout.layers))(*(self._layer(layer) for layer in layout.layers))
-        rows = layout.embedding.contiguous()
         self.model = HfModel(
             layers=self.layers,
             rotaries=self._rotaries,
-            embedding=self._address(rows),
+            embedding=None if is_tied(layout) else self._address(layout.embedding.contiguous()),
             norm=self._norm(layout.norm),
             head=self._linear(layout.head),
             embedding_scale=layout.embedding_scale,
@@ -78,8 +89,9 @@ class PackedModel:
             num_layers=len(layout.layers),
             num_rotaries=len(layout.rotaries),
             hidden=layout.hidden_size,
-            vocab_rows=len(rows),
+            vocab_rows=len(layout.embedding),
         )
+        self._spent = None
 
     def _layer(self, layer: Layer) -> HfLayer:
         attention, mlp = layer.attention, layer.mlp
@@ -160,25 +172,32 @@ class PackedModel:
 
     def _linear(self, linear: Linear, *, slices: int = 1, rows: IntArray | None = None) -> HfLinear:
         """Packs a linear. `rows` says which output of the linear each packed one is; -1: zeros."""
+        in_order = rows is None and len(linear.weights) == 1
         rows = np.arange(linear.out_features) if rows is None else rows
         groups = -(-len(rows) // GROUP)
         rows = np.concatenate([rows, np.full(groups * GROUP - len(rows), _NO_ROW)])
         slice_length = linear.in_features // slices
         slice_tiles = -(-slice_length // TILE)
-        packed = self._arena.take(len(rows) * slices * slice_tiles * TILE * self._itemsize)
+        row_bytes = slices * slice_tiles * TILE * self._itemsize
+        packed = self._arena.take(len(rows) * row_bytes)
         weights = [_with_rows(weight) for weight in linear.weights]
         addresses = _row_addresses(weights)
         pointers = np.where(rows == _NO_ROW, 0, addresses[rows]).astype(np.uint64)
-        self._library.hf_pack(
-            self._pool,
-            pointers.ctypes.data,
-            len(rows),
-            slices,
-            slice_length,
-            slice_tiles,
-            self._itemsize,
-            packed,
-        )
+        step = max(1, PIECE_BYTES // (row_bytes * GROUP)) * GROUP if in_order else len(rows)
+        for first in range(0, len(rows), step):
+            piece = pointers[first : first + step]
+            self._library.hf_pack(
+                self._pool,
+                piece.ctypes.data,
+                len(piece),
+                slices,
+                slice_length,
+                slice_tiles,
+                self._itemsize,
+                packed + first * row_bytes,
+            )
+            if self._spent is not None:
+                self._spent.read(linear.weights, slice(first, first + step) if in_order else slice(None))
         return HfLinear(
             tiles=packed,
             bias=None if linear.bias is None else self._floats(_placed(linear.bias, rows)),

@@ -64,7 +64,7 @@ struct HfExchange {
 struct HfModel {
   const HfLayer* layers;
   HfRotary* rotaries;
-  const void* embedding;  // [rows of this rank][hidden], not packed
+  const void* embedding;  // [rows of this rank][hidden], not packed; null: the head's weights, as they are packed
   HfNorm norm;
   HfLinear head;
   const HfExchange* exchange;  // null: a step stops where a sum over ranks is due

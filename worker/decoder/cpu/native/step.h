@@ -215,11 +215,23 @@ template <class W> class Decoder {
   void embed_row(int r, float* out) {
     int row = (int)step.token_ids[r] - m.first_vocab_row;
     bool mine = row >= 0 && row < m.vocab_rows;
-    const W* vector = (const W*)m.embedding + (mine ? (long)row * m.hidden : 0);
+    const W* vector = (const W*)m.embedding + (mine && m.embedding ? (long)row * m.hidden : 0);
+    std::vector<W> of_head;
+    if (!m.embedding) vector = head_row(mine ? row : 0, of_head);
     int i = 0;
     for (; i + 16 <= m.hidden; i += 16)
       store(out + i, mine ? load(vector + i) * all(m.embedding_scale) + zero() : zero());
     for (; i < m.hidden; i++) out[i] = mine ? element(vector[i]) * m.embedding_scale + 0.0f : 0.0f;
+  }
+  // The weights of an output of the head, which is the embedding's table too.
+  const W* head_row(int row, std::vector<W>& out) {
+    out.resize(m.head.slice_tiles * K_TILE);
+    const W* panel = (const W*)m.head.tiles + (long)(row / 32) * m.head.slice_tiles * 2 * TILE + row / 16 % 2 * TILE;
+    for (int k = 0; k < (int)out.size(); k++) {
+      const W* pair = pair_at(panel + k / K_TILE * 2 * TILE, k % K_TILE / 2, row % 16);
+      out[k] = pair[k % 2 * (sizeof(W) == 4 ? 16 : 1)];
+    }
+    return out.data();
   }
   template <class Fn> bool row_tasks(Run& run, int rows, Fn&& fn) {
     return holdfast::tasks(run, (rows + NORM_ROWS - 1) / NORM_ROWS, [&](int t) {

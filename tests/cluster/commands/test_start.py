@@ -1,0 +1,67 @@
+"""What `holdfast generate` has loaded by its first token: no library that only another way of running needs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROBE = """
+import json, sys
+from holdfast.cluster.commands import cli
+from holdfast.cluster.commands.printing import Printer
+
+def add(printer, text, num_tokens):
+    print(json.dumps(sorted(sys.modules)), flush=True)
+
+Printer.add = add
+sys.argv[1:] = ["generate", "The capital of France is", "--max-tokens", "1"]
+cli.main()
+"""
+
+OF_A_CLUSTER = {"ray", "grpc", "google.protobuf", "holdfast.v1", "holdfast.cluster.serve", "holdfast.router.doors"}
+OF_HUGGING_FACE = {"transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "torch.distributed.tensor"}
+OF_OTHER_WAYS = {"sympy", "onnx", "pandas", "scipy", "matplotlib", "rich", "hypothesis", "pytest"}
+
+MOST_MODULES = 1700
+"""1,450 when this was written, 1,050 of them torch's own."""
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory) -> list[set[str]]:
+    """The modules of a first start of a user's, and of a later one."""
+    home = tmp_path_factory.mktemp("home")
+    (home / ".cache" / "holdfast").mkdir(parents=True)
+    native = Path.home() / ".cache" / "holdfast" / "native"
+    if native.is_dir():
+        (home / ".cache" / "holdfast" / "native").symlink_to(native)
+    return [modules_of_a_start(home), modules_of_a_start(home)]
+
+
+def modules_of_a_start(home: Path) -> set[str]:
+    environ = dict(os.environ, HOME=str(home), PYTHONPATH=os.pathsep.join(sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], env=environ, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[0]))
+
+
+def among(loaded: set[str], names: set[str]) -> set[str]:
+    """The modules of these packages."""
+    return {name for name in loaded if any(f"{name}.".startswith(f"{package}.") for package in names)}
+
+
+def test_no_start_in_one_process_loads_what_a_cluster_needs(starts):
+    assert not among(starts[0] | starts[1], OF_A_CLUSTER)
+
+
+def test_a_later_start_does_without_hugging_face(starts):
+    assert among(starts[0], OF_HUGGING_FACE), "the first one proves the model"
+    assert not among(starts[1], OF_HUGGING_FACE | OF_OTHER_WAYS)
+
+
+def test_a_later_start_loads_few_modules(starts):
+    assert len(starts[1]) < MOST_MODULES
