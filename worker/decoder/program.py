@@ -163,7 +163,8 @@ class _Provable:
     def run_model(self, token_ids: Tensor) -> Tensor:
         logits = self._executor.run(self._batch(token_ids.numpy()), with_logits=True).logits
         assert logits is not None
-        return logits.clone()
+        self._executor.free_logits()
+        return logits
 
     def _batch(self, token_ids: np.ndarray) -> StepBatch:
         count = len(token_ids)

@@ -113,6 +113,10 @@ class CpuExecutor:
         self.packed.model.block_size = block_size
         return self._cache
 
+    def free_logits(self) -> None:
+        """Frees the memory of the last step's logits, which the next step would use again."""
+        self._own_logits, self._all_logits, self._block_best = _Room(), _Room(), _Room()
+
     def drop_cache(self) -> None:
         self._drop_decoder()
         self._cache = None
