@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.router.doors.http.bodies import ChatBody
 from holdfast.router.doors.http.chat_completions import chat_of, chat_request
+from holdfast.router.doors.http.sampling import structure_of
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.tools.chat_style import ChatReader, ChatStyle
@@ -45,8 +46,7 @@ async def plan_chat(body: ChatBody, requests: RequestProcessor, tenant: str) -> 
     tools = checked_tools(body.tools)
     choice = checked_tool_choice(body.tool_choice, tools)
     style = requests.chat_style(body.model or "")
-    is_shaped = body.response_format is not None and body.response_format.type != "text"
-    is_shaped = is_shaped or body.given("structured_outputs") is not None
+    is_shaped = structure_of(body) is not None
     if tools and choice.mode != "none" and style.call_format is None:
         raise InvalidRequestError(
             "tools", len(tools), "cannot be called: the model's chat template writes no known calls"

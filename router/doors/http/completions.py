@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any, Final
 
 from holdfast.router.doors.http.bodies import CompletionBody
@@ -97,12 +98,19 @@ class Completions:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of a stream, the last of which says that it is done."""
         usages: list[Usage] = []
+        so_far = Usage(
+            num_prompt_tokens=sum(len(answer.prompt_token_ids) for answer in self._answers), num_completion_tokens=0
+        )
         async for number, delivery in _side_by_side(self._answers):
             if delivery.usage is not None:
                 usages.append(delivery.usage)
             choice = self._choice(self._numbered(number, delivery), self._answers[number])
             chunk = {**self._head, "choices": [choice], "system_fingerprint": delivery.fingerprint or None}
-            if self._body.tells_usage:
+            if self._body.tells_usage_always:
+                num_tokens = so_far.num_completion_tokens + len(delivery.token_ids)
+                so_far = replace(so_far, num_completion_tokens=num_tokens)
+                chunk["usage"] = usage_of(so_far)
+            elif self._body.tells_usage:
                 chunk["usage"] = None
             yield event_of(chunk)
         if self._body.tells_usage:

@@ -68,6 +68,20 @@ async def test_a_chat_is_streamed_with_one_role_one_finish_reason_and_a_usage_at
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("door", ["chat", "text"])
+@on_a_loop
+async def test_every_chunk_has_the_usage_so_far_where_that_is_asked_for(door):
+    asked = {"model": "fake", "max_tokens": 6, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    async with openai_site(await FakeReplica.start()) as (_, client):
+        if door == "chat":
+            stream = await client.chat.completions.create(messages=HELLO, **asked)
+        else:
+            stream = await client.completions.create(prompt="hello", **asked)
+        counts = [chunk.usage.completion_tokens async for chunk in stream]
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
+
+
 @on_a_loop
 async def test_several_choices_are_told_apart():
     async with openai_site(await FakeReplica.start()) as (_, client):

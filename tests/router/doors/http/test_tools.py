@@ -5,6 +5,9 @@ import json
 import openai
 import pytest
 
+from holdfast.router.doors.http.bodies import ChatBody
+from holdfast.router.doors.http.chat_plan import plan_chat
+from holdfast.router.tools.chat_style import ChatStyle
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_a_loop
 from tests.router.site import site
@@ -119,3 +122,29 @@ async def test_tools_that_are_wrong_are_refused_by_name(fields, param, script):
     with pytest.raises(openai.BadRequestError) as refused:
         await ask(**fields)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"choice": ["yes"]}},
+        {"guided_json": {"type": "object"}},
+        {"guided_regex": "a+"},
+    ],
+)
+@on_a_loop
+async def test_a_shape_in_any_spelling_has_no_thoughts(shape):
+    """Its text is what the grammar says, so nothing of it may be taken for reasoning."""
+
+    class Requests:
+        def chat_style(self, model: str) -> ChatStyle:
+            return ChatStyle.of(byte_tokenizer("", TEMPLATE))
+
+        async def render(self, model: str, chat: object) -> str:
+            return "<think>"
+
+    plain = await plan_chat(ChatBody.read(json.dumps({"messages": ASKED}).encode()), Requests(), "")
+    shaped = await plan_chat(ChatBody.read(json.dumps({"messages": ASKED, **shape}).encode()), Requests(), "")
+    assert plain.new_reader() is not None
+    assert shaped.new_reader() is None
