@@ -173,34 +173,27 @@ class _Chunks:
         if delivery.fingerprint != self._fingerprint:
             self._fingerprint = delivery.fingerprint
             self._head["system_fingerprint"] = delivery.fingerprint or None
-        events = b""
-        index = delivery.sequence_index
+        index, events = delivery.sequence_index, b""
         if index not in self._readers:
             self._readers[index] = self._new_reader()
             events = self._event(index, {"role": "assistant", "content": ""}, None, None)
+        *earlier, last = self._deltas(delivery) or [{}]
+        for delta in earlier:
+            events += self._event(index, delta, None, None)
         logprobs = chat_logprobs(delivery.logprobs, text_of)
-        extra: dict[str, Any] = {}
-        if self._body.return_token_ids:
-            extra["token_ids"] = list(delivery.token_ids)
-        reader = self._readers[index]
-        finish_reason = finish_after_calls(delivery.finish_reason, reader)
+        finish_reason = finish_after_calls(delivery.finish_reason, self._readers[index])
+        extra = {"token_ids": list(delivery.token_ids)} if self._body.return_token_ids else {}
+        return events + self._event(index, last, logprobs, finish_reason, extra)
+
+    def _deltas(self, delivery: Deliver) -> list[dict[str, Any]]:
+        """What a delivery's text comes to."""
+        reader = self._readers[delivery.sequence_index]
         if reader is None:
-            delta = {"content": delivery.text} if delivery.text else {}
-            return events + self._event(index, delta, logprobs, finish_reason, extra)
+            return [{"content": delivery.text}] if delivery.text else []
         read = reader.push(delivery.text)
         if delivery.finish_reason is not None:
             read += reader.finish()
-            finish_reason = finish_after_calls(delivery.finish_reason, reader)
-        deltas = [delta_of(call_prefix(delivery), event) for event in read]
-        told = [delta for delta in deltas if delta]
-        if finish_reason is not None or logprobs is not None or extra or len(told) != 1:
-            told.append({})
-        for number, one in enumerate(told):
-            is_last = number == len(told) - 1
-            events += self._event(
-                index, one, logprobs if is_last else None, finish_reason if is_last else None, extra if is_last else {}
-            )
-        return events
+        return [delta for event in read if (delta := delta_of(call_prefix(delivery), event))]
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk after the last choice."""
