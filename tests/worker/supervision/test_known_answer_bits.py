@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ctypes import c_uint32
 from dataclasses import replace
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -21,12 +22,15 @@ from holdfast.worker.config import (
     WorkerConfig,
 )
 from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import ModelRunner, follow
+from holdfast.worker.errors import ReplicaError
 from holdfast.worker.layers.linear import Linear
 from holdfast.worker.model.program import SkeletonProgram
 from holdfast.worker.replica.replica import Replica
-from holdfast.worker.request import EngineRequest
+from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.step_update import StepUpdate
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.worker.supervision.test_known_answer_check import TIMEOUT_S, Listener
@@ -73,24 +77,39 @@ def config_of(
 
 def strangers() -> Iterator[EngineRequest]:
     rng = random.Random(3)
-    for number in range(30):
+    for number in count():
         prompt = [rng.randrange(3, 100) for _ in range(rng.randint(1, 40))]
         params = SamplingParams(temperature=rng.choice((0.0, 1.0)), seed=number, max_tokens=60, ignore_eos=True)
         yield EngineRequest(request_id=f"r{number}", prompt_token_ids=tuple(prompt), sampling_params=params)
 
 
+class Crowd(Listener):
+    """Thirty strangers at any time: whoever ends is replaced."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine, self.requests = engine, strangers()
+        engine.attach(self)
+        for request in islice(self.requests, 30):
+            engine.submit(request, self)
+
+    def on_update(self, update: StepUpdate) -> None:
+        for delta in update.deltas:
+            if delta.finish_reason is FinishReason.LENGTH:
+                with suppress(ReplicaError):  # it is being stopped
+                    self.engine.submit(next(self.requests), self)
+
+
 def ask_under_load(replica: Replica, num_times: int) -> None:
     """Asks so many times while others run, and waits for the answers. They are still running then."""
-    listener, known_answer_check = Listener(), replica._known_answer_check
-    replica.engine.attach(listener)
-    for request in strangers():
-        replica.engine.submit(request, listener)
+    known_answer_check = replica._known_answer_check
+    Crowd(replica.engine)
     for number in range(num_times):
         assert known_answer_check.ask()
         while known_answer_check.num_right <= number and replica.engine.failure is None:
             replica.engine.stats(TIMEOUT_S)
     assert replica.engine.failure is None
-    assert replica.engine.load.num_running > 0
+    assert replica.engine.load.num_running + replica.engine.load.num_waiting > 0
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["tp1", "tp2"])
