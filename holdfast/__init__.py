@@ -16,13 +16,16 @@ if TYPE_CHECKING:
     from holdfast.cluster.offline.beams import BeamSearchParams
     from holdfast.cluster.offline.inference_engine import InferenceEngine
     from holdfast.cluster.offline.llm import LLM
-    from holdfast.cluster.offline.outputs import CompletionOutput, RequestOutput
+    from holdfast.cluster.offline.outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from holdfast.cluster.offline.prompts import TextPrompt, TokensPrompt
     from holdfast.cluster.serve.app import build_app
     from holdfast.router.generation import Chunk
     from holdfast.worker.errors import HoldfastError
     from holdfast.worker.request import FinishReason, Priority
-    from holdfast.worker.sampling_params import SamplingParams
+    from holdfast.worker.sampling_params import RequestOutputKind, SamplingParams
     from holdfast.worker.structured_outputs import StructuredOutputs
+
+    GuidedDecodingParams = StructuredOutputsParams = StructuredOutputs
 
 __all__ = [
     "LLM",
@@ -33,12 +36,19 @@ __all__ = [
     "Client",
     "CompletionOutput",
     "FinishReason",
+    "GuidedDecodingParams",
     "HoldfastError",
     "InferenceEngine",
     "Priority",
+    "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputs",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
     "build_app",
 ]
 
@@ -54,14 +64,24 @@ _HOMES = {
     "HoldfastError": "holdfast.worker.errors",
     "InferenceEngine": "holdfast.cluster.offline.inference_engine",
     "Priority": "holdfast.worker.request",
+    "RequestMetrics": "holdfast.cluster.offline.outputs",
     "RequestOutput": "holdfast.cluster.offline.outputs",
+    "RequestOutputKind": "holdfast.worker.sampling_params",
     "SamplingParams": "holdfast.worker.sampling_params",
     "StructuredOutputs": "holdfast.worker.structured_outputs",
+    "TextPrompt": "holdfast.cluster.offline.prompts",
+    "TokensPrompt": "holdfast.cluster.offline.prompts",
     "build_app": "holdfast.cluster.serve.app",
 }
 
 
+_NAMES_IN_VLLM = {"GuidedDecodingParams": "StructuredOutputs", "StructuredOutputsParams": "StructuredOutputs"}
+
+
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("holdfast")
+    name = _NAMES_IN_VLLM.get(name, name)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,8 +1,10 @@
-"""Chat request as plain data: messages, variables of the chat template, and the checks that need no template.
+"""Chat request as plain data: messages, variables of the chat template, and the checks that need no template; and
+messages in OpenAI's shape in the form that templates take.
 
 What may not live here: rendering (`router/text/chat.py`), tokens, wire formats.
 """
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,6 +67,46 @@ def _check_message(name: str, message: Message) -> None:
         raise InvalidRequestError(f"{name}.role", role, "must be a name like user or assistant")
     if not isinstance(content, str | list) and not (content is None and role == "assistant"):
         raise InvalidRequestError(f"{name}.content", content, "must be text")
+
+
+def with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose calls have their arguments as objects, as templates take them, and not as JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: object) -> object:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise InvalidRequestError("messages.tool_calls", call, "must be objects with a function")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            raise InvalidRequestError("messages.tool_calls", arguments, "must have arguments in JSON") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with its content as one text, where it is a list of texts. What is no text is refused."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "".join(map(_text_of_part, content))}
+
+
+def _text_of_part(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    raise InvalidRequestError("messages.content", kind, "must be text: this model takes no other kind of input")
 
 
 def _num_bytes(part: object) -> int:

@@ -55,6 +55,7 @@ class GenerationRequest:
         checked_text("request_id", self.request_id)
         if not isinstance(self.sampling_params, SamplingParams):
             raise InvalidRequestError("sampling_params", self.sampling_params, "must be SamplingParams")
+        object.__setattr__(self, "sampling_params", self.sampling_params.clone())  # the caller may change its own
         check_service(priority=self.priority, tenant=self.tenant, cache_salt=self.cache_salt)
         object.__setattr__(self, "timeout_s", checked_seconds("timeout_s", self.timeout_s))
 

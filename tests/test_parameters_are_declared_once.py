@@ -106,7 +106,7 @@ def test_the_page_has_the_table_of_the_declarations():
 # --- a new parameter: declared, and said in the messages; nothing else ---
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Warmer(SamplingParams):
     warmth: Annotated[
         float, Field(ge=0, le=1, description="how warm it is"), About(world=World.TOKENS, topic=Topic.SAMPLING)

@@ -3,7 +3,8 @@
 What may not live here: reading files or the environment, torch, and values that are only known once a model is loaded.
 """
 
-from typing import Annotated, Literal
+import json
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -41,6 +42,19 @@ def parse_shares(value: object) -> object:
 TenantShares = Annotated[dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]], BeforeValidator(parse_shares)]
 
 
+def parse_json(value: object) -> object:
+    """The text of a JSON object as a mapping. Other values are left to the validator."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"{value!r} is not JSON: {error}") from None
+
+
+JsonObject = Annotated[dict[str, Any], BeforeValidator(parse_json)]
+
+
 class Settings(BaseModel):
     """A group of settings: immutable, and an unknown key is an error."""
 
@@ -53,6 +67,12 @@ class ModelConfig(Settings):
     model: str = Field("demo", description="a local Hugging Face folder, a hub id, or `demo`, the bundled model")
     served_model_name: str | None = Field(
         None, description="the model's name in the API; default: the last part of `model`"
+    )
+    tokenizer: str | None = Field(None, description="folder or hub id of another tokenizer; unset: the model's own")
+    revision: str | None = Field(None, description="branch, tag or commit of a hub id")
+    download_dir: str | None = Field(None, description="folder for what is downloaded; unset: the hub client's own")
+    hf_overrides: JsonObject = Field(
+        {}, description="entries of the model's config.json to replace, as JSON; one that it does not know is refused"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="data type of the weights; auto: the checkpoint's"

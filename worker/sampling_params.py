@@ -6,7 +6,8 @@ the parameters do (`worker/sampling/`, `router/`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, InitVar, dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Annotated, Final, Self
 
@@ -40,6 +41,14 @@ MAX_BEAM_WIDTH: Final = MAX_LOGPROBS // 2
 """A beam search looks at twice as many candidates as it has beams."""
 
 
+class RequestOutputKind(Enum):
+    """What outputs of a stream hold, by vLLM's names. Here the call says it: see `SamplingParams`."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
 def _without_blanks(words: tuple[str, ...]) -> tuple[str, ...]:
     if not all(map(str.strip, words)):
         raise ValueError("blank")
@@ -61,11 +70,16 @@ _end = partial(About, topic=Topic.ENDING)
 _report = partial(About, topic=Topic.REPORT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, unsafe_hash=True)
 class SamplingParams:
     """How to draw tokens and when to stop. The call shape follows vLLM's class of the same name.
 
-    Raises `InvalidRequestError`, naming the field, for a value outside its limits. Lists are stored as tuples.
+    Raises `InvalidRequestError`, naming the field, for a value outside its limits, given or set later. Lists are stored
+    as tuples. A request takes a copy: what is set after it was submitted holds for the next one.
+
+    Two more are taken for the sake of scripts that were written for vLLM: `guided_decoding`, the older name of
+    `structured_outputs`, and `output_kind`, which changes nothing: `generate` returns what is finished, a client's
+    stream deltas, and a callback gets all so far.
     """
 
     temperature: Annotated[
@@ -255,12 +269,57 @@ class SamplingParams:
         _report(world=World.TEXT, negative_flag="--keep-special-tokens"),
     ] = True
 
-    def __post_init__(self) -> None:
+    detokenize: Annotated[
+        bool,
+        Field(description="makes text of the tokens; without it the text is empty, and there are no stop strings"),
+        _report(world=World.TEXT, negative_flag="--no-text"),
+    ] = True
+
+    guided_decoding: InitVar[StructuredOutputs | Mapping[str, object] | None] = None
+    output_kind: InitVar[RequestOutputKind] = RequestOutputKind.CUMULATIVE
+
+    def __post_init__(
+        self, guided_decoding: StructuredOutputs | Mapping[str, object] | None, output_kind: RequestOutputKind
+    ) -> None:
+        _check_output_kind(output_kind)
+        if guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise _refusal("guided_decoding", guided_decoding, "must not be set with structured_outputs")
+            object.__setattr__(self, "structured_outputs", guided_decoding)
         for name, parameter in PARAMETERS.items():
             value = getattr(self, name)
             if value is not parameter.default:
                 object.__setattr__(self, name, parameter.check(value))
         self._check_together()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """A parameter that is set is checked as one that is given; a value that is refused changes nothing."""
+        if not hasattr(self, name):  # `__init__` gives it, which checks all of them at its end
+            return object.__setattr__(self, name, value)
+        if name not in PARAMETERS:
+            return self._set_other(name, value)
+        before = getattr(self, name)
+        object.__setattr__(self, name, PARAMETERS[name].check(value))
+        try:
+            self._check_together()
+        except InvalidRequestError:
+            object.__setattr__(self, name, before)
+            raise
+
+    def _set_other(self, name: str, value: object) -> None:
+        if name == "output_kind":
+            _check_output_kind(value)
+        elif name == "guided_decoding":
+            self.structured_outputs = value  # type: ignore[assignment]  # it is checked
+        else:
+            raise AttributeError(f"SamplingParams has no parameter {name!r}")
+
+    def clone(self) -> Self:
+        """Another object with the same values."""
+        twin = object.__new__(type(self))
+        for name in PARAMETERS:
+            object.__setattr__(twin, name, getattr(self, name))
+        return twin
 
     def with_changes(self, **changes: object) -> Self:
         """The same but for these. What stays is valid already, and not checked again."""
@@ -277,6 +336,8 @@ class SamplingParams:
         """What one parameter says of another."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _refusal("min_tokens", self.min_tokens, f"must be at most max_tokens, {self.max_tokens}")
+        if self.stop and not self.detokenize:
+            raise _refusal("stop", self.stop, "must not be set without detokenize: they are found in the text")
         if self.beam_width is not None:
             self._check_beams(self.beam_width)
         if self.best_of is not None and self.best_of < self.n:
@@ -307,6 +368,11 @@ class SamplingParams:
 
 
 PARAMETERS: Final[Mapping[str, Parameter]] = declared(SamplingParams)
+
+
+def _check_output_kind(kind: object) -> None:
+    if not isinstance(kind, RequestOutputKind):
+        raise _refusal("output_kind", kind, "must be a RequestOutputKind")
 
 
 def _refusal(name: str, value: object, limit: str) -> InvalidRequestError:

@@ -122,8 +122,8 @@ def _check_for_server(settings: Layer, config: Path | None) -> None:
 
 
 def _complete_here(config: HoldfastConfig, ask: Ask) -> None:
+    from holdfast.cluster.offline.chat_prompts import chat_token_ids
     from holdfast.cluster.offline.inference_engine import InferenceEngine
-    from holdfast.cluster.offline.llm import chat_token_ids
     from holdfast.cluster.progress_bars import progress
 
     with progress(sys.stderr) as report:

@@ -21,7 +21,7 @@ from holdfast.router.config import LimitsConfig
 from holdfast.router.request import GenerationRequest, derived_seed
 from holdfast.router.requests.answer import CompletedSequence
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.worker.config import WorkerConfig
+from holdfast.worker.config import ModelConfig, WorkerConfig
 from holdfast.worker.errors import InvalidRequestError, RequestAbortedError
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.replica.rank import RankLauncher
@@ -218,6 +218,15 @@ class InferenceEngine:
     def info(self) -> ModelInfo:
         """Facts of the loaded model."""
         return self._running()[0].info
+
+    @property
+    def model_config(self) -> ModelConfig:
+        """The settings of the loaded model, with what was found out of it: folder, longest sequence and dtype."""
+        found = {"max_model_len": self.info.max_model_len, "dtype": self.info.dtype}
+        return self._config.model.model_copy(update=found)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
 
     @property
     def tokenizer(self) -> Tokenizer:

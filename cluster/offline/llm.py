@@ -6,41 +6,55 @@ What may not live here: anything that single requests through `InferenceEngine` 
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from contextlib import nullcontext
 from itertools import accumulate
-from typing import TypeVar, Unpack
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import keyword_layer
 from holdfast.cluster.offline.beams import BeamSearchParams, beam_sequence
-from holdfast.cluster.offline.inference_engine import InferenceEngine, Prompt, RequestHandle
+from holdfast.cluster.offline.chat_prompts import chat_token_ids, template_text
+from holdfast.cluster.offline.default_params import default_params
+from holdfast.cluster.offline.engine_metrics import Metric, metrics_of
+from holdfast.cluster.offline.inference_engine import InferenceEngine, RequestHandle
 from holdfast.cluster.offline.outputs import BeamSearchOutput, RequestOutput
+from holdfast.cluster.offline.prompts import Given, PromptInput, prompt_list
+from holdfast.cluster.offline.vllm_arguments import WHERE, translated
 from holdfast.cluster.progress_bars import progress
 from holdfast.cluster.service_options import ServiceOptions
-from holdfast.router.text.chat import render_chat
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.stats import EngineStats
-from holdfast.worker.value_types import checked_prompt, checked_text, checked_token_ids, is_list, is_whole
+from holdfast.worker.value_types import is_list, is_whole
 
-PromptInput = str | Mapping[str, object]
-"""Text, or a mapping with `prompt` (text) or `prompt_token_ids` (integers)."""
-
-Message = Mapping[str, str]
-"""One turn of a chat: `role` and `content`."""
+Message = Mapping[str, Any]
+"""One turn of a chat: `role` and `content`, as OpenAI's clients send them."""
 
 Item = TypeVar("Item")
+
+
+class _Service(TypedDict, total=False):
+    """`ServiceOptions` without the priority."""
+
+    tenant: str
+    timeout_s: float | None
+    cache_salt: str
 
 
 class LLM:
     """A loaded model. Close it, or use it as a context manager, to free what it holds before the process ends.
 
-    `settings` are those of `holdfast config show`, by their last name (`max_num_seqs=8`). Requests without a seed get
-    one derived from `seed` and their number, so that a script gives the same outputs every time it is run. Raises
-    `ConfigurationError` or `UnsupportedModelError` where the model cannot be loaded as asked.
+    `settings` are those of `holdfast config show`, by their last name (`max_num_seqs=8`), or the arguments of vLLM's
+    class: those that change no output are taken as far as they mean something here, the others are refused. Requests
+    without a seed get one derived from `seed` and their number, so that a script gives the same outputs every time it
+    is run. `chat_template` (a file, or the template itself) takes the place of the model's own. `generation_config`
+    (`auto`: the model's; `vllm`: none; or a folder) and `override_generation_config` say which parameters a request
+    without any has. Raises `ConfigurationError` or `UnsupportedModelError` where the model cannot be loaded as asked.
     """
 
     def __init__(
@@ -51,12 +65,17 @@ class LLM:
         dtype: str = "auto",
         seed: int = 0,
         max_model_len: int | None = None,
+        chat_template: str | Path | None = None,
+        generation_config: str = "auto",
+        override_generation_config: Mapping[str, object] | None = None,
         **settings: object,
     ) -> None:
         named = {"model": model, "tensor_parallel_size": tensor_parallel_size, "dtype": dtype, "seed": seed}
         if max_model_len is not None:
             settings["max_model_len"] = max_model_len
-        config = load_config(keyword_layer(HoldfastConfig, named | settings, "LLM(...)")).config
+        config = load_config(keyword_layer(HoldfastConfig, named | translated(settings), WHERE)).config
+        self._chat_template = template_text(chat_template)
+        self._generation_config = generation_config, override_generation_config or {}
         self._window = config.scheduler.max_num_waiting
         self._engine = InferenceEngine(config=config.worker, limits=config.limits, seed=seed)
         self._engine.start()
@@ -64,41 +83,78 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptInput | Sequence[PromptInput] | Sequence[int],
+        prompts: PromptInput | Sequence[PromptInput] | Sequence[int] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        **service: Unpack[ServiceOptions],
+        use_tqdm: bool | Callable[..., object] = True,
+        lora_request: None = None,
+        priority: Priority | int | Sequence[Priority | int] | None = None,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
+        **service: Unpack[_Service],
     ) -> list[RequestOutput]:
         """Completes all prompts together; outputs come in the order of the prompts.
 
-        One prompt may be given without a list. `sampling_params` is one for all, or one for each. `use_tqdm` shows a
-        progress bar if stderr is a terminal. `service` holds for each request, `timeout_s` from when it is submitted:
-        the first that runs out of time ends the call with a `DeadlineExceededError`. Raises `InvalidRequestError` for a
-        prompt that can never fit.
+        One prompt may be given without a list. `sampling_params` and `priority` are one for all, or one for each;
+        without parameters, `get_default_sampling_params` holds. A whole number as `priority` is vLLM's: 0 is normal,
+        lower ones go first. `use_tqdm` shows a progress bar if stderr is a terminal. `service` holds for each request,
+        `timeout_s` from when it is submitted: the first that runs out of time ends the call with a
+        `DeadlineExceededError`. Raises `InvalidRequestError` for a prompt that can never fit.
         """
-        chosen = [_prompt(item) for item in _prompt_list(prompts)]
-        handles = self._run(chosen, _one_each(sampling_params, len(chosen)), use_tqdm, service)
+        _check_unused(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        _check_unused(tokenization_kwargs=tokenization_kwargs)
+        given = prompt_list(_either(prompts, prompt_token_ids))
+        handles = self._run(given, self._params(sampling_params, len(given)), bool(use_tqdm), priority, service)
         return [handle.result() for handle in handles]
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        **service: Unpack[ServiceOptions],
+        use_tqdm: bool | Callable[..., object] = True,
+        lora_request: None = None,
+        priority: Priority | int | Sequence[Priority | int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **service: Unpack[_Service],
     ) -> list[RequestOutput]:
-        """The assistant's next turn in one conversation, or in each of several, by the model's own chat template."""
+        """The assistant's next turn in one conversation, or in each of several, by the model's chat template.
+
+        The content of a message is text, or a list of texts in OpenAI's shape, which templates get as one text.
+        `tools` are shown to the model; its calls are in the text as it writes them. Otherwise as `generate`.
+        """
+        _check_unused(lora_request=lora_request)
+        if chat_template_content_format not in ("auto", "string"):
+            limit = "must be auto or string: templates get contents as text"
+            raise InvalidRequestError("chat_template_content_format", chat_template_content_format, limit)
         is_one = not is_list(messages) or not messages or isinstance(messages[0], Mapping)
-        conversations = [messages] if is_one else messages
-        prompts: list[Prompt] = [chat_token_ids(self.get_tokenizer(), talk) for talk in conversations]  # type: ignore[arg-type]
-        handles = self._run(prompts, _one_each(sampling_params, len(prompts)), use_tqdm, service)
+        given = [
+            Given(
+                chat_token_ids(
+                    self.get_tokenizer(),
+                    conversation,  # type: ignore[arg-type]  # it is checked there
+                    template=template_text(chat_template) or self._chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    template_kwargs=chat_template_kwargs or {},
+                )
+            )
+            for conversation in ([messages] if is_one else messages)
+        ]
+        handles = self._run(given, self._params(sampling_params, len(given)), bool(use_tqdm), priority, service)
         return [handle.result() for handle in handles]
 
     def beam_search(
         self,
         prompts: PromptInput | Sequence[PromptInput],
         params: BeamSearchParams,
-        **service: Unpack[ServiceOptions],
+        **service: Unpack[_Service],
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt that a beam search finds, best first.
 
@@ -107,12 +163,26 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError("params", params, "must be BeamSearchParams")
-        chosen = [_prompt(item) for item in _prompt_list(prompts)]
-        handles = self._run(chosen, [params.sampling_params()] * len(chosen), False, service)
+        given = prompt_list(prompts)
+        handles = self._run(given, [params.sampling_params()] * len(given), False, None, service)
         return [self._beams(handle, keep_end=params.include_stop_str_in_output) for handle in handles]
 
     def get_tokenizer(self) -> Tokenizer:
         return self._engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What holds for a request without parameters: what the model's generation_config.json says, else neutral."""
+        source, overrides = self._generation_config
+        return default_params(Path(self._engine.model_config.model), source, overrides)
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's counts by vLLM's names. `get_stats` has all of them by ours."""
+        return metrics_of(self.get_stats(), self._engine.info.model)
+
+    @property
+    def llm_engine(self) -> InferenceEngine:
+        """The same as `engine`, by vLLM's name."""
+        return self._engine
 
     @property
     def engine(self) -> InferenceEngine:
@@ -142,25 +212,38 @@ class LLM:
             ]
         )
 
+    def _params(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+    ) -> list[SamplingParams]:
+        default = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        return _one_each(default, num_prompts)
+
     def _run(
-        self, prompts: list[Prompt], params: list[SamplingParams], show: bool, service: ServiceOptions
+        self,
+        given: list[Given],
+        params: list[SamplingParams],
+        show: bool,
+        priority: Priority | int | Sequence[Priority | int] | None,
+        service: _Service,
     ) -> list[RequestHandle]:
         """Requests that have finished. Keeps as many submitted as the engine's queue takes. If one fails, so does the
         call, and none is left running.
         """
+        services = _service_of_each(given, priority, service)
         handles: list[RequestHandle] = []
         num_done = 0
         num_ahead = list(accumulate((one.beam_width or one.num_sequences for one in params), initial=0))
         bar = progress(sys.stderr) if show and sys.stderr.isatty() else nullcontext(_silent)
         try:
             with bar as report:
-                for index in range(len(prompts)):
-                    while len(handles) < len(prompts) and self._has_room(num_ahead, index, len(handles)):
+                for index in range(len(given)):
+                    while len(handles) < len(given) and self._has_room(num_ahead, index, len(handles)):
                         number = len(handles)
-                        handles.append(self._engine.enqueue_request(prompts[number], params[number], **service))
+                        prompt, options = given[number].prompt, services[number]
+                        handles.append(self._engine.enqueue_request(prompt, params[number], **options))
                     handles[index].result()
                     num_done += 1
-                    report("generating", num_done, len(prompts))
+                    report("generating", num_done, len(given))
         finally:
             for handle in handles[num_done:]:
                 handle.cancel()
@@ -172,38 +255,50 @@ class LLM:
         return first == last or num_ahead[last + 1] - num_ahead[first] <= self._window
 
 
-def chat_token_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """The prompt that makes the model answer. Raises `InvalidRequestError` for a model without a chat template."""
-    text = render_chat(tokenizer.chat_template, messages, special_tokens=tokenizer.special_tokens)
-    return tokenizer.encode(text, add_special_tokens=False)
+def _check_unused(**arguments: object) -> None:
+    """vLLM's arguments for what is not here: nothing may be asked for by them."""
+    for name, value in arguments.items():
+        if value:
+            raise InvalidRequestError(name, value, "must not be set: it is not supported")
 
 
-def _prompt_list(prompts: PromptInput | Sequence[PromptInput] | Sequence[int]) -> Sequence[PromptInput]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not is_list(prompts):
-        raise InvalidRequestError("prompts", prompts, "must be a prompt or a list of prompts")
-    if prompts and is_whole(prompts[0]):
-        return [{"prompt_token_ids": prompts}]
-    return prompts  # type: ignore[return-value]  # a sequence of integers was taken care of
+def _either(prompts: Any, prompt_token_ids: Any) -> Any:
+    """The prompts, by their name or by the older one for token ids."""
+    if (prompts is None) == (prompt_token_ids is None):
+        raise InvalidRequestError("prompts", prompts, "must be given; prompt_token_ids is an older name for token ids")
+    if prompt_token_ids is None:
+        return prompts
+    is_one = not is_list(prompt_token_ids) or not prompt_token_ids or is_whole(prompt_token_ids[0])
+    return [{"prompt_token_ids": item} for item in ([prompt_token_ids] if is_one else prompt_token_ids)]
 
 
-def _prompt(item: PromptInput | Sequence[int]) -> Prompt:
-    """The prompt in whichever way it is given; a mapping may hold nothing else, lest it be ignored."""
-    if not isinstance(item, Mapping):
-        return checked_prompt(item)
-    if unknown := [key for key in item if key not in ("prompt", "prompt_token_ids")]:
-        raise InvalidRequestError("prompt", unknown, "must have prompt or prompt_token_ids, and nothing else")
-    if (token_ids := item.get("prompt_token_ids")) is not None:
-        return checked_token_ids("prompt_token_ids", token_ids)
-    return checked_text("prompt", item.get("prompt"))
+def _service_of_each(
+    given: Sequence[Given], priority: Priority | int | Sequence[Priority | int] | None, service: _Service
+) -> list[ServiceOptions]:
+    if not is_list(priority):
+        priorities = [_priority(priority)] * len(given)
+    elif len(priority) != len(given):
+        raise InvalidRequestError("priority", len(priority), f"must be one, or {len(given)} of them")
+    else:
+        priorities = [_priority(one) for one in priority]
+    return [
+        {**service, "priority": one, "cache_salt": service.get("cache_salt", "") if salt is None else salt}
+        for one, salt in zip(priorities, (item.cache_salt for item in given), strict=True)
+    ]
 
 
-def _one_each(
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params or SamplingParams()] * num_prompts
+def _priority(priority: object) -> Priority:
+    """A class of ours, or a number of vLLM's, of which lower ones go first and 0 is normal."""
+    if priority is None or isinstance(priority, Priority):
+        return Priority.NORMAL if priority is None else priority
+    if not is_whole(priority):
+        raise InvalidRequestError("priority", priority, "must be a Priority, or a whole number")
+    return Priority.NORMAL if priority == 0 else Priority.HIGH if priority < 0 else Priority.LOW
+
+
+def _one_each(sampling_params: SamplingParams | Sequence[SamplingParams], num_prompts: int) -> list[SamplingParams]:
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
     if not is_list(sampling_params) or not all(isinstance(one, SamplingParams) for one in sampling_params):
         limit = "must be SamplingParams, or a list with one for each prompt"
         raise InvalidRequestError("sampling_params", sampling_params, limit)

@@ -6,11 +6,12 @@ threads and other requests (`local_router.py`), and the form of an output (`rend
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 
-from holdfast.cluster.offline.outputs import RequestOutput
+from holdfast.cluster.offline.outputs import RequestMetrics, RequestOutput
 from holdfast.cluster.offline.rendering import completion_output, prompt_logprobs
 from holdfast.router.dispatch.output_stream import merged
 from holdfast.router.dispatch.parallel_sampling import is_ranked
@@ -50,6 +51,8 @@ class LocalRequest:
         self._pieces: list[list[Deliver]] = [[] for _ in range(request.sampling_params.num_sequences)]
         self._num_unfinished = len(self._pieces)
         self._is_streamed = callback is not None and not is_ranked(request.sampling_params)
+        self._arrived_s, self._arrived_ts = time.time(), time.monotonic()
+        self._first_token_ts: float | None = None
 
     async def run(self, processor: RequestProcessor) -> tuple[CompletedSequence, ...]:
         """From admission to the end. Raises `HoldfastError`; cancelling it cancels the request."""
@@ -61,7 +64,7 @@ class LocalRequest:
         async with processor.open(self._request) as answer:
             self._begin(answer)
             if not self._is_streamed:
-                answer.await_ends()
+                answer.await_ends(self._note_output)
             try:
                 async for delivery in answer:
                     self._take(delivery)
@@ -94,10 +97,15 @@ class LocalRequest:
 
     def _take(self, delivery: Deliver) -> None:
         """A ranked request has no output before its ranking is known; the final output comes from `end`."""
+        self._note_output()
         self._pieces[delivery.sequence_index].append(delivery)
         self._num_unfinished -= delivery.finish_reason is not None
         if self._is_streamed and self._num_unfinished:
             self._call_back(self._output(self._so_far()))
+
+    def _note_output(self) -> None:
+        if self._first_token_ts is None:
+            self._first_token_ts = time.monotonic()
 
     def _take_unread(self, answer: SampledAnswer) -> None:
         with suppress(HoldfastError):
@@ -157,15 +165,28 @@ class LocalRequest:
         cached = [pieces[0].num_cached_tokens if pieces else 0 for pieces in self._pieces]
         if params.beam_width is not None:
             cached = [completion.output.num_cached_tokens for completion in completions]
+        prompt_ids = given if self._answer is None else self._answer.prompt_token_ids
         return RequestOutput(
             request_id=self.request_id,
             prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=list(given if self._answer is None else self._answer.prompt_token_ids),
-            outputs=[completion_output(completion, params, self._tokenizer) for completion in completions],
+            prompt_token_ids=list(prompt_ids),
+            outputs=[completion_output(completion, params, self._tokenizer, prompt_ids) for completion in completions],
             finished=finished,
             num_cached_tokens=min(cached),
             prompt_logprobs=prompt_logprobs(completions[0], params, self._tokenizer),
+            metrics=self._metrics() if finished else None,
             error=error,
+        )
+
+    def _metrics(self) -> RequestMetrics | None:
+        if self._first_token_ts is None:
+            return None
+        return RequestMetrics(
+            arrival_time=self._arrived_s,
+            first_token_ts=self._first_token_ts,
+            last_token_ts=time.monotonic(),
+            first_token_latency=self._first_token_ts - self._arrived_ts,
+            num_generation_tokens=sum(len(delivery.token_ids) for pieces in self._pieces for delivery in pieces),
         )
 
     def _call_back(self, output: RequestOutput) -> None:

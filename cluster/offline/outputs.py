@@ -28,6 +28,8 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None = None
     """`stop`, `length` or `abort`; None while the sequence goes on."""
+    stop_reason: int | str | None = None
+    """The stop string, or the token of `stop_token_ids`, that ended it; None for the model's own end, or no end."""
     cumulative_logprob: float | None = None
     """Sum of the output tokens' log-probabilities; set with `logprobs`, `best_of` and beams."""
     logprobs: list[dict[int, Logprob]] | None = None
@@ -35,6 +37,20 @@ class CompletionOutput:
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMetrics:
+    """When things happened to a request. Times named `_ts` are of the monotonic clock."""
+
+    arrival_time: float
+    """In seconds since 1970, as the request was submitted."""
+    first_token_ts: float
+    last_token_ts: float
+    first_token_latency: float
+    """Seconds from its submission to its first token."""
+    num_generation_tokens: int
+    """Of all its sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +67,8 @@ class RequestOutput:
     """Those of the prompt's tokens that were found in the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each prompt token, by token id: that token, then the best ones; None for the first. None: not asked for."""
+    metrics: RequestMetrics | None = None
+    """Of a request that has finished; None for a beam search."""
     error: HoldfastError | None = None
     """Why a request ended without finishing. Only callbacks see it; everyone else gets it raised."""
 

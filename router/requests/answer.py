@@ -5,7 +5,7 @@ sequences of a request are opened and merged (`router/dispatch/call.py`).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.router.dispatch.call import Call
@@ -80,9 +80,12 @@ class SampledAnswer:
         """As `Call.abort`."""
         return self._call.abort()
 
-    def await_ends(self) -> None:
-        """From here on iterating gives the output of a sequence when it has ended, not at every step."""
-        self._call.await_ends()
+    def await_ends(self, on_first_output: Callable[[], None] | None = None) -> None:
+        """From here on iterating gives the output of a sequence when it has ended, not at every step.
+
+        `on_first_output` as for `Call.await_ends`.
+        """
+        self._call.await_ends(on_first_output)
 
     def unread(self) -> Iterator[Deliver]:
         """The output that has arrived and was not returned yet, without waiting. Raises as iterating does."""

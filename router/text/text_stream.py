@@ -38,12 +38,15 @@ class TextStream:
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context=prompt_token_ids)
         self._matcher = StopStringMatcher(params.stop_strings, include_match=params.include_stop_str_in_output)
         self._has_stop_strings = bool(params.stop_strings)
+        self._has_text = params.detokenize
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._guess: _Guess | None = None
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         """Takes the next tokens. Those after a complete stop string are ignored."""
+        if not self._has_text:
+            return TextPiece("", len(token_ids), False)
         if not self._has_stop_strings:  # then text needs no matching, nor guesses of what may be matched
             return TextPiece(self._detokenizer.push(token_ids), len(token_ids), False)
         texts: list[str] = []
@@ -55,6 +58,11 @@ class TextStream:
             self._num_tokens += 1
             texts.append(self._push_one(token_id))
         return TextPiece(text="".join(texts), num_tokens=num_tokens, stopped=self._matcher.matched is not None)
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that has ended the output; None so far."""
+        return self._matcher.matched
 
     def finish(self) -> str:
         """The text that was held back, for a sequence that ended otherwise; empty after a stop string."""

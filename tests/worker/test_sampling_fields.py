@@ -38,8 +38,12 @@ VALUES = {
     "echo": st.booleans(),
     "truncate_prompt_tokens": st.none() | st.sampled_from([-1, 4]),
     "skip_special_tokens": st.booleans(),
+    "detokenize": st.booleans(),
 }
-PARAMS = st.fixed_dictionaries({}, optional=VALUES).map(lambda given: SamplingParams(**given))
+GIVEN = st.fixed_dictionaries({}, optional=VALUES)
+PARAMS = GIVEN.filter(lambda given: given.get("detokenize", True) or not given.get("stop")).map(
+    lambda given: SamplingParams(**given)
+)
 
 
 def test_every_parameter_is_tried_here():

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import Parameter
-from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.sampling_params import RequestOutputKind, SamplingParams
 
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 WHOLE = ("top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n", "best_of", "beam_width")
-FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "echo")
+FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "echo", "detokenize")
 WRONG = {name: ("hot", True, [1.0], math.nan) for name in (*NUMBERS, "length_penalty")}
 WRONG |= {name: ("1", 1.5, True, [1]) for name in (*WHOLE, "truncate_prompt_tokens")}
 WRONG |= dict.fromkeys(FLAGS, ("yes", 1, None))
@@ -100,3 +100,37 @@ def test_what_stays_is_not_checked_again(monkeypatch):
 def test_a_change_of_nothing_that_there_is_is_our_own_mistake():
     with pytest.raises(TypeError, match="heat"):
         SamplingParams().with_changes(heat=1)
+
+
+# --- parameters that are set ---
+
+
+def test_a_parameter_that_is_set_is_checked_and_a_refused_value_changes_nothing():
+    params = SamplingParams(max_tokens=8)
+    params.temperature, params.stop = 0.25, "end"
+    assert (params.temperature, params.stop) == (0.25, ("end",))
+    for name, value in (("temperature", -1), ("min_tokens", 9), ("detokenize", False)):
+        before = params.clone()
+        with pytest.raises(InvalidRequestError):
+            setattr(params, name, value)
+        assert params == before
+    with pytest.raises(AttributeError):
+        params.temprature = 1.0
+
+
+def test_a_clone_is_equal_and_another_object():
+    params = SamplingParams(temperature=0.5, logit_bias={3: 1.0}, stop=["a"])
+    twin = params.clone()
+    assert twin == params
+    twin.temperature = 1.0
+    assert params.temperature == 0.5
+
+
+def test_names_of_vllm_are_understood():
+    guided = SamplingParams(guided_decoding={"choice": ["a", "b"]}, output_kind=RequestOutputKind.DELTA)
+    assert guided == SamplingParams(structured_outputs={"choice": ["a", "b"]})
+    guided.output_kind = RequestOutputKind.FINAL_ONLY
+    with pytest.raises(InvalidRequestError, match="output_kind"):
+        guided.output_kind = "delta"
+    with pytest.raises(InvalidRequestError, match="guided_decoding"):
+        SamplingParams(guided_decoding={"regex": "a"}, structured_outputs={"regex": "b"})

@@ -28,7 +28,7 @@ from holdfast.worker.model.memory import (
 )
 from holdfast.worker.model.parallelize import Target
 from holdfast.worker.model.program import BlockCache, Program, load_program
-from holdfast.worker.model.weights import resolve_model
+from holdfast.worker.model.weights import model_folder, tokenizer_folder
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
 from holdfast.worker.scheduling.prompt_logprobs import MAX_PROMPT_LOGPROBS
@@ -55,7 +55,7 @@ def load_model(
 
     Raises `ConfigurationError` or `UnsupportedModelError` where the model cannot be served so.
     """
-    folder = resolve_model(config.model.model, with_weights=config.model.load_format != "dummy")
+    folder = model_folder(config.model, with_weights=config.model.load_format != "dummy")
     loaded = load_program(config, folder, group, device, progress)
     program, facts, target = loaded.program, loaded.facts, loaded.target
     draft = _load_draft(config, folder, facts.vocab_size, target)
@@ -67,7 +67,7 @@ def load_model(
         logger.warning("the KV cache holds %d tokens, and the model could use %d", num_tokens, facts.max_model_len)
     info = ModelInfo(
         model=config.model.served_model_name or PurePath(config.model.model).name,
-        path=str(folder),
+        path=str(tokenizer_folder(config.model, folder)),
         model_type=facts.model_type,
         max_model_len=facts.max_model_len,
         vocab_size=facts.vocab_size,
@@ -80,7 +80,7 @@ def load_model(
         row_invariant=False,
         device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
         executor=f"{program.numerics}+{program.sampler.numerics}",
-        checkpoint_digest=checkpoint_digest(folder),
+        checkpoint_digest=checkpoint_digest(folder, config.model.hf_overrides),
     )
     return LoadedModel(program=program, cache=cache, info=info, draft=draft)
 

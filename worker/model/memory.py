@@ -19,7 +19,7 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.model.checks import choose_max_model_len
 from holdfast.worker.model.model import choose_device, register_attention, serving_dtype
 from holdfast.worker.model.parallel_plan import ParallelPlan, is_transposed_linear
-from holdfast.worker.model.weights import build_skeleton, read_config, resolve_model
+from holdfast.worker.model.weights import build_skeleton, model_folder, read_config
 
 CPU_CACHE_LIMIT: Final = 2**30
 """Without a setting, a rank on a CPU takes at most this much, and at most `CPU_CACHE_SHARE` of what is available."""
@@ -40,7 +40,7 @@ class MemoryEstimator:
 
     def __init__(self, config: WorkerConfig) -> None:
         """Raises as loading would where the config cannot be served."""
-        hf_config = read_config(resolve_model(config.model.model, with_weights=False))
+        hf_config = read_config(model_folder(config.model, with_weights=False), config.model.hf_overrides)
         register_attention()
         model = build_skeleton(hf_config)
         plan = ParallelPlan(hf_config, model.tp_plan or {}, config.parallel.tensor_parallel_size)

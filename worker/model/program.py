@@ -208,7 +208,7 @@ def _loaded(
     progress: Callable[[str, int, int], None],
 ) -> LoadedProgram:
     """The program of a model that Hugging Face's modules are built of."""
-    hf_config = read_config(folder)
+    hf_config = read_config(folder, config.model.hf_overrides)
     facts = ModelFacts(
         model_type=hf_config.model_type,
         vocab_size=hf_config.vocab_size,

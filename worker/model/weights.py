@@ -8,14 +8,16 @@ until a rank takes its slices, and all ranks of a machine share the page cache.
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from holdfast.worker.config import ModelConfig
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.model.checks import OTHER_ENGINE, check_config, check_loaded, first_line
 
@@ -23,6 +25,8 @@ ATTENTION: Final = "holdfast_paged"
 """The name under which `model.py` registers the paged attention with transformers."""
 
 DUMMY_STD: Final = 0.02
+
+NO_OVERRIDES: Final[Mapping[str, Any]] = MappingProxyType({})
 
 _SMALL_FILES: Final = ("*.json", "*.model", "*.txt", "*.jinja")
 _DUPLICATES: Final = ("original/*", "consolidated*")
@@ -38,27 +42,57 @@ class WeightSource(Protocol):
     def __call__(self, name: str, parameter: Tensor) -> Tensor: ...
 
 
-def resolve_model(model: str, with_weights: bool = True, setting: str = "model.model") -> Path:
-    """The folder of a model: `model` itself, or where a hub id was downloaded to.
+def model_folder(config: ModelConfig, with_weights: bool = True) -> Path:
+    """As `resolve_model`, of the model that is served."""
+    return resolve_model(config.model, with_weights, revision=config.revision, download_dir=config.download_dir)
+
+
+def tokenizer_folder(config: ModelConfig, folder: Path) -> Path:
+    """Where the tokenizer is read: in the model's `folder`, unless a setting says otherwise."""
+    if config.tokenizer is None:
+        return folder
+    return resolve_model(
+        config.tokenizer, False, "model.tokenizer", needs="tokenizer.json", download_dir=config.download_dir
+    )
+
+
+def resolve_model(
+    model: str,
+    with_weights: bool = True,
+    setting: str = "model.model",
+    *,
+    needs: str = "config.json",
+    revision: str | None = None,
+    download_dir: str | None = None,
+) -> Path:
+    """The folder of a model: `model` itself, or where a hub id was downloaded to. The file `needs` must be in it.
 
     Raises `ConfigurationError`, naming the setting that `model` is the value of.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ConfigurationError(f"{setting} = {model!r}: the folder has no config.json")
+        if not (folder / needs).is_file():
+            raise ConfigurationError(f"{setting} = {model!r}: the folder has no {needs}")
         return folder
     if folder.is_absolute() or model.startswith((".", "~")):
         raise ConfigurationError(f"{setting} = {model!r}: there is no such folder")
-    return _download(model, with_weights, setting)
+    return _download(model, with_weights, setting, revision, download_dir)
 
 
-def _download(hub_id: str, with_weights: bool, setting: str) -> Path:
+def _download(hub_id: str, with_weights: bool, setting: str, revision: str | None, download_dir: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     wanted = [*_SMALL_FILES, "*.safetensors"] if with_weights else list(_SMALL_FILES)
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=list(_DUPLICATES)))
+        return Path(
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=wanted,
+                ignore_patterns=list(_DUPLICATES),
+            )
+        )
     except Exception as error:  # the hub client raises whatever its HTTP library does
         raise ConfigurationError(
             f"{setting} = {hub_id!r} is neither a local folder nor a model that the hub would give: {error}. "
@@ -66,17 +100,23 @@ def _download(hub_id: str, with_weights: bool, setting: str) -> Path:
         ) from error
 
 
-def read_config(folder: Path) -> Any:
-    """The checked Hugging Face config of a folder. Raises `UnsupportedModelError` where a gate refuses it."""
+def read_config(folder: Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Any:
+    """The checked Hugging Face config of a folder, with entries replaced. Raises `UnsupportedModelError` where a gate
+    refuses it, and `ConfigurationError` for an override that it does not know.
+    """
     from transformers import AutoConfig
 
     model_type = str(_read_json(folder / "config.json").get("model_type"))
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config, unknown = AutoConfig.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True, return_unused_kwargs=True, **overrides
+        )
     except Exception as error:  # unknown types, remote code and impossible values: transformers has no common class
         reason = f"transformers cannot read its config ({first_line(error)})"
         way_out = "Code that comes with a checkpoint is never run; serve a model that transformers knows by itself"
         raise UnsupportedModelError(model_type, reason, way_out) from error
+    if unknown := sorted(unknown.keys() & overrides.keys()):
+        raise ConfigurationError(f"model.hf_overrides = {unknown}: a config of type {model_type} has no such entries")
     check_config(config)
     return config
 

@@ -20,11 +20,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from holdfast.router.chat import Chat
+from holdfast.router.chat import Chat, flat_message
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from holdfast.router.doors.http.chat_completions import chat_events, flat_message, whole_chat
+from holdfast.router.doors.http.chat_completions import chat_events, whole_chat
 from holdfast.router.doors.http.chat_plan import plan_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
 from holdfast.router.doors.http.errors import http_error

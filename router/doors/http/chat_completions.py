@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from holdfast.router.chat import Chat
+from holdfast.router.chat import Chat, flat_message, with_arguments
 from holdfast.router.doors.http.bodies import ChatBody
 from holdfast.router.doors.http.calls import call_prefix, delta_of, finish_after_calls, whole_message
 from holdfast.router.doors.http.choices import TokenText, chat_logprobs, prompt_logprobs_of, usage_of
@@ -18,7 +18,6 @@ from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
 from holdfast.router.tools.chat_style import ChatReader
 from holdfast.router.tools.tools import Tool
-from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -56,46 +55,6 @@ def chat_request(
         cache_salt=body.cache_salt or "",
         tenant=tenant,
     )
-
-
-def with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose calls have their arguments as objects, as templates take them, and not as JSON text."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-    return {**message, "tool_calls": [_with_object(call) for call in calls]}
-
-
-def _with_object(call: object) -> object:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise InvalidRequestError("messages.tool_calls", call, "must be objects with a function")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
-            raise InvalidRequestError("messages.tool_calls", arguments, "must have arguments in JSON") from None
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def flat_message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with its content as one text, where it is a list of texts. What is no text is refused."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": "".join(map(_text_of_part, content))}
-
-
-def _text_of_part(part: object) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and part.get("type") in ("text", "input_text", "output_text"):
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
-    kind = part.get("type") if isinstance(part, Mapping) else part
-    raise InvalidRequestError("messages.content", kind, "must be text: this model takes no other kind of input")
 
 
 def chat_id(request_id: str) -> str:

@@ -9,9 +9,8 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field
 
-from holdfast.router.chat import Chat
+from holdfast.router.chat import Chat, flat_message
 from holdfast.router.doors.http.bodies import Reads
-from holdfast.router.doors.http.chat_completions import flat_message
 from holdfast.router.doors.http.sampling import declared_params
 from holdfast.router.events import Usage
 from holdfast.router.request import GenerationRequest

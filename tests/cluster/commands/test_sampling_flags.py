@@ -71,6 +71,7 @@ SWITCHES = {
     "--include-stop-str-in-output": {"include_stop_str_in_output": True},
     "--echo": {"echo": True},
     "--keep-special-tokens": {"skip_special_tokens": False},
+    "--no-text": {"detokenize": False},
 }
 
 

@@ -11,7 +11,7 @@ from holdfast.router.wire.codec import generation_request, sampling_params_messa
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest
-from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
 from holdfast.worker.wire.link_codec import engine_request, submit_message
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_each_loop
@@ -137,7 +137,7 @@ def test_every_parameter_survives_the_way_from_the_client_to_the_router():
 
 def test_message_and_parameters_have_the_same_fields():
     in_message = {field.name for field in inference_pb2.SamplingParams.DESCRIPTOR.fields}
-    assert in_message - {"no_max_tokens"} == set(SamplingParams.__dataclass_fields__)
+    assert in_message - {"no_max_tokens"} == PARAMETERS.keys()
 
 
 def test_no_max_tokens_means_as_many_as_fit_and_unset_the_default():
@@ -182,8 +182,8 @@ def test_every_parameter_of_the_token_world_survives_the_link():
     assert received.bad_word_token_ids == words
     assert received.grammar == sent.grammar
     text_only = {"stop", "bad_words", "include_stop_str_in_output", "skip_special_tokens", "structured_outputs"}
-    text_only |= {"n", "best_of", "echo", "truncate_prompt_tokens", "beam_width", "length_penalty"}
-    for name in set(SamplingParams.__dataclass_fields__) - text_only:
+    text_only |= {"n", "best_of", "echo", "truncate_prompt_tokens", "beam_width", "length_penalty", "detokenize"}
+    for name in PARAMETERS.keys() - text_only:
         assert getattr(received.sampling_params, name) == getattr(EVERYTHING, name), name
 
 

@@ -1,6 +1,7 @@
 """A layout that was kept gives the same bits without Hugging Face's modules, and is not used once anything changed."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,9 @@ def asked(monkeypatch) -> list[Path]:
     folders: list[Path] = []
     read_config = program.read_config
 
-    def noted(folder: Path) -> object:
+    def noted(folder: Path, overrides: Mapping[str, object]) -> object:
         folders.append(folder)
-        return read_config(folder)
+        return read_config(folder, overrides)
 
     monkeypatch.setattr(program, "read_config", noted)
     return folders

@@ -1,0 +1,152 @@
+"""Constructor arguments of vLLM's `LLM`, as settings of ours: the same, renamed, without effect, or refused.
+
+A script that was written for vLLM keeps running where its outputs stay what they would be, and is told why where they
+would not. What may not live here: settings (`worker/config.py`), and what they do.
+"""
+
+import warnings
+from collections.abc import Mapping
+from typing import Final
+
+from holdfast.worker.errors import ConfigurationError
+
+WHERE: Final = "LLM(...)"
+
+RENAMED: Final[Mapping[str, str]] = {
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "num_gpu_blocks_override": "num_blocks",
+}
+
+WITHOUT_EFFECT: Final = frozenset(
+    """
+    enforce_eager swap_space disable_log_stats disable_log_requests enable_chunked_prefill max_seq_len_to_capture
+    max_capture_size cuda_graph_sizes compilation_config cudagraph_capture_sizes max_cudagraph_capture_size
+    optimization_level distributed_executor_backend worker_use_ray worker_cls worker_extension_cls
+    ray_workers_use_nsight max_parallel_loading_workers disable_custom_all_reduce
+    disable_nccl_for_dp_synchronization use_v2_block_manager num_lookahead_slots num_scheduler_steps
+    multi_step_stream_outputs preemption_mode scheduler_delay_factor scheduler_cls scheduling_policy
+    async_scheduling max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold stream_interval
+    disable_async_output_proc disable_cascade_attn disable_sliding_window_cache disable_hybrid_kv_cache_manager
+    prefix_caching_hash_algo attention_backend attention_config mamba_block_size enable_expert_parallel enable_eplb
+    eplb_config all2all_backend expert_placement_strategy num_redundant_experts guided_decoding_backend
+    guided_decoding_disable_fallback structured_outputs_config tokenizer_pool_size tokenizer_pool_type
+    tokenizer_pool_extra_config model_loader_extra_config ignore_patterns use_tqdm_on_load safetensors_load_strategy
+    config_format hf_token allowed_local_media_path allowed_media_domains disable_mm_preprocessor_cache
+    mm_processor_cache_gb skip_mm_profiling max_logprobs otlp_traces_endpoint collect_detailed_traces
+    show_hidden_metrics_for_version kv_cache_metrics cudagraph_metrics profiler_config enable_sleep_mode
+    fail_on_environ_validation
+    """.split()  # noqa: SIM905  # a list has a line for each
+)
+"""They change how vLLM works, and no token of its outputs."""
+
+NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
+    "trust_remote_code": (False,),
+    "quantization": (None,),
+    "quantization_config": (None,),
+    "kv_cache_dtype": ("auto",),
+    "calculate_kv_scales": (False,),
+    "cpu_offload_gb": (0,),
+    "offload_group_size": (0,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "decode_context_parallel_size": (1,),
+    "prefill_context_parallel_size": (1,),
+    "skip_tokenizer_init": (False,),
+    "tokenizer_mode": ("auto", "hf", "fast", "slow"),
+    "runner": ("auto", "generate"),
+    "convert": ("auto", "none"),
+    "task": ("auto", "generate"),
+    "enable_lora": (False,),
+    "lora_modules": (None,),
+    "enable_prompt_adapter": (False,),
+    "enable_prompt_embeds": (False,),
+    "logits_processors": (None, []),
+    "logits_processor_pattern": (None,),
+    "logprobs_mode": ("raw_logprobs",),
+    "pooler_config": (None,),
+    "override_pooler_config": (None,),
+    "mm_processor_kwargs": (None, {}),
+    "limit_mm_per_prompt": (None, {}),
+    "enable_return_routed_experts": (False,),
+    "return_sampling_mask": (False,),
+    "kv_transfer_config": (None,),
+    "kv_events_config": (None,),
+    "additional_config": (None, {}),
+    "rope_scaling": (None, {}),
+    "rope_theta": (None,),
+    "code_revision": (None,),
+    "hf_config_path": (None,),
+}
+"""What would change outputs, or ask for what is not here, with the values that do not."""
+
+REASONS: Final[Mapping[str, str]] = {
+    "trust_remote_code": "code that comes with a checkpoint is never run here",
+    "rope_scaling": "give it in hf_overrides, as rope_parameters",
+    "rope_theta": "give it in hf_overrides, as rope_parameters",
+    "logits_processors": "give logit_bias, bad_words or structured_outputs with a request",
+}
+
+_DRAFT_METHODS: Final = {"ngram": "ngram", "suffix": "suffix", "draft_model": "draft", None: "draft"}
+
+
+def translated(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Settings of ours by their last name. What is not vLLM's stays as it is, for `keyword_layer` to judge.
+
+    Raises `ConfigurationError` for what would change outputs. Warns once of all that has no effect.
+    """
+    settings = {name: value for name, value in arguments.items() if value is not None or name not in NEUTRAL}
+    settings = {RENAMED.get(name, name): value for name, value in settings.items()}
+    for name in settings.keys() & NEUTRAL.keys():
+        _check_neutral(name, settings.pop(name))
+    ignored = sorted(settings.keys() & WITHOUT_EFFECT)
+    for name in ignored:
+        del settings[name]
+    _take_speculation(settings, ignored)
+    _take_model(settings)
+    if ignored:
+        text = f"{WHERE}: {', '.join(ignored)}: accepted for the sake of scripts for vLLM, and without effect here"
+        warnings.warn(text, stacklevel=3)
+    return settings
+
+
+def _check_neutral(name: str, value: object) -> None:
+    if value in NEUTRAL[name]:
+        return
+    wish = " or ".join(map(repr, NEUTRAL[name]))
+    reason = REASONS.get(name, "what else it asks for is not supported, and outputs would not be what they should")
+    raise ConfigurationError(f"{name} = {value!r} ({WHERE}): must be {wish}: {reason}")
+
+
+def _take_model(settings: dict[str, object]) -> None:
+    if callable(settings.get("hf_overrides")):
+        raise ConfigurationError(f"hf_overrides ({WHERE}): must be a mapping; a function could not be sent to ranks")
+    for name in ("hf_overrides", "tokenizer", "revision", "download_dir"):
+        if name in settings and settings[name] is None:
+            del settings[name]
+    tokenizer_revision = settings.pop("tokenizer_revision", None)
+    if tokenizer_revision not in (None, settings.get("revision")):
+        text = f"tokenizer_revision = {tokenizer_revision!r} ({WHERE}): must be that of the model"
+        raise ConfigurationError(f"{text}; give another tokenizer's folder as tokenizer")
+
+
+def _take_speculation(settings: dict[str, object], ignored: list[str]) -> None:
+    """vLLM's `speculative_config`, or its parts by their short names. A method that is not here changes no token."""
+    config = settings.pop("speculative_config", None) or {}
+    if not isinstance(config, Mapping):
+        raise ConfigurationError(f"speculative_config = {config!r} ({WHERE}): must be a mapping")
+    short = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+    config = dict(config) | {long: value for name, long in short.items() if (value := settings.pop(name, None))}
+    if not config:
+        return
+    method = config.pop("method", None)
+    if method not in _DRAFT_METHODS:
+        ignored.append(f"speculative_config (method {method!r})")
+        return
+    settings["speculative"] = _DRAFT_METHODS[method]
+    names = {"num_speculative_tokens": "num_speculative_tokens", "model": "draft_model"}
+    names |= {"prompt_lookup_min": "ngram_min", "prompt_lookup_max": "ngram_max"}
+    for name, value in config.items():
+        if name in names and value is not None and (name != "model" or settings["speculative"] == "draft"):
+            settings[names[name]] = value
+        elif value is not None:
+            ignored.append(f"speculative_config.{name}")
