@@ -287,6 +287,7 @@ def test_a_request_comes_out_the_same_whatever_happens_around_it(alone, name):
     shuffled = random.Random(name).sample(alone.requests, len(alone.requests))
     for order in (shuffled, shuffled[::-1]):
         assert_equal(run(replica, order), alone.outcomes)
+    assert_scored_as_rolled_out(replica, shuffled, alone.outcomes)
     stats = replica.engine.stats()
     replica.stop()
     assert stats.num_used_blocks == 0
@@ -322,6 +323,21 @@ def test_a_request_goes_on_after_any_token_as_if_nothing_had_been(alone):
         for key, outcome in expected.items()
     }
     assert_equal(outcomes, rest)
+
+
+def assert_scored_as_rolled_out(replica: Replica, requests: list[EngineRequest], outcomes: dict[str, Outcome]) -> None:
+    """What a later call says of an output, as the end of its prompt, is what its tokens were drawn with: to the bit."""
+    rolled_out = [one for one in requests if one.sampling_params.logprobs is not None]
+    scored = run(replica, [scoring(one, outcomes[one.request_id].token_ids) for one in rolled_out])
+    for one in rolled_out:
+        outcome = outcomes[one.request_id]
+        assert list(scored[one.request_id].prompt_logprobs[-len(outcome.token_ids) :]) == outcome.logprobs
+
+
+def scoring(request: EngineRequest, token_ids: list[int]) -> EngineRequest:
+    params = SamplingParams(max_tokens=1, seed=0, prompt_logprobs=request.sampling_params.logprobs)
+    prompt = (*request.prompt_token_ids, *token_ids)
+    return EngineRequest(request_id=request.request_id, prompt_token_ids=prompt, sampling_params=params)
 
 
 class ContinuedListener(Listener):
