@@ -7,7 +7,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
 	$(shell $(name) -c 'import sys; print("$(name)" if (3, 11) <= sys.version_info[:2] <= (3, 13) else "")' 2>/dev/null)))
 
 # Tests in two processes, a file at a time.
-SHARED := -n 2 --dist loadscope --no-loadscope-reorder
+SHARED := -n 2 --dist loadscope --no-loadscope-reorder --durations 25
 
 .PHONY: help install demo test test-all test-fast lint format types proto proto-check check bench bench-peers nightly model clean
 
