@@ -61,6 +61,7 @@ def test_storms_meet_calm_and_trouble():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_five_hundred_more_simulations_keep_every_promise():
     campaign = run_campaign(range(NUM_SEEDS, NUM_SEEDS + 500))
     assert [str(failure) for failure in campaign.failures] == []
