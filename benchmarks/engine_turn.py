@@ -116,11 +116,7 @@ class FreeModel(ModelRunner):
 
     def __init__(self, info: ModelInfo, marks: Marks) -> None:
         self.info, self.draft, self._marks = info, None, marks
-        self._progress = ProgressCounter()
-
-    @property
-    def progress(self) -> ProgressCounter:
-        return self._progress
+        self.progress = ProgressCounter()
 
     @property
     def sampler(self) -> StepSampler:

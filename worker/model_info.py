@@ -34,13 +34,16 @@ class ModelInfo:
     """What runs the layers, with the version of its numerics: executors differ in their bits."""
     checkpoint_digest: str = ""
     """Of samples of the weights; empty where they were made up."""
+    weights_version: str = ""
+    """What the caller who has put other weights in place calls them; empty for those of the start."""
     answers_digest: bytes = b""
     """Of the answer to a fixed question, which differs where weights or arithmetic do; empty where it was not asked."""
 
     @property
     def numerics(self) -> str:
         """What the bits of the output depend on besides the model's name and the number of ranks."""
-        return "/".join(filter(None, (self.dtype, self.device, self.executor, self.checkpoint_digest)))
+        weights = (self.checkpoint_digest, self.weights_version)
+        return "/".join(filter(None, (self.dtype, self.device, self.executor, *weights)))
 
     @property
     def fingerprint(self) -> str:

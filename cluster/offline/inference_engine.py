@@ -6,9 +6,11 @@ a request of the router's. What may not: running requests (`local_router.py`, `l
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, Unpack
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, Unpack
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.config.config import HoldfastConfig, load_config
@@ -16,6 +18,7 @@ from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.offline.local_request import Callback, LocalRequest
 from holdfast.cluster.offline.local_router import LocalRouter
 from holdfast.cluster.offline.outputs import RequestOutput
+from holdfast.cluster.offline.weight_folder import WeightFolder
 from holdfast.cluster.service_options import ServiceOptions, check_timeout
 from holdfast.router.config import LimitsConfig
 from holdfast.router.request import GenerationRequest, derived_seed
@@ -30,6 +33,9 @@ from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.stats import EngineStats
 from holdfast.worker.tuning.batching_optimizer import Recommendation
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ALONE_FROZEN_AFTER_S: Final = 60.0
 """Without a cluster, an engine counts as frozen only after this long without progress."""
@@ -89,6 +95,9 @@ class InferenceEngine:
         self._launcher = launcher
         self._progress = progress
         self._numbers = itertools.count()
+        self._weights: WeightFolder | None = None
+        self._updating = threading.Lock()
+        self._num_updates = 0
         self._replica: Replica | None = None
         self._router: LocalRouter | None = None
 
@@ -205,6 +214,37 @@ class InferenceEngine:
         """Ends a request within one step. Unknown ids are ignored."""
         if self._router is not None:
             self._router.abort(request_id)
+
+    def update_weights(
+        self,
+        weights: "str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]",
+        version: str = "",
+        *,
+        running: Literal["finish", "replay"] = "finish",
+    ) -> str:
+        """Serves other weights from now on, without a restart; the prefix cache is dropped. Returns the version, which
+        is part of the fingerprint: `update-N` where it is not given. Blocking.
+
+        `weights` is a folder of a model that differs in its weights alone, or tensors by the names that they have in
+        the model's own files; what is not given stays as it is. Requests that run `finish` before, while new ones wait,
+        or `replay`: they go on with the new weights after the tokens that they have. While it lasts, memory holds both
+        models. Raises `InvalidRequestError` or `ConfigurationError` for weights that do not fit: the old ones stay.
+        """
+        from holdfast.worker.model.weights import model_folder  # here: it loads torch
+
+        if running not in ("finish", "replay"):
+            raise InvalidRequestError("running", running, "must be finish or replay")
+        if not (isinstance(version, str) and version.isascii() and version.isprintable() and len(version) <= 128):
+            raise InvalidRequestError("version", version, "must be up to 128 printable ASCII characters")
+        router = self._running()[1]
+        if router.is_this_thread():
+            raise InvalidRequestError("weights", "in a callback", "must be updated on a thread that can wait")
+        with self._updating:
+            version = version or f"update-{self._num_updates + 1}"
+            fresh = WeightFolder.of(weights, self._weights or WeightFolder(model_folder(self._config.model)))
+            router.update_weights(str(fresh.path), version, replay=running == "replay")
+            self._weights, self._num_updates = fresh, self._num_updates + 1
+        return version
 
     def get_stats(self) -> EngineStats:
         """Exact counts between two steps."""

@@ -6,12 +6,12 @@ What may not live here: anything that single requests through `InferenceEngine` 
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import keyword_layer
@@ -31,6 +31,9 @@ from holdfast.worker.request import Priority
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.stats import EngineStats
 from holdfast.worker.value_types import is_list, is_whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Message = Mapping[str, Any]
 """One turn of a chat: `role` and `content`, as OpenAI's clients send them."""
@@ -174,6 +177,16 @@ class LLM:
         """What holds for a request without parameters: what the model's generation_config.json says, else neutral."""
         source, overrides = self._generation_config
         return default_params(Path(self._engine.model_config.model), source, overrides)
+
+    def update_weights(
+        self,
+        weights: "str | Path | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]",
+        version: str = "",
+        *,
+        running: Literal["finish", "replay"] = "finish",
+    ) -> str:
+        """As `InferenceEngine.update_weights`."""
+        return self._engine.update_weights(weights, version, running=running)
 
     def get_metrics(self) -> list[Metric]:
         """The engine's counts by vLLM's names. `get_stats` has all of them by ours."""

@@ -11,18 +11,28 @@ from typing import Final
 
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import SendAbort, SendSubmit
-from holdfast.worker.errors import HoldfastError
+from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.step_update import StepUpdate
 
 REPLICA_ID: Final = "local"
+"""The first one's: weights that are put in place later make another replica."""
 
 
 class LocalReplica:
-    """One replica, up from `connect` until its engine ends. Lives on the event loop, but for what the engine calls."""
+    """One replica with the weights that it has now, up from `connect` until its engine ends or it is replaced. Lives on
+    the event loop, but for what the engine calls.
+    """
 
-    def __init__(self, replica: Replica, dispatch_host: DispatchHost, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        dispatch_host: DispatchHost,
+        loop: asyncio.AbstractEventLoop,
+        replica_id: str = REPLICA_ID,
+    ) -> None:
+        self.replica_id = replica_id
         self._replica = replica
         self._dispatch_host = dispatch_host
         self._loop = loop
@@ -35,7 +45,25 @@ class LocalReplica:
         """Raises `ReplicaError` if the engine has ended."""
         engine = self._replica.engine
         engine.attach(self)
-        self._dispatch_host.replica_up(self, ReplicaFacts.of(REPLICA_ID, self._replica.info), engine.load)
+        self._dispatch_host.replica_up(self, ReplicaFacts.of(self.replica_id, self._replica.info), engine.load)
+
+    def retire(self) -> None:
+        """New requests wait; those that run go on."""
+        self._dispatch_host.replica_retiring(self.replica_id, True)
+
+    def detach(self) -> None:
+        """The engine drops its requests, and tells nothing more of them."""
+        self._replica.engine.detach(self)
+
+    def give_way(self) -> None:
+        """To the replica that has just connected: requests that were still here go on there."""
+        self._dispatch_host.replica_down(self.replica_id, ReplicaError("its weights were replaced"))
+
+    def end(self, error: HoldfastError) -> None:
+        """Fails the requests: there is no other replica to continue them."""
+        self.failure = error
+        self._dispatch_host.close_all(error)
+        self._dispatch_host.replica_down(self.replica_id, error)
 
     # --- for the dispatch host ---
 
@@ -70,14 +98,8 @@ class LocalReplica:
         item = self._pending.popleft()
         try:
             if isinstance(item, StepUpdate):
-                self._dispatch_host.replica_update(REPLICA_ID, item)
+                self._dispatch_host.replica_update(self.replica_id, item)
             else:
-                self._end(item)
+                self.end(item)
         finally:
             self._loop.call_soon(self._handle_next)  # after those whom this wakes
-
-    def _end(self, error: HoldfastError) -> None:
-        """Fails the requests: there is no other replica to continue them."""
-        self.failure = error
-        self._dispatch_host.close_all(error)
-        self._dispatch_host.replica_down(REPLICA_ID, error)

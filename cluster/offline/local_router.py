@@ -12,7 +12,7 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from holdfast.cluster.offline.local_replica import LocalReplica
+from holdfast.cluster.offline.local_replica import REPLICA_ID, LocalReplica
 from holdfast.cluster.offline.local_request import LocalRequest
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
@@ -21,7 +21,7 @@ from holdfast.router.requests.answer import CompletedSequence
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
-from holdfast.worker.errors import RequestAbortedError
+from holdfast.worker.errors import HoldfastError, RequestAbortedError
 from holdfast.worker.replica.replica import Replica
 
 ResultT = TypeVar("ResultT")
@@ -37,6 +37,10 @@ class LocalRouter:
         self._open: dict[LocalRequest, asyncio.Task[tuple[CompletedSequence, ...]]] = {}
         self._processor: RequestProcessor
         self._replica: LocalReplica
+        self._engine_replica: Replica
+        self._dispatch_host: DispatchHost
+        self._updating = asyncio.Lock()
+        self._num_replaced = 0
         self.tokenizer: Tokenizer
         self._thread = threading.Thread(target=self._loop.run_forever, name="router", daemon=True)
         self._thread.start()
@@ -76,6 +80,12 @@ class LocalRouter:
             if not self._is_closed:
                 self._loop.call_soon_threadsafe(self._abort, request_id)
 
+    def update_weights(self, folder: str, version: str, *, replay: bool) -> None:
+        """Puts other weights in place. Requests that run finish before, or with `replay` go on with the new ones after
+        the tokens that they have. Blocking. Raises what `Replica.update_weights` raises.
+        """
+        self._wait(self._update_weights(folder, version, replay=replay))
+
     def is_this_thread(self) -> bool:
         """Whether the caller is on the router's own thread, where waiting for a request would block it for ever."""
         return threading.current_thread() is self._thread
@@ -95,7 +105,12 @@ class LocalRouter:
     # --- on the event loop ---
 
     async def _set_up(self, replica: Replica, limits: LimitsConfig, max_waiting: int) -> None:
-        config = RouterConfig(routing_policy="power_of_two", max_waiting_per_replica=max_waiting, replica_wait_s=0.0)
+        config = RouterConfig(
+            routing_policy="power_of_two",
+            max_waiting_per_replica=max_waiting,
+            replica_wait_s=0.0,
+            retry_burst=limits.max_queued + max_waiting,  # all of them may move to other weights
+        )
         patient = limits.model_copy(update={"default_timeout_s": math.inf})  # no other callers need the room
         dispatch = Dispatch(config, patient, random.Random(0).randrange)
         dispatch_host = DispatchHost(dispatch, self._loop, lambda: None)
@@ -103,8 +118,38 @@ class LocalRouter:
         await tokenizers.load(replica.info.model, replica.info.path)
         self.tokenizer = tokenizers[replica.info.model]
         self._processor = RequestProcessor(dispatch_host, tokenizers, patient)
+        self._dispatch_host, self._engine_replica = dispatch_host, replica
         self._replica = LocalReplica(replica, dispatch_host, self._loop)
         self._replica.connect()
+
+    async def _update_weights(self, folder: str, version: str, *, replay: bool) -> None:
+        """What is served with other weights is another replica: the router moves what is open as from any other."""
+        async with self._updating:
+            old = self._replica
+            if old.failure is not None:
+                raise old.failure
+            old.retire()
+            if not replay:
+                is_free = asyncio.Event()
+                self._dispatch_host.when_free(old.replica_id, is_free.set)
+                await is_free.wait()
+            old.detach()
+            try:
+                await asyncio.to_thread(self._engine_replica.update_weights, folder, version)
+            finally:
+                self._replace(old)
+
+    def _replace(self, old: LocalReplica) -> None:
+        self._num_replaced += 1
+        replica_id = f"{REPLICA_ID}-{self._num_replaced}"
+        new = LocalReplica(self._engine_replica, self._dispatch_host, self._loop, replica_id)
+        try:
+            new.connect()
+        except HoldfastError as error:
+            old.end(error)
+        else:
+            self._replica = new
+            old.give_way()
 
     def _begin(self, request: LocalRequest) -> None:
         task = self._loop.create_task(request.run(self._processor))

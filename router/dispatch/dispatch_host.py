@@ -70,6 +70,7 @@ class DispatchHost:
         self._timer_due = math.inf
         """When the timer fires; infinity without one."""
         self._when_idle: list[Callable[[], None]] = []
+        self._when_free: list[tuple[str, Callable[[], None]]] = []
 
     # --- for clients ---
 
@@ -160,6 +161,11 @@ class DispatchHost:
         self._when_idle.append(callback)
         self._note_idle()
 
+    def when_free(self, replica_id: str, callback: Callable[[], None]) -> None:
+        """Calls back once, as soon as a replica has no attempt of this router."""
+        self._when_free.append((replica_id, callback))
+        self._note_idle()
+
     # --- queries ---
 
     @property
@@ -232,6 +238,11 @@ class DispatchHost:
         if not self._streams:
             waiting, self._when_idle = self._when_idle, []
             for callback in waiting:
+                callback()
+        if self._when_free:
+            due = [item for item in self._when_free if not self.is_busy(item[0])]
+            self._when_free = [item for item in self._when_free if item not in due]
+            for _, callback in due:
                 callback()
 
     def _set_timer(self) -> None:

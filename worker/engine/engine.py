@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 from holdfast.worker.engine.inbox import Inbox
 from holdfast.worker.engine_core.engine_core import EngineCore
@@ -30,6 +31,8 @@ from holdfast.worker.tuning.batching_optimizer import Recommendation
 from holdfast.worker.tuning.step_tuner import StepTuner
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 
 class Engine:
@@ -118,6 +121,18 @@ class Engine:
         self._inbox.put(lambda: future.set_result(self._tuner.get_recommendations() if self._tuner else []))
         return future.result(timeout_s)
 
+    def between_steps(self, action: Callable[[], Result]) -> "Future[Result]":
+        """Runs `action` on the engine's thread, between two steps. The future has what it returned or raised; if the
+        engine ends before, why it did. Raises `ReplicaError` if the engine has ended.
+        """
+        future: Future[Result] = Future()
+        self._inbox.put(lambda: self._settle(future, action))
+        return future
+
+    def forget_cache(self) -> None:
+        """Empties the prefix cache. On the engine's thread only, while no request is open."""
+        self._core.forget_cache()
+
     @property
     def load(self) -> EngineLoad:
         """As of the last step."""
@@ -203,6 +218,14 @@ class Engine:
         except Exception:  # whatever it raises is the listener's own fault
             logger.exception("a listener failed; its requests are aborted")
             self._core.detach(listener)
+
+    def _settle(self, future: "Future[Result]", action: Callable[[], Result]) -> None:
+        try:
+            if self._stopping:
+                raise self._inbox.closed_by or ReplicaError("the replica was stopped")
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
 
     def _stop(self) -> None:
         self._stopping = True

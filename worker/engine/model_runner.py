@@ -21,9 +21,9 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.self_check import SelfCheck
-from holdfast.worker.errors import ReplicaError, UnsupportedModelError
+from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError, UnsupportedModelError
 from holdfast.worker.layers.mapped_files import trim_heap
-from holdfast.worker.model.loading import LoadedModel, load_model
+from holdfast.worker.model.loading import LoadedModel, check_same_model, load_model, reloaded_config
 from holdfast.worker.model.model import choose_device
 from holdfast.worker.model.program import BlockCache
 from holdfast.worker.model_info import ModelInfo
@@ -45,7 +45,10 @@ _MASK_LOOKS: Final = 150
 
 _KEEP_ALIVE: Final = 0
 _STOP: Final = -1
-"""A message that is no step is one such number; a step starts with its number of sequences, at least 1."""
+_RELOAD: Final = -2
+"""A message that is no step begins with such a number; a step begins with its number of sequences, at least 1. A
+folder's name follows the order to reload.
+"""
 
 
 class _Outcome(IntEnum):
@@ -59,12 +62,18 @@ class _Outcome(IntEnum):
 class ModelRunner:
     """One rank of a loaded model. Used by one thread at a time."""
 
-    def __init__(self, loaded: LoadedModel, rank: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: WorkerConfig, group: TensorParallelGroup, device: torch.device
+    ) -> None:
         self.info: ModelInfo = loaded.info
         """The same on all ranks."""
         self.program = loaded.program
         self.draft = loaded.draft
-        self._is_leader = rank == 0
+        self.progress: ProgressCounter = loaded.program.progress
+        """Moves with every layer of every step."""
+        self._config = config
+        self._group = group
+        self._device = device
 
     @classmethod
     def load(
@@ -79,8 +88,9 @@ class ModelRunner:
         Raises `ConfigurationError` or `UnsupportedModelError`, on every rank, where the model cannot be served so.
         """
         progress = progress or _silent
-        loaded = load_model(config, group, device or choose_device(config.model), progress)
-        runner = cls(loaded, group.rank)
+        device = device or choose_device(config.model)
+        loaded = load_model(config, group, device, progress)
+        runner = cls(loaded, config, group, device)
         progress("check", 0, 1)
         row_invariant = _self_check(runner, group, loaded.cache) and loaded.program.row_invariant
         trim_heap()
@@ -90,10 +100,24 @@ class ModelRunner:
         runner.info = replace(loaded.info, row_invariant=row_invariant)
         return runner
 
-    @property
-    def progress(self) -> ProgressCounter:
-        """Moves with every layer of every step."""
-        return self.program.progress
+    def reload(self, folder: str, version: str) -> None:
+        """Takes the weights of another folder, of a model that differs from this one in nothing else. All ranks call
+        this together, between two steps; what the cache holds is lost. For as long as it takes there are two models.
+
+        Raises `ConfigurationError` or `UnsupportedModelError` on every rank where that is not possible; then nothing
+        has changed.
+        """
+        config = reloaded_config(self._config, self.info, folder)
+        fresh = ModelRunner.load(config, self._group, lambda *_: self.progress.tick(), self._device)
+        try:
+            check_same_model(self.info, fresh.info)
+        except ConfigurationError:
+            fresh.close()
+            raise
+        old, self.program = self.program, fresh.program
+        self.info = replace(fresh.info, path=self.info.path, weights_version=version)
+        self.progress.follow(lambda: fresh.program.progress.count)
+        old.close()
 
     @property
     def sampler(self) -> StepSampler:
@@ -149,6 +173,13 @@ class LeaderRunner:
                 self._runner.progress.tick()
         raise ReplicaError(f"the masks of a grammar took more than {_MASK_LOOKS * _MASK_LOOK_S:.0f} s")
 
+    def reload(self, folder: str, version: str) -> ModelInfo:
+        """As `ModelRunner.reload`, on all ranks. Returns what is served from now on."""
+        text = f"{folder}\0{version}".encode()
+        self._group.broadcast(np.array([_RELOAD, *text], dtype=np.int64))
+        self._runner.reload(folder, version)
+        return self._runner.info
+
     def keep_alive(self) -> None:
         """Tells idle followers that the leader is alive."""
         self._group.broadcast(_order(_KEEP_ALIVE))
@@ -162,8 +193,18 @@ class LeaderRunner:
 def follow(runner: ModelRunner, group: TensorParallelGroup) -> None:
     """Runs the steps that the leader orders, until it says stop. Raises `ReplicaError` if the leader is lost."""
     while (message := group.broadcast(None))[0] != _STOP:
-        if message[0] != _KEEP_ALIVE:
+        if message[0] == _RELOAD:
+            _follow_reload(runner, message)
+        elif message[0] != _KEEP_ALIVE:
             runner.execute(StepBatch.unpack(message))
+
+
+def _follow_reload(runner: ModelRunner, message: Message) -> None:
+    folder, version = bytes(message[1:].tolist()).decode().split("\0")
+    try:
+        runner.reload(folder, version)
+    except CallerError as error:  # all ranks refuse it, and the leader tells the caller
+        logger.info("weights are not taken: %s", error)
 
 
 def _self_check(runner: ModelRunner, group: TensorParallelGroup, cache: BlockCache) -> bool:

@@ -141,6 +141,10 @@ class EngineCore:
             if concerns_all or output_queue.has_news
         ]
 
+    def forget_cache(self) -> None:
+        """Empties the prefix cache. To be called between two steps, while no request is open."""
+        self._scheduler.forget_cache()
+
     def set_limits(self, limits: StepLimits) -> None:
         """Of the next step. To be called between two."""
         self._scheduler.limits = limits

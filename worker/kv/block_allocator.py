@@ -95,6 +95,14 @@ class BlockAllocator:
             else:
                 self._blank.append(block_id)
 
+    def forget_cached(self) -> None:
+        """Evicts all blocks from the prefix cache. None may have an owner."""
+        assert not self.num_used, f"{self.num_used} blocks have owners"
+        for block_id in self._evictable:
+            self.prefix_cache.evict(block_id)
+        self._blank += self._evictable
+        self._evictable.clear()
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless every block is blank, once, or cached without an owner, or owned. O(blocks)."""
         self.prefix_cache.check_integrity()

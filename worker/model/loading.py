@@ -85,6 +85,28 @@ def load_model(
     return LoadedModel(program=program, cache=cache, info=info, draft=draft)
 
 
+def reloaded_config(config: WorkerConfig, info: ModelInfo, folder: str) -> WorkerConfig:
+    """The settings to load other weights by: a cache of the same size, and no draft model, for there is one."""
+    found = {"model": folder, "served_model_name": info.model, "max_model_len": info.max_model_len}
+    found |= {"keep_layout": False, "load_format": "auto", "revision": None, "tokenizer": info.path}
+    cache = {"num_blocks": info.num_blocks, "block_size": info.block_size, "kv_cache_memory": None}
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update=found),
+            "cache": config.cache.model_copy(update=cache),
+            "speculation": config.speculation.model_copy(update={"speculative": "none"}),
+        }
+    )
+
+
+def check_same_model(served: ModelInfo, other: ModelInfo) -> None:
+    """Raises `ConfigurationError` unless they differ in their weights alone: requests and caches belong to the rest."""
+    for name in ("model_type", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "executor"):
+        old, new = getattr(served, name), getattr(other, name)
+        if old != new:
+            raise ConfigurationError(f"weights of another model cannot be taken: its {name} is {new}, not {old}")
+
+
 def _load_draft(config: WorkerConfig, folder: Path, vocab_size: int, target: Target) -> DraftModel | None:
     """The draft model, whole, on the leading rank: it is small, and ranks that wait for it cost less than its sums."""
     speculation = config.speculation

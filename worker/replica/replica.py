@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-    from holdfast.worker.engine.model_runner import ModelRunner
+    from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class Replica:
         self,
         info: ModelInfo,
         engine: Engine,
+        leader: "LeaderRunner",
         group: "TensorParallelGroup",
         ranks: Ranks | None,
         health: HealthConfig,
@@ -59,6 +60,7 @@ class Replica:
         self._known_answer_check: KnownAnswerCheck | None = None
         if info.row_invariant and health.self_check_every_s > 0:
             self._known_answer_check = KnownAnswerCheck(engine, info, engine.fail, every_s=health.self_check_every_s)
+        self._leader = leader
         self._group = group
         self._ranks = ranks
         self._heartbeat_pipe: HeartbeatPipe | None = None
@@ -116,8 +118,9 @@ class Replica:
             block_size=info.block_size,
             num_speculative_tokens=speculation.num_speculative_tokens,
         )
-        engine = Engine(scheduler, LeaderRunner(runner, group), progress=runner.progress, tuner=tuner)
-        replica = cls(info, engine, group, ranks, config.health)
+        leader = LeaderRunner(runner, group)
+        engine = Engine(scheduler, leader, progress=runner.progress, tuner=tuner)
+        replica = cls(info, engine, leader, group, ranks, config.health)
         try:
             replica._begin()
         except BaseException:  # an interrupt as well
@@ -143,6 +146,19 @@ class Replica:
         ranks = [] if self._ranks is None else self._ranks.processes_here()
         self._heartbeat_pipe = HeartbeatPipe(self.health.hangs_after_s, ranks)
         return self._heartbeat_pipe
+
+    def update_weights(self, folder: str, version: str, timeout_s: float | None = None) -> ModelInfo:
+        """Takes the weights of another folder, as `ModelRunner.reload` does, between two steps. No request may be open.
+        Blocking. Raises `ReplicaError` if the engine has ended.
+        """
+        assert self._known_answer_check is None, "its answer belongs to the weights of the start"
+        self.info = self.engine.between_steps(lambda: self._reload(folder, version)).result(timeout_s)
+        return self.info
+
+    def _reload(self, folder: str, version: str) -> ModelInfo:
+        info = self._leader.reload(folder, version)
+        self.engine.forget_cache()
+        return info
 
     def wind_down(self) -> None:
         """Stops the known-answer check, so that the replica is idle once no other request is left."""

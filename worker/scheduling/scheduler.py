@@ -190,6 +190,12 @@ class Scheduler:
         """All blocks that are cached now, whichever events have been taken. To be read before the next step."""
         return self._allocator.prefix_cache.block_hashes
 
+    def forget_cache(self) -> None:
+        """Evicts all that the prefix cache holds: it belongs to other weights. No request may be open."""
+        assert not self._sequences, "what runs needs its cache"
+        self._policy.release(self._queues)
+        self._allocator.forget_cached()
+
     # --- State ---
 
     @property

@@ -47,11 +47,7 @@ class FreeModel(ModelRunner):
 
     def __init__(self) -> None:
         self.info, self.draft = INFO, None
-        self._progress = ProgressCounter()
-
-    @property
-    def progress(self) -> ProgressCounter:
-        return self._progress
+        self.progress = ProgressCounter()
 
     @property
     def sampler(self) -> StepSampler:
