@@ -5,7 +5,7 @@
 A replica starts in a process of its own and completes eight prompts. `libraries` is what is resident after all imports
 that such a start needs, with the tokenizer; `weights` is this rank's share in the serving dtype, `KV` the blocks of the
 cache that were written to. `peak` is `VmHWM`; `ratio` is peak / (weights + KV + libraries). With `--first` no layout is
-kept from an earlier start, so that Hugging Face's modules are built, and their libraries count.
+kept from an earlier start; where none was shipped either, Hugging Face's modules are built, and their libraries count.
 """
 
 import argparse
@@ -55,7 +55,8 @@ with InferenceEngine(model, {"parallel": {"tensor_parallel_size": ranks}}) as en
     stats, info = engine.get_stats(), engine.info
     children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
     cached = stats.num_cached_blocks * info.block_size * info.kv_bytes_per_token // 1024
-    print(json.dumps({"kv": cached, "peaks": [peak("self"), *map(peak, children)]}))
+    kind = "first" if "transformers.modeling_utils" in sys.modules else "later"
+    print(json.dumps({"kind": kind, "kv": cached, "peaks": [peak("self"), *map(peak, children)]}))
 """
 
 
@@ -88,13 +89,11 @@ def measure(tree: Path, model: str, ranks: int, *, first: bool) -> list[dict[str
         home = empty_home(folder)
         if not first:
             run(_START, tree, home, model, str(ranks))
-        keeps = (home / ".cache" / "holdfast" / "layouts").exists()
-        kind = ("later", model_type) if keeps else ("first", model_type)
-        libraries = int(run(_LIBRARIES, tree, home, *kind, str(folder_of(model))))
         found = json.loads(run(_START, tree, home, model, str(ranks)))
+        libraries = int(run(_LIBRARIES, tree, home, found["kind"], model_type, str(folder_of(model))))
     weights = weight_kb(model, ranks)
     return [
-        {"kind": kind[0], "rank": rank, "peak": peak, "weights": weights, "KV": found["kv"], "libraries": libraries}
+        {"kind": found["kind"], "rank": rank, "peak": peak, "weights": weights, "KV": found["kv"], "libraries": libraries}
         for rank, peak in enumerate(found["peaks"])
     ]
 
