@@ -2,10 +2,10 @@
 
     python -m benchmarks.all_reduce [--elements 256 1024 4096] [--sums 5000] [--work-us 50]
 
-Compiles `all_reduce.cpp` around the executor's own exchange (`worker/decoder/cpu/native/exchange.h`). Two processes work
-for a random while up to `--work-us`, and sum a row of float32. The table has microseconds from the later arrival until
-both have the sum; `on one core` has both ranks there, where a sum must wait for the other's turn. The first hundredth of
-the sums is left out.
+Compiles `all_reduce.cpp` around the executor's own exchange (`worker/decoder/cpu/native/exchange.h`). Two processes
+work for a random while up to `--work-us`, and sum a row of float32. The table has microseconds from the later arrival
+until both have the sum; `on one core` has both ranks there, where a sum must wait for the other's turn. The first
+hundredth of the sums is left out.
 """
 
 import argparse

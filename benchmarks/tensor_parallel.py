@@ -2,10 +2,10 @@
 
     python -m benchmarks.tensor_parallel [MODEL] [--rounds 30] [--on-one-core] [--idle-s 5] [--json FILE]
 
-Rank 0 has both programs, and takes steps of each by turns; for those of two ranks it sends an order first, as a replica
-does. `one rank, two threads` is what a replica of one rank makes of the same cores. Then nobody takes a step for a while:
-the threads of both processes should sleep. `--on-one-core`: both ranks share a core, which no way of waiting makes
-faster than one rank; what it costs beyond that is what they take from each other.
+Rank 0 has both programs, and takes steps of each by turns; for those of two ranks it sends an order first, as a
+replica does. `one rank, two threads` is what a replica of one rank makes of the same cores. Then nobody takes a step
+for a while: the threads of both processes should sleep. `--on-one-core`: both ranks share a core, which no way of
+waiting makes faster than one rank; what it costs beyond that is what they take from each other.
 """
 
 import argparse
@@ -62,7 +62,9 @@ def busy_threads(idle_s: float) -> dict[str, float]:
     return {name: share for name, share in shares.items() if share > 0.001}
 
 
-def follow(model: str, rendezvous: str, on_one_core: bool, idle_s: float, told: "multiprocessing.Queue[object]") -> None:
+def follow(
+    model: str, rendezvous: str, on_one_core: bool, idle_s: float, told: "multiprocessing.Queue[object]"
+) -> None:
     """The life of rank 1: runs what rank 0 orders."""
     torch.set_num_threads(1)
     if on_one_core:
