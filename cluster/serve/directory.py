@@ -2,8 +2,8 @@
 
 `Directory` is the core, without Ray, clock or IO. `DirectoryDeployment` hosts it as a Serve deployment, so it starts,
 is replaced and ends with the application, and leaves no named actor behind. A replaced directory starts empty; members
-renew their leases within two seconds, and until then routers keep their links. No request and no token involves it:
-members renew every two seconds, routers wait for changes. What may not live here: its callers (`membership.py`).
+renew their leases within three seconds, and until then routers keep their links. No request and no token involves it:
+members renew every three seconds, routers wait for changes. What may not live here: its callers (`membership.py`).
 """
 
 import asyncio
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-LEASE_S: Final = 7.0
+LEASE_S: Final = 10.0
 """A member that has not renewed for this long is forgotten. Links break long before; this only clears the name."""
 
-RENEW_S: Final = 2.0
+RENEW_S: Final = 3.0
 """A call through Serve takes milliseconds of CPU on both sides: this is most of what an idle cluster takes."""
 
-SETTLED_S: Final = 5.0
+SETTLED_S: Final = 6.0
 """By then every member has told a new directory of itself."""
 
 WATCH_S: Final = 10.0
