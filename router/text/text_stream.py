@@ -4,7 +4,7 @@ A pure function of the tokens so far: a router that resumes a request pushes the
 here: IO, and other reasons to end a sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -38,6 +38,8 @@ class TextStream:
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, context=prompt_token_ids)
         self._matcher = StopStringMatcher(params.stop_strings, include_match=params.include_stop_str_in_output)
         self._has_stop_strings = bool(params.stop_strings)
+        self.push_one: Callable[[int], str | None] = _not_taken if params.stop_strings else self._detokenizer.push_one
+        """The text of the next token; None where `push` must take it, because there are stop strings."""
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._guess: _Guess | None = None
@@ -89,6 +91,10 @@ class TextStream:
     @property
     def _may_match(self) -> bool:
         return self._num_tokens > self._min_tokens
+
+
+def _not_taken(token_id: int) -> None:
+    return None
 
 
 class _Guess:

@@ -44,6 +44,11 @@ class LetterText:
         self.held_back = "" if stopped else text[-1:]
         return Piece(text if stopped else text[:-1], len(kept), stopped)
 
+    def push_one(self, token_id: int) -> str | None:
+        if token_id == self.stop_at:
+            return None
+        return self.push((token_id,)).text
+
     def finish(self) -> str:
         return self.held_back
 

@@ -30,6 +30,7 @@ class CountingTokenizer:
         self.vocab_size = tokenizer.vocab_size
         self.special_token_ids = tokenizer.special_token_ids
         self.fallback_bytes = tokenizer.fallback_bytes
+        self.lengths: dict[int, int] = {}
         self.num_decoded = 0
 
     def decode_known(self, token_ids: Sequence[int]) -> str:
