@@ -38,7 +38,6 @@ from holdfast.worker.sampling_fields import TOKEN_WORLD, fields_of, params_of
 from holdfast.worker.stats import EngineStats
 from holdfast.worker.step_update import (
     NO_CHANGES,
-    NO_TOKENS,
     CacheChanges,
     Heartbeat,
     Hello,
@@ -318,7 +317,7 @@ def _step_update(step: engine_pb2.StepUpdate) -> StepUpdate:
     return StepUpdate(
         load=_engine_load(step.load),
         step_id=step.step_id,
-        plain=_plain_tokens(step) if step.plain_attempts else NO_TOKENS,
+        plain=_plain_tokens(step),
         deltas=tuple([_token_delta(delta) for delta in step.deltas]),
         rejections=tuple([Rejection(attempt=item.attempt, error=_rejection_error(item)) for item in step.rejections]),
         cache=_cache_changes(step.cache_events) if step.HasField("cache_events") else NO_CHANGES,
