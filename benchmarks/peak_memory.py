@@ -3,9 +3,10 @@
     python -m benchmarks.peak_memory [--model demo] [--tensor-parallel-size 2] [--first] [--against WORKTREE]
 
 A replica starts in a process of its own and completes eight prompts. `libraries` is what is resident after all imports
-that such a start needs, with the tokenizer; `weights` is this rank's share in the serving dtype, `KV` the blocks of the
-cache that were written to. `peak` is `VmHWM`; `ratio` is peak / (weights + KV + libraries). With `--first` no layout is
-kept from an earlier start, so that Hugging Face's modules are built, and their libraries count.
+that such a start needs, with the tokenizer; `weights` is this rank's share in the serving dtype; `KV` is the memory
+that the leader's cache has taken: large pages, of which each layer begins its own. `peak` is `VmHWM`; `ratio` is
+peak / (weights + KV + libraries). With `--first` no layout is kept from an earlier start; where none was shipped
+either, Hugging Face's modules are built, and their libraries count.
 """
 
 import argparse
@@ -40,22 +41,34 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 """
 
 _START: Final = """
-import json, os, sys, subprocess
+import ctypes, gc, json, mmap, os, sys
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.worker.sampling_params import SamplingParams
 
 def peak(pid):
     return next(int(l.split()[1]) for l in open(f"/proc/{pid}/status") if l.startswith("VmHWM"))
 
+def resident_kb(tensor):
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    size = tensor.data_ptr() + tensor.nbytes - start
+    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE // 1024
+
+def cached_kb():
+    from holdfast.worker.decoder.cpu.cache import TiledCache
+    caches = [found for found in gc.get_objects() if isinstance(found, TiledCache)]
+    return sum(resident_kb(layer.pages) for cache in caches for layer in cache._layers)
+
 model, ranks = sys.argv[1], int(sys.argv[2])
 with InferenceEngine(model, {"parallel": {"tensor_parallel_size": ranks}}) as engine:
     handles = [engine.submit_request(f"{n} is the capital of France", SamplingParams(max_tokens=16)) for n in range(8)]
     for handle in handles:
         handle.result(120)
-    stats, info = engine.get_stats(), engine.info
     children = open(f"/proc/self/task/{os.getpid()}/children").read().split()
-    cached = stats.num_cached_blocks * info.block_size * info.kv_bytes_per_token // 1024
-    print(json.dumps({"kv": cached, "peaks": [peak("self"), *map(peak, children)]}))
+    peaks = [peak("self"), *map(peak, children)]
+    kind = "first" if "transformers.modeling_utils" in sys.modules else "later"
+    print(json.dumps({"kind": kind, "kv": cached_kb(), "peaks": peaks}))
 """
 
 
@@ -88,15 +101,11 @@ def measure(tree: Path, model: str, ranks: int, *, first: bool) -> list[dict[str
         home = empty_home(folder)
         if not first:
             run(_START, tree, home, model, str(ranks))
-        keeps = (home / ".cache" / "holdfast" / "layouts").exists()
-        kind = ("later", model_type) if keeps else ("first", model_type)
-        libraries = int(run(_LIBRARIES, tree, home, *kind, str(folder_of(model))))
         found = json.loads(run(_START, tree, home, model, str(ranks)))
+        libraries = int(run(_LIBRARIES, tree, home, found["kind"], model_type, str(folder_of(model))))
     weights = weight_kb(model, ranks)
-    return [
-        {"kind": kind[0], "rank": rank, "peak": peak, "weights": weights, "KV": found["kv"], "libraries": libraries}
-        for rank, peak in enumerate(found["peaks"])
-    ]
+    same = {"kind": found["kind"], "weights": weights, "KV": found["kv"], "libraries": libraries}
+    return [{**same, "rank": rank, "peak": peak} for rank, peak in enumerate(found["peaks"])]
 
 
 def folder_of(model: str) -> Path:

@@ -5,7 +5,7 @@ What may live here: protocols and frozen plain data, with their guarantees. What
 (`router/dispatch/dispatch.py`), wire formats (`router/wire/`), IO.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
@@ -37,6 +37,10 @@ class TextState(Protocol):
     """Turns one sequence's tokens into text. A pure function of the tokens so far (`router/text/text_stream.py`)."""
 
     def push(self, token_ids: Sequence[int]) -> TextPiece: ...
+
+    @property
+    def push_one(self) -> Callable[[int], str | None]:
+        """As `push`, of one token, for its text alone. None: it was not taken, since more than text may come of it."""
 
     def finish(self) -> str:
         """The text that was still held back; called once, when the sequence has ended without a stop string."""

@@ -92,7 +92,7 @@ class FrozenVerdict:
     def look(self, count: int, *, has_work: bool, expected_gap_s: float, now: float) -> bool:
         """Whether it is frozen. `count` is the counter as last known: a heartbeat that does not come is no progress."""
         since = 0.0 if self._looked_at is None else min(max(0.0, now - self._looked_at), LONGEST_LOOK_S)
-        self._looked_at = now
+        self._looked_at = now if has_work else None  # when work comes, the time before it does not count
         if count != self._count or not has_work:
             self._count = count
             self.still_s = 0.0

@@ -6,7 +6,7 @@ What may live here: the messages, and the protocol of a listener. What may not: 
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.model_info import ReplicaFacts
@@ -35,6 +35,48 @@ class CacheChanges:
 NO_CHANGES: Final = CacheChanges()
 
 
+class PlainTokens(NamedTuple):
+    """Columns of deltas that bring one token each and nothing else: a step's deltas are of this kind but for a few.
+
+    Engines make none; the codec of a link does, so that nothing is made for each of them.
+    """
+
+    attempts: Sequence[Hashable] = ()
+    token_indices: Sequence[int] = ()
+    """The output position of each token."""
+    token_ids: Sequence[int] = ()
+
+    @classmethod
+    def split(cls, deltas: Sequence[TokenDelta]) -> "tuple[PlainTokens, list[TokenDelta]]":
+        """Those of `deltas` that fit into columns, and the others. An attempt's own keep their order."""
+        attempts: list[Hashable] = []
+        indices: list[int] = []
+        token_ids: list[int] = []
+        others: list[TokenDelta] = []
+        has_others: set[Hashable] = set()
+        for delta in deltas:
+            if is_plain(delta) and delta.attempt not in has_others:
+                attempts.append(delta.attempt)
+                indices.append(delta.first_token_index)
+                token_ids.append(delta.token_ids[0])
+            else:
+                others.append(delta)
+                has_others.add(delta.attempt)
+        return cls(attempts, indices, token_ids), others
+
+
+NO_TOKENS: Final = PlainTokens()
+
+
+def is_plain(delta: TokenDelta) -> bool:
+    """Whether it brings one token and nothing else."""
+    return (
+        delta.finish_reason is None
+        and len(delta.token_ids) == 1
+        and not (delta.num_cached_tokens or delta.logprobs or delta.prompt_logprobs)
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejection:
     """A request that will not be run, and why."""
@@ -49,6 +91,8 @@ class StepUpdate:
 
     load: EngineLoad
     step_id: int = 0
+    plain: PlainTokens = NO_TOKENS
+    """Deltas in columns, which come before `deltas`."""
     deltas: Sequence[TokenDelta] = ()
     rejections: Sequence[Rejection] = ()
     cache: CacheChanges = NO_CHANGES

@@ -1,6 +1,7 @@
 """The real router, on the event loop that serves it, with one replica."""
 
 import argparse
+from pathlib import Path
 
 from benchmarks.router_parts.load import info, model_path
 from benchmarks.router_parts.orders import run, say, until_the_end
@@ -9,8 +10,9 @@ from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirec
 from holdfast.router.router import Router
 
 
-async def main(replica: str) -> None:
-    endpoint = ReplicaEndpoint(replica_id="r0", address=replica, model=info().model, model_path=str(model_path()))
+async def main(replica: str, folder: Path | None) -> None:
+    model, path = (info().model, model_path()) if folder is None else (folder.name, folder)
+    endpoint = ReplicaEndpoint(replica_id="r0", address=replica, model=model, model_path=str(path))
     router = await Router.start(RouterConfig(), LimitsConfig(), StaticDirectory([endpoint]))
     say(address=router.address)  # clients ask again until the replica is up
     await until_the_end()
@@ -20,5 +22,6 @@ async def main(replica: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("replica", help="address of its link")
+    parser.add_argument("--model", type=Path, help="its folder; the bundled one where it has none")
     arguments = parser.parse_args()
-    run(main(arguments.replica))
+    run(main(arguments.replica, arguments.model))

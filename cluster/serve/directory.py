@@ -2,8 +2,8 @@
 
 `Directory` is the core, without Ray, clock or IO. `DirectoryDeployment` hosts it as a Serve deployment, so it starts,
 is replaced and ends with the application, and leaves no named actor behind. A replaced directory starts empty; members
-renew their leases within a second, and until then routers keep their links. No request and no token involves it:
-members renew twice a second, routers wait for changes. What may not live here: its callers (`membership.py`).
+renew their leases within three seconds, and until then routers keep their links. No request and no token involves it:
+members renew every three seconds, routers wait for changes. What may not live here: its callers (`membership.py`).
 """
 
 import asyncio
@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-LEASE_S: Final = 5.0
+LEASE_S: Final = 10.0
 """A member that has not renewed for this long is forgotten. Links break long before; this only clears the name."""
 
-RENEW_S: Final = 0.5
-SETTLED_S: Final = 3.0
+RENEW_S: Final = 3.0
+"""A call through Serve takes milliseconds of CPU on both sides: this is most of what an idle cluster takes."""
+
+SETTLED_S: Final = 6.0
+"""By then every member has told a new directory of itself."""
+
 WATCH_S: Final = 10.0
 """A watch without news answers after this long, so that nobody waits on a directory that has been replaced."""
 
@@ -72,12 +76,14 @@ class Directory:
         self._members: dict[str, Member] = {}
         self._renewed_s: dict[str, float] = {}
 
-    def renew(self, member: Member, now_s: float) -> None:
-        """Adds a member or renews its lease. Only a change of what it says makes a new version."""
+    def renew(self, member: Member, now_s: float) -> bool:
+        """Adds a member or renews its lease. Only a change of what it says makes a new version: True."""
         self._renewed_s[member.member_id] = now_s
-        if self._members.get(member.member_id) != member:
-            self._members[member.member_id] = member
-            self._version += 1
+        if self._members.get(member.member_id) == member:
+            return False
+        self._members[member.member_id] = member
+        self._version += 1
+        return True
 
     def remove(self, member_id: str) -> None:
         """Forgets a member at once. Unknown ids are ignored."""
@@ -105,8 +111,8 @@ class DirectoryDeployment:
         self._changed = asyncio.Event()
 
     async def renew(self, member: Member) -> None:
-        self._directory.renew(member, time.monotonic())
-        self._tell()
+        if self._directory.renew(member, time.monotonic()):
+            self._tell()
 
     async def remove(self, member_id: str) -> None:
         self._directory.remove(member_id)

@@ -43,6 +43,7 @@ from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.service_order.waiting_queue import DUE_AFTER_S
 from holdfast.worker.step_update import StepUpdate
+from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,15 @@ class Dispatch:
         replica.note_report(update.load)
         replica.note_memory(update)
         actions: list[Action] = []
+        for attempt, index, token_id in zip(*update.plain, strict=True):
+            state = self._requests.running(replica, attempt)
+            if state is None:
+                continue
+            if state.num_steps == NUM_STEPS_TO_CLEAR and index == len(state.output_token_ids):
+                self._go_on(state, token_id, actions)
+            else:
+                delta = TokenDelta(attempt=attempt, first_token_index=index, token_ids=(token_id,))
+                actions += self._advance(state, delta, now)
         for delta in update.deltas:
             state = self._requests.running(replica, delta.attempt)
             if state is not None:
@@ -243,6 +253,23 @@ class Dispatch:
         if now >= deadline:
             raise DeadlineExceededError("the request's time was up before it could be queued")
 
+    def _go_on(self, state: RequestState, token_id: int, actions: list[Action]) -> None:
+        """Takes the next token of an attempt that has gone on for long, as nearly all are: `_advance`, cut short."""
+        try:
+            delivery = state.take_one(token_id)
+        except Exception as bug:
+            actions += self._fail_unreadable(state, bug, replica_has_it=True)
+            return
+        state.tenant.charge(0, 1)
+        actions.append(delivery)
+        if delivery.finish_reason is not None:
+            actions += self._close(state, RequestEvent.FINISH)
+
+    def _fail_unreadable(self, state: RequestState, bug: Exception, *, replica_has_it: bool) -> list[Action]:
+        logger.error("request %s: its tokens could not be turned into text", state.request_id, exc_info=bug)
+        error = InternalError(f"the output could not be turned into text: {type(bug).__name__}")
+        return self._fail(state, error, replica_has_it=replica_has_it)
+
     def _advance(self, state: RequestState, delta: TokenDelta, now: float) -> list[Action]:
         """Takes one delta. A bug of ours ends this request alone, not the others of the link."""
         replica_has_it = delta.finish_reason is None
@@ -258,9 +285,7 @@ class Dispatch:
             token_ids, logprobs = delta.token_ids[num_seen:], delta.logprobs[num_seen:]
             delivery = state.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
         except Exception as bug:
-            logger.exception("request %s: its tokens could not be turned into text", state.request_id)
-            error = InternalError(f"the output could not be turned into text: {type(bug).__name__}")
-            return self._fail(state, error, replica_has_it=replica_has_it)
+            return self._fail_unreadable(state, bug, replica_has_it=replica_has_it)
         if delivery is None:
             return []
         self._placement.note_step(state, len(delivery.token_ids))

@@ -280,6 +280,32 @@ class RequestState:
         )
         return tuple.__new__(Deliver, fields)  # by names it takes four times as long, for every token
 
+    def take_one(self, token_id: int) -> Deliver:
+        """As `take`, of one token after others that were told, and nothing else. It is made for nearly every token."""
+        output = self.output_token_ids
+        index = len(output)
+        text = None if self.unsent_text else self.text.push_one(token_id)
+        if text is None:
+            delivery = self.take((token_id,), None)
+            assert delivery is not None, "it has a token"
+            return delivery
+        output.append(token_id)
+        fields = (
+            self.request.request_id,
+            index,
+            (token_id,),
+            text,
+            None,
+            None,
+            (),
+            (),
+            0,
+            self.num_cached_tokens,
+            self.fingerprint,
+            self.identity_guaranteed,
+        )
+        return tuple.__new__(Deliver, fields)
+
     def note_replica(self, facts: ModelInfo) -> None:
         """The request runs on a replica now. If it has output, only a bitwise-identical replica keeps the guarantee."""
         if self.output_token_ids and not (facts.row_invariant and facts.fingerprint == self.fingerprint):

@@ -62,6 +62,7 @@ class ReplicaLink:
         self._outbox: asyncio.Queue[engine_pb2.LinkRequest] = asyncio.Queue()
         self.is_up = False
         self._is_retired = False
+        self._watch: LinkWatch | None = None
         self._frozen_s: float | None = None
         """Seconds without progress after which this session was cut off; None if it was not."""
         self._backoff = Backoff(max_pause_s=config.max_reconnect_s)
@@ -92,6 +93,8 @@ class ReplicaLink:
 
     def submit(self, action: SendSubmit) -> None:
         self._outbox.put_nowait(submit_message(action.attempt, action.request))
+        if self._watch is not None:
+            self._watch.note_work()
 
     def abort(self, action: SendAbort) -> None:
         self._outbox.put_nowait(abort_message(action.attempt))
@@ -156,7 +159,7 @@ class ReplicaLink:
             try:
                 hello = await self._greet(messages)
                 clock = asyncio.get_running_loop().time
-                watch = LinkWatch(self._is_busy, hello.frozen_after_s, hello.heartbeat_s, clock)
+                watch = self._watch = LinkWatch(self._is_busy, hello.frozen_after_s, hello.heartbeat_s, clock)
                 if hello.heartbeat_s:
                     tasks.append(asyncio.create_task(self._end_when_frozen(watch, call)))
                 async for message in messages:

@@ -28,10 +28,15 @@ class LinkWatch:
         self._progress = FrozenVerdict(frozen_after_s)
         self._silence = FrozenVerdict(max(frozen_after_s, NUM_HEARTBEATS_MISSED * heartbeat_s))
         self._clock = clock
+        self._work_came = asyncio.Event()
         self._count = 0
         self._num_messages = 0
         self._last_progress = 0
         self._expected_gap_s = 0.0
+
+    def note_work(self) -> None:
+        """A request was sent to the replica."""
+        self._work_came.set()
 
     def note_step(self) -> None:
         """A step update arrived."""
@@ -53,7 +58,10 @@ class LinkWatch:
         return is_silent or stands_still
 
     async def until_frozen(self) -> float:
-        """Waits until the replica is frozen. Returns the seconds without progress."""
+        """Waits until the replica is frozen. Returns the seconds without progress. Looks only while there is work."""
         while not self.look():
+            self._work_came.clear()
+            if not self._has_work():
+                await self._work_came.wait()
             await asyncio.sleep(LOOK_EVERY_S)
         return self._progress.still_s

@@ -57,23 +57,35 @@ class SampledAnswer:
         self.prompt_token_ids = prompt_token_ids
         """The tokens of the prompt that truncation has left."""
         self._call = call
-        self._has_output = has_output
+        self.has_output = has_output
         self._params = params
+
+    @property
+    def is_over(self) -> bool:
+        """Every sequence has been read to its end."""
+        return self._call.is_over
+
+    def read(self) -> Deliver | None:
+        """Output that is there, if any, without waiting: for a reader that waits for `has_output` itself, and for no
+        iterator. Raises as iterating does.
+        """
+        call, has_output = self._call, self.has_output
+        has_output.is_set = False
+        delivery = call.poll()
+        if delivery is not None:
+            has_output.is_set = call.has_more
+        return delivery
 
     def __aiter__(self) -> "SampledAnswer":
         return self
 
     async def __anext__(self) -> Deliver:
-        call, has_output = self._call, self._has_output
-        if call.is_over:
+        if self._call.is_over:
             raise StopAsyncIteration
         while True:
-            if not has_output.is_set:
-                await has_output.next()
-            has_output.is_set = False
-            delivery = call.poll()
-            if delivery is not None:
-                has_output.is_set = call.has_more
+            if not self.has_output.is_set:
+                await self.has_output.next()
+            if (delivery := self.read()) is not None:
                 return delivery
 
     def abort(self) -> bool:

@@ -38,6 +38,7 @@ class IncrementalDetokenizer:
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         self._vocab_size = tokenizer.vocab_size
         self._decode = tokenizer.decode_known
+        self._lengths = tokenizer.lengths
         self._window: list[int] = []
         self._num_context = 0
         self._num_out = 0
@@ -59,10 +60,23 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that is now final. Ids that the tokenizer does not know have none."""
         self.guess = ""
-        if len(token_ids) == 1:  # as in nearly every step
-            (token_id,) = token_ids
-            return "" if token_id in self._skipped or token_id >= self._vocab_size else self._push_one(token_id)
         return "".join([self._push_one(token_id) for token_id in token_ids if self._has_text(token_id)])
+
+    def push_one(self, token_id: int) -> str:
+        """As `push`, of one token, as it comes in nearly every step."""
+        window = self._window
+        if len(window) != self._num_context or token_id in self._bytes or self._run.token_ids:
+            return self.push((token_id,))
+        if token_id in self._skipped or token_id >= self._vocab_size:
+            return ""
+        text = self._decode([*window, token_id])
+        delta = text[self._num_out :]
+        if not delta or text[-1] == REPLACEMENT:
+            return self.push((token_id,))
+        self._window, self._num_context = [token_id], 1
+        length = self._lengths.get(token_id)
+        self._num_out = self._tokenizer.length_of(token_id) if length is None else length
+        return delta
 
     def finish(self) -> str:
         """The text that was held back. Bytes of an incomplete character become U+FFFD."""

@@ -4,7 +4,7 @@ A pure function of the tokens so far: a router that resumes a request pushes the
 here: IO, and other reasons to end a sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -39,9 +39,16 @@ class TextStream:
         self._matcher = StopStringMatcher(params.stop_strings, include_match=params.include_stop_str_in_output)
         self._has_stop_strings = bool(params.stop_strings)
         self._has_text = params.detokenize
+        self.push_one: Callable[[int], str | None] = self._short_way(params)
+        """The text of the next token; None where `push` must take it, because there are stop strings."""
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._guess: _Guess | None = None
+
+    def _short_way(self, params: SamplingParams) -> Callable[[int], str | None]:
+        if params.stop_strings:
+            return _not_taken
+        return self._detokenizer.push_one if params.detokenize else _no_text
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
         """Takes the next tokens. Those after a complete stop string are ignored."""
@@ -97,6 +104,14 @@ class TextStream:
     @property
     def _may_match(self) -> bool:
         return self._num_tokens > self._min_tokens
+
+
+def _not_taken(token_id: int) -> None:
+    return None
+
+
+def _no_text(token_id: int) -> str:
+    return ""
 
 
 class _Guess:

@@ -62,7 +62,8 @@ class Tokenizer:
         """The byte of each byte-fallback token, by token id (see `byte_runs.py`)."""
         self.decode_known: Callable[[list[int]], str] = partial(codec.decode, skip_special_tokens=False)
         """As `decode`, special tokens included, of ids that the tokenizer knows: what streams do for every token."""
-        self._lengths: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
+        """What `length_of` has found so far."""
 
     @classmethod
     def load(cls, path: str) -> "Tokenizer":
@@ -97,9 +98,9 @@ class Tokenizer:
 
     def length_of(self, token_id: int) -> int:
         """Characters of a single token, special or not. Cached."""
-        length = self._lengths.get(token_id)
+        length = self.lengths.get(token_id)
         if length is None:
-            length = self._lengths[token_id] = len(self.decode((token_id,), skip_special_tokens=False))
+            length = self.lengths[token_id] = len(self.decode((token_id,), skip_special_tokens=False))
         return length
 
 

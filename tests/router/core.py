@@ -10,7 +10,7 @@ from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.step_update import Rejection, StepUpdate
+from holdfast.worker.step_update import PlainTokens, Rejection, StepUpdate
 
 NO_LOAD = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=9, num_total_blocks=9)
 
@@ -43,6 +43,11 @@ class LetterText:
         text = self.held_back + "".join(chr(ord("a") + token_id % 26) for token_id in kept)
         self.held_back = "" if stopped else text[-1:]
         return Piece(text if stopped else text[:-1], len(kept), stopped)
+
+    def push_one(self, token_id: int) -> str | None:
+        if token_id == self.stop_at:
+            return None
+        return self.push((token_id,)).text
 
     def finish(self) -> str:
         return self.held_back
@@ -117,7 +122,8 @@ class Core:
         rejections: Sequence[Rejection] = (),
         load: EngineLoad = NO_LOAD,
     ) -> list[Action]:
-        news = StepUpdate(load=load, deltas=deltas, rejections=rejections)
+        plain, others = PlainTokens.split(deltas)  # as a link has them
+        news = StepUpdate(load=load, plain=plain, deltas=others, rejections=rejections)
         return self._checked(self.dispatch.step(replica_id, news, self.now))
 
     def tick(self, after_s: float = 0.0) -> list[Action]:

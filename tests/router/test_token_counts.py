@@ -184,9 +184,10 @@ def routed(calls_of: Callable[[], list[Call]] = lambda: [Call() for _ in range(N
 def test_a_token_takes_few_calls_from_a_link_to_a_chunk():
     counts, calls = routed()
     assert {len(call.written) for call in calls} == {NUM_TOKENS}, "a chunk for each token, where nothing waits"
-    assert counts["encode"] == counts["take"] - 1 == NUM_STREAMS  # and `Routed.take`
-    assert counts["all of Python"] <= 28 * NUM_STREAMS
-    assert counts["all of C"] <= 30 * NUM_STREAMS
+    assert counts["encode"] == counts["take_one"] == NUM_STREAMS
+    assert counts["_token_delta"] == counts["_advance"] == 0, "a link tells plain tokens in columns"
+    assert counts["all of Python"] <= 19 * NUM_STREAMS
+    assert counts["all of C"] <= 24 * NUM_STREAMS
     assert counts["merged"] == 0, "nothing waits, so nothing is to be merged"
     assert counts["public_chunk"] == counts["chunk_message"] == 0, "only the parts that are new are written"
 
@@ -215,9 +216,9 @@ def test_a_step_is_written_once_and_copied_nowhere():
     update = step(list(range(NUM_STREAMS)), 5)
     with Counted() as counts:
         written(update)
-    assert counts["_add_delta"] == NUM_STREAMS
+    assert counts["_add_delta"] == 0
     assert counts["all of Python"] <= 2 * NUM_STREAMS + 20
-    assert counts["all of C"] <= 2 * NUM_STREAMS + 40
+    assert counts["all of C"] <= 6 * NUM_STREAMS + 40
 
 
 class PreparedTransport:

@@ -1,7 +1,8 @@
 """Kept layout of a checkpoint: where layout files lie, and when one may be used again.
 
-It may if nothing has changed that it was made of: the checkpoint's files, the settings, this code, the libraries. What
-may not live here: what a layout file holds (`worker/decoder/layout_file.py`).
+It may if nothing has changed that it was made of: the checkpoint's files, the settings, this code, the libraries. A
+checkpoint without one may have one that was shipped (`shipped_layout.py`). What may not live here: what a layout file
+holds (`worker/decoder/layout_file.py`).
 """
 
 import logging
@@ -19,6 +20,7 @@ from holdfast.worker.decoder.layout_file import load, save
 from holdfast.worker.decoder.proof import Recognized
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.model.checkpoint_digest import checkpoint_digest
+from holdfast.worker.model.shipped_layout import find_shipped
 
 logger = logging.getLogger(__name__)
 
@@ -50,18 +52,23 @@ class KeptLayout:
     def __init__(self, config: WorkerConfig, folder: Path, group: TensorParallelGroup, device: torch.device) -> None:
         self._folder = folder
         self._path: Path | None = None
+        self._shipped: Path | None = None
         model = config.model
         if model.keep_layout and device.type == "cpu" and model.load_format != "dummy" and model.executor != "skeleton":
             settings = [getattr(model, name) for name in _SETTINGS]
             share = f"{group.rank}-of-{group.size}"
             self._path = layouts_folder() / f"{_digest(folder, settings, config.cache.block_size)}-{share}"
+            self._shipped = find_shipped(config, folder, group)
 
     def recall(self) -> tuple[Recognized, ModelFacts] | None:
-        """What an earlier start has kept, if it can still be used."""
-        if self._path is None or not self._path.is_file():
+        """What an earlier start has kept or the package has shipped, if it can still be used."""
+        return self._read(self._path) or self._read(self._shipped)
+
+    def _read(self, path: Path | None) -> tuple[Recognized, ModelFacts] | None:
+        if path is None or not path.is_file():
             return None
         try:
-            kept = load(self._path, self._folder)
+            kept = load(path, self._folder)
             facts = ModelFacts(**{**kept.facts, "eos_token_ids": tuple(kept.facts["eos_token_ids"])})
         except (ValueError, OSError, TypeError, KeyError) as error:
             logger.info("the layout that was kept is made again: %s", error)

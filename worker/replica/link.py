@@ -19,7 +19,7 @@ from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.replica.replica import Replica
-from holdfast.worker.request import AttemptKey
+from holdfast.worker.request import AttemptKey, EngineRequest
 from holdfast.worker.step_update import Heartbeat, Hello, Rejection, StepUpdate
 from holdfast.worker.wire.link_codec import (
     LinkMessageError,
@@ -117,6 +117,7 @@ class RouterLink:
         self._vocab_size = vocab_size
         self._loop = asyncio.get_running_loop()
         self._outbox: asyncio.Queue[StepUpdate | Heartbeat | None] = asyncio.Queue()
+        self._work_came = asyncio.Event()
         self.failure: HoldfastError | None = None
 
     # --- on the engine's thread ---
@@ -143,13 +144,19 @@ class RouterLink:
             self._outbox.put_nowait(None)
 
     async def beat(self, every_s: float) -> None:
-        """Sends heartbeats with the progress so far while there is work. The engine cannot block this loop."""
+        """Sends heartbeats with the progress so far while there is work. The engine cannot block this loop.
+
+        An idle engine's heart need not beat: its router watches it only while it has requests of this link.
+        """
         progress = self._engine.progress
         while True:
+            await self._work_came.wait()
+            self._work_came.clear()  # here alone: what comes later is looked for once more
             await asyncio.sleep(every_s)
-            if self._engine.has_work:
+            while self._engine.has_work:
                 heartbeat = Heartbeat(progress=progress.count, expected_gap_s=progress.expected_gap_s)
                 self._outbox.put_nowait(heartbeat)
+                await asyncio.sleep(every_s)
 
     async def messages(self) -> AsyncIterator[engine_pb2.LinkResponse]:
         while (news := await self._outbox.get()) is not None:
@@ -179,4 +186,8 @@ class RouterLink:
             rejection = Rejection(attempt=attempt, error=error)
             self._outbox.put_nowait(StepUpdate(load=self._engine.load, rejections=(rejection,)))
             return
+        self._begin(request, attempt)
+
+    def _begin(self, request: EngineRequest, attempt: AttemptKey) -> None:
         self._engine.submit(request, self, attempt)
+        self._work_came.set()

@@ -17,10 +17,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final
 
-from holdfast.worker.progress import FrozenVerdict
+from holdfast.worker.progress import LONGEST_LOOK_S, FrozenVerdict
 from holdfast.worker.supervision.process_id import ProcessId
 
-LOOK_EVERY_S: Final = 0.1
 _MANY: Final = 4096
 
 
@@ -50,13 +49,14 @@ def hangs(leader: ProcessId, beats: int, limit_s: float) -> bool:
     for descriptor in (beats, ending):
         poll.register(descriptor, select.POLLIN)
     verdict, num_beats = FrozenVerdict(limit_s), 0
+    look_every_s = min(LONGEST_LOOK_S, limit_s / 8)
     while True:
-        ready = {descriptor for descriptor, _ in poll.poll(1000 * LOOK_EVERY_S)}
+        ready = {descriptor for descriptor, _ in poll.poll(1000 * look_every_s)}
         news = os.read(beats, _MANY) if beats in ready else None
         if ending in ready or news == b"":
             return False
         num_beats += len(news or b"")
-        is_watched = num_beats > 0 and not is_traced(leader.pid)
+        is_watched = num_beats > 0 and (news is not None or not is_traced(leader.pid))
         if verdict.look(num_beats, has_work=is_watched, expected_gap_s=0.0, now=time.monotonic()):
             return True
 

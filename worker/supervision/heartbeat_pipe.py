@@ -19,7 +19,9 @@ from holdfast.worker.supervision.process_id import ProcessId
 
 logger = logging.getLogger(__name__)
 
-BEAT_EVERY_S: Final = 0.2
+BEAT_EVERY_S: Final = 0.5
+"""At most; a quarter of a shorter limit."""
+
 START_AGAIN_AFTER_S: Final = 1.0
 
 _PROGRAM: Final = (
@@ -34,6 +36,7 @@ class HeartbeatPipe:
         """Without a beat for `limit_s` after the first, this process and `ranks`, on this machine, are ended."""
         program = _PROGRAM.format(root=str(Path(__file__).parents[3]))
         whole_group = map(str, [ProcessId.of(os.getpid()), *ranks])
+        self._beat_every_s = min(BEAT_EVERY_S, limit_s / 4)
         self._command = [sys.executable, "-I", "-S", "-c", program, str(limit_s), *whole_group]
         self._lock = threading.Lock()
         self._is_cut = False
@@ -51,7 +54,7 @@ class HeartbeatPipe:
         while not self._is_cut:
             try:
                 self._beat()
-                await asyncio.sleep(BEAT_EVERY_S)
+                await asyncio.sleep(self._beat_every_s)
             except BrokenPipeError:
                 logger.warning("the hang supervisor of this process has ended: another takes its place")
                 await asyncio.sleep(START_AGAIN_AFTER_S)

@@ -36,7 +36,15 @@ from holdfast.worker.request import (
 )
 from holdfast.worker.sampling_fields import TOKEN_WORLD, fields_of, params_of
 from holdfast.worker.stats import EngineStats
-from holdfast.worker.step_update import NO_CHANGES, CacheChanges, Heartbeat, Hello, Rejection, StepUpdate
+from holdfast.worker.step_update import (
+    NO_CHANGES,
+    CacheChanges,
+    Heartbeat,
+    Hello,
+    PlainTokens,
+    Rejection,
+    StepUpdate,
+)
 from holdfast.worker.suspicion import Suspicion
 
 if TYPE_CHECKING:
@@ -186,8 +194,12 @@ def step_messages(update: StepUpdate) -> Iterator[engine_pb2.LinkResponse]:
     """
     first, *others = update.cache.parts(MAX_CACHE_EVENTS)
     message = _step_message(update, first)
+    plain, rest = PlainTokens.split(update.deltas)
+    message.step.plain_attempts.extend(map(_number, plain.attempts))
+    message.step.plain_token_indices.extend(plain.token_indices)
+    message.step.plain_token_ids.extend(plain.token_ids)
     deltas = message.step.deltas
-    for delta in update.deltas:
+    for delta in rest:
         _add_delta(deltas, delta)
     message.step.rejections.extend(map(_rejection_message, update.rejections))
     if update.stats is not None:
@@ -305,11 +317,20 @@ def _step_update(step: engine_pb2.StepUpdate) -> StepUpdate:
     return StepUpdate(
         load=_engine_load(step.load),
         step_id=step.step_id,
+        plain=_plain_tokens(step),
         deltas=tuple([_token_delta(delta) for delta in step.deltas]),
         rejections=tuple([Rejection(attempt=item.attempt, error=_rejection_error(item)) for item in step.rejections]),
         cache=_cache_changes(step.cache_events) if step.HasField("cache_events") else NO_CHANGES,
         stats=_engine_stats(step.stats) if step.HasField("stats") else None,
     )
+
+
+def _plain_tokens(step: engine_pb2.StepUpdate) -> PlainTokens:
+    columns = PlainTokens(tuple(step.plain_attempts), tuple(step.plain_token_indices), tuple(step.plain_token_ids))
+    if not len(columns.attempts) == len(columns.token_indices) == len(columns.token_ids):
+        counts = ", ".join(f"{len(column)} {name}" for name, column in zip(columns._fields, columns, strict=True))
+        raise LinkMessageError(f"plain tokens with {counts}: there must be as many of each")
+    return columns
 
 
 def _token_delta(delta: engine_pb2.Delta) -> TokenDelta:

@@ -13,7 +13,7 @@ from holdfast.cluster.simulate.kernel.promises import Violation
 from holdfast.router.events import SendSubmit
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.request import AttemptKey, EngineRequest, GroupKey
-from holdfast.worker.step_update import StepUpdate
+from holdfast.worker.step_update import PlainTokens, StepUpdate
 
 
 class SimulatedReplicaLink:
@@ -64,10 +64,12 @@ class SimulatedReplicaLink:
 
 
 def _for_router(update: StepUpdate) -> StepUpdate:
-    """The update as it crosses the wire: of a key, the number alone."""
+    """The update as it crosses the wire: of a key, the number alone, and plain tokens in columns."""
+    plain, others = PlainTokens.split(update.deltas)
     return replace(
         update,
-        deltas=[replace(delta, attempt=_number(delta.attempt)) for delta in update.deltas],
+        plain=plain._replace(attempts=[_number(attempt) for attempt in plain.attempts]),
+        deltas=[replace(delta, attempt=_number(delta.attempt)) for delta in others],
         rejections=[replace(item, attempt=_number(item.attempt)) for item in update.rejections],
     )
 

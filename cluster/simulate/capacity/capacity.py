@@ -92,6 +92,9 @@ class NoText:
         self.num_tokens = len(token_ids)
         return self
 
+    def push_one(self, token_id: int) -> str:
+        return ""
+
     def finish(self) -> str:
         return ""
 

@@ -180,20 +180,26 @@ class Hello(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., row_invariant: bool = ..., load: _Optional[_Union[Load, _Mapping]] = ..., answers_digest: _Optional[bytes] = ..., path: _Optional[str] = ..., model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., checkpoint_digest: _Optional[str] = ..., kv_bytes_per_token: _Optional[int] = ..., executor: _Optional[str] = ..., weights_version: _Optional[str] = ..., heartbeat_ms: _Optional[int] = ..., frozen_after_ms: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepUpdate(_message.Message):
-    __slots__ = ("step_id", "deltas", "rejections", "load", "cache_events", "stats")
+    __slots__ = ("step_id", "deltas", "rejections", "load", "cache_events", "plain_attempts", "plain_token_indices", "plain_token_ids", "stats")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     REJECTIONS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     CACHE_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_TOKEN_INDICES_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
     rejections: _containers.RepeatedCompositeFieldContainer[Rejection]
     load: Load
     cache_events: CacheEvents
+    plain_attempts: _containers.RepeatedScalarFieldContainer[int]
+    plain_token_indices: _containers.RepeatedScalarFieldContainer[int]
+    plain_token_ids: _containers.RepeatedScalarFieldContainer[int]
     stats: EngineStats
-    def __init__(self, step_id: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., rejections: _Optional[_Iterable[_Union[Rejection, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cache_events: _Optional[_Union[CacheEvents, _Mapping]] = ..., stats: _Optional[_Union[EngineStats, _Mapping]] = ...) -> None: ...
+    def __init__(self, step_id: _Optional[int] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., rejections: _Optional[_Iterable[_Union[Rejection, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., cache_events: _Optional[_Union[CacheEvents, _Mapping]] = ..., plain_attempts: _Optional[_Iterable[int]] = ..., plain_token_indices: _Optional[_Iterable[int]] = ..., plain_token_ids: _Optional[_Iterable[int]] = ..., stats: _Optional[_Union[EngineStats, _Mapping]] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
     __slots__ = ("stored", "evicted")

@@ -19,20 +19,13 @@ class ChunkEncoder:
         """By sequence, fingerprint and guarantee: one for each sequence, and more where another replica goes on."""
 
     def encode(self, delivery: Deliver) -> bytes:
-        if (
-            delivery.finish_reason is not None
-            or delivery.logprobs
-            or delivery.prompt_logprobs
-            or delivery.usage is not None
-        ):
+        _, first, token_ids, text, finish_reason, usage, logprobs, of_prompt, number, _, origin, is_sure = delivery
+        if finish_reason is not None or usage is not None or logprobs or of_prompt:
             return chunk_message(public_chunk(delivery)).SerializeToString()
-        key = (delivery.sequence_index, delivery.fingerprint, delivery.identity_guaranteed)
-        shared = self._shared.get(key)
+        shared = self._shared.get((number, origin, is_sure))
         if shared is None:
-            shared = self._shared[key] = _shared(delivery)
-        new = GenerateStreamResponse(
-            first_token_index=delivery.first_token_index, token_ids=delivery.token_ids, text=delivery.text
-        )
+            shared = self._shared[number, origin, is_sure] = _shared(delivery)
+        new = GenerateStreamResponse(first_token_index=first, token_ids=token_ids, text=text)
         return new.SerializeToString() + shared
 
 

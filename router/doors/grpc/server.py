@@ -62,9 +62,12 @@ class InferenceServicer:
         request.check_streamable()
         async with self._request_processor.open(request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
-            encode = ChunkEncoder().encode
-            async for delivery in answer:
-                await context.write(encode(delivery))
+            encode, has_output = ChunkEncoder().encode, answer.has_output
+            while not answer.is_over:
+                if not has_output.is_set:
+                    await has_output.next()
+                if (delivery := answer.read()) is not None:
+                    await context.write(encode(delivery))
 
     async def Abort(self, message: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         return inference_pb2.AbortResponse(was_open=self._request_processor.abort(message.request_id))

@@ -17,7 +17,7 @@ from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
 from holdfast.worker.errors import HoldfastError, QueueFullError, ReplicaError, RequestAbortedError
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.step_update import Rejection, StepUpdate
+from holdfast.worker.step_update import PlainTokens, Rejection, StepUpdate
 from tests.examples import examples
 from tests.router.core import LetterText, facts, load
 
@@ -60,9 +60,9 @@ class Replica:
 
     def say(self, *deltas: TokenDelta, rejections: tuple[Rejection, ...] = ()) -> None:
         num_waiting = max(len(self.running) - 2, 0)
-        self.on_the_way.append(
-            StepUpdate(load=load(len(self.running) - num_waiting, num_waiting), deltas=deltas, rejections=rejections)
-        )
+        plain, others = PlainTokens.split(deltas)  # as a link has them
+        now = load(len(self.running) - num_waiting, num_waiting)
+        self.on_the_way.append(StepUpdate(load=now, plain=plain, deltas=others, rejections=rejections))
 
 
 class Client:

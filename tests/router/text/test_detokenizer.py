@@ -30,6 +30,7 @@ class CountingTokenizer:
         self.vocab_size = tokenizer.vocab_size
         self.special_token_ids = tokenizer.special_token_ids
         self.fallback_bytes = tokenizer.fallback_bytes
+        self.lengths: dict[int, int] = {}
         self.num_decoded = 0
 
     def decode_known(self, token_ids: Sequence[int]) -> str:
@@ -46,7 +47,7 @@ class CountingTokenizer:
 def stream(tokenizer: Tokenizer, token_ids: Sequence[int], **kwargs: object) -> list[str]:
     """The text after each token, and that of `finish`."""
     detokenizer = IncrementalDetokenizer(tokenizer, **kwargs)
-    return [*(detokenizer.push([token_id]) for token_id in token_ids), detokenizer.finish()]
+    return [*(detokenizer.push_one(token_id) for token_id in token_ids), detokenizer.finish()]
 
 
 @pytest.mark.parametrize("kind", sample.KINDS)
@@ -80,6 +81,20 @@ def test_grouping_tokens_changes_nothing(root: Path, kind: str, data: st.DataObj
     detokenizer = IncrementalDetokenizer(tokenizer)
     groups = data.draw(sample.groupings(token_ids))
     assert "".join(map(detokenizer.push, groups)) + detokenizer.finish() == tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize("kind", sample.KINDS)
+@settings(max_examples=examples(100), deadline=None)
+@given(data=st.data())
+def test_one_token_pushed_is_a_push_of_one_token(root: Path, kind: str, data: st.DataObject) -> None:
+    """Token by token, whichever way the tokens before it went."""
+    tokenizer = sample.loaded(kind, root)
+    token_ids = data.draw(sample.any_tokens(tokenizer))
+    plain, either = IncrementalDetokenizer(tokenizer), IncrementalDetokenizer(tokenizer)
+    for token_id in token_ids:
+        text = either.push_one(token_id) if data.draw(st.booleans()) else either.push((token_id,))
+        assert plain.push((token_id,)) == text
+    assert plain.finish() == either.finish()
 
 
 @pytest.mark.parametrize("kind", sample.KINDS)

@@ -31,7 +31,7 @@ from holdfast.worker.request import (
 )
 from holdfast.worker.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from holdfast.worker.stats import EngineStats
-from holdfast.worker.step_update import CacheChanges, Heartbeat, Hello, Rejection, StepUpdate
+from holdfast.worker.step_update import CacheChanges, Heartbeat, Hello, PlainTokens, Rejection, StepUpdate
 from holdfast.worker.suspicion import Suspicion
 from holdfast.worker.wire import link_codec as codec
 from holdfast.worker.wire.link_codec import LinkMessageError
@@ -166,9 +166,23 @@ def test_a_router_can_ask_for_the_cache():
 @given(update=updates)
 def test_an_update_comes_through_with_the_numbers_of_attempts(update):
     (message,) = codec.step_messages(update)
-    assert sent_up(message) == replace(
-        update, deltas=tuple(replace(delta, attempt=delta.attempt.number) for delta in update.deltas)
-    )
+    plain, others = PlainTokens.split([replace(delta, attempt=delta.attempt.number) for delta in update.deltas])
+    assert sent_up(message) == replace(update, plain=PlainTokens(*map(tuple, plain)), deltas=tuple(others))
+
+
+@given(said=st.lists(deltas(), max_size=9))
+def test_columns_and_deltas_are_what_was_said_and_an_attempts_own_keep_their_order(said):
+    said = [replace(delta, attempt=delta.attempt.number % 3) for delta in said]
+    plain, others = PlainTokens.split(said)
+    again = [
+        *(
+            TokenDelta(attempt=a, first_token_index=index, token_ids=(token_id,))
+            for a, index, token_id in zip(*plain, strict=False)
+        ),
+        *others,
+    ]
+    for attempt in range(3):
+        assert [one for one in again if one.attempt == attempt] == [one for one in said if one.attempt == attempt]
 
 
 @given(hello=hellos)
@@ -243,6 +257,14 @@ def test_messages_have_a_field_for_each_of_the_words():
         (
             engine_pb2.LinkResponse(step={"deltas": [{"prompt_logprobs": [{"top_token_ids": [1]}]}]}),
             "0 top_logprobs for 1 top_token_ids",
+        ),
+        (
+            engine_pb2.LinkResponse(step={"plain_attempts": [7, 8], "plain_token_indices": [1, 2]}),
+            "2 attempts, 2 token_indices, 0 token_ids: there must be as many of each",
+        ),
+        (
+            engine_pb2.LinkResponse(step={"plain_token_ids": [1]}),
+            "0 attempts, 0 token_indices, 1 token_ids: there must be as many of each",
         ),
         (engine_pb2.LinkResponse(heartbeat={"expected_gap_s": math.nan}), "expected_gap_s = nan: must be"),
         (engine_pb2.LinkResponse(heartbeat={"expected_gap_s": -1.0}), "expected_gap_s = -1.0: must be"),

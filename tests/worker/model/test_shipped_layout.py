@@ -1,0 +1,101 @@
+"""Shipped layouts: the bundled models' first start asks Hugging Face nothing, and other bytes get none of them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from holdfast.cluster.bundled_model.bundled_model import BUNDLED, BUNDLED_DRAFT, bundled_path
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
+from holdfast.worker.model import kept_layout, program, shipped_layout
+from holdfast.worker.model.program import LoadedProgram, load_program
+from holdfast.worker.model.shipped_layout import SHIPPED, find_shipped, shipped_name
+from tests.fake_group import run_ranks
+
+CPU = torch.device("cpu")
+SHARES = [(BUNDLED, 1), (BUNDLED, 2), (BUNDLED_DRAFT, 1)]
+
+
+def config_of(folder: Path, **settings: object) -> WorkerConfig:
+    return WorkerConfig(model={"model": str(folder), **settings})
+
+
+def loaded(folder: Path, group: TensorParallelGroup) -> LoadedProgram:
+    return load_program(config_of(folder), folder, group, CPU, lambda *_: None)
+
+
+def ranks(size: int, work: object) -> None:
+    if size == 1:
+        work(SingleRank())
+    else:
+        run_ranks(size, work)
+
+
+@pytest.mark.parametrize(("name", "size"), SHARES)
+def test_a_first_start_asks_hugging_face_nothing(name, size, monkeypatch):
+    def asked(*_: object) -> None:
+        raise AssertionError("Hugging Face's modules were built")
+
+    monkeypatch.setattr(program, "build_rank_model", asked)
+    ranks(size, lambda group: loaded(bundled_path(name), group).program.close())
+
+
+@pytest.mark.parametrize(("name", "size"), SHARES)
+def test_what_is_shipped_is_what_this_tree_recognizes(name, size, monkeypatch, tmp_path):
+    """If not: `python -m scripts.ship_layouts`."""
+    folder, kept = bundled_path(name), tmp_path / "layouts"
+    monkeypatch.setattr(shipped_layout, "SHIPPED", tmp_path)
+    monkeypatch.setattr(kept_layout, "layouts_folder", lambda: kept)
+    ranks(size, lambda group: loaded(folder, group).program.close())
+    for path in kept.iterdir():
+        rank = int(path.name.split("-")[1])
+        with safe_open(path, "pt") as now, safe_open(SHIPPED / shipped_name(folder, rank, size), "pt") as shipped:
+            content = json.loads(now.metadata()["recognized"])
+            assert json.loads(shipped.metadata()["recognized"]) == content
+            assert set(now.keys()) == set(shipped.keys())
+            answers = numbers(content["parts"]["Recognized"]["answers"])
+            for key in now.keys():  # noqa: SIM118
+                is_answer = key in answers  # computed on another machine
+                tolerance = {"rtol": 0.05, "atol": 1e-3} if is_answer else {"rtol": 0.0, "atol": 0.0}
+                torch.testing.assert_close(shipped.get_tensor(key), now.get_tensor(key), **tolerance)
+
+
+def numbers(written: object) -> set[str]:
+    """Of the tensors in a part of a layout file's content that the file holds itself."""
+    if isinstance(written, list):
+        return {number for item in written for number in numbers(item)}
+    if not isinstance(written, dict):
+        return set()
+    own = {written["tensor"]} if isinstance(written.get("tensor"), str) else set()
+    return own | {number for item in written.values() for number in numbers(item)}
+
+
+def test_each_share_has_one_file():
+    expected = {shipped_name(bundled_path(name), rank, size) for name, size in SHARES for rank in range(size)}
+    assert {path.name for path in SHIPPED.iterdir()} == expected
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "generation_config.json"])
+def test_a_checkpoint_of_other_bytes_has_none(tmp_path, file):
+    folder = Path(shutil.copytree(bundled_path(BUNDLED), tmp_path / "model"))
+    assert find_shipped(config_of(folder), folder, SingleRank()) is not None
+    content = bytearray((folder / file).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / file).write_bytes(content)
+    assert find_shipped(config_of(folder), folder, SingleRank()) is None
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"max_model_len": 100}])
+def test_other_settings_have_none(settings):
+    folder = bundled_path(BUNDLED)
+    assert find_shipped(config_of(folder, **settings), folder, SingleRank()) is None
+
+
+def test_what_is_not_to_be_kept_is_not_recalled_either(monkeypatch):
+    folder = bundled_path(BUNDLED)
+    kept = kept_layout.KeptLayout(config_of(folder, keep_layout=False), folder, SingleRank(), CPU)
+    assert kept.recall() is None
