@@ -57,6 +57,8 @@ class Snapshot:
     members: tuple[Member, ...]
     is_settled: bool
     """False while the directory is so young that members may not have told it of themselves."""
+    removed_models: frozenset[str] = frozenset()
+    """Models that someone has taken away, and that no replica has begun to serve since."""
 
     def serving(self, role: Role) -> tuple[Member, ...]:
         """Those with an address."""
@@ -71,13 +73,22 @@ class Directory:
         self._version = first_version
         self._members: dict[str, Member] = {}
         self._renewed_s: dict[str, float] = {}
+        self._removed_models: set[str] = set()
 
     def renew(self, member: Member, now_s: float) -> None:
         """Adds a member or renews its lease. Only a change of what it says makes a new version."""
         self._renewed_s[member.member_id] = now_s
-        if self._members.get(member.member_id) != member:
+        before = self._members.get(member.member_id)
+        if before != member:
             self._members[member.member_id] = member
             self._version += 1
+            if member.address is not None and (before is None or before.address is None):
+                self._removed_models.discard(member.model)
+
+    def remove_model(self, name: str) -> None:
+        """A model is served no more: routers refuse it by name, until another replica begins to serve it."""
+        self._removed_models.add(name)
+        self._version += 1
 
     def remove(self, member_id: str) -> None:
         """Forgets a member at once. Unknown ids are ignored."""
@@ -93,7 +104,12 @@ class Directory:
 
     def snapshot(self, now_s: float) -> Snapshot:
         is_settled = now_s - self._started_s > SETTLED_S
-        return Snapshot(version=self._version, members=tuple(self._members.values()), is_settled=is_settled)
+        return Snapshot(
+            version=self._version,
+            members=tuple(self._members.values()),
+            is_settled=is_settled,
+            removed_models=frozenset(self._removed_models),
+        )
 
 
 class DirectoryDeployment:
@@ -110,6 +126,10 @@ class DirectoryDeployment:
 
     async def remove(self, member_id: str) -> None:
         self._directory.remove(member_id)
+        self._tell()
+
+    async def remove_model(self, name: str) -> None:
+        self._directory.remove_model(name)
         self._tell()
 
     async def watch(self, seen_version: int) -> Snapshot:

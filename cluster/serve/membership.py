@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from holdfast.cluster.serve.directory import RENEW_S, Member, Role, Snapshot
-from holdfast.router.links.replica_directory import ReplicaEndpoint
+from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +60,20 @@ class WatchedDirectory:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    async def watch(self) -> AsyncIterator[frozenset[ReplicaEndpoint]]:
-        """Every set of replicas once. A directory that was replaced may add replicas at first, not take any away."""
-        known: frozenset[ReplicaEndpoint] | None = None
+    async def watch(self) -> AsyncIterator[DirectoryView]:
+        """Every view once. A directory that was replaced may add replicas at first, not take any away; and it does not
+        know which models were removed, which therefore stay so until a replica serves them again.
+        """
+        known: DirectoryView | None = None
         seen_version = 0
         while True:
             snapshot = await self._next(seen_version)
             seen_version = snapshot.version
-            found = _endpoints(snapshot)
-            if known is not None and not snapshot.is_settled:
-                found |= known
+            endpoints, removed = _endpoints(snapshot), snapshot.removed_models
+            if known is not None:
+                endpoints |= frozenset() if snapshot.is_settled else known.endpoints
+                removed |= known.removed_models - {endpoint.model for endpoint in endpoints}
+            found = DirectoryView(endpoints=endpoints, removed_models=removed)
             if found != known:
                 known = found
                 yield known
