@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from holdfast.cluster.config.models import ModelEntries
 from holdfast.cluster.config.sources import Layer, environment_layer, file_layer, resolve
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.worker.config import (
@@ -61,7 +62,11 @@ CustomResources = Annotated[dict[str, Amount], BeforeValidator(_read_resources),
 class ClusterConfig(Settings):
     """Settings of the cluster: numbers of replicas and routers, addresses, resources, Ray."""
 
-    replicas: int = Field(1, ge=1, description="number of replicas of the model")
+    replicas: int = Field(1, ge=1, description="number of replicas of the model, or of each of them")
+    models: ModelEntries = Field(
+        (),
+        description="several models: their names, or in a file a list of settings of each; unset: `model.model` alone",
+    )
     routers: int = Field(2, ge=1, description="number of routers; on one machine each has a port of its own")
     host: str | None = Field(
         None, description="address that routers listen on; unset: loopback, or 0.0.0.0 with `address`"
@@ -113,6 +118,23 @@ class HoldfastConfig(Settings):
     router: RouterConfig = RouterConfig()
     limits: LimitsConfig = LimitsConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "HoldfastConfig":
+        names = [one.model.name for one in self.each_model]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"cluster.models: two models are named {name!r}; give one a model.served_model_name")
+        return self
+
+    @property
+    def each_model(self) -> tuple["HoldfastConfig", ...]:
+        """The settings of each model that is served, without the others."""
+        if not self.cluster.models:
+            return (self,)
+        shared = self.model_dump()
+        shared["cluster"].pop("models")
+        return tuple(HoldfastConfig.model_validate(entry.over(shared)) for entry in self.cluster.models)
 
     @property
     def worker(self) -> WorkerConfig:
