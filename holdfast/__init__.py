@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from holdfast.cluster.offline.inference_engine import InferenceEngine
     from holdfast.cluster.offline.llm import LLM
     from holdfast.cluster.offline.outputs import CompletionOutput, RequestOutput
-    from holdfast.cluster.serve.app import build_app
+    from holdfast.cluster.serve.app import build_app, build_model
     from holdfast.router.generation import Chunk
     from holdfast.worker.errors import HoldfastError
     from holdfast.worker.request import FinishReason, Priority
@@ -40,6 +40,7 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputs",
     "build_app",
+    "build_model",
 ]
 
 _HOMES = {
@@ -58,6 +59,7 @@ _HOMES = {
     "SamplingParams": "holdfast.worker.sampling_params",
     "StructuredOutputs": "holdfast.worker.structured_outputs",
     "build_app": "holdfast.cluster.serve.app",
+    "build_model": "holdfast.cluster.serve.app",
 }
 
 

@@ -14,6 +14,7 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.grpc import health, server
 from holdfast.router.doors.http.app import HttpDoor
 from holdfast.router.doors.http.server import HttpServer
+from holdfast.router.doors.in_process import InProcessDoor
 from holdfast.router.doors.oip import servicer as open_inference
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import ReplicaDirectory
@@ -52,6 +53,8 @@ class Router:
         }
         self._server: grpc.aio.Server = server.build_server(servicers, config, limits)
         self._http_door = HttpDoor(*parts, limits)
+        self.in_process = InProcessDoor(self._request_processor)
+        """For calls from this process."""
         self._http_server: HttpServer | None = None
         self._following: asyncio.Task[None] | None = None
         self.address = ""

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+DIRECTORY: Final = "Directory"
+"""The name of its deployment."""
+
 LEASE_S: Final = 5.0
 """A member that has not renewed for this long is forgotten. Links break long before; this only clears the name."""
 
@@ -38,9 +41,9 @@ class Member:
     http_address: str = ""
     """`host:port` of a router's HTTP API; empty where there is none."""
     model: str = ""
-    """The name that clients use. Of a replica that serves, as is the next."""
+    """The name that clients use. Of a replica."""
     model_path: str = ""
-    """The folder of the model. Routers read the tokenizer there, so it is the same on every node."""
+    """The folder of the model, of a replica that serves. Routers read the tokenizer there, so it is the same on every node."""
     phase: str = "loading libraries"
     """What it is doing while it starts, for people."""
     done: int = 0

@@ -9,7 +9,10 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-from holdfast.cluster.serve.directory import RENEW_S, Member, Role, Snapshot
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from holdfast.cluster.serve.directory import DIRECTORY, RENEW_S, Member, Role, Snapshot
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint
 
 logger = logging.getLogger(__name__)
@@ -99,6 +102,18 @@ async def has_other_routers(handle: Any, member_id: str) -> bool:
         return False
     assert isinstance(snapshot, Snapshot)
     return any(router.member_id != member_id for router in snapshot.serving(Role.ROUTER))
+
+
+async def found(directory: Any) -> Any:
+    """The handle of a directory: itself, or that of the application of a name, which may be deployed later."""
+    if not isinstance(directory, str):
+        return directory
+    while True:
+        try:
+            return serve.get_deployment_handle(DIRECTORY, directory)
+        except RayServeException as error:
+            logger.info("the application %s has no directory yet: %s", directory, error)
+            await asyncio.sleep(RENEW_S)
 
 
 def _endpoints(snapshot: Snapshot) -> frozenset[ReplicaEndpoint]:

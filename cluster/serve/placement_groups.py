@@ -35,7 +35,8 @@ def rank_bundle(worker: WorkerConfig, cluster: ClusterConfig, nodes: Collection[
     possible = [node for node in nodes if not unmet(cluster.rank_resources, [node])] or nodes
     has_gpus = any(node.get("GPU", 0) >= 1 for node in possible)
     wants_gpu = worker.model.device == "cuda" or (worker.model.device == "auto" and has_gpus)
-    return {"CPU": cluster.cpus_per_rank, **({"GPU": 1.0} if wants_gpu else {}), **cluster.rank_resources}
+    cpus = {"CPU": cluster.cpus_per_rank} if cluster.cpus_per_rank else {}
+    return {**cpus, **({"GPU": 1.0} if wants_gpu else {}), **cluster.rank_resources}
 
 
 def unmet(resources: Resources, nodes: Iterable[Resources]) -> list[str]:

@@ -15,7 +15,7 @@ from ray import serve
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.log_lines import date_log_lines
-from holdfast.cluster.serve.membership import Lease
+from holdfast.cluster.serve.membership import Lease, found
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
 from holdfast.cluster.serve.termination import end_on_sigterm
@@ -42,7 +42,7 @@ class ReplicaDeployment:
         self._drain_timeout_s = drain_timeout_s
         self._loop = asyncio.get_running_loop()
         launcher = RayLauncher(bundle, config.parallel.tensor_parallel_size)
-        self._lease = Lease(directory, Member(member_id=_replica_id(), role=Role.REPLICA))
+        self._lease = Lease(await found(directory), _starting(config))
         self._server: LinkServer | None = None
         end_on_sigterm(self.__del__, limit_s=drain_timeout_s + STOP_S)
         try:
@@ -95,6 +95,10 @@ class ReplicaDeployment:
         assert self._server is not None, "its failures are heard of once it serves"
         await self._server.stop()
         await self._lease.end()
+
+
+def _starting(config: WorkerConfig) -> Member:
+    return Member(member_id=_replica_id(), role=Role.REPLICA, model=config.model.name)
 
 
 def _replica_id() -> str:

@@ -7,7 +7,7 @@ requests (`worker/engine/model_runner.py`).
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import torch
 
