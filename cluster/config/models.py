@@ -5,7 +5,7 @@ of routers and of the cluster as a whole (`config.py`).
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field
 
@@ -18,6 +18,9 @@ from holdfast.worker.config import (
     Settings,
     SpeculationConfig,
 )
+
+_OF_CLUSTER: Final = ("replicas", "cpus_per_rank", "rank_resources")
+"""What an entry may set of the section `cluster`."""
 
 
 class ModelEntry(Settings):
@@ -36,9 +39,7 @@ class ModelEntry(Settings):
     def over(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of all models, as nested mappings, with this entry's own in their places."""
         given = self.model_dump(exclude_unset=True)
-        own_cluster = {
-            name: given.pop(name) for name in ("replicas", "cpus_per_rank", "rank_resources") if name in given
-        }
+        own_cluster = {name: given.pop(name) for name in _OF_CLUSTER if name in given}
         merged = {section: dict(values) for section, values in settings.items()}
         for section, values in (given | {"cluster": own_cluster}).items():
             merged[section] |= values

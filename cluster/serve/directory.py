@@ -43,7 +43,8 @@ class Member:
     model: str = ""
     """The name that clients use. Of a replica."""
     model_path: str = ""
-    """The folder of the model, of a replica that serves. Routers read the tokenizer there, so it is the same on every node."""
+    """The folder of the model, of a replica that serves. Routers read the tokenizer there: it is the same on every
+    node."""
     phase: str = "loading libraries"
     """What it is doing while it starts, for people."""
     done: int = 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.serve.directory import Role, Snapshot
+from holdfast.cluster.serve.directory import DIRECTORY, Role, Snapshot
 from holdfast.worker.errors import ConfigurationError, UnknownModelError
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def remove(namespace: str, name: str, timeout_s: float) -> None:
         raise UnknownModelError(name, tuple(model.name for model in models))
     if application_name(namespace, name) not in _applications(namespace):
         raise ConfigurationError(
-            f"model {name!r} is part of the application {namespace!r} itself: take it out of that application's settings"
+            f"model {name!r} is part of the application {namespace!r}: take it out of that application's settings"
         )
     _tell_removed(directory, name)
     delete([application_name(namespace, name)], timeout_s)
@@ -114,8 +114,6 @@ def directory_of(namespace: str) -> Any:
     """The handle of a cluster's directory. Raises `ConfigurationError` without one."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
-
-    from holdfast.cluster.serve.app import DIRECTORY
 
     try:
         if namespace in serve.status().applications:

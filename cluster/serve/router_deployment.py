@@ -42,7 +42,7 @@ class RouterDeployment:
     """Hosts one `Router`. Made and called by Serve alone."""
 
     async def __init__(self, config: HoldfastConfig, host: str, directory: Any, *replicas: Any) -> None:  # type: ignore[misc]  # Serve awaits it
-        # `replicas` are here only because Serve deploys what the ingress is given; models of their own applications are not.
+        # `replicas` are here only because Serve deploys what the ingress is given.
         date_log_lines()
         end_when_out_of_memory()
         self._directory = directory

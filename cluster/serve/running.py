@@ -46,7 +46,7 @@ def noted(namespace: str, ray_address: str, token: str) -> Iterator[None]:
 
 
 def running_cluster(namespace: str, pid: int | None = None) -> RunningCluster:
-    """The one cluster of this name; with a `pid`, that of the process. Raises `ConfigurationError`, naming what runs."""
+    """The one cluster of this name; with a `pid`, that of the process. Raises `ConfigurationError`: what does run."""
     running = list(_living())
     found = [one for one in running if one.namespace == namespace and pid in (None, one.pid)]
     if len(found) == 1:

@@ -47,7 +47,7 @@ def test_the_note_of_a_process_that_was_killed_is_cleared_away(folder):
 def test_of_several_clusters_one_is_chosen_by_its_process(folder):
     note_of(folder, os.getppid(), "ours", str(ProcessId.of(os.getppid())))
     with noted("ours", "127.0.0.1:6379", "secret"):
-        with pytest.raises(ConfigurationError, match="2 such clusters run here .* choose one by --pid"):
+        with pytest.raises(ConfigurationError, match=r"2 such clusters run here .* choose one by --pid"):
             running_cluster("ours")
         assert running_cluster("ours", os.getpid()).token == "secret"
 
