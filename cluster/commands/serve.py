@@ -101,6 +101,8 @@ def _announce(cluster: "Serving", config: HoldfastConfig, seconds: float) -> Non
         print(f"HTTP, for OpenAI's clients: {' and '.join(f'http://{address}/v1' for address in cluster.http)}")
         body = f'{{"model": "{cluster.models[0]}", "prompt": "The capital of France is", "max_tokens": 16}}'
         print(f"try: curl http://{cluster.http[0]}/v1/completions -d '{body}'")
+    if cluster.engines:
+        print(f"vLLM's engine protocol, replica by replica: {' and '.join(cluster.engines)}")
     chosen = f" --model {cluster.models[0]}" if len(cluster.models) > 1 else ""
     print(f'try: holdfast generate --server {",".join(cluster.routers)}{chosen} "The capital of France is"', flush=True)
 

@@ -75,6 +75,13 @@ class ClusterConfig(Settings):
     http_port: int | None = Field(
         8000, ge=0, le=65535, description="HTTP port of the first router; 0: a free one, none: no HTTP"
     )
+    engine_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of vLLM's engine protocol on the first replica of a machine, the next ones on the next; 0: "
+        "free ones, none: it is not served",
+    )
     address: str | None = Field(
         None, description="an existing Ray cluster to join (`auto` or host:port); unset: start one"
     )

@@ -16,9 +16,17 @@ from ray import serve
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.serve.directory import DIRECTORY, DirectoryDeployment
-from holdfast.cluster.serve.placement_groups import Resources, choose_strategy, node_resources, rank_bundle, unmet
+from holdfast.cluster.serve.engine_door import DoorSettings
+from holdfast.cluster.serve.placement_groups import (
+    ANY_INTERFACE,
+    Resources,
+    choose_strategy,
+    node_resources,
+    rank_bundle,
+    unmet,
+)
 from holdfast.cluster.serve.replica_deployment import ReplicaDeployment
-from holdfast.cluster.serve.router_deployment import ANY_INTERFACE, RouterDeployment
+from holdfast.cluster.serve.router_deployment import RouterDeployment
 from holdfast.worker.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -51,7 +59,9 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     config = load_config(mapping_layer(HoldfastConfig, args, "build_app")).config
     directory = _directory().bind()
     names = [REPLICA] if len(config.each_model) == 1 else [f"{REPLICA}:{one.model.name}" for one in config.each_model]
-    replicas = [_replicas(one, directory, name) for one, name in zip(config.each_model, names, strict=True)]
+    replicas = [
+        _replicas(one, ANY_INTERFACE, directory, name) for one, name in zip(config.each_model, names, strict=True)
+    ]
     return cluster_application(config, ANY_INTERFACE, directory, *replicas)
 
 
@@ -64,12 +74,12 @@ def build_model(args: Mapping[str, Any]) -> serve.Application:
     config = load_config(mapping_layer(HoldfastConfig, args, "build_model")).config
     if config.cluster.models:
         raise ConfigurationError("cluster.models: build_model makes the application of one model, model.model")
-    return model_application(config, config.cluster.namespace)
+    return model_application(config, ANY_INTERFACE, config.cluster.namespace)
 
 
-def model_application(config: HoldfastConfig, directory: Any) -> serve.Application:
+def model_application(config: HoldfastConfig, default_host: str, directory: Any) -> serve.Application:
     """The replicas of one model. `directory` is a handle of the cluster's, or the name of the cluster's application."""
-    return _replicas(config, directory, REPLICA)
+    return _replicas(config, default_host, directory, REPLICA)
 
 
 def cluster_application(
@@ -84,7 +94,7 @@ def cluster_application(
     return _router(config).bind(config, config.cluster.host or default_host, directory, *replicas)
 
 
-def _replicas(config: HoldfastConfig, directory: Any, name: str) -> serve.Application:
+def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: str) -> serve.Application:
     nodes = node_resources()
     _warn_of_unmet("rank", config.cluster.rank_resources, nodes)
     bundle = rank_bundle(config.worker, config.cluster, nodes)
@@ -98,7 +108,15 @@ def _replicas(config: HoldfastConfig, directory: Any, name: str) -> serve.Applic
             num_ranks,
         )
     placed = _replica(config, name, [bundle] * num_ranks, strategy)
-    return placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory)
+    return placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory, _door(config, default_host))
+
+
+def _door(config: HoldfastConfig, default_host: str) -> DoorSettings | None:
+    """Where replicas speak the engine protocol: as routers, on `default_host` if no host is set."""
+    if config.cluster.engine_port is None:
+        return None
+    host = config.cluster.host or default_host
+    return DoorSettings(host=host, port=config.cluster.engine_port, router=config.router, limits=config.limits)
 
 
 def _warn_of_unmet(setting: str, resources: Resources, nodes: Collection[Resources]) -> None:

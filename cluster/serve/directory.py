@@ -40,6 +40,8 @@ class Member:
     """`host:port` where it serves; None while it starts."""
     http_address: str = ""
     """`host:port` of a router's HTTP API; empty where there is none."""
+    engine_address: str = ""
+    """`host:port` of a replica's engine protocol; empty where it does not speak it."""
     model: str = ""
     """The name that clients use. Of a replica."""
     model_path: str = ""

@@ -6,12 +6,14 @@ the pipeline (`router/`), and how requests reach the engine (`cluster/offline/lo
 
 import asyncio
 import random
+from dataclasses import dataclass, field
 from typing import Final
 
 import grpc
 
 from holdfast.cluster.offline.local_replica import LocalReplica
 from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.grpc import health, server
@@ -29,6 +31,17 @@ NUM_PORTS: Final = 64
 CLOSE_GRACE_S: Final = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorSettings:
+    """Where a replica serves the protocol, and within which limits."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """The first that is tried, of several in a row; 0: any free one."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+
 class EngineDoor:
     """Of one replica, on the running event loop. Made by `start`."""
 
@@ -40,7 +53,6 @@ class EngineDoor:
         self._tokenizers = TokenizerRegistry(Tokenizer.load, config.inline_tokenize_bytes)
         self._request_processor = RequestProcessor(self._dispatch_host, self._tokenizers, limits)
         self._health = health.HealthServicer(("", vllm_engine.SERVICE.full_name))
-        self._replica = replica
         self._local = LocalReplica(replica, self._dispatch_host, loop)
         engine = vllm_engine.VllmEngineServicer(
             self._request_processor, replica.engine, replica.info, order.max_num_seqs
@@ -51,31 +63,23 @@ class EngineDoor:
         """`host:port`, once started."""
 
     @classmethod
-    async def start(
-        cls,
-        replica: Replica,
-        config: RouterConfig,
-        limits: LimitsConfig,
-        order: SchedulerConfig,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-    ) -> "EngineDoor":
-        """Serves on the first free port from `port` on; 0 is any free one. Raises `ConfigurationError` without one."""
-        door = cls(replica, config, limits, order)
+    async def start(cls, replica: Replica, settings: DoorSettings, order: SchedulerConfig) -> "EngineDoor":
+        """Raises `ConfigurationError` where no port is free."""
+        door = cls(replica, settings.router, settings.limits, order)
         await door._tokenizers.load(replica.info.model, replica.info.path)
         door._local.connect()
-        door.address = f"{host}:{door._bind(host, port)}"
+        door.address = f"{settings.host}:{door._bind(settings.host, settings.port)}"
         await door._server.start()
         return door
 
-    async def stop(self) -> None:
-        """New requests are refused and open ones go on, as long as their engine runs. Then `close`."""
+    def wind_down(self) -> None:
+        """From here on new requests are refused; open ones go on."""
         self._health.stop()
         self._request_processor.close()
 
-    async def close(self) -> None:
-        """Ends what is open."""
+    async def stop(self) -> None:
+        """Ends what is open. The engine may have ended before."""
+        self._dispatch_host.close_all(stopping())
         await self._server.stop(CLOSE_GRACE_S)
 
     def _bind(self, host: str, port: int) -> int:

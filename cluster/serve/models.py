@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from holdfast.cluster.config.config import HoldfastConfig
+from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve.directory import DIRECTORY, Role, Snapshot
+from holdfast.cluster.serve.local import LOOPBACK
 from holdfast.worker.errors import ConfigurationError, UnknownModelError
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def deploy(configs: Sequence[HoldfastConfig], namespace: str, directory: Any) ->
 
     targets = [
         serve.RunTarget(
-            target=model_application(config, directory),
+            target=model_application(config, default_host(config.cluster), directory),
             name=application_name(namespace, config.model.name),
             route_prefix=None,
             external_scaler_enabled=True,
@@ -55,6 +56,13 @@ def deploy(configs: Sequence[HoldfastConfig], namespace: str, directory: Any) ->
         for config in configs
     ]
     serve.run_many(targets, wait_for_applications_running=False)
+
+
+def default_host(config: ClusterConfig) -> str:
+    """What a cluster listens on if its settings say nothing: on a Ray of our own, loopback."""
+    from holdfast.cluster.serve.placement_groups import ANY_INTERFACE
+
+    return LOOPBACK if config.address is None else ANY_INTERFACE
 
 
 def add(config: HoldfastConfig) -> None:

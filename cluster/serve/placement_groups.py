@@ -28,6 +28,7 @@ Strategy = Literal["STRICT_PACK", "PACK"]
 
 SLOW_IMPORTS: Final = ("torch", "transformers.modeling_utils", "holdfast.worker.engine.model_runner")
 KILL_WAIT_S: Final = 5.0
+ANY_INTERFACE: Final = "0.0.0.0"
 
 
 def rank_bundle(worker: WorkerConfig, cluster: ClusterConfig, nodes: Collection[Resources]) -> dict[str, float]:
@@ -60,6 +61,12 @@ def _ranks_that_fit(node: Resources, bundle: Resources) -> int:
 def node_resources() -> list[dict[str, float]]:
     """The resources of each living node of the cluster that this process is connected to."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def reachable(address: str) -> str:
+    """What others dial: this machine's address, where a port is listened on at all interfaces."""
+    host, _, port = address.rpartition(":")
+    return f"{ray.util.get_node_ip_address()}:{port}" if host == ANY_INTERFACE else address
 
 
 class RankActor:

@@ -10,7 +10,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final, Unpack
 
-import ray
 from ray import serve
 
 from holdfast.cluster.client.async_client import submission
@@ -18,6 +17,7 @@ from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.log_lines import date_log_lines
 from holdfast.cluster.serve.membership import Lease, WatchedDirectory, has_other_routers
+from holdfast.cluster.serve.placement_groups import reachable
 from holdfast.cluster.serve.process_end import end_when_out_of_memory
 from holdfast.cluster.serve.termination import end_on_sigterm
 from holdfast.cluster.service_options import ServiceOptions
@@ -28,8 +28,6 @@ from holdfast.router.router import Router
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
-
-ANY_INTERFACE = "0.0.0.0"
 
 ALL_END_S: Final = 0.5
 """Where all routers end, each has left the directory so long after the first."""
@@ -57,7 +55,7 @@ class RouterDeployment:
             self._lease.update(replace(self._lease.member, error=str(error)))
             await self._lease.flush()
             raise
-        address, http_address = _reachable(self._router.address), _reachable(self._router.http_address)
+        address, http_address = reachable(self._router.address), reachable(self._router.http_address)
         self._lease.update(replace(self._lease.member, phase="serving", address=address, http_address=http_address))
         if config.health.hangs_after_s is not None:
             self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
@@ -157,9 +155,3 @@ async def _start(config: HoldfastConfig, host: str, directory: WatchedDirectory)
         f"cluster.port = {cluster.port}, cluster.http_port = {cluster.http_port}: on {host} one of them cannot be "
         f"listened on, it may be in use ({error})"
     )
-
-
-def _reachable(address: str) -> str:
-    """What others dial: this machine's address where the router listens on all interfaces."""
-    host, _, port = address.rpartition(":")
-    return f"{ray.util.get_node_ip_address()}:{port}" if host == ANY_INTERFACE else address

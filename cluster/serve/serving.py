@@ -36,6 +36,8 @@ class Serving:
     """`host:port` of each router's gRPC API."""
     http: tuple[str, ...]
     """`host:port` of each router's HTTP API, in the same order; empty without."""
+    engines: tuple[str, ...] = ()
+    """`host:port` of each replica's engine protocol, where it is served."""
     num_replicas: Mapping[str, int]
     """Of each model, by its name."""
 
@@ -143,14 +145,12 @@ def _deploy(config: HoldfastConfig, report: Report) -> Any:
     from ray import serve
 
     from holdfast.cluster.serve.app import cluster_application
-    from holdfast.cluster.serve.router_deployment import ANY_INTERFACE
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing it has set another level
     report("starting Serve", 0, 1)
     serve.start(proxy_location="Disabled")
     name = config.cluster.namespace
-    host = LOOPBACK if config.cluster.address is None else ANY_INTERFACE
-    app = cluster_application(config, host)
+    app = cluster_application(config, models.default_host(config.cluster))
     target = serve.RunTarget(target=app, name=name, route_prefix=None, external_scaler_enabled=True)
     serve.run_many([target], wait_for_applications_running=False)
     directory = models.directory_of(name)
@@ -177,6 +177,7 @@ def _wait_until_up(config: HoldfastConfig, wanted: Mapping[str, int], directory:
             return Serving(
                 routers=addresses,
                 http=tuple(router.http_address for router in ordered if router.http_address),
+                engines=tuple(one.engine_address for one in snapshot.serving(Role.REPLICA) if one.engine_address),
                 num_replicas={name: serving[name] for name in wanted},
             )
 
