@@ -12,6 +12,7 @@ from typing import Any, Final, Unpack
 
 from ray import serve
 
+from holdfast.cluster.call_options import CallOptions
 from holdfast.cluster.client.async_client import submission
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.directory import Member, Role
@@ -20,7 +21,6 @@ from holdfast.cluster.serve.membership import Lease, WatchedDirectory, has_other
 from holdfast.cluster.serve.placement_groups import reachable
 from holdfast.cluster.serve.process_end import end_when_out_of_memory
 from holdfast.cluster.serve.termination import end_on_sigterm
-from holdfast.cluster.service_options import ServiceOptions
 from holdfast.router.chat import Message
 from holdfast.router.generation import Chunk, Generation
 from holdfast.router.request import GenerationRequest
@@ -67,15 +67,14 @@ class RouterDeployment:
         params: SamplingParams | Mapping[str, Any] | None = None,
         *,
         messages: Sequence[Message] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "",
         request_id: str = "",
-        **service: Unpack[ServiceOptions],
+        **options: Unpack[CallOptions],
     ) -> Generation:
         """For handles: all completions, when they have ended. Takes and raises what `AsyncClient.generate` does, and
         `params` as a mapping as well.
         """
-        request = called(prompt, params, messages, chat_template_kwargs, model=model, request_id=request_id, **service)
+        request = called(prompt, params, messages, model=model, request_id=request_id, **options)
         return await self._started.in_process.generate(request)
 
     async def generate_stream(
@@ -84,13 +83,12 @@ class RouterDeployment:
         params: SamplingParams | Mapping[str, Any] | None = None,
         *,
         messages: Sequence[Message] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "",
         request_id: str = "",
-        **service: Unpack[ServiceOptions],
+        **options: Unpack[CallOptions],
     ) -> AsyncGenerator[Chunk, None]:
         """For handles with `stream=True`: the completions as they come. Takes and raises what `generate` does."""
-        request = called(prompt, params, messages, chat_template_kwargs, model=model, request_id=request_id, **service)
+        request = called(prompt, params, messages, model=model, request_id=request_id, **options)
         async with aclosing(self._started.in_process.stream(request)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -120,15 +118,14 @@ def called(
     prompt: str | Sequence[int] | None,
     params: SamplingParams | Mapping[str, Any] | None,
     messages: Sequence[Message] | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
     *,
     model: str,
     request_id: str,
-    **service: Unpack[ServiceOptions],
+    **options: Unpack[CallOptions],
 ) -> GenerationRequest:
     """The request of a call through a handle. Its caller does not come again, so it is let run where routers end."""
     chosen = sampling_params(params) if isinstance(params, Mapping) else params
-    request = submission(prompt, chosen, messages, chat_template_kwargs, model=model, request_id=request_id, **service)
+    request = submission(prompt, chosen, messages, model=model, request_id=request_id, **options)
     return replace(request, attempt=0)
 
 

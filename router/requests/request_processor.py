@@ -91,7 +91,10 @@ class RequestProcessor:
             client_attempt=admitted.attempt,
             echo=admitted.echo,
         )
-        answer = SampledAnswer(call, has_output, model, engine_request.sampling_params, engine_request.prompt_token_ids)
+        sent_texts = [sequence.caught_up.sent_text for sequence in sequences]
+        answer = SampledAnswer(
+            call, has_output, model, engine_request.sampling_params, engine_request.prompt_token_ids, sent_texts
+        )
         with closing(call), self._open_answers.holding(answer):
             yield answer
 

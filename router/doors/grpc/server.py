@@ -13,6 +13,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.doors.chat_answer import ChatDeltas, ChatPlan
 from holdfast.router.doors.grpc.chunk_encoder import ChunkEncoder
 from holdfast.router.doors.grpc.compression import GZIP_OPTIONS, Gzip
 from holdfast.router.doors.grpc.handlers import Context, generic_handler
@@ -47,22 +48,24 @@ class InferenceServicer:
         request = generation_request(with_request_id(message, context))
         if request.resume is not None:
             raise InvalidRequestError("resume", "set", "is for GenerateStream; Generate answers with the whole output")
+        plan = await ChatPlan.of(request, self._request_processor)
         opening = (
             self._request_processor.open
             if request.sampling_params.beam_width is None
             else self._request_processor.search
         )
-        async with opening(request, context.time_remaining()) as answer:
+        async with opening(plan.request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
-            return generation_message(public_generation(await answer.whole()))
+            return generation_message(plan.read(public_generation(await answer.whole())))
 
     async def GenerateStream(self, message: inference_pb2.GenerateRequest, context: Context) -> None:
         """What comes while a chunk is being written goes into the next one."""
         request = generation_request(with_request_id(message, context))
         request.check_streamable()
-        async with self._request_processor.open(request, context.time_remaining()) as answer:
+        plan = await ChatPlan.of(request, self._request_processor)
+        async with self._request_processor.open(plan.request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
-            encode = ChunkEncoder().encode
+            encode = ChunkEncoder(ChatDeltas(plan, answer.sent_texts) if plan.style is not None else None).encode
             async for delivery in answer:
                 await context.write(encode(delivery))
 
