@@ -20,7 +20,16 @@ from holdfast.cluster.progress_bars import progress
 Pid = Annotated[int | None, Parameter(help="the process of `holdfast serve`, where several clusters run here")]
 
 _REPLICA = ("model", "parallel", "cache", "scheduler", "health", "speculation")
-_OF_ROUTERS = ("host", "port", "http_port", "routers", "router_resources", "object_store_memory", "models")
+_OF_ROUTERS = (
+    "host",
+    "port",
+    "http_port",
+    "admin_port",
+    "routers",
+    "router_resources",
+    "object_store_memory",
+    "models",
+)
 _NOT_WHICH = tuple(f"cluster.{name}" for name in (*_OF_ROUTERS, "replicas", "cpus_per_rank", "rank_resources"))
 
 

@@ -75,6 +75,12 @@ class ClusterConfig(Settings):
     http_port: int | None = Field(
         8000, ge=0, le=65535, description="HTTP port of the first router; 0: a free one, none: no HTTP"
     )
+    admin_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="gRPC port of the first router for operators, on loopback: channelz; 0: a free one, none: none",
+    )
     engine_port: int | None = Field(
         None,
         ge=0,
@@ -103,12 +109,13 @@ class ClusterConfig(Settings):
     )
 
     @property
-    def router_ports(self) -> list[tuple[int, int | None]]:
-        """The gRPC and HTTP ports that routers of one machine try in turn; 0 stands for any free one."""
+    def router_ports(self) -> list[tuple[int, int | None, int | None]]:
+        """The gRPC, HTTP and admin ports that routers of one machine try in turn; 0 stands for any free one."""
+        others = (self.http_port, self.admin_port)
         if not self.port:
-            return [(0, None if self.http_port is None else 0)]
+            return [(0, *(None if port is None else 0 for port in others))]
         return [
-            (self.port + number, self.http_port + number if self.http_port else self.http_port)
+            (self.port + number, *(port + number if port else port for port in others))
             for number in range(self.routers)
         ]
 

@@ -140,10 +140,17 @@ def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
 async def _start(config: HoldfastConfig, host: str, directory: WatchedDirectory) -> Router:
     """On the first free port of as many as there are routers, since several may share a machine."""
     error = None
-    for port, http_port in config.cluster.router_ports:
+    for port, http_port, admin_port in config.cluster.router_ports:
         try:
             return await Router.start(
-                config.router, config.limits, directory, host, port, order=config.scheduler, http_port=http_port
+                config.router,
+                config.limits,
+                directory,
+                host,
+                port,
+                order=config.scheduler,
+                http_port=http_port,
+                admin_port=admin_port,
             )
         except RuntimeError as taken:
             error = taken

@@ -108,7 +108,8 @@ def _check_here(config: HoldfastConfig) -> None:
     for one in config.each_model:
         check_folders(one)
     for ports in cluster.router_ports:
-        for setting, first, port in zip(("port", "http_port"), (cluster.port, cluster.http_port), ports, strict=True):
+        firsts = {name: getattr(cluster, name) for name in ("port", "http_port", "admin_port")}
+        for (setting, first), port in zip(firsts.items(), ports, strict=True):
             try:
                 socket.create_server((cluster.host or LOOPBACK, port or 0)).close()
             except OSError as error:

@@ -16,7 +16,7 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.chat_answer import ChatDeltas, ChatPlan
 from holdfast.router.doors.grpc.chunk_encoder import ChunkEncoder
 from holdfast.router.doors.grpc.compression import GZIP_OPTIONS, Gzip
-from holdfast.router.doors.grpc.handlers import Context, generic_handler
+from holdfast.router.doors.grpc.handlers import Context, Trailers, generic_handler
 from holdfast.router.doors.grpc.reflection import add_reflection
 from holdfast.router.doors.grpc.request_ids import REQUEST_ID_HEADER, with_request_id
 from holdfast.router.doors.public_answer import public_generation
@@ -97,12 +97,17 @@ class InferenceServicer:
 
 
 def build_server(
-    servicers: Mapping[ServiceDescriptor, object], config: RouterConfig, limits: LimitsConfig
+    servicers: Mapping[ServiceDescriptor, object],
+    config: RouterConfig,
+    limits: LimitsConfig,
+    trailers: Trailers | None = None,
 ) -> grpc.aio.Server:
-    """A server with these services and reflection, not yet bound or started. Made on a running event loop."""
+    """A server with these services and reflection, not yet bound or started. Made on a running event loop. `trailers`
+    go with the end of every call.
+    """
     interceptors = [] if config.gzip_above is None else [Gzip(config.gzip_above)]
     server = grpc.aio.server(interceptors=interceptors, options=_options(config, limits))
-    handlers = [generic_handler(service, servicer) for service, servicer in servicers.items()]
+    handlers = [generic_handler(service, servicer, trailers) for service, servicer in servicers.items()]
     server.add_generic_rpc_handlers(tuple(handlers))
     add_reflection(server, servicers)
     return server
