@@ -12,7 +12,7 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.doors.grpc import channelz, health, server
+from holdfast.router.doors.grpc import health, server
 from holdfast.router.doors.grpc.load_reports import LoadReports
 from holdfast.router.doors.http.app import HttpDoor
 from holdfast.router.doors.http.server import HttpServer
@@ -55,15 +55,10 @@ class Router:
             open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts),
             health.SERVICE: self._health,
         }
+        self._build_server = partial(server.build_server, config=config, limits=limits)
         trailers = LoadReports(self._dispatch_host).trailers if config.load_reports else None
-        self._server: grpc.aio.Server = server.build_server(servicers, config, limits, trailers)
+        self._server: grpc.aio.Server = self._build_server(servicers, trailers=trailers)
         self._admin_server: grpc.aio.Server | None = None
-        self._build_admin_server = partial(
-            server.build_server,
-            {channelz.SERVICE: channelz.ChannelzServicer(), health.SERVICE: self._health},
-            config,
-            limits,
-        )
         self._http_door = HttpDoor(*parts, limits)
         self.in_process = InProcessDoor(self._request_processor)
         """For calls from this process."""
@@ -159,7 +154,10 @@ class Router:
         logger.info("the router serves HTTP on %s", self.http_address)
 
     async def _listen_admin(self, port: int) -> None:
-        self._admin_server = self._build_admin_server()
+        from holdfast.router.doors.grpc import channelz  # few need it
+
+        admin = {channelz.SERVICE: channelz.ChannelzServicer(), health.SERVICE: self._health}
+        self._admin_server = self._build_server(admin)
         try:
             bound = self._admin_server.add_insecure_port(f"{LOOPBACK}:{port}")
         except RuntimeError:

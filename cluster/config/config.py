@@ -59,6 +59,11 @@ CustomResources = Annotated[dict[str, Amount], BeforeValidator(_read_resources),
 """Amounts by name, as in `ray start --resources`. Ray adds some of its own, such as `accelerator_type:H100`."""
 
 
+def _shifted(port: int | None, number: int) -> int | None:
+    """The port of the router of a number: 0, any free one, and none are the same for all."""
+    return port + number if port else port
+
+
 class ClusterConfig(Settings):
     """Settings of the cluster: numbers of replicas and routers, addresses, resources, Ray."""
 
@@ -111,11 +116,10 @@ class ClusterConfig(Settings):
     @property
     def router_ports(self) -> list[tuple[int, int | None, int | None]]:
         """The gRPC, HTTP and admin ports that routers of one machine try in turn; 0 stands for any free one."""
-        others = (self.http_port, self.admin_port)
         if not self.port:
-            return [(0, *(None if port is None else 0 for port in others))]
+            return [(0, None if self.http_port is None else 0, None if self.admin_port is None else 0)]
         return [
-            (self.port + number, *(port + number if port else port for port in others))
+            (self.port + number, _shifted(self.http_port, number), _shifted(self.admin_port, number))
             for number in range(self.routers)
         ]
 

@@ -20,7 +20,7 @@ class GenerateResponses:
     ) -> None:
         self._params = params
         self._prompt_token_ids = prompt_token_ids
-        self._ignored_stops = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._own_ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self._stream = stream
         self._tails: dict[int, str] = {}
         self._longest_stop = max(map(len, params.stop_strings), default=0)
@@ -46,7 +46,7 @@ class GenerateResponses:
 
     def _complete(self, delivery: Deliver) -> vllm_engine_pb2.GenerateComplete:
         assert delivery.finish_reason is not None
-        return vllm_engine_pb2.GenerateComplete(
+        complete = vllm_engine_pb2.GenerateComplete(
             output_ids=delivery.token_ids,
             finish_reason=delivery.finish_reason.value,
             prompt_tokens=len(self._prompt_token_ids),
@@ -55,21 +55,25 @@ class GenerateResponses:
             output_logprobs=output_logprobs(delivery.logprobs),
             input_logprobs=input_logprobs(self._prompt_token_ids, delivery.prompt_logprobs),
             index=delivery.sequence_index,
-            **self._matched(delivery),
         )
+        matched = self._matched(delivery)
+        if isinstance(matched, int):
+            complete.matched_token_id = matched
+        elif matched is not None:
+            complete.matched_stop_str = matched
+        return complete
 
-    def _matched(self, delivery: Deliver) -> dict[str, int | str]:
-        """The stop token or string that ended a completion; nothing for the model's own end, or another reason."""
+    def _matched(self, delivery: Deliver) -> int | str | None:
+        """The stop token or string that ended a completion; None for the model's own end, or another reason."""
         if delivery.finish_reason is not FinishReason.STOP:
-            return {}
+            return None
         last = delivery.token_ids[-1] if delivery.token_ids else None
-        if last in self._params.stop_token_ids:
-            return {"matched_token_id": int(last)}  # type: ignore[arg-type]  # it is among them
-        if last in self._ignored_stops:
-            return {}
+        if last is not None and last in self._params.stop_token_ids:
+            return last
+        if last in self._own_ends:
+            return None
         tail = self._tails.get(delivery.sequence_index, "")
-        ended = [stop for stop in self._params.stop_strings if tail.endswith(stop)]
-        return {"matched_stop_str": max(ended, key=len)} if ended else {}
+        return max((stop for stop in self._params.stop_strings if tail.endswith(stop)), key=len, default=None)
 
     def _note_text(self, delivery: Deliver) -> None:
         if self._longest_stop:
