@@ -9,7 +9,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
 # Tests in two processes, a file at a time.
 SHARED := -n 2 --dist loadscope --no-loadscope-reorder --durations 25
 
-.PHONY: help install demo test test-all test-fast lint format types proto proto-check check bench bench-peers nightly model clean
+.PHONY: help install demo test test-all test-fast lint format types proto proto-check proto-release check bench bench-peers nightly model clean
 
 help:            ## Show this list.
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -53,6 +53,10 @@ proto: install   ## Regenerate the protobuf stubs.
 proto-check: install
 	@$(BIN)/python scripts/generate_stubs.py --check
 	@$(BIN)/buf lint proto
+	@$(BIN)/buf breaking proto --against proto/released.binpb
+
+proto-release: install  ## Keep the public API as it is now: proto-check refuses whatever breaks its clients.
+	@$(BIN)/buf build proto --exclude-source-info --path proto/holdfast/v1 -o proto/released.binpb
 
 check: lint types proto-check  ## All that CI checks, but for the tests.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from holdfast.cluster.offline.llm import LLM
     from holdfast.cluster.offline.outputs import CompletionOutput, RequestMetrics, RequestOutput
     from holdfast.cluster.offline.prompts import TextPrompt, TokensPrompt
-    from holdfast.cluster.serve.app import build_app
+    from holdfast.cluster.serve.app import build_app, build_model
     from holdfast.router.generation import Chunk
     from holdfast.worker.errors import HoldfastError
     from holdfast.worker.request import FinishReason, Priority
@@ -50,6 +50,7 @@ __all__ = [
     "TokensPrompt",
     "__version__",
     "build_app",
+    "build_model",
 ]
 
 _HOMES = {
@@ -72,6 +73,7 @@ _HOMES = {
     "TextPrompt": "holdfast.cluster.offline.prompts",
     "TokensPrompt": "holdfast.cluster.offline.prompts",
     "build_app": "holdfast.cluster.serve.app",
+    "build_model": "holdfast.cluster.serve.app",
 }
 
 

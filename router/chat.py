@@ -14,7 +14,7 @@ from holdfast.router.config import LimitsConfig
 from holdfast.worker.errors import InvalidRequestError
 
 Message: TypeAlias = Mapping[str, Any]
-"""One turn of a chat: `role` and `content`. On the wire both are strings, and there are no other fields."""
+"""One turn of a chat: `role` and `content`, and in OpenAI's shape `tool_calls`, `tool_call_id`, `name`, `reasoning`."""
 
 _ROLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 """The allowed roles. Templates insert the role between control tokens, so it must not inject any."""
@@ -32,6 +32,14 @@ class Chat:
     """Further variables of the template. `add_generation_prompt` is true unless it is here."""
     now_s: int | None = None
     """The current time for templates that use the date, in seconds since 1970, UTC; None: the router's clock."""
+    tools: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
+    """Functions that the model may call, in OpenAI's shape."""
+    tool_choice: str | Mapping[str, Any] | None = field(default=None, hash=False)
+    """`none`, `auto`, `required`, or an object that names a function; None: `auto`."""
+    parallel_tool_calls: bool = True
+    """One answer may have several calls."""
+    split_reasoning: bool = False
+    """Answers tell thoughts apart, where the template knows them. With tools they do so anyway."""
 
     def check(self, limits: LimitsConfig) -> None:
         """Raises `InvalidRequestError`, naming field and limit."""
@@ -46,7 +54,7 @@ class Chat:
     def num_bytes(self) -> int:
         """Bytes of all texts of the messages in UTF-8, and of the `repr` of all else in them and in the variables."""
         parts = [part for message in self.messages for part in message.values()]
-        return sum(map(_num_bytes, (*parts, *self.template_kwargs.items())))
+        return sum(map(_num_bytes, (*parts, *self.template_kwargs.items(), *self.tools)))
 
 
 def check_messages(messages: Sequence[Message]) -> None:

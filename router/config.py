@@ -92,4 +92,8 @@ class RouterConfig(Settings):
         ge=1,
         description="whole answers of at least this size are gzipped for clients that take it; default: none",
     )
+    load_reports: bool = Field(
+        True,
+        description="calls end with the router's load in an ORCA trailer, for clients that balance by it",
+    )
     reuse_port: bool = Field(False, description="let several routers of one host share a port")

@@ -10,6 +10,44 @@ from holdfast.worker.request import FinishReason, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call of a tool. `arguments` is a JSON object, as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallDelta:
+    """What is new of a call. `id` and `name` are set where it begins; pieces of `arguments` follow each other."""
+
+    index: int
+    """Counts the calls of one completion, from 0."""
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatDelta:
+    """What new text of a chat's answer says."""
+
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOutput:
+    """What the text of a chat's answer says."""
+
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """New output of one completion. Its chunks follow each other without gap or overlap."""
 
@@ -28,6 +66,8 @@ class Chunk:
     on the first chunk alone."""
     usage: Usage | None = None
     """Set on the very last chunk."""
+    chat: ChatDelta | None = None
+    """What the new text says, for chats with tools or `split_reasoning`."""
     replayed_without_guarantee: bool = False
     """The request continued where equal tokens are not guaranteed: nothing is missing, but a rerun may differ."""
     system_fingerprint: str = ""
@@ -47,6 +87,8 @@ class GeneratedSequence:
     """One for each of `token_ids` where the request asks for them; else empty."""
     cumulative_logprob: float | None = None
     """The sum of the tokens' log-probabilities; set with `logprobs`, `best_of` and `beam_width`."""
+    chat: ChatOutput | None = None
+    """What the text says, for chats with tools or `split_reasoning`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,9 +87,14 @@ def catch_up(text: TextState, resume: Resume, index: int, echo_length: int = 0) 
     if not least <= progress.text_length <= most:
         limit = f"must be in [{least}, {most}]: so much text is certain after {piece.num_tokens} tokens"
         raise InvalidRequestError(f"{name}.text_length", progress.text_length, limit)
-    unsent_text = piece.text[progress.text_length - least :]
+    num_sent = progress.text_length - least
     finish_reason = FinishReason.STOP if piece.stopped else None
-    return CaughtUp(unsent_text=unsent_text, fingerprint=resume.fingerprint, finish_reason=finish_reason)
+    return CaughtUp(
+        sent_text=piece.text[:num_sent],
+        unsent_text=piece.text[num_sent:],
+        fingerprint=resume.fingerprint,
+        finish_reason=finish_reason,
+    )
 
 
 def check_ends(field: str, token_ids: Sequence[int], request: EngineRequest, eos_token_ids: Collection[int]) -> None:

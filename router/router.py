@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from functools import partial
 
 import grpc
 
@@ -12,8 +13,10 @@ from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.grpc import health, server
+from holdfast.router.doors.grpc.load_reports import LoadReports
 from holdfast.router.doors.http.app import HttpDoor
 from holdfast.router.doors.http.server import HttpServer
+from holdfast.router.doors.in_process import InProcessDoor
 from holdfast.router.doors.oip import servicer as open_inference
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import ReplicaDirectory
@@ -23,6 +26,8 @@ from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import ServiceOrderConfig
 
 logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
 
 CLOSE_GRACE_S = 1.0
 """Seconds that the server waits for the ended calls to send their status."""
@@ -50,14 +55,21 @@ class Router:
             open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts),
             health.SERVICE: self._health,
         }
-        self._server: grpc.aio.Server = server.build_server(servicers, config, limits)
+        self._build_server = partial(server.build_server, config=config, limits=limits)
+        trailers = LoadReports(self._dispatch_host).trailers if config.load_reports else None
+        self._server: grpc.aio.Server = self._build_server(servicers, trailers=trailers)
+        self._admin_server: grpc.aio.Server | None = None
         self._http_door = HttpDoor(*parts, limits)
+        self.in_process = InProcessDoor(self._request_processor)
+        """For calls from this process."""
         self._http_server: HttpServer | None = None
         self._following: asyncio.Task[None] | None = None
         self.address = ""
         """`host:port` of the gRPC API, once started."""
         self.http_address = ""
         """`host:port` of the HTTP API, once started; empty where there is none."""
+        self.admin_address = ""
+        """`host:port` for operators, once started; empty where there is none."""
 
     @classmethod
     async def start(
@@ -70,16 +82,20 @@ class Router:
         load_tokenizer: Callable[[str], Tokenizer] = Tokenizer.load,
         order: ServiceOrderConfig | None = None,
         http_port: int | None = None,
+        admin_port: int | None = None,
     ) -> "Router":
         """A router that listens on `host:port` (port 0 picks a free one) and dials the replicas of `directory`.
 
-        With an `http_port` it serves HTTP as well. Does not wait for replicas: until one is up, requests are
-        UNAVAILABLE and health is NOT_SERVING. Raises `RuntimeError` if a port is taken.
+        With an `http_port` it serves HTTP as well, with an `admin_port` channelz on loopback. Does not wait for
+        replicas: until one is up, requests are UNAVAILABLE and health is NOT_SERVING. Raises `RuntimeError` if a port
+        is taken.
         """
         router = cls(config, limits, load_tokenizer, order)
         await router._listen(host, port)
         if http_port is not None:
             await router._listen_http(host, http_port)
+        if admin_port is not None:
+            await router._listen_admin(admin_port)
         router._following = asyncio.create_task(router._link_pool.follow(directory), name="replica directory")
         return router
 
@@ -103,6 +119,8 @@ class Router:
             logger.info("%d requests did not end in time; they are ended", self._dispatch_host.num_open)
         self._dispatch_host.close_all(stopping())
         await self._server.stop(CLOSE_GRACE_S)
+        if self._admin_server is not None:
+            await self._admin_server.stop(None)
         if self._http_server is not None:
             await self._http_server.stop(CLOSE_GRACE_S)
         if self._following is not None:
@@ -134,6 +152,22 @@ class Router:
         await self._http_server.start()
         self.http_address = f"{host}:{self._http_server.port}"
         logger.info("the router serves HTTP on %s", self.http_address)
+
+    async def _listen_admin(self, port: int) -> None:
+        from holdfast.router.doors.grpc import channelz  # few need it
+
+        admin = {channelz.SERVICE: channelz.ChannelzServicer(), health.SERVICE: self._health}
+        self._admin_server = self._build_server(admin)
+        try:
+            bound = self._admin_server.add_insecure_port(f"{LOOPBACK}:{port}")
+        except RuntimeError:
+            await self._server.stop(None)
+            if self._http_server is not None:
+                await self._http_server.stop(0.0)
+            raise
+        await self._admin_server.start()
+        self.admin_address = f"{LOOPBACK}:{bound}"
+        logger.info("the router serves operators on %s", self.admin_address)
 
     def _publish_health(self) -> None:
         self._health.publish(self._dispatch_host.models())

@@ -4,6 +4,7 @@ What may not live here: reading files or the environment, torch, and values that
 """
 
 import json
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -90,6 +91,11 @@ class ModelConfig(Settings):
         True, description="keep what was found out of a model in ~/.cache/holdfast/layouts: later starts are faster"
     )
     seed: int = Field(0, ge=0, description="seed of dummy weights")
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API."""
+        return self.served_model_name or PurePath(self.model).name
 
 
 class ParallelConfig(Settings):

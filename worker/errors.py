@@ -37,6 +37,10 @@ class HoldfastError(Exception):
     fault: Fault = Fault.BUG
     retry_after_s: float | None = None
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors cross processes. Pickle would make one from its message alone, which most cannot be made from."""
+        return _restored, (type(self), self.args, self.__dict__)
+
 
 class CallerError(HoldfastError):
     """The request or the configuration is wrong; sending it again changes nothing."""
@@ -126,6 +130,12 @@ class RequestQuarantinedError(HoldfastError):
 
 class InternalError(HoldfastError):
     """Our bug. The message says what was going on; the cause is chained."""
+
+
+def _restored(kind: type[HoldfastError], args: tuple[object, ...], fields: dict[str, object]) -> HoldfastError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 def shortened(value: object, limit: int = 80) -> str:

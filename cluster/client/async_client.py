@@ -9,11 +9,14 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol, Unpack
 
+import grpc
+
+from holdfast.cluster.call_options import CallOptions
 from holdfast.cluster.client.received import Received
 from holdfast.cluster.client.retry_policy import RetryPolicy, is_worth_another_try
 from holdfast.cluster.client.transport import CallFailed, GrpcTransport, Transport
@@ -94,22 +97,19 @@ class AsyncClient:
         params: SamplingParams | None = None,
         *,
         messages: Sequence[Message] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "",
         request_id: str = "",
-        **service: Unpack[ServiceOptions],
+        **options: Unpack[CallOptions],
     ) -> AsyncGenerator[Chunk, None]:
         """The completions as they come. Leaving the iteration, or cancelling the task, aborts the request.
 
         Instead of a prompt, `messages` may be given, each with `role` and `content`: the model's own chat template
-        makes a prompt of them, with `chat_template_kwargs` (such as `enable_thinking`; `add_generation_prompt` is true
-        unless it is there). With n > 1, chunks of different completions take turns. `best_of` and `beam_width` are for
+        makes a prompt of them. `CallOptions` has what else there is: tools, variables of the template, priority,
+        tenant, timeout. With n > 1, chunks of different completions take turns. `best_of` and `beam_width` are for
         `generate` alone. Raises the error tree of `worker/errors.py`, as the router raised it: `CallerError` for what a
         retry cannot mend, `CapacityError` and `ReplicaError` with `retry_after_s`.
         """
-        request = submission(
-            prompt, params, messages, chat_template_kwargs, model=model, request_id=request_id, **service
-        )
+        request = submission(prompt, params, messages, model=model, request_id=request_id, **options)
         retry_policy, received = self._retry_policy(request.timeout_s), Received()
         while True:
             at = self._at
@@ -132,19 +132,16 @@ class AsyncClient:
         params: SamplingParams | None = None,
         *,
         messages: Sequence[Message] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "",
         request_id: str = "",
-        **service: Unpack[ServiceOptions],
+        **options: Unpack[CallOptions],
     ) -> Generation:
         """All completions, when they have ended. Cancelling the task aborts the request. Takes and raises what `stream`
         does.
 
         If a router is lost, another one is asked anew: it comes to the same answer.
         """
-        request = submission(
-            prompt, params, messages, chat_template_kwargs, model=model, request_id=request_id, **service
-        )
+        request = submission(prompt, params, messages, model=model, request_id=request_id, **options)
         retry_policy = self._retry_policy(request.timeout_s)
         while True:
             at = self._at
@@ -153,6 +150,26 @@ class AsyncClient:
             except CallFailed as failure:
                 await self._pause(at, failure, retry_policy)
             request = self._resubmission(request, retry_policy)
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request, whoever has sent it, after the output that it has, with finish reason ABORT.
+
+        Every router is asked, since only the one that runs it knows it. Returns whether one did. Raises as `stream`
+        does, where no router that answers knows it and some do not answer.
+        """
+        failure: CallFailed | None = None
+        for address in self._addresses:
+            message = inference_pb2.AbortRequest(request_id=request_id)
+            try:
+                if (await _only(self._transport.call(address, "Abort", message))).was_open:
+                    return True
+            except CallFailed as failed:
+                if failed.status.code is not grpc.StatusCode.UNAVAILABLE:
+                    raise error_of(failed.status) from failed
+                failure = failed
+        if failure is not None:
+            raise error_of(failure.status) from failure
+        return False
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
         """The text of token ids, without special tokens. Raises as `stream` does."""
@@ -224,22 +241,24 @@ def submission(
     prompt: str | Sequence[int] | None,
     params: SamplingParams | None,
     messages: Sequence[Message] | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
     *,
     model: str,
     request_id: str,
-    **service: Unpack[ServiceOptions],
+    **options: Unpack[CallOptions],
 ) -> GenerationRequest:
     """The first submission of a request. It fixes what the tokens depend on, for every router that continues it: the
     id, by which an unseeded request draws, and the time that a chat template sees. Raises `InvalidRequestError`.
     """
     if (prompt is None) == (messages is None):
         raise InvalidRequestError("prompt", prompt, "exactly one of prompt and messages must be given")
-    if messages is None and chat_template_kwargs is not None:
-        raise InvalidRequestError("chat_template_kwargs", chat_template_kwargs, "is for messages alone")
+    service, of_chat = _parted(options)
+    if messages is None and of_chat:
+        name = next(iter(of_chat))
+        raise InvalidRequestError(name, of_chat[name], "is for messages alone")
     chat = None
     if messages is not None:
-        chat = Chat(messages=messages, template_kwargs=chat_template_kwargs or {}, now_s=int(time.time()))
+        template_kwargs = of_chat.pop("chat_template_kwargs", {})
+        chat = Chat(messages=messages, template_kwargs=template_kwargs, now_s=int(time.time()), **of_chat)
     request = GenerationRequest(
         prompt=() if prompt is None else prompt,  # type: ignore[arg-type]  # it becomes a tuple there
         chat=chat,
@@ -251,6 +270,14 @@ def submission(
     )
     check_timeout(request.timeout_s)
     return request
+
+
+def _parted(options: CallOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the service, and those of a chat that are set."""
+    of_chat = CallOptions.__annotations__.keys() - ServiceOptions.__annotations__.keys()
+    given = {name: value for name, value in options.items() if name not in of_chat or value is not None}
+    service = {name: value for name, value in given.items() if name not in of_chat}
+    return service, {name: value for name, value in given.items() if name in of_chat}
 
 
 async def _only(answers: AsyncGenerator[Any, None]) -> Any:

@@ -6,12 +6,12 @@ What may live here: the thread and its loop. What may not: what becomes of a req
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar, Unpack
 
+from holdfast.cluster.call_options import CallOptions
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.client.handover import Handover
-from holdfast.cluster.service_options import ServiceOptions
 from holdfast.router.chat import Message
 from holdfast.router.generation import Chunk, Generation
 from holdfast.worker.sampling_params import SamplingParams
@@ -62,20 +62,18 @@ class Client:
         params: SamplingParams | None = None,
         *,
         messages: Sequence[Message] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "",
         request_id: str = "",
-        **service: Unpack[ServiceOptions],
+        **options: Unpack[CallOptions],
     ) -> Iterator[Chunk]:
         """The completions as they come, as `AsyncClient.stream`. Leaving the iteration aborts the request."""
         chunks = self._client.stream(
             prompt,
             params,
             messages=messages,
-            chat_template_kwargs=chat_template_kwargs,
             model=model,
             request_id=request_id,
-            **service,
+            **options,
         )
         handover = Handover(chunks, self._loop)
         self._open.add(handover)
@@ -92,22 +90,24 @@ class Client:
         params: SamplingParams | None = None,
         *,
         messages: Sequence[Message] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         model: str = "",
         request_id: str = "",
-        **service: Unpack[ServiceOptions],
+        **options: Unpack[CallOptions],
     ) -> Generation:
         """All completions, when they have ended, as `AsyncClient.generate`."""
         answer = self._client.generate(
             prompt,
             params,
             messages=messages,
-            chat_template_kwargs=chat_template_kwargs,
             model=model,
             request_id=request_id,
-            **service,
+            **options,
         )
         return self._wait(answer)
+
+    def abort(self, request_id: str) -> bool:
+        """As `AsyncClient.abort`."""
+        return self._wait(self._client.abort(request_id))
 
     # --- inside ---
 

@@ -47,11 +47,12 @@ app = App(
     group_commands=_MORE,
     suppress_keyboard_interrupt=False,
 )
+models_app = App(name="models", help="Add models to a running cluster, remove and list them.", group=_MORE)
 config_app = App(name="config", help="Look at the settings.", group=_MORE)
 app["--help"].group = app["--version"].group = _MORE
 
 _COMMANDS = (
-    ("serve", _FIRST, "Start a cluster, or join one, and serve a model over gRPC."),
+    ("serve", _FIRST, "Start a cluster, or join one, and serve models over gRPC and HTTP."),
     ("generate", _FIRST, "Complete a prompt, in this process or on a server."),
     ("demo", _FIRST, "Start a local cluster, stream four prompts at once, and stop it."),
     ("stats", _MORE, "Show how busy a running cluster's replicas are, and what their caches do."),
@@ -60,7 +61,10 @@ _COMMANDS = (
 )
 for _order, (_name, _group, _help) in enumerate(_COMMANDS):
     app.command(f"holdfast.cluster.commands.{_name}:{_name}", name=_name, group=_group, help=_help, sort_key=_order)
+app.command(models_app)
 app.command(config_app)
+for _name, _function in (("add", "add"), ("remove", "remove"), ("list", "show")):
+    models_app.command(f"holdfast.cluster.commands.models:{_function}", name=_name, sort_key=_order)
 config_app.command(
     "holdfast.cluster.commands.config_show:show",
     name="show",

@@ -28,22 +28,29 @@ SETTLE_S: Final = 0.3
 """Signals that come so soon after the first are no second one: `timeout` and terminals may send the same one twice."""
 
 
-@takes_settings(*HoldfastConfig.model_fields, without=("model.model",))
+@takes_settings(*HoldfastConfig.model_fields, without=("model.model", "cluster.models"))
 def serve(
     model: Annotated[
-        str | None, Parameter(help="a Hugging Face folder, a hub id, or the bundled demo [default]")
+        list[str] | None,
+        Parameter(
+            name="--model",
+            help="a Hugging Face folder, a hub id, or the bundled demo [default]; several: each has its own replicas",
+            negative=(),
+            group=ESSENTIALS,
+        ),
     ] = None,
-    /,
     *,
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
     settings: Layer,
 ) -> int:
-    """Start a cluster, or join one with --address, and serve a model over gRPC and HTTP until Ctrl-C.
+    """Start a cluster, or join one with --address, and serve models over gRPC and HTTP until Ctrl-C.
 
     On SIGINT and SIGTERM running requests get drain_timeout_s to finish; a second signal ends them at once.
     """
-    if model is not None:
-        settings = {**settings, "model.model": Setting(model, "MODEL")}
+    if model and len(model) == 1:
+        settings = {**settings, "model.model": Setting(model[0], "MODEL"), "cluster.models": Setting((), "MODEL")}
+    elif model:
+        settings = {**settings, "cluster.models": Setting(model, "MODEL")}
     run(load_config(settings, config).config)
     return 0
 
@@ -89,11 +96,21 @@ def _interrupt(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _announce(cluster: "Serving", config: HoldfastConfig, seconds: float) -> None:
-    ranks = config.parallel.tensor_parallel_size
-    replicas = f"{cluster.num_replicas} replica{'s' if cluster.num_replicas > 1 else ''} x tensor parallel {ranks}"
-    print(f"ready after {seconds:.1f} s: {cluster.model}, {replicas}, gRPC on {' and '.join(cluster.routers)}")
+    print(f"ready after {seconds:.1f} s: {_models(cluster, config)}, gRPC on {' and '.join(cluster.routers)}")
     if cluster.http:
         print(f"HTTP, for OpenAI's clients: {' and '.join(f'http://{address}/v1' for address in cluster.http)}")
-        body = '{"prompt": "The capital of France is", "max_tokens": 16}'
+        body = f'{{"model": "{cluster.models[0]}", "prompt": "The capital of France is", "max_tokens": 16}}'
         print(f"try: curl http://{cluster.http[0]}/v1/completions -d '{body}'")
-    print(f'try: holdfast generate --server {",".join(cluster.routers)} "The capital of France is"', flush=True)
+    if cluster.engines:
+        print(f"vLLM's engine protocol, replica by replica: {' and '.join(cluster.engines)}")
+    chosen = f" --model {cluster.models[0]}" if len(cluster.models) > 1 else ""
+    print(f'try: holdfast generate --server {",".join(cluster.routers)}{chosen} "The capital of France is"', flush=True)
+
+
+def _models(cluster: "Serving", config: HoldfastConfig) -> str:
+    """Each model with its replicas."""
+    shown = []
+    for one in config.each_model:
+        number, ranks = cluster.num_replicas[one.model.name], one.parallel.tensor_parallel_size
+        shown.append(f"{one.model.name}, {number} replica{'s' if number > 1 else ''} x tensor parallel {ranks}")
+    return " and ".join(shown)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from holdfast.cluster.config.models import ModelEntries
 from holdfast.cluster.config.sources import Layer, environment_layer, file_layer, resolve
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.worker.config import (
@@ -58,10 +59,19 @@ CustomResources = Annotated[dict[str, Amount], BeforeValidator(_read_resources),
 """Amounts by name, as in `ray start --resources`. Ray adds some of its own, such as `accelerator_type:H100`."""
 
 
+def _shifted(port: int | None, number: int) -> int | None:
+    """The port of the router of a number: 0, any free one, and none are the same for all."""
+    return port + number if port else port
+
+
 class ClusterConfig(Settings):
     """Settings of the cluster: numbers of replicas and routers, addresses, resources, Ray."""
 
-    replicas: int = Field(1, ge=1, description="number of replicas of the model")
+    replicas: int = Field(1, ge=1, description="number of replicas of the model, or of each of them")
+    models: ModelEntries = Field(
+        (),
+        description="several models: their names, or in a file a list of settings of each; unset: `model.model` alone",
+    )
     routers: int = Field(2, ge=1, description="number of routers; on one machine each has a port of its own")
     host: str | None = Field(
         None, description="address that routers listen on; unset: loopback, or 0.0.0.0 with `address`"
@@ -69,6 +79,19 @@ class ClusterConfig(Settings):
     port: int = Field(50051, ge=0, le=65535, description="gRPC port of the first router; 0: all ports are free ones")
     http_port: int | None = Field(
         8000, ge=0, le=65535, description="HTTP port of the first router; 0: a free one, none: no HTTP"
+    )
+    admin_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="gRPC port of the first router for operators, on loopback: channelz; 0: a free one, none: none",
+    )
+    engine_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of vLLM's engine protocol on the first replica of a machine, the next ones on the next; 0: "
+        "free ones, none: it is not served",
     )
     address: str | None = Field(
         None, description="an existing Ray cluster to join (`auto` or host:port); unset: start one"
@@ -91,12 +114,12 @@ class ClusterConfig(Settings):
     )
 
     @property
-    def router_ports(self) -> list[tuple[int, int | None]]:
-        """The gRPC and HTTP ports that routers of one machine try in turn; 0 stands for any free one."""
+    def router_ports(self) -> list[tuple[int, int | None, int | None]]:
+        """The gRPC, HTTP and admin ports that routers of one machine try in turn; 0 stands for any free one."""
         if not self.port:
-            return [(0, None if self.http_port is None else 0)]
+            return [(0, None if self.http_port is None else 0, None if self.admin_port is None else 0)]
         return [
-            (self.port + number, self.http_port + number if self.http_port else self.http_port)
+            (self.port + number, _shifted(self.http_port, number), _shifted(self.admin_port, number))
             for number in range(self.routers)
         ]
 
@@ -113,6 +136,23 @@ class HoldfastConfig(Settings):
     router: RouterConfig = RouterConfig()
     limits: LimitsConfig = LimitsConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "HoldfastConfig":
+        names = [one.model.name for one in self.each_model]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"cluster.models: two models are named {name!r}; give one a model.served_model_name")
+        return self
+
+    @property
+    def each_model(self) -> tuple["HoldfastConfig", ...]:
+        """The settings of each model that is served, without the others."""
+        if not self.cluster.models:
+            return (self,)
+        shared = self.model_dump()
+        shared["cluster"].pop("models")
+        return tuple(HoldfastConfig.model_validate(entry.over(shared)) for entry in self.cluster.models)
 
     @property
     def worker(self) -> WorkerConfig:

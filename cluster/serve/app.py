@@ -1,6 +1,7 @@
-"""Ray Serve application: one directory, replicas, and routers in front of them.
+"""Ray Serve applications: a cluster's directory, routers and replicas, and one more model for a cluster.
 
-    serve.run(build_app({"model": {"model": "demo"}, "cluster": {"replicas": 2}}))
+    serve.run(build_app({"model": {"model": "demo"}, "cluster": {"replicas": 2}}), name="holdfast")
+    serve.run(build_model({"model": {"model": "./other"}}), name="holdfast:other")
 
 or, in a RayService's `serveConfigV2`, `import_path: holdfast:build_app` with the same tree under `args`. What may not
 live here: what the deployments do, and starting Ray or Serve.
@@ -12,16 +13,24 @@ from typing import Any, Final
 
 from ray import serve
 
-from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig, load_config
+from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import mapping_layer
-from holdfast.cluster.serve.directory import DirectoryDeployment
-from holdfast.cluster.serve.placement_groups import Resources, choose_strategy, node_resources, rank_bundle, unmet
+from holdfast.cluster.serve.directory import DIRECTORY, DirectoryDeployment
+from holdfast.cluster.serve.engine_door import DoorSettings
+from holdfast.cluster.serve.placement_groups import (
+    ANY_INTERFACE,
+    Resources,
+    choose_strategy,
+    node_resources,
+    rank_bundle,
+    unmet,
+)
 from holdfast.cluster.serve.replica_deployment import ReplicaDeployment
-from holdfast.cluster.serve.router_deployment import ANY_INTERFACE, RouterDeployment
+from holdfast.cluster.serve.router_deployment import RouterDeployment
+from holdfast.worker.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-DIRECTORY: Final = "Directory"
 REPLICA: Final = "Replica"
 ROUTER: Final = "Router"
 
@@ -39,7 +48,7 @@ _SHUTDOWN_SLACK_S: Final = 10.0
 """What Serve waits on top of the drain before it kills."""
 
 _MANY: Final = 10_000
-"""More than ever ask a directory at once: one call per member and watcher."""
+"""More than ever ask a directory at once: one call per member and watcher. Of a router, more than it admits."""
 
 
 def build_app(args: Mapping[str, Any]) -> serve.Application:
@@ -48,14 +57,46 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     Needs a connection to the Ray cluster that it is to run on: what its nodes have decides the placement.
     """
     config = load_config(mapping_layer(HoldfastConfig, args, "build_app")).config
-    return application(config, ANY_INTERFACE)
-
-
-def application(config: HoldfastConfig, default_host: str) -> serve.Application:
-    """As `build_app`, for settings that have been checked. Routers listen on `default_host` if no host is set."""
     directory = _directory().bind()
+    names = [REPLICA] if len(config.each_model) == 1 else [f"{REPLICA}:{one.model.name}" for one in config.each_model]
+    replicas = [
+        _replicas(one, ANY_INTERFACE, directory, name) for one, name in zip(config.each_model, names, strict=True)
+    ]
+    return cluster_application(config, ANY_INTERFACE, directory, *replicas)
+
+
+def build_model(args: Mapping[str, Any]) -> serve.Application:
+    """The application of one more model for the cluster whose application is named `cluster.namespace`.
+
+    Takes the settings of `build_app`; those of routers and of their requests are the cluster's. Name it
+    `{namespace}:{model}`, and `holdfast models` knows it.
+    """
+    config = load_config(mapping_layer(HoldfastConfig, args, "build_model")).config
+    if config.cluster.models:
+        raise ConfigurationError("cluster.models: build_model makes the application of one model, model.model")
+    return model_application(config, ANY_INTERFACE, config.cluster.namespace)
+
+
+def model_application(config: HoldfastConfig, default_host: str, directory: Any) -> serve.Application:
+    """The replicas of one model. `directory` is a handle of the cluster's, or the name of the cluster's application."""
+    return _replicas(config, default_host, directory, REPLICA)
+
+
+def cluster_application(
+    config: HoldfastConfig,
+    default_host: str,
+    directory: serve.Application | None = None,
+    *replicas: serve.Application,
+) -> serve.Application:
+    """Directory and routers, with replicas or without. Routers listen on `default_host` if no host is set."""
+    _warn_of_unmet("router", config.cluster.router_resources, node_resources())
+    directory = _directory().bind() if directory is None else directory
+    return _router(config).bind(config, config.cluster.host or default_host, directory, *replicas)
+
+
+def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: str) -> serve.Application:
     nodes = node_resources()
-    _warn_of_unmet(config.cluster, nodes)
+    _warn_of_unmet("rank", config.cluster.rank_resources, nodes)
     bundle = rank_bundle(config.worker, config.cluster, nodes)
     num_ranks = config.parallel.tensor_parallel_size
     strategy = choose_strategy(bundle, num_ranks, config.cluster.replicas, nodes)
@@ -66,18 +107,24 @@ def application(config: HoldfastConfig, default_host: str) -> serve.Application:
             config.cluster.replicas,
             num_ranks,
         )
-    placed = _replica(config, [bundle] * num_ranks, strategy)
-    replicas = placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory)
-    return _router(config).bind(config, config.cluster.host or default_host, directory, replicas)
+    placed = _replica(config, name, [bundle] * num_ranks, strategy)
+    return placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory, _door(config, default_host))
 
 
-def _warn_of_unmet(cluster: ClusterConfig, nodes: Collection[Resources]) -> None:
+def _door(config: HoldfastConfig, default_host: str) -> DoorSettings | None:
+    """Where replicas speak the engine protocol: as routers, on `default_host` if no host is set."""
+    if config.cluster.engine_port is None:
+        return None
+    host = config.cluster.host or default_host
+    return DoorSettings(host=host, port=config.cluster.engine_port, router=config.router, limits=config.limits)
+
+
+def _warn_of_unmet(setting: str, resources: Resources, nodes: Collection[Resources]) -> None:
     """No error, because a cluster may grow."""
-    for setting, resources in (("rank", cluster.rank_resources), ("router", cluster.router_resources)):
-        for name in unmet(resources, nodes):
-            logger.warning(
-                "cluster.%s_resources: no node has %g of %s yet; they wait for one", setting, resources[name], name
-            )
+    for name in unmet(resources, nodes):
+        logger.warning(
+            "cluster.%s_resources: no node has %g of %s yet; they wait for one", setting, resources[name], name
+        )
 
 
 def _directory() -> serve.Deployment:
@@ -94,10 +141,10 @@ def _directory() -> serve.Deployment:
     )
 
 
-def _replica(config: HoldfastConfig, bundles: list[dict[str, float]], strategy: str) -> serve.Deployment:
+def _replica(config: HoldfastConfig, name: str, bundles: list[dict[str, float]], strategy: str) -> serve.Deployment:
     return serve.deployment(
         ReplicaDeployment,
-        name=REPLICA,
+        name=name,
         num_replicas=config.cluster.replicas,
         placement_group_bundles=bundles,
         placement_group_strategy=strategy,
@@ -115,6 +162,7 @@ def _router(config: HoldfastConfig) -> serve.Deployment:
         RouterDeployment,
         name=ROUTER,
         num_replicas=config.cluster.routers,
+        max_ongoing_requests=_MANY,  # calls through handles: a router bounds what waits by itself
         ray_actor_options={"num_cpus": 1, "resources": config.cluster.router_resources},
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + _SHUTDOWN_SLACK_S,

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+DIRECTORY: Final = "Directory"
+"""The name of its deployment."""
+
 LEASE_S: Final = 10.0
 """A member that has not renewed for this long is forgotten. Links break long before; this only clears the name."""
 
@@ -41,10 +44,13 @@ class Member:
     """`host:port` where it serves; None while it starts."""
     http_address: str = ""
     """`host:port` of a router's HTTP API; empty where there is none."""
+    engine_address: str = ""
+    """`host:port` of a replica's engine protocol; empty where it does not speak it."""
     model: str = ""
-    """The name that clients use. Of a replica that serves, as is the next."""
+    """The name that clients use. Of a replica."""
     model_path: str = ""
-    """The folder of the model. Routers read the tokenizer there, so it is the same on every node."""
+    """The folder of the model, of a replica that serves. Routers read the tokenizer there: it is the same on every
+    node."""
     phase: str = "loading libraries"
     """What it is doing while it starts, for people."""
     done: int = 0
@@ -61,6 +67,8 @@ class Snapshot:
     members: tuple[Member, ...]
     is_settled: bool
     """False while the directory is so young that members may not have told it of themselves."""
+    removed_models: frozenset[str] = frozenset()
+    """Models that someone has taken away, and that no replica has begun to serve since."""
 
     def serving(self, role: Role) -> tuple[Member, ...]:
         """Those with an address."""
@@ -75,15 +83,24 @@ class Directory:
         self._version = first_version
         self._members: dict[str, Member] = {}
         self._renewed_s: dict[str, float] = {}
+        self._removed_models: set[str] = set()
 
     def renew(self, member: Member, now_s: float) -> bool:
         """Adds a member or renews its lease. Only a change of what it says makes a new version: True."""
         self._renewed_s[member.member_id] = now_s
-        if self._members.get(member.member_id) == member:
+        before = self._members.get(member.member_id)
+        if before == member:
             return False
         self._members[member.member_id] = member
         self._version += 1
+        if member.address is not None and (before is None or before.address is None):
+            self._removed_models.discard(member.model)
         return True
+
+    def remove_model(self, name: str) -> None:
+        """A model is served no more: routers refuse it by name, until another replica begins to serve it."""
+        self._removed_models.add(name)
+        self._version += 1
 
     def remove(self, member_id: str) -> None:
         """Forgets a member at once. Unknown ids are ignored."""
@@ -99,7 +116,12 @@ class Directory:
 
     def snapshot(self, now_s: float) -> Snapshot:
         is_settled = now_s - self._started_s > SETTLED_S
-        return Snapshot(version=self._version, members=tuple(self._members.values()), is_settled=is_settled)
+        return Snapshot(
+            version=self._version,
+            members=tuple(self._members.values()),
+            is_settled=is_settled,
+            removed_models=frozenset(self._removed_models),
+        )
 
 
 class DirectoryDeployment:
@@ -116,6 +138,10 @@ class DirectoryDeployment:
 
     async def remove(self, member_id: str) -> None:
         self._directory.remove(member_id)
+        self._tell()
+
+    async def remove_model(self, name: str) -> None:
+        self._directory.remove_model(name)
         self._tell()
 
     async def watch(self, seen_version: int) -> Snapshot:

@@ -9,10 +9,11 @@ import secrets
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
+from holdfast.cluster.serve.running import noted, running_cluster
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -42,6 +43,30 @@ def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
         )
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray has installed its own handler, which exits at once
     try:
+        with ExitStack() as stack:
+            if config.address is None:
+                address = ray.get_runtime_context().gcs_address
+                stack.enter_context(noted(config.namespace, address, _token()))
+            yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def running_ray(config: ClusterConfig, pid: int | None) -> Iterator[None]:
+    """Connects to the Ray of a running cluster: the one at `config.address`, or a private one of this machine and user.
+
+    Raises `ConfigurationError` where that is none, or more than one (see `running_cluster`).
+    """
+    address = config.address
+    if address is None:
+        running = running_cluster(config.namespace, pid)
+        address = running.ray_address
+        _close_our_own(running.token)
+    import ray
+
+    ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=config.namespace)
+    try:
         yield
     finally:
         ray.shutdown()
@@ -49,17 +74,22 @@ def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
 
 def num_cpus_of_our_own(config: HoldfastConfig) -> int:
     """The CPUs that our own Ray counts: the machine's, or more if the ranks would not fit. They share what there is."""
-    ranks = config.cluster.replicas * config.parallel.tensor_parallel_size
-    return max(num_cores(), round(ranks * config.cluster.cpus_per_rank) + config.cluster.routers)
+    cpus = sum(_num_ranks(one) * one.cluster.cpus_per_rank for one in config.each_model)
+    return max(num_cores(), round(cpus) + config.cluster.routers)
 
 
 def share_cores(config: HoldfastConfig) -> HoldfastConfig:
-    """On one machine all ranks share the cores: each gets as many threads as there are cores for it."""
+    """On one machine the ranks of all models share the cores: each gets as many threads as there are cores for it."""
     if config.cluster.address is not None or config.parallel.num_threads is not None:
         return config
-    ranks = config.cluster.replicas * config.parallel.tensor_parallel_size
+    ranks = sum(map(_num_ranks, config.each_model))
     parallel = config.parallel.model_copy(update={"num_threads": max(1, num_cores() // ranks)})
     return config.model_copy(update={"parallel": parallel})
+
+
+def _num_ranks(config: HoldfastConfig) -> int:
+    """Of all replicas of one model."""
+    return config.cluster.replicas * config.parallel.tensor_parallel_size
 
 
 def num_cores() -> int:
@@ -67,12 +97,23 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _close_our_own() -> None:
-    """Ray takes these settings from the environment, most of them once, when it is imported."""
+def room_of_our_own() -> dict[str, float]:
+    """What a rank asks of our own Ray where no CPU is left to count: a part of the machine, which ranks share."""
+    import ray
+
+    (node,) = ray.nodes()
+    return {next(name for name in node["Resources"] if name.startswith("node:")): 0.001}
+
+
+def _close_our_own(token: str | None = None) -> None:
+    """Ray takes these settings from the environment, most of them once, when it is imported.
+
+    `token` is that of a Ray that runs already.
+    """
     was_imported = "ray" in sys.modules
     if not was_imported:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux as well: one machine, on loopback
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=_token(), RAY_USAGE_STATS_ENABLED="0")
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token or _token(), RAY_USAGE_STATS_ENABLED="0")
     if was_imported:
         from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 

@@ -9,8 +9,11 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-from holdfast.cluster.serve.directory import RENEW_S, Member, Role, Snapshot
-from holdfast.router.links.replica_directory import ReplicaEndpoint
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from holdfast.cluster.serve.directory import DIRECTORY, RENEW_S, Member, Role, Snapshot
+from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -60,16 +63,20 @@ class WatchedDirectory:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    async def watch(self) -> AsyncIterator[frozenset[ReplicaEndpoint]]:
-        """Every set of replicas once. A directory that was replaced may add replicas at first, not take any away."""
-        known: frozenset[ReplicaEndpoint] | None = None
+    async def watch(self) -> AsyncIterator[DirectoryView]:
+        """Every view once. A directory that was replaced may add replicas at first, not take any away; and it does not
+        know which models were removed, which therefore stay so until a replica serves them again.
+        """
+        known: DirectoryView | None = None
         seen_version = 0
         while True:
             snapshot = await self._next(seen_version)
             seen_version = snapshot.version
-            found = _endpoints(snapshot)
-            if known is not None and not snapshot.is_settled:
-                found |= known
+            endpoints, removed = _endpoints(snapshot), snapshot.removed_models
+            if known is not None:
+                endpoints |= frozenset() if snapshot.is_settled else known.endpoints
+                removed |= known.removed_models - {endpoint.model for endpoint in endpoints}
+            found = DirectoryView(endpoints=endpoints, removed_models=removed)
             if found != known:
                 known = found
                 yield known
@@ -95,6 +102,18 @@ async def has_other_routers(handle: Any, member_id: str) -> bool:
         return False
     assert isinstance(snapshot, Snapshot)
     return any(router.member_id != member_id for router in snapshot.serving(Role.ROUTER))
+
+
+async def found(directory: Any) -> Any:
+    """The handle of a directory: itself, or that of the application of a name, which may be deployed later."""
+    if not isinstance(directory, str):
+        return directory
+    while True:
+        try:
+            return serve.get_deployment_handle(DIRECTORY, directory)
+        except RayServeException as error:
+            logger.info("the application %s has no directory yet: %s", directory, error)
+            await asyncio.sleep(RENEW_S)
 
 
 def _endpoints(snapshot: Snapshot) -> frozenset[ReplicaEndpoint]:

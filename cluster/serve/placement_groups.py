@@ -28,6 +28,7 @@ Strategy = Literal["STRICT_PACK", "PACK"]
 
 SLOW_IMPORTS: Final = ("torch", "transformers.modeling_utils", "holdfast.worker.engine.model_runner")
 KILL_WAIT_S: Final = 5.0
+ANY_INTERFACE: Final = "0.0.0.0"
 
 
 def rank_bundle(worker: WorkerConfig, cluster: ClusterConfig, nodes: Collection[Resources]) -> dict[str, float]:
@@ -35,7 +36,8 @@ def rank_bundle(worker: WorkerConfig, cluster: ClusterConfig, nodes: Collection[
     possible = [node for node in nodes if not unmet(cluster.rank_resources, [node])] or nodes
     has_gpus = any(node.get("GPU", 0) >= 1 for node in possible)
     wants_gpu = worker.model.device == "cuda" or (worker.model.device == "auto" and has_gpus)
-    return {"CPU": cluster.cpus_per_rank, **({"GPU": 1.0} if wants_gpu else {}), **cluster.rank_resources}
+    cpus = {"CPU": cluster.cpus_per_rank} if cluster.cpus_per_rank else {}
+    return {**cpus, **({"GPU": 1.0} if wants_gpu else {}), **cluster.rank_resources}
 
 
 def unmet(resources: Resources, nodes: Iterable[Resources]) -> list[str]:
@@ -59,6 +61,12 @@ def _ranks_that_fit(node: Resources, bundle: Resources) -> int:
 def node_resources() -> list[dict[str, float]]:
     """The resources of each living node of the cluster that this process is connected to."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def reachable(address: str) -> str:
+    """What others dial: this machine's address, where a port is listened on at all interfaces."""
+    host, _, port = address.rpartition(":")
+    return f"{ray.util.get_node_ip_address()}:{port}" if host == ANY_INTERFACE else address
 
 
 class RankActor:

@@ -14,9 +14,10 @@ from ray import serve
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.directory import Member, Role
+from holdfast.cluster.serve.engine_door import DoorSettings, EngineDoor
 from holdfast.cluster.serve.log_lines import date_log_lines
-from holdfast.cluster.serve.membership import Lease
-from holdfast.cluster.serve.placement_groups import RayLauncher, Resources
+from holdfast.cluster.serve.membership import Lease, found
+from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
 from holdfast.cluster.serve.termination import end_on_sigterm
 from holdfast.worker.config import WorkerConfig
@@ -36,14 +37,22 @@ IDLE_CHECK_S: Final = 0.05
 class ReplicaDeployment:
     """Hosts one `Replica`. Made and called by Serve alone."""
 
-    async def __init__(self, config: WorkerConfig, bundle: Resources, drain_timeout_s: float, directory: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        config: WorkerConfig,
+        bundle: Resources,
+        drain_timeout_s: float,
+        directory: Any,
+        door: DoorSettings | None = None,
+    ) -> None:
         date_log_lines()
         end_when_out_of_memory()
         self._drain_timeout_s = drain_timeout_s
         self._loop = asyncio.get_running_loop()
         launcher = RayLauncher(bundle, config.parallel.tensor_parallel_size)
-        self._lease = Lease(directory, Member(member_id=_replica_id(), role=Role.REPLICA))
+        self._lease = Lease(await found(directory), _starting(config))
         self._server: LinkServer | None = None
+        self._door: EngineDoor | None = None
         end_on_sigterm(self.__del__, limit_s=drain_timeout_s + STOP_S)
         try:
             self._replica = await asyncio.to_thread(Replica.start, located(config), launcher, self._report)
@@ -52,11 +61,20 @@ class ReplicaDeployment:
             await self._lease.flush()
             raise
         self._server = await LinkServer.start(self._replica, replica_id=_replica_id(), host=launcher.host)
+        if door is not None:
+            self._door = await EngineDoor.start(self._replica, door, config.scheduler)
         self._replica.on_failure(ProcessEnd(self._close_soon).because)
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
         self._beating = None if heartbeat_pipe is None else self._loop.create_task(heartbeat_pipe.keep_beating())
         info = self._replica.info
-        self._say(phase="serving", address=self._server.address, model=info.model, model_path=info.path)
+        engine = "" if self._door is None else reachable(self._door.address)
+        self._say(
+            phase="serving",
+            address=self._server.address,
+            engine_address=engine,
+            model=info.model,
+            model_path=info.path,
+        )
 
     async def check_health(self) -> None:
         """Raises once the engine has failed. Serve then replaces this replica."""
@@ -69,10 +87,14 @@ class ReplicaDeployment:
         if self._server is None:  # SIGTERM has come before it was up
             return
         self._replica.wind_down()
+        if self._door is not None:
+            self._door.wind_down()
         deadline_s = time.monotonic() + self._drain_timeout_s
         while self._is_busy() and time.monotonic() < deadline_s:
             await asyncio.sleep(IDLE_CHECK_S)
         await self._server.stop()
+        if self._door is not None:
+            await self._door.stop()
         await asyncio.to_thread(self._replica.stop)
 
     def _is_busy(self) -> bool:
@@ -95,6 +117,10 @@ class ReplicaDeployment:
         assert self._server is not None, "its failures are heard of once it serves"
         await self._server.stop()
         await self._lease.end()
+
+
+def _starting(config: WorkerConfig) -> Member:
+    return Member(member_id=_replica_id(), role=Role.REPLICA, model=config.model.name)
 
 
 def _replica_id() -> str:

@@ -1,26 +1,33 @@
-"""Router as a Serve deployment, with a gRPC port of its own. Serve keeps it alive; no request passes through Serve.
+"""Router as a Serve deployment, with ports of its own. Serve keeps it alive.
 
-What may not live here: what a router does (`router/router.py`).
+Requests come through its ports; other deployments on the same Ray may call `generate` and `generate_stream` through a
+Serve handle as well. What may not live here: what a router does (`router/router.py`).
 """
 
 import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
-import ray
 from ray import serve
 
+from holdfast.cluster.call_options import CallOptions
+from holdfast.cluster.client.async_client import submission
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.log_lines import date_log_lines
 from holdfast.cluster.serve.membership import Lease, WatchedDirectory, has_other_routers
+from holdfast.cluster.serve.placement_groups import reachable
 from holdfast.cluster.serve.process_end import end_when_out_of_memory
 from holdfast.cluster.serve.termination import end_on_sigterm
+from holdfast.router.chat import Message
+from holdfast.router.generation import Chunk, Generation
+from holdfast.router.request import GenerationRequest
 from holdfast.router.router import Router
-from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.errors import ConfigurationError, InvalidRequestError
+from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
-
-ANY_INTERFACE = "0.0.0.0"
 
 ALL_END_S: Final = 0.5
 """Where all routers end, each has left the directory so long after the first."""
@@ -32,8 +39,8 @@ STOP_S: Final = 5.0
 class RouterDeployment:
     """Hosts one `Router`. Made and called by Serve alone."""
 
-    async def __init__(self, config: HoldfastConfig, host: str, directory: Any, replicas: Any) -> None:  # type: ignore[misc]  # Serve awaits it
-        # `replicas` is here only because Serve deploys what the ingress is given.
+    async def __init__(self, config: HoldfastConfig, host: str, directory: Any, *replicas: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        # `replicas` are here only because Serve deploys what the ingress is given.
         date_log_lines()
         end_when_out_of_memory()
         self._directory = directory
@@ -48,11 +55,48 @@ class RouterDeployment:
             self._lease.update(replace(self._lease.member, error=str(error)))
             await self._lease.flush()
             raise
-        address, http_address = _reachable(self._router.address), _reachable(self._router.http_address)
+        address, http_address = reachable(self._router.address), reachable(self._router.http_address)
         self._lease.update(replace(self._lease.member, phase="serving", address=address, http_address=http_address))
         if config.health.hangs_after_s is not None:
             self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
             self._beating = asyncio.create_task(self._heartbeat_pipe.keep_beating())
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        model: str = "",
+        request_id: str = "",
+        **options: Unpack[CallOptions],
+    ) -> Generation:
+        """For handles: all completions, when they have ended. Takes and raises what `AsyncClient.generate` does, and
+        `params` as a mapping as well.
+        """
+        request = called(prompt, params, messages, model=model, request_id=request_id, **options)
+        return await self._started.in_process.generate(request)
+
+    async def generate_stream(
+        self,
+        prompt: str | Sequence[int] | None = None,
+        params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        model: str = "",
+        request_id: str = "",
+        **options: Unpack[CallOptions],
+    ) -> AsyncGenerator[Chunk, None]:
+        """For handles with `stream=True`: the completions as they come. Takes and raises what `generate` does."""
+        request = called(prompt, params, messages, model=model, request_id=request_id, **options)
+        async with aclosing(self._started.in_process.stream(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    @property
+    def _started(self) -> Router:
+        assert self._router is not None, "Serve calls it once it is made"
+        return self._router
 
     async def __del__(self) -> None:
         """Serve awaits this when the router is to end in peace.
@@ -70,13 +114,43 @@ class RouterDeployment:
             self._heartbeat_pipe.cut()
 
 
+def called(
+    prompt: str | Sequence[int] | None,
+    params: SamplingParams | Mapping[str, Any] | None,
+    messages: Sequence[Message] | None,
+    *,
+    model: str,
+    request_id: str,
+    **options: Unpack[CallOptions],
+) -> GenerationRequest:
+    """The request of a call through a handle. Its caller does not come again, so it is let run where routers end."""
+    chosen = sampling_params(params) if isinstance(params, Mapping) else params
+    request = submission(prompt, chosen, messages, model=model, request_id=request_id, **options)
+    return replace(request, attempt=0)
+
+
+def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
+    """Raises `InvalidRequestError` for a field that there is not."""
+    for name, value in fields.items():
+        if name not in SamplingParams.__dataclass_fields__:
+            raise InvalidRequestError(f"sampling_params.{name}", value, "is not known")
+    return SamplingParams(**fields)
+
+
 async def _start(config: HoldfastConfig, host: str, directory: WatchedDirectory) -> Router:
     """On the first free port of as many as there are routers, since several may share a machine."""
     error = None
-    for port, http_port in config.cluster.router_ports:
+    for port, http_port, admin_port in config.cluster.router_ports:
         try:
             return await Router.start(
-                config.router, config.limits, directory, host, port, order=config.scheduler, http_port=http_port
+                config.router,
+                config.limits,
+                directory,
+                host,
+                port,
+                order=config.scheduler,
+                http_port=http_port,
+                admin_port=admin_port,
             )
         except RuntimeError as taken:
             error = taken
@@ -85,9 +159,3 @@ async def _start(config: HoldfastConfig, host: str, directory: WatchedDirectory)
         f"cluster.port = {cluster.port}, cluster.http_port = {cluster.http_port}: on {host} one of them cannot be "
         f"listened on, it may be in use ({error})"
     )
-
-
-def _reachable(address: str) -> str:
-    """What others dial: this machine's address where the router listens on all interfaces."""
-    host, _, port = address.rpartition(":")
-    return f"{ray.util.get_node_ip_address()}:{port}" if host == ANY_INTERFACE else address

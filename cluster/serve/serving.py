@@ -6,8 +6,8 @@ What may live here: driving Ray and Serve from outside. What may not: what runs 
 import asyncio
 import logging
 import socket
-import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,9 @@ from typing import Any, Final
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.progress_bars import Report
+from holdfast.cluster.serve import models
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
-from holdfast.cluster.serve.local import LOOPBACK, num_cpus_of_our_own, ray_connection, share_cores
+from holdfast.cluster.serve.local import LOOPBACK, num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,14 @@ class Serving:
     """`host:port` of each router's gRPC API."""
     http: tuple[str, ...]
     """`host:port` of each router's HTTP API, in the same order; empty without."""
-    model: str
-    num_replicas: int
+    engines: tuple[str, ...] = ()
+    """`host:port` of each replica's engine protocol, where it is served."""
+    num_replicas: Mapping[str, int]
+    """Of each model, by its name."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return tuple(self.num_replicas)
 
 
 @contextmanager
@@ -55,28 +62,68 @@ def serving(config: HoldfastConfig, report: Report) -> Iterator[Serving]:
         check_resources(config.cluster)
         directory = _deploy(config, report)
         try:
-            yield _wait_until_up(config, directory, report)
+            wanted = {one.model.name: one.cluster.replicas for one in config.each_model}
+            yield _wait_until_up(config, wanted, directory, report)
         finally:
-            _delete(config)
+            models.delete([config.cluster.namespace], config.cluster.drain_timeout_s)
+            models.remove_all(config.cluster.namespace, config.cluster.drain_timeout_s)
+
+
+def add_model(config: HoldfastConfig, report: Report) -> int:
+    """Adds a model to the running cluster of `cluster.namespace`, on the Ray that this process is connected to.
+
+    Returns the number of its replicas when all of them serve. Raises `ConfigurationError` for what cannot work,
+    `ReplicaError` where Serve gives up; the model is taken away again then.
+    """
+    namespace, name = config.cluster.namespace, config.model.name
+    if config.cluster.address is None:
+        check_folders(config)
+        config = _fitted(share_cores(config))
+    models.add(config)
+    try:
+        wanted = {name: config.cluster.replicas}
+        return _wait_until_up(config, wanted, models.directory_of(namespace), report).num_replicas[name]
+    except BaseException:  # an interrupt as well
+        models.remove(namespace, name, config.cluster.drain_timeout_s)
+        raise
+
+
+def _fitted(config: HoldfastConfig) -> HoldfastConfig:
+    """Our own Ray counts CPUs for the models that it was started with. Another one shares what they have."""
+    import ray
+
+    wanted = config.cluster.replicas * config.parallel.tensor_parallel_size * config.cluster.cpus_per_rank
+    if ray.available_resources().get("CPU", 0.0) >= wanted:
+        return config
+    resources = config.cluster.rank_resources | room_of_our_own()
+    cluster = config.cluster.model_copy(update={"cpus_per_rank": 0.0, "rank_resources": resources})
+    return config.model_copy(update={"cluster": cluster})
 
 
 def _check_here(config: HoldfastConfig) -> None:
     """Finds the mistakes that a replica would otherwise report only after half a minute of start-up."""
-    model, cluster = config.model.model, config.cluster
+    cluster = config.cluster
     if cluster.address is not None:
         return
-    draft = config.speculation.draft_model if config.speculation.speculative == "draft" else None
-    for setting, folder in (("model.model", model), ("speculation.draft_model", draft or "")):
-        if folder.startswith(("/", ".", "~")) and not Path(folder).expanduser().is_dir():
-            raise ConfigurationError(f"{setting} = {folder!r}: there is no such folder")
+    for one in config.each_model:
+        check_folders(one)
     for ports in cluster.router_ports:
-        for setting, first, port in zip(("port", "http_port"), (cluster.port, cluster.http_port), ports, strict=True):
+        firsts = {name: getattr(cluster, name) for name in ("port", "http_port", "admin_port")}
+        for (setting, first), port in zip(firsts.items(), ports, strict=True):
             try:
                 socket.create_server((cluster.host or LOOPBACK, port or 0)).close()
             except OSError as error:
                 way_out = f"choose another by --{setting.replace('_', '-')}"
                 reason = f"cluster.{setting} = {first}: port {port} is not free ({error}); {way_out}"
                 raise ConfigurationError(reason) from error
+
+
+def check_folders(config: HoldfastConfig) -> None:
+    """Refuses folders of a model that are not here."""
+    draft = config.speculation.draft_model if config.speculation.speculative == "draft" else None
+    for setting, folder in (("model.model", config.model.model), ("speculation.draft_model", draft or "")):
+        if folder.startswith(("/", ".", "~")) and not Path(folder).expanduser().is_dir():
+            raise ConfigurationError(f"{setting} = {folder!r}: there is no such folder")
 
 
 def check_resources(cluster: ClusterConfig) -> None:
@@ -95,61 +142,48 @@ def check_resources(cluster: ClusterConfig) -> None:
 
 
 def _deploy(config: HoldfastConfig, report: Report) -> Any:
-    """Hands the application to Serve, which goes on by itself. Returns the directory's handle."""
+    """Hands the applications to Serve, which goes on by itself. Returns the directory's handle."""
     from ray import serve
 
-    from holdfast.cluster.serve.app import DIRECTORY, application
-    from holdfast.cluster.serve.router_deployment import ANY_INTERFACE
+    from holdfast.cluster.serve.app import cluster_application
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)  # importing it has set another level
     report("starting Serve", 0, 1)
     serve.start(proxy_location="Disabled")
     name = config.cluster.namespace
-    host = LOOPBACK if config.cluster.address is None else ANY_INTERFACE
-    app = application(config, host)
+    app = cluster_application(config, models.default_host(config.cluster))
     target = serve.RunTarget(target=app, name=name, route_prefix=None, external_scaler_enabled=True)
     serve.run_many([target], wait_for_applications_running=False)
+    directory = models.directory_of(name)
+    models.deploy(config.each_model, name, directory)
     report("starting Serve", 1, 1)
-    return serve.get_deployment_handle(DIRECTORY, name)
+    return directory
 
 
-def _delete(config: HoldfastConfig) -> None:
-    """Ends the application, and waits for that. Serve itself stays: others may use it, or it ends with our own Ray."""
-    from ray import serve
-
-    deadline_s = time.monotonic() + config.cluster.drain_timeout_s
-    while True:
-        try:
-            serve.delete(config.cluster.namespace)
-            return
-        except TimeoutError:  # after a minute, which a long drain may take
-            if time.monotonic() > deadline_s:
-                raise
-
-
-def _wait_until_up(config: HoldfastConfig, directory: Any, report: Report) -> Serving:
-    """Watches members come up and says what they are doing."""
-    shown = StartUp(report, config.cluster.replicas)
+def _wait_until_up(config: HoldfastConfig, wanted: Mapping[str, int], directory: Any, report: Report) -> Serving:
+    """Watches members come up and says what they are doing, until each model has as many replicas as `wanted`."""
+    shown = StartUp(report, wanted)
     report("starting processes", 0, 1)
     version = 0
     while True:
-        snapshot = _next_snapshot(config, directory, version)
+        snapshot = _next_snapshot(config, wanted, directory, version)
         version = snapshot.version
         shown.show(snapshot)
-        replicas, routers = snapshot.serving(Role.REPLICA), snapshot.serving(Role.ROUTER)
-        if len(replicas) >= config.cluster.replicas and len(routers) >= config.cluster.routers:
+        routers = snapshot.serving(Role.ROUTER)
+        serving = Counter(replica.model for replica in snapshot.serving(Role.REPLICA))
+        if serving >= Counter(wanted) and len(routers) >= config.cluster.routers:
             ordered = sorted(routers, key=lambda router: str(router.address))
             addresses = tuple(str(router.address) for router in ordered)
-            asyncio.run(_until_linked(addresses, len(replicas)))
+            asyncio.run(_until_linked(addresses, serving))
             return Serving(
                 routers=addresses,
                 http=tuple(router.http_address for router in ordered if router.http_address),
-                model=replicas[0].model,
-                num_replicas=len(replicas),
+                engines=tuple(one.engine_address for one in snapshot.serving(Role.REPLICA) if one.engine_address),
+                num_replicas={name: serving[name] for name in wanted},
             )
 
 
-async def _until_linked(routers: Sequence[str], num_replicas: int) -> None:
+async def _until_linked(routers: Sequence[str], num_replicas: Mapping[str, int]) -> None:
     """Waits until each router says that it has reached every replica: from then on no request finds it empty."""
     try:
         async with asyncio.timeout(LINK_TIMEOUT_S):
@@ -161,42 +195,44 @@ async def _until_linked(routers: Sequence[str], num_replicas: int) -> None:
         logger.warning("from here, the routers at %s could not be seen to have their replicas", ", ".join(routers))
 
 
-async def _is_linked(client: AsyncClient, num_replicas: int) -> bool:
+async def _is_linked(client: AsyncClient, num_replicas: Mapping[str, int]) -> bool:
     try:
-        models = (await client.list_models()).models
+        linked = {model.name: model.num_replicas for model in (await client.list_models()).models}
     except ReplicaError:
         return False
-    return any(model.num_replicas >= num_replicas for model in models)
+    return all(linked.get(name, 0) >= number for name, number in num_replicas.items())
 
 
-def _next_snapshot(config: HoldfastConfig, directory: Any, version: int) -> Snapshot:
+def _next_snapshot(config: HoldfastConfig, wanted: Mapping[str, int], directory: Any, version: int) -> Snapshot:
     """The next news of the directory. Raises what makes waiting for it pointless."""
     response = directory.watch.remote(version)
     while True:
         try:
             snapshot: Snapshot = response.result(timeout_s=STATUS_PERIOD_S)
         except TimeoutError:
-            _raise_if_given_up(config.cluster.namespace)
+            _raise_if_given_up(config.cluster.namespace, wanted)
             continue
         for member in snapshot.members:
-            if member.error is not None:
+            if member.error is not None and (member.role is Role.ROUTER or member.model in wanted):
                 raise ConfigurationError(member.error)
         return snapshot
 
 
-def _raise_if_given_up(name: str) -> None:
+def _raise_if_given_up(namespace: str, wanted: Collection[str]) -> None:
     from ray import serve
 
-    status = serve.status().applications[name]
-    if status.status == "DEPLOY_FAILED":
-        reasons = [deployment.message for deployment in status.deployments.values() if deployment.message]
-        raise ReplicaError(f"Serve gave up: {' '.join([status.message, *reasons])}")
+    ours = {namespace, *(models.application_name(namespace, name) for name in wanted)}
+    for application, status in serve.status().applications.items():
+        if status.status == "DEPLOY_FAILED" and application in ours:
+            reasons = [deployment.message for deployment in status.deployments.values() if deployment.message]
+            raise ReplicaError(f"Serve gave up: {' '.join([status.message, *reasons])}")
 
 
 class StartUp:
     """Numbers the members in the order in which they show up, and reports each one's phases in turn."""
 
-    def __init__(self, report: Report, num_replicas: int) -> None:
+    def __init__(self, report: Report, num_replicas: Mapping[str, int]) -> None:
+        """`num_replicas` is that of each model, by its name."""
         self._report = report
         self._num_replicas = num_replicas
         self._seen: dict[str, Member] = {}
@@ -207,13 +243,16 @@ class StartUp:
         for member in snapshot.members:
             before = self._seen.get(member.member_id)
             self._seen[member.member_id] = member
-            if member.role is Role.REPLICA and member != before:
+            if member.role is Role.REPLICA and member != before and member.model in self._num_replicas:
                 self._show_replica(member, before)
 
     def _show_replica(self, member: Member, before: Member | None) -> None:
-        replicas = [known for known in self._seen.values() if known.role is Role.REPLICA]
+        replicas = [
+            known for known in self._seen.values() if known.role is Role.REPLICA and known.model == member.model
+        ]
         number = next(index for index, known in enumerate(replicas, 1) if known.member_id == member.member_id)
-        name = f"replica {number}/{max(number, self._num_replicas)}"
+        of_model = f" of {member.model}" if len(self._num_replicas) > 1 else ""
+        name = f"replica {number}/{max(number, self._num_replicas.get(member.model, 0))}{of_model}"
         if before is not None and before.phase != member.phase:
             self._report(f"{name}: {before.phase}", 1, 1)
         if member.address is None:

@@ -110,14 +110,14 @@ class Dispatch:
             stale = f"submission {client_attempt} of request {request_id} came after submission {state.client_attempt}"
             raise RequestSupersededError(f"{stale}, which goes on")
         error = RequestSupersededError(f"request {request_id} was submitted again; the newer submission goes on")
-        return [*self._fail(state, error), *self._placement.drain(state.model, now)]
+        return [*self._fail(state, error), *self._drain(state.model, now)]
 
     def cancel(self, request_id: str, now: float) -> list[Action]:
         """The client has cancelled or disconnected. An id that is not open is ignored."""
         state = self._requests.get(request_id)
         if state is None:
             return []
-        return [*self._close(state, RequestEvent.CANCEL), *self._placement.drain(state.model, now)]
+        return [*self._close(state, RequestEvent.CANCEL), *self._drain(state.model, now)]
 
     def abort(self, request_id: str, now: float) -> list[Action]:
         """Ends a request after the output that it has, with finish reason ABORT. An id that is not open is ignored."""
@@ -126,14 +126,14 @@ class Dispatch:
             return []
         delivery = state.take((), FinishReason.ABORT)
         assert delivery is not None, "an end is always told"
-        return [delivery, *self._close(state, RequestEvent.CANCEL), *self._placement.drain(state.model, now)]
+        return [delivery, *self._close(state, RequestEvent.CANCEL), *self._drain(state.model, now)]
 
     # --- events from replicas ---
 
     def replica_up(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> list[Action]:
         """A link came up. The replica must not be up already."""
         self._registry.add(facts, load, now)
-        return self._placement.drain(facts.model, now)
+        return self._drain(facts.model, now)
 
     def replica_retiring(self, replica_id: str, is_retiring: bool, now: float) -> list[Action]:
         """A replica accepts no new requests (or does again). Its requests move to others, as far as those have room."""
@@ -141,7 +141,7 @@ class Dispatch:
         if replica is None:
             return []
         self._registry.retire(replica, is_retiring)
-        return self._placement.drain(replica.facts.model, now)
+        return self._drain(replica.facts.model, now)
 
     def replica_down(self, replica_id: str, error: HoldfastError, now: float) -> list[Action]:
         """A link was lost, and with it all attempts on that replica: their requests continue on other replicas."""
@@ -151,7 +151,12 @@ class Dispatch:
         actions: list[Action] = []
         for state in self._placement.lose_all(replica, now):
             actions += self._fail(state, _quarantined(state, error), replica_has_it=False)
-        return actions + self._placement.drain(replica.facts.model, now)
+        return actions + self._drain(replica.facts.model, now)
+
+    def models_removed(self, names: frozenset[str]) -> list[Action]:
+        """These models are taken away, and all others are not: what waits for one ends, what runs goes on."""
+        self._registry.set_removed(names)
+        return [action for name in sorted(names) for action in self._fail_removed(name)]
 
     def step(self, replica_id: str, update: StepUpdate, now: float) -> list[Action]:
         """Takes the result of one engine step. What comes from a lost replica or for an old attempt is dropped."""
@@ -178,7 +183,7 @@ class Dispatch:
             state = self._requests.running(replica, rejection.attempt)
             if state is not None:
                 actions += self._refuse(state, rejection.error, now)
-        return actions + self._placement.drain(replica.facts.model, now)
+        return actions + self._drain(replica.facts.model, now)
 
     # --- time, and the end ---
 
@@ -245,6 +250,14 @@ class Dispatch:
         self._placement.check_integrity()
 
     # --- inside ---
+
+    def _drain(self, model: str, now: float) -> list[Action]:
+        """Sends what waits for a model while there is room; where it was taken away, nothing of it waits on."""
+        drained = self._placement.drain(model, now)
+        return drained + self._fail_removed(model) if self._registry.is_removed(model) else drained
+
+    def _fail_removed(self, model: str) -> list[Action]:
+        return self._fail_all(list(self._queue.waiting(model)), self._registry.unknown(model))
 
     def _check_admissible(self, model: str, deadline: float, now: float) -> None:
         down_since = self._registry.model(model).down_since

@@ -142,6 +142,11 @@ class DispatchHost:
         finally:
             self._on_models_changed()
 
+    def models_removed(self, names: frozenset[str]) -> None:
+        """These models are served no more; all others are, as far as they have replicas."""
+        self._see_through("taking models away", lambda: self._dispatch.models_removed(names))
+        self._on_models_changed()
+
     def is_busy(self, replica_id: str) -> bool:
         """Whether a replica has attempts of this router."""
         return self._dispatch.is_busy(replica_id)

@@ -32,8 +32,9 @@ class LinkPool:
         """Follows the directory until cancelled. If it fails, it is watched again after a pause, and the links stay."""
         while True:
             try:
-                async for endpoints in directory.watch():
-                    await self.update(endpoints)
+                async for view in directory.watch():
+                    self._dispatch_host.models_removed(view.removed_models)
+                    await self.update(view.endpoints)
             except Exception:  # any directory may fail, Ray's too: a router with a stale view is better than none
                 logger.exception("the replica directory failed; the links stay as they are until it answers again")
             await asyncio.sleep(WATCH_AGAIN_S)

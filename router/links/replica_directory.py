@@ -1,6 +1,7 @@
 """Service discovery: how a router learns which replicas there are. Deployments implement `ReplicaDirectory`.
 
-A directory names the replicas that should run and their addresses. Whether one is up, a router finds out over the link.
+A directory names the replicas that should run and their addresses, and the models that were taken away. Whether a
+replica is up, a router finds out over the link.
 """
 
 import asyncio
@@ -22,13 +23,23 @@ class ReplicaEndpoint:
     """A folder that the router can read, with the tokenizer."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectoryView:
+    """What a directory knows at one moment."""
+
+    endpoints: frozenset[ReplicaEndpoint]
+    removed_models: frozenset[str] = frozenset()
+    """Models that were served here and are not to be any more. A model that is in neither set has only lost its
+    replicas."""
+
+
 class ReplicaDirectory(Protocol):
     """The authority on which replicas there are."""
 
-    def watch(self) -> AsyncIterator[frozenset[ReplicaEndpoint]]:
-        """Yields the whole set at once, then again after every change. Never ends by itself.
+    def watch(self) -> AsyncIterator[DirectoryView]:
+        """Yields the whole view at once, then again after every change. Never ends by itself.
 
-        A replica that is missing from a set gets no new requests; those that run there continue until its link ends.
+        A replica that is missing from a view gets no new requests; those that run there continue until its link ends.
         """
 
 
@@ -36,17 +47,17 @@ class StaticDirectory:
     """A fixed set of replicas, which may be replaced with `set`."""
 
     def __init__(self, endpoints: Iterable[ReplicaEndpoint] = ()) -> None:
-        self._endpoints = frozenset(endpoints)
+        self._view = DirectoryView(endpoints=frozenset(endpoints))
         self._changed = asyncio.Event()
 
-    def set(self, endpoints: Iterable[ReplicaEndpoint]) -> None:
-        """Replaces the set. To be called on the event loop of the watchers."""
-        self._endpoints = frozenset(endpoints)
+    def set(self, endpoints: Iterable[ReplicaEndpoint], removed_models: Iterable[str] = ()) -> None:
+        """Replaces the view. To be called on the event loop of the watchers."""
+        self._view = DirectoryView(endpoints=frozenset(endpoints), removed_models=frozenset(removed_models))
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def watch(self) -> AsyncIterator[frozenset[ReplicaEndpoint]]:
+    async def watch(self) -> AsyncIterator[DirectoryView]:
         while True:
             changed = self._changed
-            yield self._endpoints
+            yield self._view
             await changed.wait()

@@ -108,6 +108,7 @@ class ReplicaRegistry:
         self._breakers: dict[str, CircuitBreaker] = {}
         """Of replicas that are up, and of lost ones with recent failures."""
         self._retiring: dict[str, ReplicaState] = {}
+        self._removed_models: frozenset[str] = frozenset()
 
     def add(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> None:
         """A replica came up. It must not be up already."""
@@ -184,17 +185,30 @@ class ReplicaRegistry:
         return replica.is_open(is_trial=is_trial) and replica.has_room(self._max_waiting)
 
     def model(self, name: str) -> ModelState:
-        """Raises `UnknownModelError` for a model that has never been served here."""
-        if name not in self._models:
-            raise UnknownModelError(name, tuple(self._models))
+        """Raises `UnknownModelError` for a model that has never been served here, or was taken away."""
+        if name not in self._models or name in self._removed_models:
+            raise self.unknown(name)
         return self._models[name]
 
+    def unknown(self, name: str) -> UnknownModelError:
+        """The refusal of a model that is not served here."""
+        return UnknownModelError(name, tuple(model.name for model in self.models()))
+
     def models(self) -> tuple[ModelStatus, ...]:
-        """Every model that has been served here, in the order in which they first appeared."""
+        """Every model that has been served here and was not taken away, in the order in which they first appeared."""
         return tuple(
             ModelStatus(name=name, facts=model.facts, num_replicas=len(model.replicas))
             for name, model in self._models.items()
+            if name not in self._removed_models
         )
+
+    def set_removed(self, names: frozenset[str]) -> None:
+        """These models are taken away, and all others are not. Replicas of theirs that are up may finish what runs."""
+        self._removed_models = names
+
+    def is_removed(self, name: str) -> bool:
+        """Whether a model was taken away."""
+        return name in self._removed_models
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
         return tuple(

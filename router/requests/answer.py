@@ -51,11 +51,14 @@ class SampledAnswer:
         model: str,
         params: SamplingParams,
         prompt_token_ids: tuple[int, ...] = (),
+        sent_texts: Sequence[str] = (),
     ) -> None:
         self.request_id = call.request_id
         self.model = model
         self.prompt_token_ids = prompt_token_ids
         """The tokens of the prompt that truncation has left."""
+        self.sent_texts = sent_texts
+        """Of a resumed request: the text of each completion that its client has."""
         self._call = call
         self.has_output = has_output
         self._params = params

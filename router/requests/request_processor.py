@@ -25,6 +25,7 @@ from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence
 from holdfast.router.text.prompt import check_length, kept_tokens
 from holdfast.router.text.text_stream import TextStream
+from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.router.text.vocabulary import check_vocabulary, resolved
 from holdfast.router.tools.chat_style import ChatStyle
@@ -52,7 +53,7 @@ class RequestProcessor:
         self._tokenizers = tokenizers
         self._limits = limits
         self._is_closed = False
-        self._chat_styles: dict[str, ChatStyle] = {}
+        self._chat_styles: dict[str, tuple[Tokenizer, ChatStyle]] = {}
         self._open_answers = OpenAnswers()
 
     @property
@@ -90,7 +91,10 @@ class RequestProcessor:
             client_attempt=admitted.attempt,
             echo=admitted.echo,
         )
-        answer = SampledAnswer(call, has_output, model, engine_request.sampling_params, engine_request.prompt_token_ids)
+        sent_texts = [sequence.caught_up.sent_text for sequence in sequences]
+        answer = SampledAnswer(
+            call, has_output, model, engine_request.sampling_params, engine_request.prompt_token_ids, sent_texts
+        )
         with closing(call), self._open_answers.holding(answer):
             yield answer
 
@@ -146,9 +150,12 @@ class RequestProcessor:
     def chat_style(self, model: str) -> ChatStyle:
         """In which formats a model that is served here writes calls and reasoning. Raises `HoldfastError`."""
         name = self.model(model).name
-        if name not in self._chat_styles:
-            self._chat_styles[name] = ChatStyle.of(self._tokenizers[name])
-        return self._chat_styles[name]
+        tokenizer = self._tokenizers[name]
+        known, style = self._chat_styles.get(name, (None, None))
+        if style is None or known is not tokenizer:
+            style = ChatStyle.of(tokenizer)
+            self._chat_styles[name] = tokenizer, style
+        return style
 
     def token_text(self, model: str, token_id: int) -> str:
         """The text of a single token of a model that is served here; incomplete characters are U+FFFD."""

@@ -25,18 +25,23 @@ class TokenizerRegistry:
         self._inline_bytes = inline_bytes
         self._tokenizers: dict[str, Tokenizer] = {}
         self._compilers: dict[str, GrammarCompiler] = {}
+        self._paths: dict[str, str] = {}
         self._loading = asyncio.Lock()
 
     def __getitem__(self, model: str) -> Tokenizer:
         return self._tokenizers[model]
 
     async def load(self, model: str, path: str) -> None:
-        """Loads the tokenizer of a model, unless it is loaded. Raises what loading raises."""
+        """Loads the tokenizer of a model, unless it is loaded from there: another model may take a removed one's name.
+
+        Raises what loading raises.
+        """
         async with self._loading:
-            if model not in self._tokenizers:
+            if self._paths.get(model) != path:
                 tokenizer = await asyncio.to_thread(self._load, path)
                 self._tokenizers[model] = tokenizer
                 self._compilers[model] = GrammarCompiler(tokenizer)
+                self._paths[model] = path
 
     async def encode(self, model: str, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a text. A long text takes milliseconds, so it is encoded on a thread."""

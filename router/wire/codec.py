@@ -6,13 +6,24 @@ parameters (`worker/sampling_fields.py`), errors as statuses (`statuses.py`), th
 
 import json
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
-from holdfast.router.chat import Chat, Message, check_messages
+from holdfast.router.chat import Chat, check_messages
 from holdfast.router.events import Usage
 from holdfast.router.generation import Chunk, GeneratedSequence, Generation
 from holdfast.router.request import GenerationRequest
 from holdfast.router.resume import Progress, Resume
+from holdfast.router.wire.chat_codec import (
+    chat_delta,
+    chat_delta_message,
+    chat_output,
+    chat_output_message,
+    json_object,
+    set_tools,
+    tool_fields,
+    turn,
+    turn_message,
+)
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import FinishReason, Priority, TokenLogprob
@@ -128,39 +139,24 @@ def _set_prompt(message: inference_pb2.GenerateRequest, request: GenerationReque
 
 def _chat(message: inference_pb2.Chat) -> Chat:
     return Chat(
-        messages=tuple({"role": turn.role, "content": turn.content} for turn in message.messages),
-        template_kwargs=_template_kwargs(message.template_kwargs),
+        messages=tuple(turn(f"chat.messages[{index}]", item) for index, item in enumerate(message.messages)),
+        template_kwargs=json_object("chat.template_kwargs", message.template_kwargs),
         now_s=message.now_s if message.HasField("now_s") else None,
+        **tool_fields(message),
     )
-
-
-def _template_kwargs(text: str) -> dict[str, Any]:
-    try:
-        values = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
-        raise InvalidRequestError("chat.template_kwargs", text, "must be the text of a JSON object")
-    return values
 
 
 def _chat_message(chat: Chat) -> inference_pb2.Chat:
     check_messages(chat.messages)
-    turns = [_turn_message(f"chat.messages[{index}]", turn) for index, turn in enumerate(chat.messages)]
+    turns = [turn_message(f"chat.messages[{index}]", item) for index, item in enumerate(chat.messages)]
     try:
         template_kwargs = json.dumps(dict(chat.template_kwargs)) if chat.template_kwargs else ""
     except (TypeError, ValueError, RecursionError) as error:
         limit = f"must be what JSON can say: {error}"
         raise InvalidRequestError("chat.template_kwargs", chat.template_kwargs, limit) from None
-    return inference_pb2.Chat(messages=turns, template_kwargs=template_kwargs, now_s=chat.now_s)
-
-
-def _turn_message(name: str, turn: Message) -> inference_pb2.ChatMessage:
-    if not isinstance(turn.get("content"), str):
-        raise InvalidRequestError(f"{name}.content", turn.get("content"), "must be text")
-    if unknown := sorted(turn.keys() - {"role", "content"}):
-        raise InvalidRequestError(name, unknown, "must have role and content alone")
-    return inference_pb2.ChatMessage(role=turn["role"], content=turn["content"])
+    message = inference_pb2.Chat(messages=turns, template_kwargs=template_kwargs, now_s=chat.now_s)
+    set_tools(message, chat)
+    return message
 
 
 # --- resumption ---
@@ -210,6 +206,7 @@ def chunk(message: inference_pb2.GenerateStreamResponse) -> Chunk:
         logprobs=_logprobs(message.logprobs) if message.logprobs else (),
         prompt_logprobs=_prompt_logprobs(message.prompt_logprobs) if message.prompt_logprobs else (),
         usage=_usage(message.usage) if message.HasField("usage") else None,
+        chat=chat_delta(message.chat) if message.HasField("chat") else None,
         replayed_without_guarantee=message.replayed_without_guarantee,
         system_fingerprint=message.system_fingerprint,
     )
@@ -226,6 +223,7 @@ def chunk_message(chunk: Chunk) -> inference_pb2.GenerateStreamResponse:
         logprobs=map(_logprob_message, chunk.logprobs),
         prompt_logprobs=map(_logprob_message, filter(None, chunk.prompt_logprobs)),
         usage=None if chunk.usage is None else _usage_message(chunk.usage),
+        chat=None if chunk.chat is None else chat_delta_message(chunk.chat),
         replayed_without_guarantee=chunk.replayed_without_guarantee,
         system_fingerprint=chunk.system_fingerprint,
     )
@@ -265,6 +263,7 @@ def _sequence(message: inference_pb2.Completion) -> GeneratedSequence:
         finish_reason=_FINISH_REASONS_READ.get(message.finish_reason),
         logprobs=_logprobs(message.logprobs),
         cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
+        chat=chat_output(message.chat) if message.HasField("chat") else None,
     )
 
 
@@ -276,6 +275,7 @@ def _sequence_message(sequence: GeneratedSequence) -> inference_pb2.Completion:
         finish_reason=_FINISH_REASONS[sequence.finish_reason],
         logprobs=map(_logprob_message, sequence.logprobs),
         cumulative_logprob=sequence.cumulative_logprob,
+        chat=None if sequence.chat is None else chat_output_message(sequence.chat),
     )
 
 

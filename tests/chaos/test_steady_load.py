@@ -114,13 +114,15 @@ class Site:
         """Deploys the same application again, which replaces every router and replica in turn."""
         from ray import serve  # not before the cluster has been started: it closes Ray off only then
 
-        from holdfast.cluster.serve.app import application
+        from holdfast.cluster.serve import models
+        from holdfast.cluster.serve.app import cluster_application
 
         await self.until_up()
         row, before = tally.row("rolling update"), processes_named(":Router") + processes_named(":Replica")
-        app = application(share_cores(self.config), LOOPBACK)
-        target = serve.RunTarget(target=app, name=self.config.cluster.namespace, route_prefix=None)
+        config, name = share_cores(self.config), self.config.cluster.namespace
+        target = serve.RunTarget(target=cluster_application(config, LOOPBACK), name=name, route_prefix=None)
         await asyncio.to_thread(serve.run_many, [target], wait_for_applications_running=False)
+        await asyncio.to_thread(models.deploy, [config], name, await asyncio.to_thread(models.directory_of, name))
         async with asyncio.timeout(BACK_S):
             while any(process.is_running() for process in before):
                 await asyncio.sleep(0.1)

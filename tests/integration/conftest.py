@@ -16,7 +16,8 @@ from tests.integration.processes import ray_processes, two_free_ports
 def cluster() -> Iterator[Serving]:
     """Two replicas of two ranks each behind two routers, on a Ray of their own. Ends without a process left behind."""
     config = HoldfastConfig(
-        cluster=ClusterConfig(replicas=2, port=two_free_ports()), parallel=ParallelConfig(tensor_parallel_size=2)
+        cluster=ClusterConfig(replicas=2, port=two_free_ports(), engine_port=0),
+        parallel=ParallelConfig(tensor_parallel_size=2),
     )
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with progress(sys.stderr) as report, serving(config, report) as serving_cluster:

@@ -1,7 +1,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -14,6 +14,7 @@ from holdfast.cluster.serve.serving import Serving
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.request import FinishReason
 from holdfast.worker.sampling_params import SamplingParams
+from tests.integration import models_at_run_time as run_time
 from tests.integration.processes import processes_named, ray_processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -215,6 +216,52 @@ def test_streams_outlive_the_process_that_serves_them(
         assert (again.token_ids, again.text) == (wanted.token_ids, wanted.text)
     print(f"the longest pause within a stream was {max(answer.longest_pause_s for answer in answers):.2f} s")
     assert len(processes_named(part)) == 2
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Callable[[SamplingParams], str]]:
+    """What one process answers to `run_time.PROMPT` with one rank."""
+    with LLM("demo", num_threads=1) as llm:
+        yield lambda params: llm.generate(run_time.PROMPT, params)[0].outputs[0].text
+
+
+def test_a_model_comes_and_goes_while_the_others_serve(cluster: Serving, alone: Callable[[SamplingParams], str]):
+    """By the command line, on a Ray that counts no CPU for it. Its last stream ends normally, later ones by name."""
+    assert "demo  running  replicas=2" in run_time.models("list").stdout
+    refused = run_time.models("add", "demo")
+    assert (refused.returncode, "has a model of this name already" in refused.stderr) == (2, True)
+    added = run_time.models("add", "demo", "--served-model-name", "other")
+    assert added.returncode == 0, added.stderr
+    assert "other is served by 1 replica" in added.stdout
+    both = {"demo": 2, "other": 1}
+    assert asyncio.run(run_time.served_models(cluster.routers)) == [both, both]
+    for router in cluster.routers:
+        assert asyncio.run(run_time.answer_of(router, "other", run_time.SHORT)) == alone(run_time.SHORT)
+    text, said, unknown = asyncio.run(run_time.streams_through_a_removal(cluster.routers[0], "other"))
+    assert said.returncode == 0, said.stderr
+    assert text == alone(run_time.LONG)
+    assert unknown == "model 'other' is not served here; served: demo"
+    assert asyncio.run(run_time.served_models(cluster.routers)) == [{"demo": 2}, {"demo": 2}]
+    again = run_time.models("remove", "other")
+    assert (again.returncode, "'other' is not served here; served: demo" in again.stderr) == (2, True)
+
+
+def test_deployments_of_others_ask_by_handle(cluster: Serving):
+    from ray import serve  # not before the cluster has been started: it closes Ray off only then
+
+    run_time.deploy_a_caller()
+    caller = serve.get_app_handle("someone")
+    greedy = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    text = asyncio.run(run_time.answer_of(cluster.routers[0], "demo", run_time.SHORT))
+    assert caller.whole.remote(run_time.PROMPT, greedy).result(timeout_s=60) == text
+    streamed = caller.streamed.remote(run_time.PROMPT, greedy).result(timeout_s=60)
+    assert "".join(streamed) == text
+    assert len(streamed) > 1
+    refusal = caller.refused.remote(run_time.PROMPT, {"temperature": -1.0}).result(timeout_s=60)
+    assert "sampling_params.temperature = -1.0" in refusal
+    assert caller.left.remote(run_time.PROMPT, greedy | {"max_tokens": 400}).result(timeout_s=60) > 0
+    asyncio.run(_both_are_back(cluster.routers))
+    serve.delete("someone")
 
 
 def set_num_routers(number: int) -> None:

@@ -71,6 +71,9 @@ class Core:
         error = error or ReplicaError(f"replica {replica_id} was lost")
         return self._checked(self.dispatch.replica_down(replica_id, error, self.now))
 
+    def remove_models(self, *names: str) -> list[Action]:
+        return self._checked(self.dispatch.models_removed(frozenset(names)))
+
     def submit(
         self,
         request_id: str,

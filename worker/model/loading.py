@@ -7,7 +7,7 @@ requests (`worker/engine/model_runner.py`).
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import torch
 
@@ -66,7 +66,7 @@ def load_model(
     if num_tokens < facts.max_model_len:
         logger.warning("the KV cache holds %d tokens, and the model could use %d", num_tokens, facts.max_model_len)
     info = ModelInfo(
-        model=config.model.served_model_name or PurePath(config.model.model).name,
+        model=config.model.name,
         path=str(tokenizer_folder(config.model, folder)),
         model_type=facts.model_type,
         max_model_len=facts.max_model_len,

@@ -5,6 +5,9 @@ what is new: protobuf messages are merged by joining their bytes. What may not l
 (`router/doors/public_answer.py`), messages field by field (`router/wire/codec.py`).
 """
 
+from dataclasses import replace
+
+from holdfast.router.doors.chat_answer import ChatDeltas
 from holdfast.router.doors.public_answer import public_chunk
 from holdfast.router.events import Deliver
 from holdfast.router.wire.codec import chunk_message
@@ -12,13 +15,17 @@ from holdfast.v1.inference_pb2 import GenerateStreamResponse
 
 
 class ChunkEncoder:
-    """Of one stream."""
+    """Of one stream. `chat_deltas` say what its text does."""
 
-    def __init__(self) -> None:
+    def __init__(self, chat_deltas: ChatDeltas | None = None) -> None:
+        self._chat_deltas = chat_deltas
         self._shared: dict[tuple[int, str, bool], bytes] = {}
         """By sequence, fingerprint and guarantee: one for each sequence, and more where another replica goes on."""
 
     def encode(self, delivery: Deliver) -> bytes:
+        if self._chat_deltas is not None:
+            chunk = replace(public_chunk(delivery), chat=self._chat_deltas.of(delivery))
+            return chunk_message(chunk).SerializeToString()
         _, first, token_ids, text, finish_reason, usage, logprobs, of_prompt, number, _, origin, is_sure = delivery
         if finish_reason is not None or usage is not None or logprobs or of_prompt:
             return chunk_message(public_chunk(delivery)).SerializeToString()

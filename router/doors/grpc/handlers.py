@@ -7,10 +7,10 @@ What may not live here: single methods (`server.py`), the codes of errors (`rout
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from inspect import isasyncgenfunction
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -29,26 +29,38 @@ StreamMethod: TypeAlias = Callable[[Any, Context], Awaitable[None]]
 GeneratorMethod: TypeAlias = Callable[[Any, Context], AsyncGenerator[Message, None]]
 Requests: TypeAlias = AsyncIterator[Message | InvalidRequestError]
 """A client's stream. What is no message is an error in its place."""
+Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
 
-def generic_handler(service: ServiceDescriptor, servicer: object) -> "grpc.GenericRpcHandler[Any, Any]":
+class Trailers(Protocol):
+    """Makes what the end of a call says besides its status."""
+
+    def __call__(self, *, is_error: bool) -> Metadata: ...
+
+
+def generic_handler(
+    service: ServiceDescriptor, servicer: object, trailers: Trailers | None = None
+) -> "grpc.GenericRpcHandler[Any, Any]":
     """Handlers for all methods of a service: unary ones are coroutines, streams to the client are coroutines that write
-    or asynchronous generators, and streams both ways are generators that take `Requests`.
+    or asynchronous generators, and streams both ways are generators that take `Requests`. `trailers` go with the end of
+    every call.
     """
-    handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
+    handlers = {method.name: _handler(method, getattr(servicer, method.name), trailers) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def _handler(method: MethodDescriptor, implementation: Any) -> "grpc.RpcMethodHandler[Any, Any]":
+def _handler(
+    method: MethodDescriptor, implementation: Any, trailers: Trailers | None
+) -> "grpc.RpcMethodHandler[Any, Any]":
     deserializer = _tolerant_parser(method)
     serializer = GetMessageClass(method.output_type).SerializeToString
     if method.client_streaming:
-        return grpc.stream_stream_rpc_method_handler(_streams(implementation), deserializer, serializer)
+        return grpc.stream_stream_rpc_method_handler(_streams(implementation, trailers), deserializer, serializer)
     if isasyncgenfunction(implementation):
-        return grpc.unary_stream_rpc_method_handler(_generated(implementation), deserializer, serializer)
+        return grpc.unary_stream_rpc_method_handler(_generated(implementation, trailers), deserializer, serializer)
     if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(_stream(implementation), deserializer)
-    return grpc.unary_unary_rpc_method_handler(_unary(implementation), deserializer, serializer)
+        return grpc.unary_stream_rpc_method_handler(_stream(implementation, trailers), deserializer)
+    return grpc.unary_unary_rpc_method_handler(_unary(implementation, trailers), deserializer, serializer)
 
 
 def _tolerant_parser(method: MethodDescriptor) -> Callable[[bytes], Message | InvalidRequestError]:
@@ -66,34 +78,40 @@ def _tolerant_parser(method: MethodDescriptor) -> Callable[[bytes], Message | In
     return parse
 
 
-def _unary(method: UnaryMethod) -> Callable[[Message | InvalidRequestError, Context], Awaitable[Message]]:
+def _unary(
+    method: UnaryMethod, trailers: Trailers | None
+) -> Callable[[Message | InvalidRequestError, Context], Awaitable[Message]]:
     async def call(request: Message | InvalidRequestError, context: Context) -> Message:
-        async with _answering(context):
+        async with _answering(context, trailers):
             return await method(_checked(request), context)
 
     return call
 
 
-def _stream(method: StreamMethod) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
+def _stream(
+    method: StreamMethod, trailers: Trailers | None
+) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
     async def call(request: Message | InvalidRequestError, context: Context) -> None:
-        async with _answering(context):
+        async with _answering(context, trailers):
             await method(_checked(request), context)
 
     return call
 
 
-def _generated(method: GeneratorMethod) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
+def _generated(
+    method: GeneratorMethod, trailers: Trailers | None
+) -> Callable[[Message | InvalidRequestError, Context], Awaitable[None]]:
     async def call(request: Message | InvalidRequestError, context: Context) -> None:
-        async with _answering(context), aclosing(method(_checked(request), context)) as messages:
+        async with _answering(context, trailers), aclosing(method(_checked(request), context)) as messages:
             async for message in messages:
                 await context.write(message)
 
     return call
 
 
-def _streams(method: GeneratorMethod) -> Callable[[Requests, Context], Awaitable[None]]:
+def _streams(method: GeneratorMethod, trailers: Trailers | None) -> Callable[[Requests, Context], Awaitable[None]]:
     async def call(requests: Requests, context: Context) -> None:
-        async with _answering(context), aclosing(method(requests, context)) as messages:
+        async with _answering(context, trailers), aclosing(method(requests, context)) as messages:
             async for message in messages:
                 await context.write(message)
 
@@ -107,19 +125,21 @@ def _checked(request: Message | InvalidRequestError) -> Message:
 
 
 @asynccontextmanager
-async def _answering(context: Context) -> AsyncIterator[None]:
+async def _answering(context: Context, trailers: Trailers | None) -> AsyncIterator[None]:
     """Converts any exception to the call's status."""
     try:
         yield
+        if trailers is not None:
+            context.set_trailing_metadata(trailers(is_error=False))
     except grpc.aio.BaseError as gone:
         raise asyncio.CancelledError from gone  # the client is gone
     except Exception as error:
-        await _abort(context, error)
+        await _abort(context, error, () if trailers is None else trailers(is_error=True))
 
 
-async def _abort(context: Context, error: Exception) -> NoReturn:
+async def _abort(context: Context, error: Exception, trailers: Metadata) -> NoReturn:
     if not isinstance(error, HoldfastError):
         logger.error("a call failed by a fault of ours", exc_info=error)
         error = InternalError(f"the call failed by a fault of ours ({type(error).__name__})")
     status = call_status(error)
-    await context.abort(status.code, status.message, status.trailing_metadata)
+    await context.abort(status.code, status.message, (*status.trailing_metadata, *trailers))

@@ -6,7 +6,7 @@ List.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Final
 
 from holdfast.foreign import health_pb2
@@ -25,15 +25,17 @@ _SERVICE_UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 class HealthServicer:
     """Answers with the state that was published last."""
 
-    def __init__(self) -> None:
-        self._serving: dict[str, bool] = dict.fromkeys(OVERALL, False)
+    def __init__(self, overall: Sequence[str] = OVERALL) -> None:
+        """`overall` are the names that stand for the whole server."""
+        self._overall = overall
+        self._serving: dict[str, bool] = dict.fromkeys(overall, False)
         self._changed = asyncio.Event()
         self._is_stopping = False
 
     def publish(self, models: Iterable[ModelStatus]) -> None:
         """Sets the state and wakes the watchers."""
         serving = {model.name: model.num_replicas > 0 for model in models}
-        self._serving = dict.fromkeys(OVERALL, any(serving.values())) | serving
+        self._serving = dict.fromkeys(self._overall, any(serving.values())) | serving
         self._wake()
 
     def stop(self) -> None:

@@ -13,9 +13,10 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.doors.chat_answer import ChatDeltas, ChatPlan
 from holdfast.router.doors.grpc.chunk_encoder import ChunkEncoder
 from holdfast.router.doors.grpc.compression import GZIP_OPTIONS, Gzip
-from holdfast.router.doors.grpc.handlers import Context, generic_handler
+from holdfast.router.doors.grpc.handlers import Context, Trailers, generic_handler
 from holdfast.router.doors.grpc.reflection import add_reflection
 from holdfast.router.doors.grpc.request_ids import REQUEST_ID_HEADER, with_request_id
 from holdfast.router.doors.public_answer import public_generation
@@ -47,22 +48,25 @@ class InferenceServicer:
         request = generation_request(with_request_id(message, context))
         if request.resume is not None:
             raise InvalidRequestError("resume", "set", "is for GenerateStream; Generate answers with the whole output")
+        plan = await ChatPlan.of(request, self._request_processor)
         opening = (
             self._request_processor.open
             if request.sampling_params.beam_width is None
             else self._request_processor.search
         )
-        async with opening(request, context.time_remaining()) as answer:
+        async with opening(plan.request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
-            return generation_message(public_generation(await answer.whole()))
+            return generation_message(plan.read(public_generation(await answer.whole())))
 
     async def GenerateStream(self, message: inference_pb2.GenerateRequest, context: Context) -> None:
         """What comes while a chunk is being written goes into the next one."""
         request = generation_request(with_request_id(message, context))
         request.check_streamable()
-        async with self._request_processor.open(request, context.time_remaining()) as answer:
+        plan = await ChatPlan.of(request, self._request_processor)
+        async with self._request_processor.open(plan.request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
-            encode, has_output = ChunkEncoder().encode, answer.has_output
+            encode = ChunkEncoder(ChatDeltas(plan, answer.sent_texts) if plan.style is not None else None).encode
+            has_output = answer.has_output
             while not answer.is_over:
                 if not has_output.is_set:
                     await has_output.next()
@@ -97,12 +101,17 @@ class InferenceServicer:
 
 
 def build_server(
-    servicers: Mapping[ServiceDescriptor, object], config: RouterConfig, limits: LimitsConfig
+    servicers: Mapping[ServiceDescriptor, object],
+    config: RouterConfig,
+    limits: LimitsConfig,
+    trailers: Trailers | None = None,
 ) -> grpc.aio.Server:
-    """A server with these services and reflection, not yet bound or started. Made on a running event loop."""
+    """A server with these services and reflection, not yet bound or started. Made on a running event loop. `trailers`
+    go with the end of every call.
+    """
     interceptors = [] if config.gzip_above is None else [Gzip(config.gzip_above)]
     server = grpc.aio.server(interceptors=interceptors, options=_options(config, limits))
-    handlers = [generic_handler(service, servicer) for service, servicer in servicers.items()]
+    handlers = [generic_handler(service, servicer, trailers) for service, servicer in servicers.items()]
     server.add_generic_rpc_handlers(tuple(handlers))
     add_reflection(server, servicers)
     return server

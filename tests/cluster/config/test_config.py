@@ -175,3 +175,61 @@ def test_keywords_reach_their_setting_and_unknown_ones_are_refused():
     assert load(layer).config.cache.block_size == 32
     with pytest.raises(ConfigurationError, match=r"blok_size \(from LLM.*did you mean cache.block_size"):
         keyword_layer(HoldfastConfig, {"blok_size": 32}, "LLM(...)")
+
+
+# --- several models ---
+
+TWO_MODELS = """
+parallel: {tensor_parallel_size: 2}
+model: {dtype: float32}
+cluster:
+  replicas: 3
+  models:
+    - {model: {model: ./a}, replicas: 1}
+    - {model: {model: ./b, dtype: bfloat16}, parallel: {tensor_parallel_size: 4}}
+    - org/c
+"""
+
+
+def file_of(folder: Path, text: str) -> Path:
+    path = folder / "models.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_each_model_has_its_own_settings_over_those_of_all(tmp_path):
+    one, two, three = load(file=file_of(tmp_path, TWO_MODELS)).config.each_model
+    assert [each.model.name for each in (one, two, three)] == ["a", "b", "c"]
+    assert [each.model.dtype for each in (one, two, three)] == ["float32", "bfloat16", "float32"]
+    assert [each.parallel.tensor_parallel_size for each in (one, two, three)] == [2, 4, 2]
+    assert [each.cluster.replicas for each in (one, two, three)] == [1, 3, 3]
+    assert all(not each.cluster.models for each in (one, two, three))
+
+
+def test_without_a_list_there_is_the_one_model():
+    config = load(flag("model.model", "./a")).config
+    assert config.each_model == (config,)
+
+
+def test_names_of_models_may_come_from_a_flag_or_the_environment():
+    config = load(HOLDFAST_CLUSTER__MODELS="./a, org/b").config
+    assert [one.model.model for one in config.each_model] == ["./a", "org/b"]
+
+
+def test_two_models_of_one_name_are_refused_by_name():
+    with pytest.raises(ConfigurationError, match=r"cluster.models: two models are named 'a'; give one"):
+        load(flag("cluster.models", ["./a", "/elsewhere/a"]))
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ({"model": {"model": "./a"}, "router": {}}, r"cluster.models.0.router = "),
+        ({"parallel": {"tensor_parallel_size": 0}}, r"cluster.models.0.parallel.tensor_parallel_size = "),
+        ({"model": {"modell": "./a"}}, r"cluster.models.0.model.modell = "),
+        (7, r"cluster.models.0 = "),
+    ],
+)
+def test_a_wrong_entry_is_told_by_its_place(entry, told):
+    with pytest.raises(ConfigurationError, match=told):
+        load(flag("cluster.models", [entry]))

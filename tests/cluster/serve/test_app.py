@@ -9,6 +9,12 @@ from holdfast.cluster.serve import app
 from holdfast.cluster.serve.app import build_app
 from holdfast.worker.errors import ConfigurationError
 
+
+def bound_replicas(application):
+    """The replicas' deployments of a cluster's application."""
+    return [replicas._bound_deployment for replicas in application._bound_deployment.init_args[3:]]
+
+
 ARGS = {"parallel": {"tensor_parallel_size": 2}, "cluster": {"replicas": 2}}
 
 
@@ -50,6 +56,24 @@ def test_resources_that_no_node_has_yet_are_warned_of(caplog: pytest.LogCaptureF
 def test_every_rank_and_router_asks_for_its_resources():
     resources = {"rank_resources": {"fast_disk": 0.5}, "router_resources": {"front_door": 1}}
     router = build_app({"parallel": {"tensor_parallel_size": 2}, "cluster": resources})._bound_deployment
-    replica = router.init_args[-1]._bound_deployment
+    (replica,) = bound_replicas(build_app({"parallel": {"tensor_parallel_size": 2}, "cluster": resources}))
     assert router.ray_actor_options == {"num_cpus": 1, "resources": {"front_door": 1.0}}
     assert replica._replica_config.placement_group_bundles == [{"CPU": 1.0, "fast_disk": 0.5}] * 2
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_each_of_several_models_has_replicas_of_its_own():
+    entries = [{"model": {"model": "./a"}, "replicas": 2}, {"model": {"model": "./b"}, "cpus_per_rank": 0.5}]
+    one, other = bound_replicas(build_app({"cluster": {"models": entries}}))
+    assert [one.name, other.name] == ["Replica:a", "Replica:b"]
+    assert [one._deployment_config.num_replicas, other._deployment_config.num_replicas] == [2, 1]
+    assert other._replica_config.placement_group_bundles == [{"CPU": 0.5}]
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_one_more_model_is_an_application_that_names_its_cluster():
+    built = holdfast.build_model({"model": {"model": "./b"}, "cluster": {"namespace": "ours"}})
+    worker, _, _, directory, _ = built._bound_deployment.init_args
+    assert (worker.model.name, directory) == ("b", "ours")
+    with pytest.raises(ConfigurationError, match=r"cluster\.models: build_model makes the application of one model"):
+        holdfast.build_model({"cluster": {"models": "./a,./b"}})

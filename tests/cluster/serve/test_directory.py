@@ -80,3 +80,19 @@ async def _watch_through_a_change() -> None:
 
 def test_a_watch_answers_when_something_changes():
     loops.run(asyncio.wait_for(_watch_through_a_change(), 5.0))
+
+
+def removed(directory: Directory) -> frozenset[str]:
+    return directory.snapshot(0.0).removed_models
+
+
+def test_a_removed_model_stays_so_until_a_new_replica_serves_it(directory):
+    directory.renew(REPLICA, 0.0)
+    before = version(directory)
+    directory.remove_model("demo")
+    assert version(directory) > before
+    directory.renew(replace(REPLICA, phase="draining"), 0.0)  # it is still there, for what runs on it
+    directory.renew(STARTING, 0.0)
+    assert removed(directory) == {"demo"}
+    directory.renew(replace(STARTING, address="127.0.0.1:3", model="demo"), 0.0)
+    assert removed(directory) == frozenset()

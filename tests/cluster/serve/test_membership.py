@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from holdfast.cluster.serve.directory import Directory, Member, Role, Snapshot
@@ -120,8 +121,8 @@ class ScriptedHandle:
 
 async def _first_sets(handle: ScriptedHandle, number: int) -> list[frozenset[ReplicaEndpoint]]:
     sets = []
-    async for endpoints in WatchedDirectory(handle).watch():
-        sets.append(endpoints)
+    async for view in WatchedDirectory(handle).watch():
+        sets.append(view.endpoints)
         if len(sets) == number:
             break
     return sets
@@ -173,3 +174,25 @@ def router(member_id: str, address: str | None = "h:1") -> Member:
 
 def test_a_router_is_told_whether_another_one_serves():
     run(_others_of_a_router())
+
+
+async def _first_removed(handle: ScriptedHandle, number: int) -> list[frozenset[str]]:
+    removed = []
+    async for view in WatchedDirectory(handle).watch():
+        removed.append(view.removed_models)
+        if len(removed) == number:
+            break
+    return removed
+
+
+def test_a_replaced_directory_that_knows_of_no_removal_does_not_undo_one():
+    handle = ScriptedHandle(
+        snapshot(1, replica(1)),
+        replace(snapshot(2), removed_models=frozenset({"demo"})),
+        snapshot(100, router("f1"), is_settled=False),
+        snapshot(101, router("f2")),
+        snapshot(102, replica(2)),
+    )
+    seen = loops.run(asyncio.wait_for(_first_removed(handle, 3), 10.0))
+    assert seen == [frozenset(), {"demo"}, frozenset()]
+    assert handle.seen == [0, 1, 2, 100, 101]

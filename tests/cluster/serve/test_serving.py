@@ -35,13 +35,21 @@ def test_ranks_on_one_machine_share_its_cores():
     assert share_cores(config(2, 2, address="auto")).parallel.num_threads is None
 
 
+@pytest.mark.usefixtures("eight_cores")
+def test_the_ranks_of_all_models_share_the_machine():
+    cluster = ClusterConfig(models=({"model": {"model": "./a"}, "replicas": 3}, {"model": {"model": "./b"}}))
+    both = HoldfastConfig(cluster=cluster, parallel=ParallelConfig(tensor_parallel_size=2))
+    assert num_cpus_of_our_own(both) == 10
+    assert [one.parallel.num_threads for one in share_cores(both).each_model] == [1, 1]
+
+
 def member(name: str, phase: str, done: int = 0, total: int = 1, address: str | None = None) -> Member:
     return Member(member_id=name, role=Role.REPLICA, phase=phase, done=done, total=total, address=address)
 
 
 def test_a_start_up_tells_each_replica_and_phase_once_it_begins_and_ends():
     reports: list[tuple[str, int, int]] = []
-    start_up = StartUp(lambda *report: reports.append(report), num_replicas=2)
+    start_up = StartUp(lambda *report: reports.append(report), num_replicas={"": 2})
     steps: list[tuple[Member, ...]] = [
         (member("a", "starting"),),
         (member("a", "weights", 1, 4), member("b", "starting")),

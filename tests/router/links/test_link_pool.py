@@ -9,7 +9,7 @@ import pytest
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.links.link import ReplicaLink
-from holdfast.router.links.replica_directory import StaticDirectory
+from holdfast.router.links.replica_directory import DirectoryView, StaticDirectory
 from holdfast.router.router import Router
 from holdfast.v1 import engine_pb2, inference_pb2, inference_pb2_grpc
 from tests.fakes import FakeReplica, Wire, byte_tokenizer
@@ -312,7 +312,7 @@ class MoodyDirectory:
         self._num_watches += 1
         if self._num_watches == 1:
             raise ConnectionError("no directory")
-        yield frozenset([self._replica.endpoint])
+        yield DirectoryView(endpoints=frozenset([self._replica.endpoint]))
         await asyncio.Event().wait()
 
 

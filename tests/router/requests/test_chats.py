@@ -169,7 +169,7 @@ BAD_CALLS = (
     ({"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs", "messages alone"),
     ({"messages": []}, "chat.messages", "at least one"),
     ({"messages": [{"role": "assistant", "content": None}]}, "chat.messages[0].content", "must be text"),
-    ({"messages": [{**HELLO[0], "name": "x"}]}, "chat.messages[0]", "role and content alone"),
+    ({"messages": [{**HELLO[0], "mood": "x"}]}, "chat.messages[0]", "these fields alone"),
     ({"messages": HELLO, "chat_template_kwargs": {"x": {1, 2}}}, "chat.template_kwargs", "JSON"),
 )
 

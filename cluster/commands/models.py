@@ -1,0 +1,94 @@
+"""Commands `holdfast models add`, `remove` and `list`: the models of a running cluster.
+
+What may live here: reaching the cluster, and what is printed. What may not: how a model comes and goes
+(`cluster/serve/models.py`).
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from holdfast.cluster.config.config import HoldfastConfig, load_config
+from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
+from holdfast.cluster.config.sources import Layer, Setting
+from holdfast.cluster.progress_bars import progress
+
+Pid = Annotated[int | None, Parameter(help="the process of `holdfast serve`, where several clusters run here")]
+
+_REPLICA = ("model", "parallel", "cache", "scheduler", "health", "speculation")
+_OF_ROUTERS = (
+    "host",
+    "port",
+    "http_port",
+    "admin_port",
+    "routers",
+    "router_resources",
+    "object_store_memory",
+    "models",
+)
+_NOT_WHICH = tuple(f"cluster.{name}" for name in (*_OF_ROUTERS, "replicas", "cpus_per_rank", "rank_resources"))
+
+
+@takes_settings(*_REPLICA, "cluster", without=("model.model", *(f"cluster.{name}" for name in _OF_ROUTERS)))
+def add(
+    model: Annotated[str, Parameter(help="a Hugging Face folder, a hub id, or `demo`")],
+    /,
+    *,
+    pid: Pid = None,
+    config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
+    settings: Layer,
+) -> int:
+    """Add a model to a running cluster, and wait until its replicas serve.
+
+    The cluster is that of `holdfast serve` on this machine, or the one on the Ray at --address.
+    """
+    loaded = load_config({**settings, "model.model": Setting(model, "MODEL")}, config).config
+    with _connected(loaded, pid), progress(sys.stderr) as report:
+        from holdfast.cluster.serve.serving import add_model
+
+        num_replicas = add_model(loaded, report)
+    print(f"{loaded.model.name} is served by {num_replicas} replica{'s' if num_replicas > 1 else ''}")
+    return 0
+
+
+@takes_settings("cluster", without=_NOT_WHICH)
+def remove(
+    name: Annotated[str, Parameter(help="the model's name in the API")], /, *, pid: Pid = None, settings: Layer
+) -> int:
+    """Take a model away from a running cluster, and wait until its replicas have ended.
+
+    New requests for it are refused at once; those that run may finish within the time that it was started with
+    (drain_timeout_s).
+    """
+    loaded = load_config(settings).config
+    with _connected(loaded, pid):
+        from holdfast.cluster.serve import models
+
+        models.remove(loaded.cluster.namespace, name, loaded.cluster.drain_timeout_s)
+    print(f"{name} is not served any more")
+    return 0
+
+
+@takes_settings("cluster", without=(*_NOT_WHICH, "cluster.drain_timeout_s"))
+def show(*, pid: Pid = None, settings: Layer) -> int:
+    """List the models of a running cluster: each one's state, replicas that serve, and what the others are doing."""
+    loaded = load_config(settings).config
+    with _connected(loaded, pid):
+        from holdfast.cluster.serve import models
+
+        for model in models.list_models(loaded.cluster.namespace):
+            print(f"{model.name}  {model.status.lower()}  replicas={model.num_replicas}  {model.doing}".rstrip())
+    return 0
+
+
+@contextmanager
+def _connected(config: HoldfastConfig, pid: int | None) -> Iterator[None]:
+    """A connection to the Ray of the cluster."""
+    from holdfast.cluster.serve.local import running_ray
+
+    with running_ray(config.cluster, pid):
+        yield

@@ -1,0 +1,95 @@
+"""vLLM's engine protocol on a replica: the router's pipeline over the engine of this process, and a port for it.
+
+What may live here: putting the parts together, their start and end. What may not: the protocol (`router/doors/vllm/`),
+the pipeline (`router/`), and how requests reach the engine (`cluster/offline/local_replica.py`).
+"""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import Final
+
+import grpc
+
+from holdfast.cluster.offline.local_replica import LocalReplica
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.call import stopping
+from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.doors.grpc import health, server
+from holdfast.router.doors.vllm import servicer as vllm_engine
+from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.text.tokenizer import Tokenizer
+from holdfast.router.text.tokenizer_registry import TokenizerRegistry
+from holdfast.worker.config import SchedulerConfig
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.replica.replica import Replica
+
+NUM_PORTS: Final = 64
+"""Ports that are tried in turn: several replicas may share a machine."""
+
+CLOSE_GRACE_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorSettings:
+    """Where a replica serves the protocol, and within which limits."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """The first that is tried, of several in a row; 0: any free one."""
+    router: RouterConfig = field(default_factory=RouterConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+
+
+class EngineDoor:
+    """Of one replica, on the running event loop. Made by `start`."""
+
+    def __init__(self, replica: Replica, config: RouterConfig, limits: LimitsConfig, order: SchedulerConfig) -> None:
+        loop = asyncio.get_running_loop()
+        alone = config.model_copy(update={"routing_policy": "power_of_two", "replica_wait_s": 0.0})
+        dispatch = Dispatch(alone, limits, random.Random(0).randrange, order=order)
+        self._dispatch_host = DispatchHost(dispatch, loop, self._publish_health)
+        self._tokenizers = TokenizerRegistry(Tokenizer.load, config.inline_tokenize_bytes)
+        self._request_processor = RequestProcessor(self._dispatch_host, self._tokenizers, limits)
+        self._health = health.HealthServicer(("", vllm_engine.SERVICE.full_name))
+        self._local = LocalReplica(replica, self._dispatch_host, loop)
+        engine = vllm_engine.VllmEngineServicer(
+            self._request_processor, replica.engine, replica.info, order.max_num_seqs
+        )
+        servicers = {vllm_engine.SERVICE: engine, health.SERVICE: self._health}
+        self._server: grpc.aio.Server = server.build_server(servicers, config, limits)
+        self.address = ""
+        """`host:port`, once started."""
+
+    @classmethod
+    async def start(cls, replica: Replica, settings: DoorSettings, order: SchedulerConfig) -> "EngineDoor":
+        """Raises `ConfigurationError` where no port is free."""
+        door = cls(replica, settings.router, settings.limits, order)
+        await door._tokenizers.load(replica.info.model, replica.info.path)
+        door._local.connect()
+        door.address = f"{settings.host}:{door._bind(settings.host, settings.port)}"
+        await door._server.start()
+        return door
+
+    def wind_down(self) -> None:
+        """From here on new requests are refused; open ones go on."""
+        self._health.stop()
+        self._request_processor.close()
+
+    async def stop(self) -> None:
+        """Ends what is open. The engine may have ended before."""
+        self._dispatch_host.close_all(stopping())
+        await self._server.stop(CLOSE_GRACE_S)
+
+    def _bind(self, host: str, port: int) -> int:
+        error: RuntimeError | None = None
+        for candidate in range(port, port + NUM_PORTS) if port else (0,):
+            try:
+                return self._server.add_insecure_port(f"{host}:{candidate}")
+            except RuntimeError as taken:
+                error = taken
+        raise ConfigurationError(f"cluster.engine_port = {port}: none of {NUM_PORTS} ports on {host} is free ({error})")
+
+    def _publish_health(self) -> None:
+        self._health.publish(self._dispatch_host.models())

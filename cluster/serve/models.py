@@ -1,0 +1,160 @@
+"""Models of a running cluster: each is a Serve application of its own, beside the one with routers and directory.
+
+So one can come or go without touching the others: its replicas find the cluster by its directory, and routers find
+them there. What may live here: adding, removing and listing them, from a process that is connected to Ray. What may
+not: what an application consists of (`app.py`), and connecting (`local.py`, `running.py`).
+"""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
+from holdfast.cluster.serve.directory import DIRECTORY, Role, Snapshot
+from holdfast.cluster.serve.local import LOOPBACK
+from holdfast.worker.errors import ConfigurationError, UnknownModelError
+
+logger = logging.getLogger(__name__)
+
+_SEPARATOR: Final = ":"
+_ANSWER_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelState:
+    """One model of a cluster, as the cluster's directory and Serve know it."""
+
+    name: str
+    status: str
+    """Serve's word for it: RUNNING, DEPLOYING, UNHEALTHY, DEPLOY_FAILED, DELETING."""
+    num_replicas: int
+    """Those that serve."""
+    doing: str = ""
+    """What the replicas that do not serve yet are doing, or why they cannot."""
+
+
+def application_name(namespace: str, model: str) -> str:
+    """The name of a model's application."""
+    return f"{namespace}{_SEPARATOR}{model}"
+
+
+def deploy(configs: Sequence[HoldfastConfig], namespace: str, directory: Any) -> None:
+    """Hands models to Serve, which goes on by itself. Each of `configs` is of one model."""
+    from ray import serve
+
+    from holdfast.cluster.serve.app import model_application
+
+    targets = [
+        serve.RunTarget(
+            target=model_application(config, default_host(config.cluster), directory),
+            name=application_name(namespace, config.model.name),
+            route_prefix=None,
+            external_scaler_enabled=True,
+        )
+        for config in configs
+    ]
+    serve.run_many(targets, wait_for_applications_running=False)
+
+
+def default_host(config: ClusterConfig) -> str:
+    """What a cluster listens on if its settings say nothing: on a Ray of our own, loopback."""
+    from holdfast.cluster.serve.placement_groups import ANY_INTERFACE
+
+    return LOOPBACK if config.address is None else ANY_INTERFACE
+
+
+def add(config: HoldfastConfig) -> None:
+    """Hands one more model to the cluster `config.cluster.namespace`, which goes on by itself (see `list_models`).
+
+    Raises `ConfigurationError` where there is no such cluster, or where it has a model of this name.
+    """
+    namespace, name = config.cluster.namespace, config.model.name
+    directory = directory_of(namespace)
+    if name in {model.name for model in list_models(namespace)}:
+        raise ConfigurationError(f"model.served_model_name = {name!r}: the cluster has a model of this name already")
+    deploy([config], namespace, directory)
+
+
+def remove(namespace: str, name: str, timeout_s: float) -> None:
+    """Takes a model away, and waits until its replicas have ended, for so long at most.
+
+    From the first moment on, new requests for it are refused by name. Those that run may finish within the drain time
+    that the model was started with. Raises `UnknownModelError`, `TimeoutError`.
+    """
+    directory, models = directory_of(namespace), list_models(namespace)
+    if name not in {model.name for model in models}:
+        raise UnknownModelError(name, tuple(model.name for model in models))
+    if application_name(namespace, name) not in _applications(namespace):
+        raise ConfigurationError(
+            f"model {name!r} is part of the application {namespace!r}: take it out of that application's settings"
+        )
+    _tell_removed(directory, name)
+    delete([application_name(namespace, name)], timeout_s)
+    _tell_removed(directory, name)  # once more, for a replica that began to serve meanwhile
+
+
+def remove_all(namespace: str, timeout_s: float) -> None:
+    """Takes all models away whose applications are their own, and waits for that."""
+    delete(list(_applications(namespace)), timeout_s)
+
+
+def list_models(namespace: str) -> list[ModelState]:
+    """All models of a cluster, those that start or end included. Raises `ConfigurationError` without one."""
+    snapshot: Snapshot = directory_of(namespace).watch.remote(0).result(timeout_s=_ANSWER_S)
+    replicas = [member for member in snapshot.members if member.role is Role.REPLICA]
+    applications = _applications(namespace)
+    statuses = {name.removeprefix(application_name(namespace, "")): str(one) for name, one in applications.items()}
+    names = [*statuses, *sorted({one.model for one in replicas if one.model} - set(statuses))]
+    return [
+        ModelState(
+            name=name,
+            status=statuses.get(name, "RUNNING"),
+            num_replicas=sum(one.model == name and one.address is not None for one in replicas),
+            doing=", ".join({one.error or one.phase for one in replicas if one.model == name and one.address is None}),
+        )
+        for name in names
+    ]
+
+
+def directory_of(namespace: str) -> Any:
+    """The handle of a cluster's directory. Raises `ConfigurationError` without one."""
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        if namespace in serve.status().applications:
+            return serve.get_deployment_handle(DIRECTORY, namespace)
+    except RayServeException as error:
+        logger.info("Serve does not run: %s", error)
+    raise ConfigurationError(f"cluster.namespace = {namespace!r}: no cluster of this name runs on this Ray")
+
+
+def delete(applications: Sequence[str], timeout_s: float) -> None:
+    """Ends applications, and waits for that. Serve itself stays: others may use it, or it ends with our own Ray."""
+    from ray import serve
+
+    for name in applications:
+        serve.delete(name, _blocking=False)
+    deadline_s = time.monotonic() + timeout_s
+    for name in applications:
+        while True:
+            try:
+                serve.delete(name)
+                break
+            except TimeoutError:  # after a minute, which a long drain may take
+                if time.monotonic() > deadline_s:
+                    raise
+
+
+def _tell_removed(directory: Any, name: str) -> None:
+    directory.remove_model.remote(name).result(timeout_s=_ANSWER_S)
+
+
+def _applications(namespace: str) -> Mapping[str, Any]:
+    """The applications of a cluster's models, and their states."""
+    from ray import serve
+
+    found = serve.status().applications
+    return {name: one.status.value for name, one in found.items() if name.startswith(application_name(namespace, ""))}

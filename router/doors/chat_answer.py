@@ -1,0 +1,166 @@
+"""Chats with tools and thoughts, for doors that speak the public words: what is asked of the model, and how its output
+is read.
+
+What may not live here: formats of calls (`router/tools/`), shapes on a wire.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from holdfast.router.chat import Chat
+from holdfast.router.events import Deliver
+from holdfast.router.generation import ChatDelta, ChatOutput, Generation, ToolCall, ToolCallDelta
+from holdfast.router.request import GenerationRequest
+from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.tools.call_events import CallArguments, CallBegin, CallEvent, Content
+from holdfast.router.tools.chat_style import ChatReader, ChatStyle, Reasoning
+from holdfast.router.tools.tools import Tool, ToolChoice, checked_tool_choice, checked_tools
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.structured_outputs import StructuredOutputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPlan:
+    """A request that is ready to open, and how its answer is read."""
+
+    request: GenerationRequest
+    style: ChatStyle | None = None
+    """None: its text is all there is to say."""
+    tools: tuple[Tool, ...] = ()
+    """Those that the output may call."""
+    splits: bool = False
+    begins_inside: bool = False
+    keeps_special: bool = False
+
+    @classmethod
+    async def of(cls, request: GenerationRequest, processor: RequestProcessor) -> Self:
+        """Raises `HoldfastError`: for tools that are wrong, or that the model's template cannot call."""
+        chat = request.chat
+        if chat is None or not (chat.tools or chat.split_reasoning or chat.tool_choice is not None):
+            return cls(request=request)
+        tools = checked_tools(chat.tools, "chat.tools")
+        choice = checked_tool_choice(chat.tool_choice, tools, "chat.tool_choice")
+        style = processor.chat_style(request.model)
+        if tools and choice.mode != "none" and style.call_format is None:
+            limit = "cannot be called: the model's chat template writes no known calls"
+            raise InvalidRequestError("chat.tools", len(tools), limit)
+        chat = _with_tools(chat, tools)
+        callable_tools = tools if choice.mode != "none" else ()
+        params = request.sampling_params
+        splits = style.reasoning is not None and params.structure is None
+        prompt = await processor.render(request.model, chat)
+        structure = _structure(style, callable_tools, choice, prompt, is_parallel=chat.parallel_tool_calls)
+        if structure is not None and params.structure is not None:
+            limit = "must not be set with tools that ask for a shape"
+            raise InvalidRequestError("sampling_params.structured_outputs", params.structure.kind, limit)
+        if structure is not None:
+            params = params.with_changes(structured_outputs=structure)
+        keeps_special = style.unwanted is not None and bool(callable_tools or splits) and params.skip_special_tokens
+        if keeps_special:
+            params = params.with_changes(skip_special_tokens=False)
+        return cls(
+            request=replace(request, chat=chat, sampling_params=params),
+            style=style,
+            tools=callable_tools,
+            splits=splits,
+            begins_inside=splits and style.begins_inside(prompt),
+            keeps_special=keeps_special,
+        )
+
+    def new_reader(self) -> ChatReader | None:
+        """What reads one completion; None where its text is all there is to say."""
+        if self.style is None:
+            return None
+        return ChatReader(
+            self.style,
+            self.tools,
+            splits=self.splits,
+            begins_inside=self.begins_inside,
+            is_filtered=self.keeps_special,
+        )
+
+    def read(self, generation: Generation) -> Generation:
+        """A whole answer, with what its texts say."""
+        if self.style is None:
+            return generation
+        completions = tuple(
+            replace(one, chat=self._whole(generation.request_id, one.sequence_index, one.text))
+            for one in generation.completions
+        )
+        return replace(generation, completions=completions)
+
+    def _whole(self, request_id: str, index: int, text: str) -> ChatOutput:
+        reader = self.new_reader()
+        assert reader is not None, "only those with a style are read"
+        delta = _delta(_prefix(request_id, index), [*reader.push(text), *reader.finish()])
+        return _joined(delta)
+
+
+class ChatDeltas:
+    """Reads the completions of one stream, as their text comes."""
+
+    def __init__(self, plan: ChatPlan, sent_texts: Sequence[str] = ()) -> None:
+        """`sent_texts` are those of a resumed stream, which its client has read already."""
+        self._plan = plan
+        self._sent_texts = sent_texts
+        self._readers: dict[int, ChatReader] = {}
+
+    def of(self, delivery: Deliver) -> ChatDelta | None:
+        """What new text says; None where the text is all there is to say."""
+        index = delivery.sequence_index
+        reader = self._readers.get(index) or self._begun(index)
+        if reader is None:
+            return None
+        events = reader.push(delivery.text)
+        if delivery.finish_reason is not None:
+            events += reader.finish()
+        return _delta(_prefix(delivery.request_id, index), events)
+
+    def _begun(self, index: int) -> ChatReader | None:
+        reader = self._plan.new_reader()
+        if reader is not None:
+            reader.push(self._sent_texts[index] if index < len(self._sent_texts) else "")
+            self._readers[index] = reader
+        return reader
+
+
+def _with_tools(chat: Chat, tools: Sequence[Tool]) -> Chat:
+    if not tools:
+        return chat
+    return replace(chat, template_kwargs={**chat.template_kwargs, "tools": [tool.for_template() for tool in tools]})
+
+
+def _structure(
+    style: ChatStyle, tools: tuple[Tool, ...], choice: ToolChoice, prompt: str, *, is_parallel: bool
+) -> StructuredOutputs | None:
+    grammar = style.grammar(tools, choice, prompt, is_parallel=is_parallel) if tools else ""
+    return StructuredOutputs(grammar=grammar) if grammar else None
+
+
+def _prefix(request_id: str, index: int) -> str:
+    """What the ids of a completion's calls begin with: the same wherever the request is answered."""
+    return f"call_{request_id[:24]}{index}"
+
+
+def _delta(prefix: str, events: Iterable[Reasoning | CallEvent]) -> ChatDelta:
+    reasoning, content, calls = "", "", list[ToolCallDelta]()
+    for event in events:
+        if isinstance(event, Reasoning):
+            reasoning += event.text
+        elif isinstance(event, Content):
+            content += event.text
+        elif isinstance(event, CallBegin):
+            calls.append(ToolCallDelta(index=event.index, id=f"{prefix}_{event.index}", name=event.name))
+        elif isinstance(event, CallArguments):
+            calls.append(ToolCallDelta(index=event.index, arguments=event.json))
+    return ChatDelta(reasoning=reasoning, content=content, tool_calls=tuple(calls))
+
+
+def _joined(delta: ChatDelta) -> ChatOutput:
+    calls: list[ToolCall] = []
+    for piece in delta.tool_calls:
+        if piece.name:
+            calls.append(ToolCall(id=piece.id, name=piece.name, arguments=""))
+        calls[piece.index] = replace(calls[piece.index], arguments=calls[piece.index].arguments + piece.arguments)
+    return ChatOutput(reasoning=delta.reasoning, content=delta.content, tool_calls=tuple(calls))

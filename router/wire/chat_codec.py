@@ -1,0 +1,190 @@
+"""Protobuf codec of chats: turns, tools, and what an answer says, as messages and as plain data.
+
+On the wire tools and calls have fields of their own; as plain data they have OpenAI's shape, which chat templates read.
+What may not live here: requests and answers as a whole (`codec.py`), what tools mean (`router/tools/`).
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from holdfast.router.chat import Chat, Message
+from holdfast.router.generation import ChatDelta, ChatOutput, ToolCall, ToolCallDelta
+from holdfast.v1 import inference_pb2
+from holdfast.worker.errors import InvalidRequestError
+
+_MODES: Final = {
+    "auto": inference_pb2.TOOL_CHOICE_MODE_AUTO,
+    "none": inference_pb2.TOOL_CHOICE_MODE_NONE,
+    "required": inference_pb2.TOOL_CHOICE_MODE_REQUIRED,
+}
+_MODES_READ: Final = {int(number): mode for mode, number in _MODES.items()} | {
+    int(inference_pb2.TOOL_CHOICE_MODE_UNSPECIFIED): "auto"
+}
+
+_TURN_FIELDS: Final = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning", "reasoning_content"}
+
+
+def json_object(field: str, text: str) -> dict[str, Any]:
+    """Of JSON text; empty text is an empty object. Raises `InvalidRequestError`."""
+    try:
+        values = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise InvalidRequestError(field, text, "must be the text of a JSON object")
+    return values
+
+
+# --- turns ---
+
+
+def turn(field: str, message: inference_pb2.ChatMessage) -> Message:
+    """As templates read it: arguments are objects, and what is not set is not there."""
+    made: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        made["tool_calls"] = [
+            _call_for_template(f"{field}.tool_calls[{index}]", call) for index, call in enumerate(message.tool_calls)
+        ]
+        made["content"] = message.content or None
+    if message.reasoning:  # templates differ in what they call it
+        made |= {"reasoning": message.reasoning, "reasoning_content": message.reasoning}
+    return made | {name: getattr(message, name) for name in ("tool_call_id", "name") if getattr(message, name)}
+
+
+def _call_for_template(field: str, call: inference_pb2.ToolCall) -> dict[str, Any]:
+    arguments = json_object(f"{field}.arguments", call.arguments)
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def turn_message(field: str, turn: Message) -> inference_pb2.ChatMessage:
+    """Raises `InvalidRequestError`, naming the field."""
+    if unknown := sorted(turn.keys() - _TURN_FIELDS):
+        raise InvalidRequestError(field, unknown, f"must have these fields alone: {', '.join(sorted(_TURN_FIELDS))}")
+    calls = turn.get("tool_calls") or ()
+    if not isinstance(turn.get("content"), str) and not calls:
+        raise InvalidRequestError(f"{field}.content", turn.get("content"), "must be text")
+    texts = {name: turn.get(name) or "" for name in ("content", "tool_call_id", "name")}
+    texts["reasoning"] = turn.get("reasoning") or turn.get("reasoning_content") or ""
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise InvalidRequestError(f"{field}.{name}", text, "must be text")
+    calls = [_call_message(f"{field}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
+    return inference_pb2.ChatMessage(role=turn["role"], tool_calls=calls, **texts)
+
+
+def _call_message(field: str, call: object) -> inference_pb2.ToolCall:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise InvalidRequestError(field, call, "must be an object with an id and a function")
+    return inference_pb2.ToolCall(
+        id=_text(f"{field}.id", call.get("id") or ""),
+        name=_text(f"{field}.function.name", function.get("name")),
+        arguments=_json_text(f"{field}.function.arguments", function.get("arguments") or {}),
+    )
+
+
+# --- tools ---
+
+
+def tool_fields(message: inference_pb2.Chat) -> dict[str, Any]:
+    """The fields of `Chat` that are about tools and thoughts."""
+    is_parallel = message.parallel_tool_calls if message.HasField("parallel_tool_calls") else True
+    return {
+        "tools": tuple(_tool(f"chat.tools[{index}]", tool) for index, tool in enumerate(message.tools)),
+        "tool_choice": _tool_choice(message.tool_choice) if message.HasField("tool_choice") else None,
+        "parallel_tool_calls": is_parallel,
+        "split_reasoning": message.split_reasoning,
+    }
+
+
+def _tool(field: str, message: inference_pb2.Tool) -> dict[str, Any]:
+    parameters = json_object(f"{field}.parameters", message.parameters)
+    function = {"name": message.name, "description": message.description, "parameters": parameters}
+    return {"type": "function", "function": function | {"strict": message.strict}}
+
+
+def _tool_choice(message: inference_pb2.ToolChoice) -> str | dict[str, Any]:
+    if message.WhichOneof("choice") == "name":
+        return {"type": "function", "function": {"name": message.name}}
+    if message.mode not in _MODES_READ:
+        raise InvalidRequestError("chat.tool_choice.mode", message.mode, "must be a value of ToolChoiceMode")
+    return _MODES_READ[message.mode]
+
+
+def set_tools(message: inference_pb2.Chat, chat: Chat) -> None:
+    """Raises `InvalidRequestError` for what the message cannot hold."""
+    for index, tool in enumerate(chat.tools):
+        message.tools.append(_tool_message(f"chat.tools[{index}]", tool))
+    if chat.tool_choice is not None:
+        message.tool_choice.CopyFrom(_tool_choice_message(chat.tool_choice))
+    if not chat.parallel_tool_calls:
+        message.parallel_tool_calls = False
+    message.split_reasoning = chat.split_reasoning
+
+
+def _tool_message(field: str, tool: object) -> inference_pb2.Tool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise InvalidRequestError(field, tool, "must be an object with a function")
+    return inference_pb2.Tool(
+        name=_text(f"{field}.function.name", function.get("name")),
+        description=_text(f"{field}.function.description", function.get("description") or ""),
+        parameters=_json_text(f"{field}.function.parameters", function.get("parameters") or {}),
+        strict=bool(function.get("strict")),
+    )
+
+
+def _tool_choice_message(choice: str | Mapping[str, Any]) -> inference_pb2.ToolChoice:
+    if isinstance(choice, str):
+        if choice not in _MODES:
+            raise InvalidRequestError("chat.tool_choice", choice, f"must be {', '.join(_MODES)}, or name a function")
+        return inference_pb2.ToolChoice(mode=_MODES[choice])
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return inference_pb2.ToolChoice(name=_text("chat.tool_choice.function.name", name))
+
+
+def _text(field: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequestError(field, value, "must be text")
+    return value
+
+
+def _json_text(field: str, value: object) -> str:
+    """Of an object, or of its text; empty for an empty one."""
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value) if value else ""
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(field, value, f"must be what JSON can say: {error}") from None
+
+
+# --- answers ---
+
+
+def chat_delta(message: inference_pb2.ChatDelta) -> ChatDelta:
+    calls = (
+        ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+        for call in message.tool_calls
+    )
+    return ChatDelta(reasoning=message.reasoning, content=message.content, tool_calls=tuple(calls))
+
+
+def chat_delta_message(delta: ChatDelta) -> inference_pb2.ChatDelta:
+    calls = [
+        inference_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+        for call in delta.tool_calls
+    ]
+    return inference_pb2.ChatDelta(reasoning=delta.reasoning, content=delta.content, tool_calls=calls)
+
+
+def chat_output(message: inference_pb2.ChatOutput) -> ChatOutput:
+    calls = (ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls)
+    return ChatOutput(reasoning=message.reasoning, content=message.content, tool_calls=tuple(calls))
+
+
+def chat_output_message(output: ChatOutput) -> inference_pb2.ChatOutput:
+    calls = [inference_pb2.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in output.tool_calls]
+    return inference_pb2.ChatOutput(reasoning=output.reasoning, content=output.content, tool_calls=calls)
