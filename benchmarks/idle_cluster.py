@@ -96,7 +96,7 @@ def empty_cluster(config: HoldfastConfig) -> Iterator[None]:
             )
             serve.run(deployment.bind(), name=f"holdfast-{name}", route_prefix=None)
         others = config.cluster.replicas * (config.parallel.tensor_parallel_size - 1)
-        actors = [RankActor.remote() for _ in range(others)]
+        actors = [RankActor.remote() for _ in range(others)]  # type: ignore[attr-defined]
         ray.get([actor.ready.remote() for actor in actors])
         yield
 
