@@ -12,7 +12,7 @@ from cyclopts import Group, Parameter
 from pydantic.fields import FieldInfo
 
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.config.sources import Setting, leaves, said
+from holdfast.cluster.config.sources import Setting, leaves, value_of_text
 
 ESSENTIALS: Final = Group.create_ordered("Essentials")
 SAMPLING: Final = Group.create_ordered("Sampling")
@@ -55,7 +55,7 @@ def _settings_of(flags: dict[str, tuple[str, FieldInfo]], options: dict[str, Any
     for argument, (path, field) in flags.items():
         value = options.get(argument)
         if value is not None:
-            chosen = said(value, field) if isinstance(value, str) else value
+            chosen = value_of_text(value, field) if isinstance(value, str) else value
             yield path, Setting(chosen, f"--{argument.replace('_', '-')}")
 
 

@@ -46,7 +46,7 @@ def leaves(tree: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Field
             yield prefix + name, field
 
 
-def said(text: str, field: FieldInfo) -> str | None:
+def value_of_text(text: str, field: FieldInfo) -> str | None:
     """The value that a variable or a flag gives a setting: `none` unsets it, unless that is one of its choices."""
     return None if text.lower() == "none" and "none" not in get_args(field.annotation) else text
 
@@ -78,7 +78,7 @@ def environment_layer(tree: type[BaseModel], environ: Mapping[str, str]) -> Laye
         path = name.lower().replace(ENV_SEPARATOR, ".")
         if path not in known:
             raise _unknown(path, tree, variable)
-        layer[path] = Setting(said(text, known[path]), variable)
+        layer[path] = Setting(value_of_text(text, known[path]), variable)
     return layer
 
 

@@ -80,10 +80,10 @@ class Call:
                 elif self.num_completions > 1:
                     self._streams[index] = self._streams.pop(index)
                 self.has_more = self.num_completions > 1 or stream.error is not None
-                return delivery if self._is_alone and delivery.usage is None else self._told(index, delivery)
+                return delivery if self._is_alone and delivery.usage is None else self._of_request(index, delivery)
         return None
 
-    def _told(self, index: int, delivery: Deliver) -> Deliver:
+    def _of_request(self, index: int, delivery: Deliver) -> Deliver:
         """A sibling's delivery as one of the request."""
         if delivery.usage is not None:
             self._usages.append(delivery.usage)

@@ -109,7 +109,7 @@ class _Window:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Wish:
+class _Proposal:
     value: int
     reason: str
 
@@ -119,7 +119,7 @@ class BatchingOptimizer:
 
     Every 64 steps with decodes it asks, from the fitted step times and the mean decode of these steps, what each
     setting should be. It asks only of a setting that is in the way: one that makes steps too slow, or that makes
-    prompts or requests wait while steps are faster than they need be. `Hysteresis` decides whether the answer is heard.
+    prompts or requests wait while steps are faster than they need be. `Hysteresis` decides whether the answer is given.
 
     Advice may exceed what is configured. What is set may not: the memory was divided for that.
     """
@@ -173,13 +173,15 @@ class BatchingOptimizer:
         ]
 
     def _judge(self, window: _Window) -> tuple[Recommendation, ...]:
-        wishes = {
-            "max_num_seqs": self._wish_for_seqs(window),
-            "max_num_batched_tokens": self._wish_for_tokens(window),
-            "num_speculative_tokens": self._wish_for_drafts(window),
+        proposals = {
+            "max_num_seqs": self._proposal_for_seqs(window),
+            "max_num_batched_tokens": self._proposal_for_tokens(window),
+            "num_speculative_tokens": self._proposal_for_drafts(window),
         }
-        heard = {name: wish for name, wish in wishes.items() if wish is not None}
-        turned = [name for name, wish in heard.items() if self._hysteresis[name].wish(wish.value, wish.reason)]
+        given = {name: proposal for name, proposal in proposals.items() if proposal is not None}
+        turned = [
+            name for name, proposal in given.items() if self._hysteresis[name].propose(proposal.value, proposal.reason)
+        ]
         if turned and self._auto_tune:
             self._apply()
         return tuple(self._recommendation(name) for name in turned)
@@ -197,7 +199,7 @@ class BatchingOptimizer:
 
     # --- What each setting should be; None: it is in nobody's way ---
 
-    def _wish_for_seqs(self, window: _Window) -> _Wish | None:
+    def _proposal_for_seqs(self, window: _Window) -> _Proposal | None:
         fits = self._model.costs.decodes_within(
             _DECODE_SHARE * self._target_s * window.gain_each,
             context_tokens=window.context_each,
@@ -210,16 +212,16 @@ class BatchingOptimizer:
         if window.mean_decodes > fits:
             time = _ms(self._model.predict(_decodes_of(window)) / window.gain_each)
             found = f"{window.mean_decodes:.0f} sequences of {length} take {time} from token to token"
-            return _Wish(value=fits, reason=f"{found}; {self._could(fits)}")
+            return _Proposal(value=fits, reason=f"{found}; {self._could(fits)}")
         if 2 * window.num_crowded > window.num_steps:
             found = f"requests of {length} wait for one of {self.limits.max_num_seqs} places"
-            return _Wish(value=max(fits, self.limits.max_num_seqs), reason=f"{found}; {self._could(fits)}")
+            return _Proposal(value=max(fits, self.limits.max_num_seqs), reason=f"{found}; {self._could(fits)}")
         return None
 
     def _could(self, num_seqs: int) -> str:
         return f"{num_seqs} of them meet the target of {_ms(self._target_s)} with room for prompts"
 
-    def _wish_for_tokens(self, window: _Window) -> _Wish | None:
+    def _proposal_for_tokens(self, window: _Window) -> _Proposal | None:
         if window.num_full < _MIN_FULL_STEPS:
             return None
         decodes, limit_s = _decodes_of(window), self._target_s * window.gain_each
@@ -236,9 +238,9 @@ class BatchingOptimizer:
         value = decodes.num_tokens + num_prefill_tokens
         found = f"full steps, with {decodes.num_decodes} decodes in them, take {_ms(full_s)}"
         could = f"with {value} tokens they would take the target of {_ms(limit_s)}"
-        return _Wish(value=value, reason=f"{found}, and {could}")
+        return _Proposal(value=value, reason=f"{found}, and {could}")
 
-    def _wish_for_drafts(self, window: _Window) -> _Wish | None:
+    def _proposal_for_drafts(self, window: _Window) -> _Proposal | None:
         hysteresis = self._hysteresis.get("num_speculative_tokens")
         drafted = window.tokens_each - 1
         if hysteresis is None or drafted < 0.5:
@@ -251,7 +253,7 @@ class BatchingOptimizer:
         if speeds[best] < _WORTHWHILE * speeds[hysteresis.value]:
             best = hysteresis.value
         found = f"{accepted:.1f} of {drafted:.1f} drafted tokens are accepted"
-        return _Wish(value=best, reason=f"{found}, and {best} of them gain most for the time of a step")
+        return _Proposal(value=best, reason=f"{found}, and {best} of them gain most for the time of a step")
 
     def _speed(self, window: _Window, rate: float, num_drafts: int) -> float:
         """Tokens that a decode gains in a second, were so many drafted and this share of them right."""

@@ -26,8 +26,8 @@ def print_results(console: Console, results: Sequence[CapacityResult], slo_ttft_
         rate = len(ttft) / result.duration_s
         table.add_row(
             result.routing,
-            _told(ttft),
-            _told(tpot),
+            _percentiles(ttft),
+            _percentiles(tpot),
             f"{goodput:.1f}",
             f"{rate:.1f}",
             f"{result.imbalance:.2f}",
@@ -63,7 +63,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else float("nan")
 
 
-def _told(ordered: Sequence[float]) -> str:
+def _percentiles(ordered: Sequence[float]) -> str:
     values = [1000 * percentile(ordered, share) for share in (0.5, 0.9, 0.99)]
     return "/".join(f"{value:.0f}" if value >= 100 else f"{value:.1f}" for value in values)
 
