@@ -1,4 +1,4 @@
-"""Stock clients of the gRPC doors on a live cluster: the raw stub, the Open Inference Protocol, tritonclient, gateways."""
+"""Stock clients of the gRPC doors on a live cluster: raw stubs, tritonclient, and those of vLLM's gateways."""
 
 import asyncio
 import json

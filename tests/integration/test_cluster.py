@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.offline.llm import LLM
+from holdfast.cluster.serve import models
 from holdfast.cluster.serve.directory import SETTLED_S
 from holdfast.cluster.serve.serving import Serving
 from holdfast.worker.errors import HoldfastError, ReplicaError
@@ -165,7 +166,7 @@ def test_both_replicas_share_the_work(cluster: Serving):
 
 
 async def _strike(address: str, victim: psutil.Process, fault: signal.Signals) -> tuple[list[Answer], list[Answer]]:
-    """The answers to our clients while a process is lost and after it; stock clients must be told what they were before."""
+    """The answers to our clients while a process is lost, and after that. Stock clients are told the same as before."""
     started, undisturbed = asyncio.Semaphore(0), await stock_clients.stock_texts(address)
     async with AsyncClient(address) as client:
         stock = asyncio.create_task(stock_clients.stock_texts(address))
@@ -253,8 +254,9 @@ def test_a_model_comes_and_goes_while_the_others_serve(cluster: Serving, alone: 
 
 def test_gateways_drive_each_replica(cluster: Serving):
     tokens = asyncio.run(stock_clients.tokens_of(cluster.routers[0], 16))
-    assert len(cluster.engines) == 2
-    for engine in cluster.engines:
+    (model,) = models.list_models("holdfast")
+    assert len(model.engines) == len(cluster.engines) == 2
+    for engine in model.engines:
         assert asyncio.run(stock_clients.by_a_gateway(engine, 16)) == ("demo", tokens)
 
 
