@@ -31,6 +31,7 @@ from holdfast.cluster.demo.loss import busiest_replica, pids_of
 from holdfast.cluster.demo.streams import Stream, are_under_way, stream_all
 from holdfast.cluster.progress_bars import progress
 from holdfast.cluster.serve.app import REPLICA, ROUTER
+from holdfast.cluster.serve.models import application_name
 from holdfast.cluster.serve.serving import Serving, serving
 from holdfast.worker.config import ParallelConfig
 from holdfast.worker.errors import ReplicaError
@@ -70,7 +71,8 @@ class Outcome:
 
 
 async def a_leader(cluster: Serving, application: str) -> int:
-    return await busiest_replica(cluster.routers, await asyncio.to_thread(pids_of, REPLICA, application))
+    of_model = application_name(application, cluster.models[0])
+    return await busiest_replica(cluster.routers, await asyncio.to_thread(pids_of, REPLICA, of_model))
 
 
 async def a_router(cluster: Serving, application: str) -> int:

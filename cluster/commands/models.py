@@ -81,7 +81,9 @@ def show(*, pid: Pid = None, settings: Layer) -> int:
         from holdfast.cluster.serve import models
 
         for model in models.list_models(loaded.cluster.namespace):
-            print(f"{model.name}  {model.status.lower()}  replicas={model.num_replicas}  {model.doing}".rstrip())
+            engines = f"engines={','.join(model.engines)}" if model.engines else ""
+            row = model.name, model.status.lower(), f"replicas={model.num_replicas}", engines, model.doing
+            print("  ".join(filter(None, row)))
     return 0
 
 

@@ -19,6 +19,7 @@ from holdfast.cluster.demo.loss import pids_of, stream_with_a_loss
 from holdfast.cluster.demo.streams import stream_all
 from holdfast.cluster.progress_bars import progress
 from holdfast.cluster.serve.app import REPLICA
+from holdfast.cluster.serve.models import application_name
 from holdfast.cluster.serve.serving import serving
 from holdfast.worker.config import ParallelConfig
 from holdfast.worker.sampling_params import SamplingParams
@@ -40,7 +41,7 @@ def main() -> int:
         with display(console) as show:
             streams = asyncio.run(stream_all(cluster.routers, PROMPTS, PARAMS, show))
         console.print(figures(streams))
-        pids = pids_of(REPLICA, config.cluster.namespace)
+        pids = pids_of(REPLICA, application_name(config.cluster.namespace, config.model.name))
         console.print("\nonce more, and on the way a replica is killed\n")
         with redirect_stdout(StringIO()), display(console) as show:  # Ray prints a paragraph about the death
             loss = asyncio.run(stream_with_a_loss(cluster.routers, pids, PROMPTS, PARAMS, show))

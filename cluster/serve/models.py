@@ -31,6 +31,8 @@ class ModelState:
     """Serve's word for it: RUNNING, DEPLOYING, UNHEALTHY, DEPLOY_FAILED, DELETING."""
     num_replicas: int
     """Those that serve."""
+    engines: tuple[str, ...] = ()
+    """`host:port` of the engine protocol of each replica that speaks it."""
     doing: str = ""
     """What the replicas that do not serve yet are doing, or why they cannot."""
 
@@ -112,6 +114,7 @@ def list_models(namespace: str) -> list[ModelState]:
             name=name,
             status=statuses.get(name, "RUNNING"),
             num_replicas=sum(one.model == name and one.address is not None for one in replicas),
+            engines=tuple(one.engine_address for one in replicas if one.model == name and one.engine_address),
             doing=", ".join({one.error or one.phase for one in replicas if one.model == name and one.address is None}),
         )
         for name in names

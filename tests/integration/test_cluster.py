@@ -9,12 +9,14 @@ import pytest
 
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.offline.llm import LLM
+from holdfast.cluster.serve import models
 from holdfast.cluster.serve.directory import SETTLED_S
 from holdfast.cluster.serve.serving import Serving
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.request import FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from tests.integration import models_at_run_time as run_time
+from tests.integration import stock_clients
 from tests.integration.processes import processes_named, ray_processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -164,14 +166,18 @@ def test_both_replicas_share_the_work(cluster: Serving):
 
 
 async def _strike(address: str, victim: psutil.Process, fault: signal.Signals) -> tuple[list[Answer], list[Answer]]:
-    started = asyncio.Semaphore(0)
+    """The answers to our clients while a process is lost, and after that. Stock clients are told the same as before."""
+    started, undisturbed = asyncio.Semaphore(0), await stock_clients.stock_texts(address)
     async with AsyncClient(address) as client:
+        stock = asyncio.create_task(stock_clients.stock_texts(address))
+        await until(lambda: _has(client, num_open=stock_clients.NUM_OPEN), 30.0)
         streams = [asyncio.create_task(ask(client, long_wish(number), started.release)) for number in range(8)]
         for _ in range(8):
             await started.acquire()
         struck_s = time.monotonic()
         victim.send_signal(fault)
         answers = await asyncio.gather(*streams)
+        assert await stock == undisturbed
 
         async def both_are_up() -> bool:
             return (await client.list_models()).models[0].num_replicas == 2
@@ -244,6 +250,14 @@ def test_a_model_comes_and_goes_while_the_others_serve(cluster: Serving, alone: 
     assert asyncio.run(run_time.served_models(cluster.routers)) == [{"demo": 2}, {"demo": 2}]
     again = run_time.models("remove", "other")
     assert (again.returncode, "'other' is not served here; served: demo" in again.stderr) == (2, True)
+
+
+def test_gateways_drive_each_replica(cluster: Serving):
+    tokens = asyncio.run(stock_clients.tokens_of(cluster.routers[0], 16))
+    (model,) = models.list_models("holdfast")
+    assert len(model.engines) == len(cluster.engines) == 2
+    for engine in model.engines:
+        assert asyncio.run(stock_clients.by_a_gateway(engine, 16)) == ("demo", tokens)
 
 
 def test_deployments_of_others_ask_by_handle(cluster: Serving):
