@@ -27,7 +27,17 @@ TIMEOUT_S: Final = 120
 def compiled(folder: Path) -> Path:
     program = folder / "all_reduce"
     sources = [str(SOURCE), str(SOURCES / "pool.cpp")]
-    command = [*find_compiler(), "-std=c++17", "-O3", "-mavx2", f"-I{SOURCES}", *sources, "-lpthread", "-o", program]
+    command = [
+        *find_compiler(),
+        "-std=c++17",
+        "-O3",
+        "-mavx2",
+        f"-I{SOURCES}",
+        *sources,
+        "-lpthread",
+        "-o",
+        str(program),
+    ]
     subprocess.run(command, check=True)
     return program
 
