@@ -27,7 +27,6 @@ from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection
 from holdfast.cluster.serve.serving import serving
 
 SETTLE_S: Final = 10.0
-OURS: Final = ("Router", "Replica", "Directory", "RankActor", "hang supervisor", "this process")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +79,6 @@ def empty_cluster(config: HoldfastConfig) -> Iterator[None]:
     class Empty:
         pass
 
-    @ray.remote(num_cpus=0)
     class RankActor:
         def ready(self) -> None:
             pass
@@ -96,7 +94,8 @@ def empty_cluster(config: HoldfastConfig) -> Iterator[None]:
             )
             serve.run(deployment.bind(), name=f"holdfast-{name}", route_prefix=None)
         others = config.cluster.replicas * (config.parallel.tensor_parallel_size - 1)
-        actors = [RankActor.remote() for _ in range(others)]  # type: ignore[attr-defined]
+        rank_actor: Any = ray.remote(num_cpus=0)(RankActor)
+        actors = [rank_actor.remote() for _ in range(others)]
         ray.get([actor.ready.remote() for actor in actors])
         yield
 

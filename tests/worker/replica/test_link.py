@@ -101,6 +101,8 @@ class Router:
             events = step.cache_events
             self.cached = (self.cached | set(events.stored)) - set(events.evicted)
             self.max_cache_events = max(self.max_cache_events, len(events.stored) + len(events.evicted))
+            for attempt, token_id in zip(step.plain_attempts, step.plain_token_ids, strict=True):
+                self.tokens[attempt].append(token_id)
             for delta in step.deltas:
                 self.tokens[delta.attempt].extend(delta.token_ids)
                 self.prompt_logprobs[delta.attempt] += [item.logprob for item in delta.prompt_logprobs]
