@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from holdfast.cluster.client.async_client import AsyncClient
     from holdfast.cluster.client.blocking_client import Client
+    from holdfast.cluster.client.holding_transport import HoldingTransport
     from holdfast.cluster.client.service_config import SERVICE_CONFIG
     from holdfast.cluster.offline.beams import BeamSearchParams
     from holdfast.cluster.offline.inference_engine import InferenceEngine
@@ -34,6 +35,7 @@ __all__ = [
     "CompletionOutput",
     "FinishReason",
     "HoldfastError",
+    "HoldingTransport",
     "InferenceEngine",
     "Priority",
     "RequestOutput",
@@ -52,6 +54,7 @@ _HOMES = {
     "CompletionOutput": "holdfast.cluster.offline.outputs",
     "FinishReason": "holdfast.worker.request",
     "HoldfastError": "holdfast.worker.errors",
+    "HoldingTransport": "holdfast.cluster.client.holding_transport",
     "InferenceEngine": "holdfast.cluster.offline.inference_engine",
     "Priority": "holdfast.worker.request",
     "RequestOutput": "holdfast.cluster.offline.outputs",

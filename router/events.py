@@ -46,6 +46,8 @@ class TextState(Protocol):
 class CaughtUp:
     """The result of pushing the tokens of a resumed request into a new text state (see `resume.py`)."""
 
+    sent_text: str = ""
+    """Text that the client has of the output; empty if it has the sequence's end."""
     unsent_text: str = ""
     """Final text that the client does not have yet."""
     fingerprint: str = ""

@@ -51,11 +51,14 @@ class SampledAnswer:
         model: str,
         params: SamplingParams,
         prompt_token_ids: tuple[int, ...] = (),
+        received: tuple[Deliver, ...] = (),
     ) -> None:
         self.request_id = call.request_id
         self.model = model
         self.prompt_token_ids = prompt_token_ids
         """The tokens of the prompt that truncation has left."""
+        self.received = received
+        """What the client of a resumed request has already, one delivery for each sequence."""
         self._call = call
         self._has_output = has_output
         self._params = params

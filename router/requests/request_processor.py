@@ -22,7 +22,7 @@ from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.beam_search import BeamSearch
 from holdfast.router.requests.open_answers import OpenAnswers
 from holdfast.router.requests.output_signal import OutputSignal
-from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence
+from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence, received_delivery
 from holdfast.router.text.prompt import check_length, kept_tokens
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
@@ -90,7 +90,19 @@ class RequestProcessor:
             client_attempt=admitted.attempt,
             echo=admitted.echo,
         )
-        answer = SampledAnswer(call, has_output, model, engine_request.sampling_params, engine_request.prompt_token_ids)
+        resume = request.resume or Resume()
+        received = (
+            received_delivery(one, index, resume, admitted.echo)
+            for index, one in enumerate(sequences[: len(resume.sequences)])
+        )
+        answer = SampledAnswer(
+            call,
+            has_output,
+            model,
+            engine_request.sampling_params,
+            engine_request.prompt_token_ids,
+            tuple(one for one in received if one is not None),
+        )
         with closing(call), self._open_answers.holding(answer):
             yield answer
 

@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, TypeAlias
@@ -24,26 +24,20 @@ from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from holdfast.router.doors.http.chat_completions import chat_events, flat_message, whole_chat
+from holdfast.router.doors.http.chat_completions import ChatChunks, flat_message, whole_chat
 from holdfast.router.doors.http.chat_plan import plan_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
 from holdfast.router.doors.http.errors import http_error
 from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, EventStream, Shape
-from holdfast.router.doors.http.messages import (
-    CountBody,
-    MessagesBody,
-    message_events,
-    messages_chat,
-    messages_request,
-    whole_message,
-)
-from holdfast.router.doors.http.responses import (
-    ResponsesBody,
-    response_events,
-    responses_request,
-    whole_response,
-)
+from holdfast.router.doors.http.messages import MessageEvents, whole_message
+from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
+from holdfast.router.doors.http.messages_body import chat_body as messages_chat
+from holdfast.router.doors.http.responses import ResponseEvents, whole_response
+from holdfast.router.doors.http.responses_body import ResponsesBody
+from holdfast.router.doors.http.responses_body import chat_body as responses_chat
+from holdfast.router.doors.http.submission import Encoder, Submission, answer_events, catch_up, numbered_events
 from holdfast.router.events import ModelStatus
+from holdfast.router.held_stream import HOLD
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
@@ -104,69 +98,114 @@ class HttpDoor:
     # --- generation ---
 
     async def chat_completions(self, request: Request) -> ASGIApp:
-        body = ChatBody.read(await self._content(request))
+        submission, content = await self._submission(request)
+        body = ChatBody.read(content)
         plan = await plan_chat(body, self._requests, _tenant(request))
-        generation = plan.request
+        generation = submission.of(plan.request, choices=plan.request.sampling_params.n)
+        created = submission.identity.created
         if not body.streams:
             answer: SampledAnswer | BeamAnswer
             async with AsyncExitStack() as stack:
                 (answer,) = await self._open(stack, [generation])
                 completed = await _unless_gone(request, answer.whole())
-            return _json(whole_chat(body, completed, self._text_of(completed.model), plan.new_reader))
+            return _json(whole_chat(body, completed, created, self._text_of(completed.model), plan.new_reader))
         generation.check_streamable()
-        return EventStream(
-            self._stream(
-                generation, lambda answer: chat_events(body, answer, self._text_of(answer.model), plan.new_reader)
-            ),
-            _headers(request),
+        return self._streamed(
+            request,
+            submission,
+            generation,
+            lambda answer: ChatChunks(body, answer, created, self._text_of(answer.model), plan.new_reader),
         )
 
     async def completions(self, request: Request) -> ASGIApp:
-        body = CompletionBody.read(await self._content(request))
-        generations = completion_requests(body, _tenant(request))
+        submission, content = await self._submission(request)
+        body = CompletionBody.read(content)
+        bare = completion_requests(body, _tenant(request))
+        choices = bare[0].sampling_params.n
+        generations = [
+            submission.of(one, number=number, num_prompts=len(bare), choices=choices) for number, one in enumerate(bare)
+        ]
         if not body.streams:
             async with AsyncExitStack() as stack:
                 answers = await self._open(stack, generations)
-                response = Completions(body, answers, self._text_of(answers[0].model))
+                text_of = self._text_of(answers[0].model)
+                response = Completions(body, answers, submission.identity.created, text_of)
                 return _json(await _unless_gone(request, response.whole()))
         generations[0].check_streamable()
-        return EventStream(self._completion_stream(body, generations), _headers(request))
+        events = self._completion_stream(body, generations, submission)
+        headers = _headers(request) | submission.headers
+        return EventStream(events, headers, is_held=submission.is_held)
 
     async def _completion_stream(
-        self, body: CompletionBody, generations: Sequence[GenerationRequest]
+        self, body: CompletionBody, generations: Sequence[GenerationRequest], submission: Submission
     ) -> AsyncGenerator[bytes, None]:
         async with AsyncExitStack() as stack:
             answers = await self._open(stack, generations)
-            async for event in Completions(body, answers, self._text_of(answers[0].model)).events():
+            encoder = Completions(body, answers, submission.identity.created, self._text_of(answers[0].model))
+            catch_up(encoder, encoder.received(), submission)
+            async for event in numbered_events(encoder.numbered(), len(answers), encoder, submission):
                 yield event
 
     async def responses(self, request: Request) -> ASGIApp:
-        body = ResponsesBody.read(await self._content(request))
-        generation = responses_request(body, _tenant(request))
+        submission, content = await self._submission(request)
+        body = ResponsesBody.read(content)
+        plan = await plan_chat(responses_chat(body), self._requests, _tenant(request))
+        generation, created = submission.of(plan.request), submission.identity.created
         if not body.stream:
             async with self._requests.open(generation) as answer:
-                return _json(whole_response(body, await _unless_gone(request, answer.whole())))
-        return EventStream(self._stream(generation, partial(response_events, body)), _headers(request))
+                completed = await _unless_gone(request, answer.whole())
+            return _json(whole_response(body, completed, created, plan.new_reader()))
+        return self._streamed(
+            request, submission, generation, lambda answer: ResponseEvents(body, answer, created, plan.new_reader())
+        )
 
     async def messages(self, request: Request) -> ASGIApp:
-        body = MessagesBody.read(await self._content(request))
-        generation = messages_request(body, _tenant(request))
+        submission, content = await self._submission(request)
+        body = MessagesBody.read(content)
+        plan = await plan_chat(messages_chat(body), self._requests, _tenant(request))
+        generation = submission.of(plan.request)
         if not body.stream:
             async with self._requests.open(generation) as answer:
-                return _json(whole_message(await _unless_gone(request, answer.whole())))
-        return EventStream(self._stream(generation, message_events), _headers(request), ANTHROPIC)
+                return _json(whole_message(await _unless_gone(request, answer.whole()), plan.new_reader()))
+        return self._streamed(
+            request, submission, generation, lambda answer: MessageEvents(answer, plan.new_reader()), ANTHROPIC
+        )
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         body = CountBody.read(await self._content(request))
-        token_ids = await self._requests.tokenize_chat(body.model or "", messages_chat(body))
+        plan = await plan_chat(messages_chat(body), self._requests, _tenant(request))
+        assert plan.request.chat is not None, "a chat's request has one"
+        token_ids = await self._requests.tokenize_chat(body.model or "", plan.request.chat)
         return _json({"input_tokens": len(token_ids)})
 
+    async def _submission(self, request: Request) -> tuple[Submission, bytes]:
+        """Which request it is, and its body's own bytes."""
+        return Submission.read(request.headers, await self._content(request))
+
+    def _streamed(
+        self,
+        request: Request,
+        submission: Submission,
+        generation: GenerationRequest,
+        encoder_of: Callable[[SampledAnswer], Encoder],
+        shape: Shape = OPENAI,
+    ) -> EventStream:
+        events = self._stream(generation, encoder_of, submission)
+        headers = _headers(request) | submission.headers
+        return EventStream(events, headers, shape, is_held=submission.is_held)
+
     async def _stream(
-        self, generation: GenerationRequest, events_of: Callable[[SampledAnswer], AsyncGenerator[bytes, None]]
+        self,
+        generation: GenerationRequest,
+        encoder_of: Callable[[SampledAnswer], Encoder],
+        submission: Submission,
     ) -> AsyncGenerator[bytes, None]:
         """The events of one request, which is open as long as they are read."""
-        async with self._requests.open(generation) as answer:
-            async for event in events_of(answer):
+        async with (
+            self._requests.open(generation) as answer,
+            aclosing(answer_events(answer, encoder_of(answer), submission)) as events,
+        ):
+            async for event in events:
                 yield event
 
     async def _open(
@@ -271,7 +310,8 @@ def _headers(request: Request) -> dict[str, str]:
     """Headers of every response: the caller's own name of its request comes back."""
     given = request.headers.get(REQUEST_ID, "")
     fine = given and len(given) <= _LONGEST_HEADER and given.isascii() and given.isprintable()
-    return {REQUEST_ID: given} if fine else {}
+    own = {HOLD: "-"} if HOLD in request.headers else {}
+    return {REQUEST_ID: given, **own} if fine else own
 
 
 def _tenant(request: Request) -> str:
