@@ -10,6 +10,7 @@ between client and router (`held_call.py`), sockets and the packages themselves 
 import random
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -195,11 +196,12 @@ class _Held:
             lost: Exception | None = None
             self._listen()
             try:
-                async for data in self._io.chunks(self._response):
-                    if events := call.push(data):
-                        yield events
-                    if call.failed is not None:
-                        break
+                async with aclosing(self._io.chunks(self._response)) as chunks:
+                    async for data in chunks:
+                        if events := call.push(data):
+                            yield events
+                        if call.failed is not None:
+                            break
             except self._io.lost_stream as error:
                 lost = error
             await self._close()

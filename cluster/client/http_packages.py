@@ -58,15 +58,13 @@ class Io(ABC):
     async def read(self, response: Any) -> None: ...
 
     @abstractmethod
-    def chunks(self, response: Any) -> AsyncIterator[bytes]: ...
+    def chunks(self, response: Any) -> AsyncGenerator[bytes, None]: ...
 
     @abstractmethod
     async def close_response(self, response: Any) -> None: ...
 
     @abstractmethod
-    def streamed(
-        self, response: Any, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]
-    ) -> Any:
+    def streamed(self, response: Any, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> Any:
         """A response whose body is these events."""
 
     @abstractmethod
@@ -95,16 +93,14 @@ class BlockingIo(Io):
         finally:
             response.close()
 
-    async def chunks(self, response: Any) -> AsyncIterator[bytes]:
+    async def chunks(self, response: Any) -> AsyncGenerator[bytes, None]:
         for data in response.stream:
             yield data
 
     async def close_response(self, response: Any) -> None:
         response.close()
 
-    def streamed(
-        self, response: Any, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]
-    ) -> Any:
+    def streamed(self, response: Any, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> Any:
         return self._with_body(response, _stream_class(self.package, "SyncByteStream", _BlockingStream)(events, close))
 
     async def sleep(self, seconds: float) -> None:
@@ -128,16 +124,14 @@ class AsyncIo(Io):
         finally:
             await response.aclose()
 
-    async def chunks(self, response: Any) -> AsyncIterator[bytes]:
+    async def chunks(self, response: Any) -> AsyncGenerator[bytes, None]:
         async for data in response.stream:
             yield data
 
     async def close_response(self, response: Any) -> None:
         await response.aclose()
 
-    def streamed(
-        self, response: Any, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]
-    ) -> Any:
+    def streamed(self, response: Any, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]]) -> Any:
         return self._with_body(response, _stream_class(self.package, "AsyncByteStream", _AsyncStream)(events, close))
 
     async def sleep(self, seconds: float) -> None:
