@@ -157,7 +157,7 @@ class _BlockingStream(_Stream):
     def __iter__(self) -> Iterator[bytes]:
         while True:
             try:
-                yield at_once(self._events.__anext__())  # type: ignore[arg-type]  # it is awaited as a coroutine is
+                yield at_once(self._events.__anext__())
             except StopAsyncIteration:
                 return
 

@@ -114,7 +114,7 @@ class EventStream:
                 event += failed_line(may_retry=answer.may_retry, retry_after_s=error.retry_after_s)
             await send({"type": "http.response.body", "body": event, "more_body": False})
             return
-        own = {name: self._headers[name] for name in ("x-request-id", HOLD) if name in self._headers}
+        own: dict[str, str] = {name: self._headers[name] for name in ("x-request-id", HOLD) if name in self._headers}
         await self._begin(send, answer.status, {"content-type": "application/json", **answer.headers, **own})
         await send({"type": "http.response.body", "body": self._shape.body(answer), "more_body": False})
 

@@ -83,7 +83,7 @@ class ResponseEvents:
             events = self._event("response.function_call_arguments.done", done)
         else:
             said = {**at, "content_index": 0, "text": block.text}
-            logprobs = {"logprobs": []} if block.kind == "text" else {}
+            logprobs: dict[str, list[Any]] = {"logprobs": []} if block.kind == "text" else {}
             events = self._event(f"{_PARTS[block.kind]}.done", {**said, **logprobs})
             part = {**at, "content_index": 0, "part": _part(block.kind, block.text)}
             events += self._event("response.content_part.done", part)
