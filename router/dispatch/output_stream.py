@@ -26,11 +26,15 @@ class OutputStream:
         """False: `on_output` is called at the end only."""
         self._on_output = on_output
         self._pending: list[Deliver] = []
+        self.watch: Callable[[Deliver], None] | None = None
+        """Is told of every delivery as it comes."""
         self.error: HoldfastError | None = None
         """What has ended it, and is raised after all earlier output."""
 
     def push(self, delivery: Deliver) -> None:
         self._pending.append(delivery)
+        if self.watch is not None:
+            self.watch(delivery)
         if self.notifies_each_step or delivery.finish_reason is not None:
             self._on_output()
         elif len(self._pending) >= MERGED_AT:

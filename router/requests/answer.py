@@ -79,6 +79,11 @@ class SampledAnswer:
                 has_output.is_set = call.has_more
                 return delivery
 
+    @property
+    def is_over(self) -> bool:
+        """It has been read to its end."""
+        return self._call.is_over
+
     def abort(self) -> bool:
         """As `Call.abort`."""
         return self._call.abort()

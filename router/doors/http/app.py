@@ -32,6 +32,7 @@ from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, EventStre
 from holdfast.router.doors.http.messages import MessageEvents, whole_message
 from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
 from holdfast.router.doors.http.messages_body import chat_body as messages_chat
+from holdfast.router.doors.http.metrics import Metrics
 from holdfast.router.doors.http.responses import ResponseEvents, whole_response
 from holdfast.router.doors.http.responses_body import ResponsesBody
 from holdfast.router.doors.http.responses_body import chat_body as responses_chat
@@ -61,6 +62,7 @@ class HttpDoor:
         self._dispatch_host = dispatch_host
         self._limits = limits
         self._is_stopping = False
+        self._metrics = Metrics(request_processor.stats, dispatch_host)
 
     def stop(self) -> None:
         """From here on `/health` and `/ready` say no."""
@@ -81,6 +83,7 @@ class HttpDoor:
             ("GET", "/ready", self.health),
             ("GET", "/version", self.version),
             ("GET", "/load", self.load),
+            ("GET", "/metrics", self.metrics),
         ]
         of_anthropic = [
             ("POST", "/v1/messages", self.messages),
@@ -88,7 +91,7 @@ class HttpDoor:
         ]
         return Starlette(
             routes=[
-                Route(path, answering(endpoint, shape), methods=[method])
+                Route(path, self._counting(path, answering(endpoint, shape)), methods=[method])
                 for shape, some in ((OPENAI, routes), (ANTHROPIC, of_anthropic))
                 for method, path, endpoint in some
             ],
@@ -274,6 +277,26 @@ class HttpDoor:
             for replica in host.loads()
         ]
         return _json({"server_load": host.num_open, "num_queued": host.num_queued, "replicas": replicas})
+
+    async def metrics(self, request: Request) -> ASGIApp:
+        text, media_type = self._metrics.text()
+        return Response(text, headers={"content-type": media_type})
+
+    def _counting(self, path: str, call: Endpoint) -> Endpoint:
+        """An endpoint whose responses are counted by their status."""
+
+        async def counted(request: Request) -> ASGIApp:
+            response = await call(request)
+            if isinstance(response, EventStream):
+                response.on_status = lambda status: self._count(path, status)
+            elif isinstance(response, Response):
+                self._count(path, response.status_code)
+            return response
+
+        return counted
+
+    def _count(self, path: str, status: int) -> None:
+        self._metrics.responses[path, status] += 1
 
     async def _content(self, request: Request) -> bytes:
         """The bytes of a request's body, as many as are allowed."""

@@ -57,6 +57,8 @@ class EventStream:
             "x-accel-buffering": "no",
             **headers,
         }
+        self.on_status: Callable[[int], None] = lambda status: None
+        """Is told the status when it is known."""
         self._has_begun = False
         self._num_written = 0
 
@@ -102,6 +104,7 @@ class EventStream:
 
     async def _begin(self, send: Send, status: int, headers: Mapping[str, str]) -> None:
         self._has_begun = True
+        self.on_status(status)
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": pairs})
 
