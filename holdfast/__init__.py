@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from holdfast.cluster.client.async_client import AsyncClient
     from holdfast.cluster.client.blocking_client import Client
+    from holdfast.cluster.client.holding_transport import HoldingTransport
     from holdfast.cluster.client.service_config import SERVICE_CONFIG
     from holdfast.cluster.offline.beams import BeamSearchParams
     from holdfast.cluster.offline.inference_engine import InferenceEngine
@@ -38,6 +39,7 @@ __all__ = [
     "FinishReason",
     "GuidedDecodingParams",
     "HoldfastError",
+    "HoldingTransport",
     "InferenceEngine",
     "Priority",
     "RequestMetrics",
@@ -63,6 +65,7 @@ _HOMES = {
     "CompletionOutput": "holdfast.cluster.offline.outputs",
     "FinishReason": "holdfast.worker.request",
     "HoldfastError": "holdfast.worker.errors",
+    "HoldingTransport": "holdfast.cluster.client.holding_transport",
     "InferenceEngine": "holdfast.cluster.offline.inference_engine",
     "Priority": "holdfast.worker.request",
     "RequestMetrics": "holdfast.cluster.offline.outputs",

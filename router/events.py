@@ -51,7 +51,7 @@ class CaughtUp:
     """The result of pushing the tokens of a resumed request into a new text state (see `resume.py`)."""
 
     sent_text: str = ""
-    """Text that the client has, without an echo."""
+    """Text that the client has of the output, without an echo; empty if it has the sequence's end."""
     unsent_text: str = ""
     """Final text that the client does not have yet."""
     fingerprint: str = ""

@@ -88,12 +88,11 @@ def catch_up(text: TextState, resume: Resume, index: int, echo_length: int = 0) 
         limit = f"must be in [{least}, {most}]: so much text is certain after {piece.num_tokens} tokens"
         raise InvalidRequestError(f"{name}.text_length", progress.text_length, limit)
     num_sent = progress.text_length - least
-    finish_reason = FinishReason.STOP if piece.stopped else None
     return CaughtUp(
         sent_text=piece.text[:num_sent],
         unsent_text=piece.text[num_sent:],
         fingerprint=resume.fingerprint,
-        finish_reason=finish_reason,
+        finish_reason=FinishReason.STOP if piece.stopped else None,
     )
 
 
@@ -105,6 +104,22 @@ def check_ends(field: str, token_ids: Sequence[int], request: EngineRequest, eos
     for index, token_id in enumerate(token_ids[:-1]):
         if token_id in ends:
             raise InvalidRequestError(field, token_id, f"must have nothing after token {index}, which ends the output")
+
+
+def received_delivery(sequence: NewSequence, index: int, resume: Resume, echo: str = "") -> Deliver | None:
+    """All that the client has of a sequence, as one delivery; None if it has nothing of it."""
+    progress = resume.progress(index)
+    if not progress.token_ids and progress.finish_reason is None:
+        return None
+    return Deliver(
+        request_id=sequence.request.request_id,
+        first_token_index=0,
+        token_ids=progress.token_ids,
+        text=echo + sequence.caught_up.sent_text,
+        finish_reason=progress.finish_reason,
+        sequence_index=index,
+        fingerprint=resume.fingerprint,
+    )
 
 
 def final_delivery(request: EngineRequest, caught_up: CaughtUp) -> Deliver:

@@ -108,10 +108,12 @@ def open_call(
     on_output: Callable[[], None],
     client_attempt: int = 0,
     echo: str = "",
+    watch: Callable[[Deliver], None] | None = None,
 ) -> Call:
     """Opens all sequences of a request, or none. Raises what `DispatchHost.open` raises.
 
-    `on_output` is passed to every output stream. `echo` comes before the text of each sequence.
+    `on_output` is passed to every output stream. `echo` comes before the text of each sequence. `watch` is
+    told of every delivery of all of them.
     """
     streams = []
     with ExitStack() as opened:
@@ -124,6 +126,7 @@ def open_call(
                     sequence, model=model, deadline=deadline, client_attempt=client_attempt, on_output=on_output
                 )
                 opened.callback(dispatch_host.close, stream)
+            stream.watch = watch
             streams.append(stream)
         return Call(request_id, streams, opened.pop_all().close, echo, dispatch_host.abort)
 

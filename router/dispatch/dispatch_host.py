@@ -66,6 +66,10 @@ class DispatchHost:
         self._on_models_changed = on_models_changed
         self._ports: dict[str, ReplicaPort] = {}
         self._streams: dict[str, OutputStream] = {}
+        self._sent: set[str] = set()
+        """Open requests that some replica has, or had."""
+        self.num_resent = 0
+        """How often a request was sent to a replica once more: it had lost its replica, or was not taken there."""
         self._timer: Alarm | None = None
         self._timer_due = math.inf
         """When the timer fires; infinity without one."""
@@ -219,6 +223,7 @@ class DispatchHost:
     def _carry_out(self, action: SendSubmit | SendAbort | Fail) -> None:
         match action:
             case SendSubmit():
+                self._note_sent(action.request.request_id)
                 self._ports[action.replica_id].submit(action)
             case SendAbort():
                 self._ports[action.replica_id].abort(action)
@@ -235,8 +240,13 @@ class DispatchHost:
                 self._end_stream(request_id)
             self.perform(self._dispatch.cancel(request_id, self.now()))
 
+    def _note_sent(self, request_id: str) -> None:
+        self.num_resent += request_id in self._sent
+        self._sent.add(request_id)
+
     def _end_stream(self, request_id: str) -> None:
         del self._streams[request_id]
+        self._sent.discard(request_id)
         self._note_idle()
 
     def _note_idle(self) -> None:

@@ -28,11 +28,15 @@ class OutputStream:
         """Called at the first output before the end where `on_output` is not."""
         self._on_output = on_output
         self._pending: list[Deliver] = []
+        self.watch: Callable[[Deliver], None] | None = None
+        """Is told of every delivery as it comes."""
         self.error: HoldfastError | None = None
         """What has ended it, and is raised after all earlier output."""
 
     def push(self, delivery: Deliver) -> None:
         self._pending.append(delivery)
+        if self.watch is not None:
+            self.watch(delivery)
         if self.notifies_each_step or delivery.finish_reason is not None:
             self._on_output()
         elif len(self._pending) == 1:  # nobody has polled, nor will before the end

@@ -52,6 +52,7 @@ class SampledAnswer:
         params: SamplingParams,
         prompt_token_ids: tuple[int, ...] = (),
         sent_texts: Sequence[str] = (),
+        received: tuple[Deliver, ...] = (),
     ) -> None:
         self.request_id = call.request_id
         self.model = model
@@ -59,6 +60,8 @@ class SampledAnswer:
         """The tokens of the prompt that truncation has left."""
         self.sent_texts = sent_texts
         """Of a resumed request: the text of each completion that its client has."""
+        self.received = received
+        """What the client of a resumed request has already, one delivery for each sequence."""
         self._call = call
         self.has_output = has_output
         self._params = params

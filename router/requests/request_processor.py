@@ -6,7 +6,7 @@ wire formats (`router/wire/`), decisions about replicas (`router/dispatch/`).
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 
@@ -22,7 +22,8 @@ from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.beam_search import BeamSearch
 from holdfast.router.requests.open_answers import OpenAnswers
 from holdfast.router.requests.output_signal import OutputSignal
-from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence
+from holdfast.router.requests.request_stats import RequestStats, RequestWatch, watching
+from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence, received_delivery
 from holdfast.router.text.prompt import check_length, kept_tokens
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ from holdfast.router.text.vocabulary import check_vocabulary, resolved
 from holdfast.router.tools.chat_style import ChatStyle
 from holdfast.worker.errors import InvalidRequestError, ReplicaError, UnknownModelError
 from holdfast.worker.request import EngineRequest
+from holdfast.worker.structured_outputs import StructuredOutputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ class RequestProcessor:
         self._is_closed = False
         self._chat_styles: dict[str, tuple[Tokenizer, ChatStyle]] = {}
         self._open_answers = OpenAnswers()
+        self.stats = RequestStats()
 
     @property
     def is_closed(self) -> bool:
@@ -73,7 +76,17 @@ class RequestProcessor:
 
         `time_remaining_s` is the time until the call's own deadline; the earliest limit holds. Raises `HoldfastError`.
         """
-        admitted = await self._admit(request, time_remaining_s)
+        admitted = await self._counted(self._admit(request, time_remaining_s))
+        watch = self._watch(admitted)
+        with watching(watch) as is_over:
+            async with self._opened(request, admitted, watch) as answer:
+                yield answer
+            is_over.append(answer.is_over)
+
+    @asynccontextmanager
+    async def _opened(
+        self, request: GenerationRequest, admitted: "_Admitted", watch: RequestWatch
+    ) -> AsyncIterator[SampledAnswer]:
         engine_request, model = admitted.engine_request, admitted.model.name
         sequences = [
             await self._new_sequence(one, index, request.resume, admitted)
@@ -90,10 +103,21 @@ class RequestProcessor:
             on_output=has_output.set,
             client_attempt=admitted.attempt,
             echo=admitted.echo,
+            watch=watch.note,
         )
-        sent_texts = [sequence.caught_up.sent_text for sequence in sequences]
+        resume = request.resume or Resume()
+        received = (
+            received_delivery(one, index, resume, admitted.echo)
+            for index, one in enumerate(sequences[: len(resume.sequences)])
+        )
         answer = SampledAnswer(
-            call, has_output, model, engine_request.sampling_params, engine_request.prompt_token_ids, sent_texts
+            call,
+            has_output,
+            model,
+            engine_request.sampling_params,
+            engine_request.prompt_token_ids,
+            sent_texts=[sequence.caught_up.sent_text for sequence in sequences],
+            received=tuple(one for one in received if one is not None),
         )
         with closing(call), self._open_answers.holding(answer):
             yield answer
@@ -103,7 +127,7 @@ class RequestProcessor:
         self, request: GenerationRequest, time_remaining_s: float | None = None
     ) -> AsyncIterator[BeamAnswer]:
         """As `open`, for a request with a `beam_width`. The search begins with `whole`."""
-        admitted = await self._admit(request, time_remaining_s)
+        admitted = await self._counted(self._admit(request, time_remaining_s))
         engine_request, model = admitted.engine_request, admitted.model
         search = BeamSearch.of(
             engine_request.sampling_params,
@@ -121,8 +145,19 @@ class RequestProcessor:
             echo=admitted.echo,
             client_attempt=admitted.attempt,
         )
-        with self._open_answers.holding(answer):
+        with watching(self._watch(admitted)), self._open_answers.holding(answer):
             yield answer
+
+    async def _counted(self, admitting: Awaitable["_Admitted"]) -> "_Admitted":
+        try:
+            return await admitting
+        except BaseException as error:
+            self.stats.refused(error)
+            raise
+
+    def _watch(self, admitted: "_Admitted") -> RequestWatch:
+        num_prompt_tokens, now = len(admitted.engine_request.prompt_token_ids), self._dispatch_host.now
+        return RequestWatch(self.stats.of(admitted.model.name), num_prompt_tokens, now, now())
 
     def abort(self, request_id: str) -> bool:
         """Ends a request, whoever has sent it, after the output that it has. Returns whether it was open."""
@@ -146,6 +181,14 @@ class RequestProcessor:
         """The text of a chat's prompt. Raises `HoldfastError`."""
         chat.check(self._limits)
         return await self._tokenizers.render(self.model(model).name, chat)
+
+    async def check_structure(self, model: str, structure: StructuredOutputs) -> None:
+        """Raises `InvalidRequestError` for a shape that cannot be enforced."""
+        structure_chars, limit = structure.num_chars, self._limits.max_grammar_length
+        if structure_chars > limit:
+            told = f"must have at most {limit} characters (limits.max_grammar_length), not {structure_chars}"
+            raise InvalidRequestError("structured_outputs", structure.text[:100], told)
+        await self._tokenizers.grammar(self.model(model).name, structure)
 
     def chat_style(self, model: str) -> ChatStyle:
         """In which formats a model that is served here writes calls and reasoning. Raises `HoldfastError`."""

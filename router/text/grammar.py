@@ -6,7 +6,7 @@ llguidance's format. What may not live here: token masks (`worker/sampling/gramm
 
 import json
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
@@ -22,20 +22,25 @@ if TYPE_CHECKING:
 _JSON_OPTIONS: Final["JsonCompileOptions"] = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 """Flexible whitespace lets a model emit blanks without end; `lenient` would silently drop what cannot be enforced."""
 
+KEPT: Final = 64
+"""Grammars that are kept: most of a model's requests ask for one of a few shapes."""
+
 
 class GrammarCompiler:
     """Compiles grammars for one model. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._path = tokenizer.json_path
+        self._compiled = lru_cache(maxsize=KEPT)(self._compile)
 
     def compile(self, structure: StructuredOutputs | None) -> str:
         """The grammar of `structure`; empty for None. The first one of a model, or a very large one, may take a second.
 
         Raises `InvalidRequestError`, naming the field, if the structure cannot be enforced, for this model or at all.
         """
-        if structure is None:
-            return ""
+        return "" if structure is None else self._compiled(structure)
+
+    def _compile(self, structure: StructuredOutputs) -> str:
         field = f"{FIELD}.{structure.kind}"
         try:
             grammar = _grammar(structure)

@@ -196,4 +196,4 @@ def _thoughts(rules: LarkRules, reasoning: str | None, starts_inside: bool) -> s
 
 def _as_wanted(tool: Tool) -> Tool:
     """A tool that is not strict takes any arguments."""
-    return tool if tool.is_strict else Tool(name=tool.name)
+    return tool if tool.is_strict else Tool(name=tool.name, field=tool.field)

@@ -3,10 +3,11 @@
 What may not live here: parsers, grammars, and how a template writes tools into a prompt.
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from holdfast.worker.errors import InvalidRequestError
@@ -23,10 +24,12 @@ class Tool:
 
     name: str
     description: str = ""
-    parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """JSON schema of the arguments, an object; empty: any."""
     is_strict: bool = False
     """Whether calls must match the schema, rather than may."""
+    field: str = dataclasses.field(default="tools", compare=False)
+    """Where it stands in its request."""
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates read it."""
@@ -69,7 +72,7 @@ def checked_tool(
     if is_strict is not None and not is_flag(is_strict):
         raise InvalidRequestError(f"{field}.strict", is_strict, "must be true or false")
     schema = _checked_schema(f"{field}.parameters", {} if parameters is None else parameters)
-    return Tool(name=name, description=description or "", parameters=schema, is_strict=bool(is_strict))
+    return Tool(name=name, description=description or "", parameters=schema, is_strict=bool(is_strict), field=field)
 
 
 def checked_tool_choice(value: object, tools: Sequence[Tool], field: str = "tool_choice") -> ToolChoice:

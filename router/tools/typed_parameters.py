@@ -103,4 +103,4 @@ def _can_be_text(value: object) -> bool:
 
 
 def _field(tool: Tool) -> str:
-    return f"tools.{tool.name}.parameters"
+    return f"{tool.field}.parameters"

@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, TypeAlias
@@ -24,26 +24,21 @@ from holdfast.router.chat import Chat, flat_message
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from holdfast.router.doors.http.chat_completions import chat_events, whole_chat
+from holdfast.router.doors.http.chat_completions import ChatChunks, whole_chat
 from holdfast.router.doors.http.chat_plan import plan_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
 from holdfast.router.doors.http.errors import http_error
 from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, EventStream, Shape
-from holdfast.router.doors.http.messages import (
-    CountBody,
-    MessagesBody,
-    message_events,
-    messages_chat,
-    messages_request,
-    whole_message,
-)
-from holdfast.router.doors.http.responses import (
-    ResponsesBody,
-    response_events,
-    responses_request,
-    whole_response,
-)
+from holdfast.router.doors.http.messages import MessageEvents, whole_message
+from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
+from holdfast.router.doors.http.messages_body import chat_body as messages_chat
+from holdfast.router.doors.http.metrics import Metrics
+from holdfast.router.doors.http.responses import ResponseEvents, whole_response
+from holdfast.router.doors.http.responses_body import ResponsesBody
+from holdfast.router.doors.http.responses_body import chat_body as responses_chat
+from holdfast.router.doors.http.submission import Encoder, Submission, answer_events, catch_up, numbered_events
 from holdfast.router.events import ModelStatus
+from holdfast.router.held_stream import HOLD
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
@@ -67,6 +62,7 @@ class HttpDoor:
         self._dispatch_host = dispatch_host
         self._limits = limits
         self._is_stopping = False
+        self._metrics = Metrics(request_processor.stats, dispatch_host)
 
     def stop(self) -> None:
         """From here on `/health` and `/ready` say no."""
@@ -87,6 +83,7 @@ class HttpDoor:
             ("GET", "/ready", self.health),
             ("GET", "/version", self.version),
             ("GET", "/load", self.load),
+            ("GET", "/metrics", self.metrics),
         ]
         of_anthropic = [
             ("POST", "/v1/messages", self.messages),
@@ -94,7 +91,7 @@ class HttpDoor:
         ]
         return Starlette(
             routes=[
-                Route(path, answering(endpoint, shape), methods=[method])
+                Route(path, self._counting(path, answering(endpoint, shape)), methods=[method])
                 for shape, some in ((OPENAI, routes), (ANTHROPIC, of_anthropic))
                 for method, path, endpoint in some
             ],
@@ -104,69 +101,114 @@ class HttpDoor:
     # --- generation ---
 
     async def chat_completions(self, request: Request) -> ASGIApp:
-        body = ChatBody.read(await self._content(request))
+        submission, content = await self._submission(request)
+        body = ChatBody.read(content)
         plan = await plan_chat(body, self._requests, _tenant(request))
-        generation = plan.request
+        generation = submission.of(plan.request, choices=plan.request.sampling_params.n)
+        created = submission.identity.created
         if not body.streams:
             answer: SampledAnswer | BeamAnswer
             async with AsyncExitStack() as stack:
                 (answer,) = await self._open(stack, [generation])
                 completed = await _unless_gone(request, answer.whole())
-            return _json(whole_chat(body, completed, self._text_of(completed.model), plan.new_reader))
+            return _json(whole_chat(body, completed, created, self._text_of(completed.model), plan.new_reader))
         generation.check_streamable()
-        return EventStream(
-            self._stream(
-                generation, lambda answer: chat_events(body, answer, self._text_of(answer.model), plan.new_reader)
-            ),
-            _headers(request),
+        return self._streamed(
+            request,
+            submission,
+            generation,
+            lambda answer: ChatChunks(body, answer, created, self._text_of(answer.model), plan.new_reader),
         )
 
     async def completions(self, request: Request) -> ASGIApp:
-        body = CompletionBody.read(await self._content(request))
-        generations = completion_requests(body, _tenant(request))
+        submission, content = await self._submission(request)
+        body = CompletionBody.read(content)
+        bare = completion_requests(body, _tenant(request))
+        choices = bare[0].sampling_params.n
+        generations = [
+            submission.of(one, number=number, num_prompts=len(bare), choices=choices) for number, one in enumerate(bare)
+        ]
         if not body.streams:
             async with AsyncExitStack() as stack:
                 answers = await self._open(stack, generations)
-                response = Completions(body, answers, self._text_of(answers[0].model))
+                text_of = self._text_of(answers[0].model)
+                response = Completions(body, answers, submission.identity.created, text_of)
                 return _json(await _unless_gone(request, response.whole()))
         generations[0].check_streamable()
-        return EventStream(self._completion_stream(body, generations), _headers(request))
+        events = self._completion_stream(body, generations, submission)
+        headers = _headers(request) | submission.headers
+        return EventStream(events, headers, is_held=submission.is_held)
 
     async def _completion_stream(
-        self, body: CompletionBody, generations: Sequence[GenerationRequest]
+        self, body: CompletionBody, generations: Sequence[GenerationRequest], submission: Submission
     ) -> AsyncGenerator[bytes, None]:
         async with AsyncExitStack() as stack:
             answers = await self._open(stack, generations)
-            async for event in Completions(body, answers, self._text_of(answers[0].model)).events():
+            encoder = Completions(body, answers, submission.identity.created, self._text_of(answers[0].model))
+            catch_up(encoder, encoder.received(), submission)
+            async for event in numbered_events(encoder.numbered(), len(answers), encoder, submission):
                 yield event
 
     async def responses(self, request: Request) -> ASGIApp:
-        body = ResponsesBody.read(await self._content(request))
-        generation = responses_request(body, _tenant(request))
+        submission, content = await self._submission(request)
+        body = ResponsesBody.read(content)
+        plan = await plan_chat(responses_chat(body), self._requests, _tenant(request))
+        generation, created = submission.of(plan.request), submission.identity.created
         if not body.stream:
             async with self._requests.open(generation) as answer:
-                return _json(whole_response(body, await _unless_gone(request, answer.whole())))
-        return EventStream(self._stream(generation, partial(response_events, body)), _headers(request))
+                completed = await _unless_gone(request, answer.whole())
+            return _json(whole_response(body, completed, created, plan.new_reader()))
+        return self._streamed(
+            request, submission, generation, lambda answer: ResponseEvents(body, answer, created, plan.new_reader())
+        )
 
     async def messages(self, request: Request) -> ASGIApp:
-        body = MessagesBody.read(await self._content(request))
-        generation = messages_request(body, _tenant(request))
+        submission, content = await self._submission(request)
+        body = MessagesBody.read(content)
+        plan = await plan_chat(messages_chat(body), self._requests, _tenant(request))
+        generation = submission.of(plan.request)
         if not body.stream:
             async with self._requests.open(generation) as answer:
-                return _json(whole_message(await _unless_gone(request, answer.whole())))
-        return EventStream(self._stream(generation, message_events), _headers(request), ANTHROPIC)
+                return _json(whole_message(await _unless_gone(request, answer.whole()), plan.new_reader()))
+        return self._streamed(
+            request, submission, generation, lambda answer: MessageEvents(answer, plan.new_reader()), ANTHROPIC
+        )
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         body = CountBody.read(await self._content(request))
-        token_ids = await self._requests.tokenize_chat(body.model or "", messages_chat(body))
+        plan = await plan_chat(messages_chat(body), self._requests, _tenant(request))
+        assert plan.request.chat is not None, "a chat's request has one"
+        token_ids = await self._requests.tokenize_chat(body.model or "", plan.request.chat)
         return _json({"input_tokens": len(token_ids)})
 
+    async def _submission(self, request: Request) -> tuple[Submission, bytes]:
+        """Which request it is, and its body's own bytes."""
+        return Submission.read(request.headers, await self._content(request))
+
+    def _streamed(
+        self,
+        request: Request,
+        submission: Submission,
+        generation: GenerationRequest,
+        encoder_of: Callable[[SampledAnswer], Encoder],
+        shape: Shape = OPENAI,
+    ) -> EventStream:
+        events = self._stream(generation, encoder_of, submission)
+        headers = _headers(request) | submission.headers
+        return EventStream(events, headers, shape, is_held=submission.is_held)
+
     async def _stream(
-        self, generation: GenerationRequest, events_of: Callable[[SampledAnswer], AsyncGenerator[bytes, None]]
+        self,
+        generation: GenerationRequest,
+        encoder_of: Callable[[SampledAnswer], Encoder],
+        submission: Submission,
     ) -> AsyncGenerator[bytes, None]:
         """The events of one request, which is open as long as they are read."""
-        async with self._requests.open(generation) as answer:
-            async for event in events_of(answer):
+        async with (
+            self._requests.open(generation) as answer,
+            aclosing(answer_events(answer, encoder_of(answer), submission)) as events,
+        ):
+            async for event in events:
                 yield event
 
     async def _open(
@@ -236,6 +278,26 @@ class HttpDoor:
         ]
         return _json({"server_load": host.num_open, "num_queued": host.num_queued, "replicas": replicas})
 
+    async def metrics(self, request: Request) -> ASGIApp:
+        text, media_type = self._metrics.text()
+        return Response(text, headers={"content-type": media_type})
+
+    def _counting(self, path: str, call: Endpoint) -> Endpoint:
+        """An endpoint whose responses are counted by their status."""
+
+        async def counted(request: Request) -> ASGIApp:
+            response = await call(request)
+            if isinstance(response, EventStream):
+                response.on_status = lambda status: self._count(path, status)
+            elif isinstance(response, Response):
+                self._count(path, response.status_code)
+            return response
+
+        return counted
+
+    def _count(self, path: str, status: int) -> None:
+        self._metrics.responses[path, status] += 1
+
     async def _content(self, request: Request) -> bytes:
         """The bytes of a request's body, as many as are allowed."""
         parts, size, most = [], 0, self._limits.max_message_bytes
@@ -271,7 +333,8 @@ def _headers(request: Request) -> dict[str, str]:
     """Headers of every response: the caller's own name of its request comes back."""
     given = request.headers.get(REQUEST_ID, "")
     fine = given and len(given) <= _LONGEST_HEADER and given.isascii() and given.isprintable()
-    return {REQUEST_ID: given} if fine else {}
+    own = {HOLD: "-"} if HOLD in request.headers else {}
+    return {REQUEST_ID: given, **own} if fine else own
 
 
 def _tenant(request: Request) -> str:

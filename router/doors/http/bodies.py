@@ -92,6 +92,16 @@ class Reads(BaseModel):
         body._check_extra()
         return body
 
+    @classmethod
+    def made(cls, fields: Mapping[str, Any]) -> Self:
+        """The body of fields that another body says. Raises `InvalidRequestError`, naming the field."""
+        try:
+            body = cls.model_validate(fields)
+        except ValidationError as error:
+            raise invalid_body(error) from None
+        body._check_extra()
+        return body
+
     def _check_extra(self) -> None:
         for name, value in (self.model_extra or {}).items():
             if name in self.neutral:

@@ -4,8 +4,7 @@ What may not live here: fields (`bodies.py`), parameters (`sampling.py`), the HT
 """
 
 import json
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from holdfast.router.chat import Chat, flat_message, with_arguments
@@ -21,6 +20,10 @@ from holdfast.router.tools.tools import Tool
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 DONE: Final = b"data: [DONE]\n\n"
+
+_JSON_TEXT: Final = json.JSONEncoder(ensure_ascii=False).encode
+_PLACE: Final = "\x00place of the text\x00"
+"""No model, id or fingerprint contains it."""
 
 NewReader: TypeAlias = Callable[[], ChatReader | None]
 """Makes what reads one choice's text; None where it is content as it stands."""
@@ -62,14 +65,14 @@ def chat_id(request_id: str) -> str:
 
 
 def whole_chat(
-    body: ChatBody, completed: CompletedRequest, text_of: TokenText, new_reader: NewReader
+    body: ChatBody, completed: CompletedRequest, created: int, text_of: TokenText, new_reader: NewReader
 ) -> dict[str, Any]:
     """The whole response."""
     first = completed.completions[0].output
     response: dict[str, Any] = {
         "id": chat_id(completed.request_id),
         "object": "chat.completion",
-        "created": int(time.time()),
+        "created": created,
         "model": completed.model,
         "choices": [_whole_choice(body, item.output, text_of, new_reader()) for item in completed.completions],
         "usage": usage_of(completed.usage),
@@ -96,53 +99,75 @@ def _whole_choice(body: ChatBody, output: Deliver, text_of: TokenText, reader: C
     return choice
 
 
-async def chat_events(
-    body: ChatBody, answer: SampledAnswer, text_of: TokenText, new_reader: NewReader
-) -> AsyncGenerator[bytes, None]:
-    """The events of a stream, the last of which says that it is done."""
-    chunks = _Chunks(body, answer, new_reader)
-    async for delivery in answer:
-        yield chunks.of(delivery, text_of)
-        if delivery.usage is not None and body.tells_usage:
-            yield chunks.usage(delivery.usage)
-    yield DONE
+class ChatChunks:
+    """Writes the chunks of one stream. What all of them have in common is made once."""
 
-
-class _Chunks:
-    """Chunks of one stream. What all of them have in common is made once."""
-
-    def __init__(self, body: ChatBody, answer: SampledAnswer, new_reader: NewReader) -> None:
+    def __init__(
+        self, body: ChatBody, answer: SampledAnswer, created: int, text_of: TokenText, new_reader: NewReader
+    ) -> None:
+        self.num_events = 0
         self._body = body
+        self._text_of = text_of
         self._new_reader = new_reader
         self._num_prompt_tokens = len(answer.prompt_token_ids)
         self._head = {
             "id": chat_id(answer.request_id),
             "object": "chat.completion.chunk",
-            "created": int(time.time()),
+            "created": created,
             "model": answer.model,
         }
         self._readers: dict[int, ChatReader | None] = {}
         """Of the choices that have begun."""
+        self._over: set[int] = set()
         self._fingerprint: str | None = None
         self._num_completion_tokens = 0
+        self._is_plain = not (body.tells_usage_always or body.return_token_ids)
+        self._plain: dict[int, tuple[bytes, bytes]] = {}
+        """By choice: what stands around the text of a chunk that says nothing else."""
 
-    def of(self, delivery: Deliver, text_of: TokenText) -> bytes:
+    def of(self, delivery: Deliver) -> bytes:
         """The events of one delivery; a choice's first begins with its role."""
+        index = delivery.sequence_index
+        is_plain = delivery.finish_reason is None and not delivery.logprobs
+        if is_plain and index in self._plain and delivery.fingerprint == self._fingerprint:
+            before, after = self._plain[index]
+            return before + _JSON_TEXT(delivery.text).encode(errors="replace") + after
+        events = b"" if index in self._over else self._choice(index, delivery)
+        if delivery.usage is not None and self._body.tells_usage:
+            events += event_of({**self._head, "choices": [], "usage": usage_of(delivery.usage)})
+        return events
+
+    def end(self) -> bytes:
+        return DONE
+
+    def _choice(self, index: int, delivery: Deliver) -> bytes:
         self._num_completion_tokens += len(delivery.token_ids)
         if delivery.fingerprint != self._fingerprint:
             self._fingerprint = delivery.fingerprint
             self._head["system_fingerprint"] = delivery.fingerprint or None
-        index, events = delivery.sequence_index, b""
+            self._plain.clear()
+        events = b""
         if index not in self._readers:
             self._readers[index] = self._new_reader()
             events = self._event(index, {"role": "assistant", "content": ""}, None, None)
         *earlier, last = self._deltas(delivery) or [{}]
         for delta in earlier:
             events += self._event(index, delta, None, None)
-        logprobs = chat_logprobs(delivery.logprobs, text_of)
+        logprobs = chat_logprobs(delivery.logprobs, self._text_of)
         finish_reason = finish_after_calls(delivery.finish_reason, self._readers[index])
         extra = {"token_ids": list(delivery.token_ids)} if self._body.return_token_ids else {}
-        return events + self._event(index, last, logprobs, finish_reason, extra)
+        events += self._event(index, last, logprobs, finish_reason, extra)
+        self._note(index, delivery)
+        return events
+
+    def _note(self, index: int, delivery: Deliver) -> None:
+        """What is known of the choice's chunks from here on."""
+        if delivery.finish_reason is not None:
+            self._over.add(index)
+            self._plain.pop(index, None)
+        elif self._is_plain and self._readers[index] is None:
+            before, after = self._event(index, {"content": _PLACE}, None, None).split(_JSON_TEXT(_PLACE).encode())
+            self._plain[index] = before, after
 
     def _deltas(self, delivery: Deliver) -> list[dict[str, Any]]:
         """What a delivery's text comes to."""
@@ -153,10 +178,6 @@ class _Chunks:
         if delivery.finish_reason is not None:
             read += reader.finish()
         return [delta for event in read if (delta := delta_of(call_prefix(delivery), event))]
-
-    def usage(self, usage: Usage) -> bytes:
-        """The chunk after the last choice."""
-        return event_of({**self._head, "choices": [], "usage": usage_of(usage)})
 
     def _event(
         self,

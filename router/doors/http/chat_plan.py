@@ -58,6 +58,8 @@ async def plan_chat(body: ChatBody, requests: RequestProcessor, tenant: str) -> 
     structure = _structure(style, callable_tools, choice, prompt, is_parallel=body.parallel_tool_calls is not False)
     if structure is not None and is_shaped:
         raise InvalidRequestError("response_format", "set", "must not be set with tools that ask for a shape")
+    if structure is not None:
+        await _check_tools(requests, body.model or "", structure, callable_tools, choice)
     keeps_special = (
         style.unwanted is not None and bool(callable_tools or splits) and body.given("skip_special_tokens") is not False
     )
@@ -69,6 +71,28 @@ async def plan_chat(body: ChatBody, requests: RequestProcessor, tenant: str) -> 
         begins_inside=splits and style.begins_inside(prompt),
         keeps_special=keeps_special,
     )
+
+
+async def _check_tools(
+    requests: RequestProcessor, model: str, structure: StructuredOutputs, tools: tuple[Tool, ...], choice: ToolChoice
+) -> None:
+    """Raises `InvalidRequestError` for calls that cannot be enforced, naming the tool by which they cannot."""
+    try:
+        await requests.check_structure(model, structure)
+    except InvalidRequestError as error:
+        for tool in (tool for tool in tools if _is_enforced(tool, choice)):
+            schema = StructuredOutputs(json={"type": "object", **tool.parameters})
+            try:
+                await requests.check_structure(model, schema)
+            except InvalidRequestError as wrong:
+                raise InvalidRequestError(f"{tool.field}.parameters", tool.name, wrong.limit) from None
+        raise InvalidRequestError("tools", [tool.name for tool in tools], error.limit) from None
+
+
+def _is_enforced(tool: Tool, choice: ToolChoice) -> bool:
+    if choice.mode == "auto":
+        return tool.is_strict
+    return choice.mode == "required" or tool.name == choice.name
 
 
 def _structure(

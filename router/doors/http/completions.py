@@ -5,10 +5,8 @@ What may not live here: fields (`bodies.py`), parameters (`sampling.py`), the HT
 """
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Any, Final
 
 from holdfast.router.doors.http.bodies import CompletionBody
@@ -70,7 +68,17 @@ def completion_id(request_id: str) -> str:
 class Completions:
     """The response to one body, whose prompts' answers are `answers`."""
 
-    def __init__(self, body: CompletionBody, answers: Sequence[SampledAnswer | BeamAnswer], text_of: TokenText) -> None:
+    def __init__(
+        self,
+        body: CompletionBody,
+        answers: Sequence[SampledAnswer | BeamAnswer],
+        created: int,
+        text_of: TokenText,
+    ) -> None:
+        self.num_events = 0
+        self._usages: list[Usage] = []
+        self._over: set[int] = set()
+        self._num_tokens = 0
         self._body = body
         self._answers = answers
         self._text_of = text_of
@@ -79,7 +87,7 @@ class Completions:
         self._head: dict[str, Any] = {
             "id": completion_id(answers[0].request_id),
             "object": "text_completion",
-            "created": int(time.time()),
+            "created": created,
             "model": answers[0].model,
         }
 
@@ -95,27 +103,45 @@ class Completions:
         fingerprint = completed[0].completions[0].output.fingerprint or None
         return {**self._head, "choices": choices, "usage": usage_of(usage), "system_fingerprint": fingerprint}
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, the last of which says that it is done."""
-        usages: list[Usage] = []
-        so_far = Usage(
-            num_prompt_tokens=sum(len(answer.prompt_token_ids) for answer in self._answers), num_completion_tokens=0
-        )
+    def of(self, delivery: Deliver) -> bytes:
+        """The chunk of a delivery that is numbered as its choice is; of the last one of all the usage as well."""
+        index, events = delivery.sequence_index, b""
+        if delivery.usage is not None:
+            self._usages.append(delivery.usage)
+        if index not in self._over:
+            events = self._chunk(delivery)
+        if delivery.finish_reason is not None:
+            self._over.add(index)
+        return events
+
+    def end(self) -> bytes:
+        """The usage of all prompts, and that it is done."""
+        if not self._body.tells_usage:
+            return DONE
+        return event_of({**self._head, "choices": [], "usage": usage_of(_sum(self._usages))}) + DONE
+
+    async def numbered(self) -> AsyncIterator[Deliver]:
+        """The deliveries of all answers, numbered as their choices are."""
         async for number, delivery in _side_by_side(self._answers):
-            if delivery.usage is not None:
-                usages.append(delivery.usage)
-            choice = self._choice(self._numbered(number, delivery), self._answers[number])
-            chunk = {**self._head, "choices": [choice], "system_fingerprint": delivery.fingerprint or None}
-            if self._body.tells_usage_always:
-                num_tokens = so_far.num_completion_tokens + len(delivery.token_ids)
-                so_far = replace(so_far, num_completion_tokens=num_tokens)
-                chunk["usage"] = usage_of(so_far)
-            elif self._body.tells_usage:
-                chunk["usage"] = None
-            yield event_of(chunk)
-        if self._body.tells_usage:
-            yield event_of({**self._head, "choices": [], "usage": usage_of(_sum(usages))})
-        yield DONE
+            yield self._numbered(number, delivery)
+
+    def received(self) -> Iterator[Deliver]:
+        """What the client of a resumed request has already, numbered as choices are."""
+        for number, answer in enumerate(self._answers):
+            if isinstance(answer, SampledAnswer):
+                yield from (self._numbered(number, delivery) for delivery in answer.received)
+
+    def _chunk(self, delivery: Deliver) -> bytes:
+        choice = self._choice(delivery, self._answers[delivery.sequence_index // self._per_prompt])
+        chunk = {**self._head, "choices": [choice], "system_fingerprint": delivery.fingerprint or None}
+        self._num_tokens += len(delivery.token_ids)
+        if self._body.tells_usage_always:
+            num_prompt_tokens = sum(len(answer.prompt_token_ids) for answer in self._answers)
+            so_far = Usage(num_prompt_tokens=num_prompt_tokens, num_completion_tokens=self._num_tokens)
+            chunk["usage"] = usage_of(so_far)
+        elif self._body.tells_usage:
+            chunk["usage"] = None
+        return event_of(chunk)
 
     def _numbered(self, number: int, delivery: Deliver) -> Deliver:
         index = number * self._per_prompt + delivery.sequence_index

@@ -72,6 +72,10 @@ class HttpError:
     headers: dict[str, str]
 
     @property
+    def may_retry(self) -> bool:
+        return self.headers["x-should-retry"] == "true"
+
+    @property
     def openai(self) -> bytes:
         """The body as OpenAI's clients read it."""
         told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}

@@ -14,6 +14,7 @@ from typing import Final
 from starlette.types import Receive, Scope, Send
 
 from holdfast.router.doors.http.errors import HttpError, http_error
+from holdfast.router.held_stream import HOLD, failed_line
 from holdfast.worker.errors import HoldfastError, InternalError
 
 logger = logging.getLogger(__name__)
@@ -38,16 +39,26 @@ ANTHROPIC: Final = Shape(lambda error: error.anthropic, b"event: error\n")
 class EventStream:
     """`events` yields whole events as bytes. It is closed, whatever happens, before the response ends."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], shape: Shape = OPENAI) -> None:
-        """`shape` says errors in the client's words."""
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str],
+        shape: Shape = OPENAI,
+        *,
+        is_held: bool = False,
+    ) -> None:
+        """`shape` says errors in the client's words. `is_held`: the client may go on with it at another router."""
         self._events = events
         self._shape = shape
+        self._is_held = is_held
         self._headers = {
             "content-type": "text/event-stream; charset=utf-8",
             "cache-control": "no-cache",
             "x-accel-buffering": "no",
             **headers,
         }
+        self.on_status: Callable[[int], None] = lambda status: None
+        """Is told the status when it is known."""
         self._has_begun = False
         self._num_written = 0
 
@@ -93,6 +104,7 @@ class EventStream:
 
     async def _begin(self, send: Send, status: int, headers: Mapping[str, str]) -> None:
         self._has_begun = True
+        self.on_status(status)
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": pairs})
 
@@ -101,9 +113,11 @@ class EventStream:
         answer = http_error(error)
         if self._has_begun:
             event = self._shape.event_name + b"data: " + self._shape.body(answer) + b"\n\n"
+            if self._is_held:
+                event += failed_line(may_retry=answer.may_retry, retry_after_s=error.retry_after_s)
             await send({"type": "http.response.body", "body": event, "more_body": False})
             return
-        own = {"x-request-id": self._headers["x-request-id"]} if "x-request-id" in self._headers else {}
+        own: dict[str, str] = {name: self._headers[name] for name in ("x-request-id", HOLD) if name in self._headers}
         await self._begin(send, answer.status, {"content-type": "application/json", **answer.headers, **own})
         await send({"type": "http.response.body", "body": self._shape.body(answer), "more_body": False})
 

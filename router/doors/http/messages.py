@@ -1,106 +1,114 @@
 """Endpoint `/v1/messages`: a chat in Anthropic's shape, answered whole or as its stream of events; and token counts.
 
-What may not live here: the HTTP server (`app.py`), OpenAI's shapes (`chat_completions.py`).
+What may not live here: Anthropic's bodies (`messages_body.py`), the HTTP server (`app.py`), OpenAI's shapes.
 """
 
 import json
-from collections.abc import AsyncGenerator, Mapping
-from typing import Annotated, Any, ClassVar, Final
+from collections.abc import Mapping
+from typing import Any, Final
 
-from pydantic import Field
-
-from holdfast.router.chat import Chat, flat_message
-from holdfast.router.doors.http.bodies import Reads
-from holdfast.router.doors.http.sampling import declared_params
-from holdfast.router.events import Usage
-from holdfast.router.request import GenerationRequest
+from holdfast.router.doors.http.blocks import Block, BlockEvent, Blocks
+from holdfast.router.events import Deliver, Usage
 from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
-from holdfast.worker.errors import InvalidRequestError
+from holdfast.router.tools.chat_style import ChatReader
 from holdfast.worker.request import FinishReason
 
 _STOP_REASONS: Final = {FinishReason.LENGTH: "max_tokens"}
 
 
-class MessagesBody(Reads):
-    """`POST /v1/messages`."""
-
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **Reads.neutral,
-        "tools": ([],),
-        "tool_choice": ({"type": "auto"}, {"type": "none"}),
-        "thinking": ({"type": "disabled"},),
-        "mcp_servers": ([],),
-        "container": (),
-    }
-
-    model: str | None = None
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
-    max_tokens: Annotated[int, Field(ge=1)]
-    """Asked for by Anthropic's protocol."""
-    stop_sequences: list[str] | None = None
-    stream: bool | None = None
-
-
-class CountBody(MessagesBody):
-    """`POST /v1/messages/count_tokens`: the same, without a length."""
-
-    max_tokens: Annotated[int, Field(ge=1)] = 1
-
-
-def messages_chat(body: MessagesBody) -> Chat:
-    """The conversation, with the system prompt as its first message."""
-    messages = [flat_message(message) for message in body.messages]
-    if body.system:
-        messages.insert(0, flat_message({"role": "system", "content": body.system}))
-    return Chat(messages=messages)
-
-
-def messages_request(body: MessagesBody, tenant: str = "") -> GenerationRequest:
-    """The request that a body makes. Raises `InvalidRequestError`, naming the field."""
-    own: dict[str, Any] = {"max_tokens": body.max_tokens}
-    if body.stop_sequences:
-        own["stop"] = body.stop_sequences
-    params = declared_params(body, **own)
-    if any(not isinstance(message.get("role"), str) for message in body.messages):
-        raise InvalidRequestError("messages", len(body.messages), "must each have a role")
-    return GenerationRequest(chat=messages_chat(body), model=body.model or "", sampling_params=params, tenant=tenant)
-
-
-def whole_message(completed: CompletedRequest) -> dict[str, Any]:
+def whole_message(completed: CompletedRequest, reader: ChatReader | None) -> dict[str, Any]:
     """The whole response."""
-    output = completed.completions[0].output
+    output, blocks = completed.completions[0].output, Blocks(reader)
+    for _ in blocks.push(output):
+        pass
     return {
         **_message(completed.request_id, completed.model),
-        "content": [{"type": "text", "text": output.text}],
-        "stop_reason": _stop_reason(output.finish_reason),
+        "content": [_whole_block(completed.request_id, block) for block in blocks.blocks],
+        "stop_reason": _stop_reason(output.finish_reason, blocks.num_calls),
         "usage": _usage(completed.usage),
     }
 
 
-async def message_events(answer: SampledAnswer) -> AsyncGenerator[bytes, None]:
-    """The events of a stream: one text block between the message's beginning and its end."""
-    num_tokens, has_begun = 0, False
-    async for delivery in answer:
-        if not has_begun:
-            has_begun = True
-            usage = Usage(
-                num_prompt_tokens=len(answer.prompt_token_ids),
-                num_completion_tokens=0,
-                num_cached_tokens=delivery.num_cached_tokens,
-            )
-            message = {**_message(answer.request_id, answer.model), "content": [], "usage": _usage(usage)}
-            yield _event("message_start", {"message": message})
-            yield _event("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}})
-        num_tokens += len(delivery.token_ids)
-        if delivery.text:
-            delta = {"type": "text_delta", "text": delivery.text}
-            yield _event("content_block_delta", {"index": 0, "delta": delta})
+class MessageEvents:
+    """Writes the events of one stream: its blocks, between the message's beginning and its end."""
+
+    def __init__(self, answer: SampledAnswer, reader: ChatReader | None) -> None:
+        self.num_events = 0
+        self._answer = answer
+        self._blocks = Blocks(reader)
+        self._has_begun = False
+        self._num_tokens = 0
+
+    def of(self, delivery: Deliver) -> bytes:
+        events = b"" if self._has_begun else self._beginning(delivery)
+        self._num_tokens += len(delivery.token_ids)
+        events += b"".join(map(self._block_event, self._blocks.push(delivery)))
         if delivery.finish_reason is not None:
-            yield _event("content_block_stop", {"index": 0})
-            ended = {"stop_reason": _stop_reason(delivery.finish_reason), "stop_sequence": None}
-            yield _event("message_delta", {"delta": ended, "usage": {"output_tokens": num_tokens}})
-    yield _event("message_stop", {})
+            reason = _stop_reason(delivery.finish_reason, self._blocks.num_calls)
+            ended = {"stop_reason": reason, "stop_sequence": None}
+            events += _event("message_delta", {"delta": ended, "usage": {"output_tokens": self._num_tokens}})
+        return events
+
+    def end(self) -> bytes:
+        return _event("message_stop", {})
+
+    def _beginning(self, delivery: Deliver) -> bytes:
+        self._has_begun = True
+        usage = Usage(
+            num_prompt_tokens=len(self._answer.prompt_token_ids),
+            num_completion_tokens=0,
+            num_cached_tokens=delivery.num_cached_tokens,
+        )
+        head = _message(self._answer.request_id, self._answer.model)
+        return _event("message_start", {"message": {**head, "content": [], "usage": _usage(usage)}})
+
+    def _block_event(self, event: BlockEvent) -> bytes:
+        block, at = event.block, {"index": event.block.index}
+        if event.what == "begin":
+            begun = _begun_block(self._answer.request_id, block)
+            return _event("content_block_start", {**at, "content_block": begun})
+        if event.what == "more":
+            return _event("content_block_delta", {**at, "delta": _delta(block, event.piece)})
+        ended = _event("content_block_stop", at)
+        if block.kind != "thinking":
+            return ended
+        return _event("content_block_delta", {**at, "delta": {"type": "signature_delta", "signature": ""}}) + ended
+
+
+def _begun_block(request_id: str, block: Block) -> dict[str, Any]:
+    if block.kind == "text":
+        return {"type": "text", "text": ""}
+    if block.kind == "thinking":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "tool_use", "id": _call_id(request_id, block), "name": block.name, "input": {}}
+
+
+def _delta(block: Block, piece: str) -> dict[str, Any]:
+    if block.kind == "text":
+        return {"type": "text_delta", "text": piece}
+    if block.kind == "thinking":
+        return {"type": "thinking_delta", "thinking": piece}
+    return {"type": "input_json_delta", "partial_json": piece}
+
+
+def _whole_block(request_id: str, block: Block) -> dict[str, Any]:
+    begun = _begun_block(request_id, block)
+    if block.kind == "call":
+        return {**begun, "input": _arguments(block.text)}
+    return {**begun, block.kind: block.text}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Of a call that was cut off, nothing."""
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _call_id(request_id: str, block: Block) -> str:
+    return f"toolu_{request_id[:24]}_{block.call_index}"
 
 
 def _message(request_id: str, model: str) -> dict[str, Any]:
@@ -114,8 +122,10 @@ def _message(request_id: str, model: str) -> dict[str, Any]:
     }
 
 
-def _stop_reason(reason: FinishReason | None) -> str:
+def _stop_reason(reason: FinishReason | None, num_calls: int) -> str:
     """Of a stop string and an end of sequence alike the end of the turn: a replica does not say which it was."""
+    if reason is FinishReason.STOP and num_calls:
+        return "tool_use"
     return _STOP_REASONS.get(reason or FinishReason.STOP, "end_turn")
 
 

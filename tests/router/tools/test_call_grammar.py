@@ -226,22 +226,26 @@ def test_no_grammar_where_any_output_will_do():
 @pytest.mark.parametrize(
     ("name", "parameters", "field"),
     [
-        ("pythonic", {"anyOf": [{}]}, "tools.f.parameters.anyOf"),
-        ("pythonic", {"properties": {"a-b": {}}}, "tools.f.parameters.properties"),
-        ("qwen3_coder", {"minProperties": 1}, "tools.f.parameters.minProperties"),
-        ("qwen3_coder", {"properties": {"a>": {}}}, "tools.f.parameters.properties"),
+        ("pythonic", {"anyOf": [{}]}, "tools[0].function.parameters.anyOf"),
+        ("pythonic", {"properties": {"a-b": {}}}, "tools[0].function.parameters.properties"),
+        ("qwen3_coder", {"minProperties": 1}, "tools[0].function.parameters.minProperties"),
+        ("qwen3_coder", {"properties": {"a>": {}}}, "tools[0].function.parameters.properties"),
         (
             "qwen3_coder",
             {"properties": {"a": {"type": "string", "pattern": "x"}}},
-            "tools.f.parameters.properties.a.pattern",
+            "tools[0].function.parameters.properties.a.pattern",
         ),
-        ("qwen3_coder", {"properties": {"a": {"enum": ["</parameter>"]}}}, "tools.f.parameters.properties.a.enum"),
-        ("lfm2", {"required": ["a"], "additionalProperties": False}, "tools.f.parameters.required"),
+        (
+            "qwen3_coder",
+            {"properties": {"a": {"enum": ["</parameter>"]}}},
+            "tools[0].function.parameters.properties.a.enum",
+        ),
+        ("lfm2", {"required": ["a"], "additionalProperties": False}, "tools[0].function.parameters.required"),
     ],
 )
 def test_a_schema_that_a_format_cannot_write_is_refused_by_name(name: str, parameters: dict[str, Any], field: str):
     with pytest.raises(InvalidRequestError) as refused:
-        tool_grammar(name, [Tool(name="f", parameters=parameters)], ToolChoice("required"))
+        tool_grammar(name, [Tool(name="f", parameters=parameters, field="tools[0].function")], ToolChoice("required"))
     assert refused.value.field == field
 
 

@@ -1,17 +1,23 @@
 """Tools and reasoning through OpenAI's own client: calls whole and in pieces, forced calls, thoughts apart."""
 
 import json
+from pathlib import Path
 
 import openai
 import pytest
 
 from holdfast.router.doors.http.bodies import ChatBody
 from holdfast.router.doors.http.chat_plan import plan_chat
+from holdfast.router.text.grammar import GrammarCompiler
+from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.tools.chat_style import ChatStyle
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.structured_outputs import StructuredOutputs
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_a_loop
 from tests.router.site import site
 
+DEMO = Path(__file__).parents[4] / "cluster/bundled_model/model"
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}"
@@ -148,3 +154,28 @@ async def test_a_shape_in_any_spelling_has_no_thoughts(shape):
     shaped = await plan_chat(ChatBody.read(json.dumps({"messages": ASKED, **shape}).encode()), Requests(), "")
     assert plain.new_reader() is not None
     assert shaped.new_reader() is None
+
+
+@on_a_loop
+async def test_a_schema_that_cannot_be_enforced_is_named_as_it_stands_in_the_request():
+    compiler = GrammarCompiler(Tokenizer.load(str(DEMO)))
+
+    class Requests:
+        def chat_style(self, model: str) -> ChatStyle:
+            return ChatStyle(call_format="hermes")
+
+        async def render(self, model: str, chat: object) -> str:
+            return ""
+
+        async def check_structure(self, model: str, structure: StructuredOutputs) -> None:
+            compiler.compile(structure)
+
+    wrong = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)b"}}, "required": ["x"]}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "wrong", "parameters": wrong, "strict": True}}]
+    for choice in ("required", {"type": "function", "function": {"name": "wrong"}}, "auto"):
+        body = ChatBody.read(json.dumps({"messages": ASKED, "tools": tools, "tool_choice": choice}).encode())
+        with pytest.raises(InvalidRequestError) as refused:
+            await plan_chat(body, Requests(), "")
+        assert refused.value.field == "tools[1].function.parameters"
+    fine = ChatBody.read(json.dumps({"messages": ASKED, "tools": TOOLS, "tool_choice": "required"}).encode())
+    assert (await plan_chat(fine, Requests(), "")).request.sampling_params.structure is not None

@@ -1,0 +1,141 @@
+"""Held call: one HTTP request that survives the loss of its router. What to send, what to hand on, when to ask again.
+
+What may not live here: sockets, sleeping, and anything of a package of HTTP clients (`holding_transport.py`).
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from holdfast.cluster.client.retry_policy import RetryPolicy
+from holdfast.router.held_stream import HOLD, MARK, RESUME, Identity, Noted
+
+_COMMENT: Final = b":"
+_MARK_AT: Final = b"\n" + MARK
+_BUSY: Final = 429
+_AWAY: Final = 503
+_OF_PROXIES: Final = (502, 503, 504)
+
+Verdict: TypeAlias = Literal["take", "again", "end"]
+"""What is to become of a response: its client gets it, it is asked for again, or it ends a stream that has begun."""
+
+
+class HeldCall:
+    """What is known of one request, whichever routers it was sent to. Time is passed in."""
+
+    def __init__(self, content: bytes, retry_policy: RetryPolicy, now: float) -> None:
+        self._content = content
+        self._retry_policy = retry_policy
+        self._began_at = now
+        self._attempt = 0
+        self._buffer = b""
+        self.noted: Noted | None = None
+        """Of a stream that has begun."""
+        self.failed: Failed | None = None
+        """How a router has ended the stream."""
+
+    @property
+    def is_over(self) -> bool:
+        """The client has the whole stream."""
+        return self.noted is not None and self.noted.is_over
+
+    # --- out ---
+
+    def submission(self, now: float) -> tuple[dict[str, str], bytes]:
+        """Headers and body of the next submission."""
+        self._attempt += 1
+        self._buffer, self.failed = b"", None
+        headers = {HOLD: str(self._attempt)}
+        if self.noted is None:
+            return headers, self._content
+        self.noted.age_s = now - self._began_at
+        noted = self.noted.content
+        return headers | {RESUME: str(len(noted))}, self._content + noted
+
+    # --- in ---
+
+    def verdict(self, status: int, hold: str | None, should_retry: str | None) -> Verdict:
+        """On a response, by its status and what it says of itself. `hold` is None where no router of ours answers."""
+        has_begun = self.noted is not None
+        if status == 200:
+            if hold is None and has_begun:
+                return "again"  # a stranger cannot go on with it
+            self._retry_policy.note_taken()
+            if not has_begun and hold is not None and (identity := Identity.of(hold)) is not None:
+                self.noted = Noted(identity=identity)
+            return "take"
+        if hold is None:
+            return "again" if has_begun and status in _OF_PROXIES else self._refused()
+        may_retry = should_retry == "true"
+        is_away = status == _AWAY or (status == _BUSY and self._retry_policy.was_taken)
+        return "again" if may_retry and is_away else self._refused()
+
+    def _refused(self) -> Verdict:
+        return "take" if self.noted is None else "end"
+
+    def push(self, data: bytes) -> bytes:
+        """What the client is to get after some bytes of a stream: all events up to the last mark, and no mark."""
+        assert self.noted is not None, "a stream has begun"
+        self._buffer = self._buffer + data if self._buffer else data
+        handed = []
+        while (end := self._one_mark()) is not None:
+            handed.append(end)
+        return b"".join(handed)
+
+    def _one_mark(self) -> bytes | None:
+        """The events before the next mark, which is noted; None if it has not come yet."""
+        if self._buffer.startswith(MARK):
+            at = 0
+        else:
+            at = self._buffer.find(_MARK_AT) + 1
+            if not at:
+                self._drop_comment()
+                return None
+        end = self._buffer.find(b"\n\n", at)
+        if end < 0:
+            return None
+        events, said = self._buffer[:at], json.loads(self._buffer[at + len(MARK) : end])
+        self._buffer = self._buffer[end + 2 :]
+        if "failed" in said:
+            self.failed = Failed(events, said["failed"], said["after"])
+            return b""
+        assert self.noted is not None, "a stream has begun"
+        self.noted.note(said)
+        self._retry_policy.note_news()
+        return events
+
+    def _drop_comment(self) -> None:
+        """A comment of a stream that waits stands alone."""
+        end = self._buffer.find(b"\n\n")
+        if self._buffer.startswith(_COMMENT) and 0 <= end == len(self._buffer) - 2:
+            self._buffer = b""
+
+    def note_lost(self, *, was_sent: bool) -> None:
+        """The connection is gone; where the request `was_sent`, a router may have taken it."""
+        if was_sent and not self._retry_policy.was_taken:
+            self._retry_policy.note_taken()
+
+    def pause_s(self, now: float, hint_s: float | None = None) -> float | None:
+        """How long to wait before the next submission; None: give up."""
+        return self._retry_policy.pause_s(now, hint_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An error that a router has ended a stream with."""
+
+    events: bytes
+    """That say it to the client."""
+    may_retry: bool
+    retry_after_s: float | None
+
+
+def error_event(body: bytes) -> bytes:
+    """An error's body as the last event of a stream, in the shape of the vendor whose body it is."""
+    try:
+        is_named = json.loads(body).get("type") == "error"
+        data = b"data: " + body.replace(b"\n", b" ") + b"\n\n"
+    except (ValueError, AttributeError):
+        said = {"message": body[:200].decode(errors="replace"), "type": "server_error", "param": None, "code": None}
+        return b"data: " + json.dumps({"error": said}).encode() + b"\n\n"
+    return b"event: error\n" + data if is_named else data

@@ -1,0 +1,153 @@
+"""Body of `/v1/responses`: OpenAI's newer conversations and tools, as the same chat in the older words.
+
+Nothing is stored: a response cannot be fetched or continued by its id, and a request that asks for either is refused.
+What may not live here: answers (`responses.py`), checks of what is the same in both (`chat_plan.py`).
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from holdfast.router.chat import flat_message
+from holdfast.router.doors.http.bodies import ChatBody, Reads
+from holdfast.router.tools.tools import checked_tool
+from holdfast.worker.errors import InvalidRequestError
+
+
+class ResponsesBody(Reads):
+    """`POST /v1/responses`."""
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **Reads.neutral,
+        "previous_response_id": (),
+        "conversation": (),
+        "background": (False,),
+        "prompt": (),
+        "top_logprobs": (0,),
+        "include": ([], ["reasoning.encrypted_content"]),
+        "truncation": ("disabled",),
+        "max_tool_calls": (),
+        "n": (1,),
+        "best_of": (1,),
+        "use_beam_search": (False,),
+        "beam_width": (),
+        "logprobs": (),
+        "prompt_logprobs": (),
+    }
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    text: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+
+def chat_body(body: ResponsesBody) -> ChatBody:
+    """The same request in the older words. Raises `InvalidRequestError`, naming the field."""
+    own: dict[str, Any] = {
+        "messages": list(_messages(body)),
+        "model": body.model,
+        "max_tokens": body.max_output_tokens,
+        "response_format": _format(body),
+        "parallel_tool_calls": body.parallel_tool_calls,
+    }
+    if body.tools:
+        own["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)]
+    if body.tool_choice is not None and (body.tools or body.tool_choice != "auto"):
+        own["tool_choice"] = _choice(body.tool_choice)
+    effort = (body.reasoning or {}).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise InvalidRequestError("reasoning.effort", effort, "must be text")
+    own["reasoning_effort"] = effort
+    return ChatBody.made({**(body.model_extra or {}), **own})
+
+
+def _tool(tool: Mapping[str, Any], field: str) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise InvalidRequestError(f"{field}.type", tool.get("type"), "must be function: this server has no other tools")
+    parts = {name: tool.get(name) for name in ("name", "parameters", "description", "strict")}
+    checked_tool(field, *parts.values())
+    return {"type": "function", "function": parts}
+
+
+def _choice(choice: object) -> object:
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, Mapping):
+        raise InvalidRequestError("tool_choice.type", choice.get("type"), "must be function")
+    return choice
+
+
+def _messages(body: ResponsesBody) -> Iterator[dict[str, Any]]:
+    if body.instructions:
+        yield {"role": "system", "content": body.instructions}
+    if isinstance(body.input, str):
+        yield {"role": "user", "content": body.input}
+        return
+    turn: dict[str, Any] = {}
+    for index, item in enumerate(body.input):
+        kind, field = item.get("type", "message"), f"input[{index}]"
+        if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
+            if "tool_calls" in turn and kind != "function_call":  # what comes after calls is another turn
+                yield turn
+                turn = {}
+            _add_to_turn(turn, kind, item, field)
+            continue
+        if turn:
+            yield turn
+            turn = {}
+        yield _told(kind, item, field)
+    if turn:
+        yield turn
+
+
+def _add_to_turn(turn: dict[str, Any], kind: str, item: Mapping[str, Any], field: str) -> None:
+    """Thoughts, text and calls of the model follow each other as items, and are one message for a template."""
+    turn.setdefault("role", "assistant")
+    turn.setdefault("content", "")
+    if kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments", "")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+    elif kind == "reasoning":
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + _thoughts(item, field)
+    else:
+        content = flat_message({"content": item.get("content")})["content"]
+        if not isinstance(content, str):
+            raise InvalidRequestError(f"{field}.content", content, "must be text")
+        turn["content"] += content
+
+
+def _thoughts(item: Mapping[str, Any], field: str) -> str:
+    parts = item.get("content") or []
+    if not isinstance(parts, list):
+        raise InvalidRequestError(f"{field}.content", parts, "must be a list of reasoning texts")
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, Mapping))
+
+
+def _told(kind: object, item: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """A message of somebody else than the model."""
+    if kind == "function_call_output":
+        told = {"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")}
+        return dict(flat_message(told))
+    if kind != "message":
+        raise InvalidRequestError(f"{field}.type", kind, "must be message, function_call, its output, or reasoning")
+    role = "system" if item.get("role") == "developer" else item.get("role")
+    return dict(flat_message({"role": role, "content": item.get("content")}))
+
+
+def _format(body: ResponsesBody) -> dict[str, Any] | None:
+    asked = (body.text or {}).get("format") or {"type": "text"}
+    kind = asked.get("type") if isinstance(asked, Mapping) else None
+    if kind in ("text", "json_object"):
+        return {"type": kind}
+    if kind == "json_schema" and isinstance(asked.get("schema"), Mapping):
+        return {"type": kind, "json_schema": {"schema": dict(asked["schema"])}}
+    raise InvalidRequestError("text.format", asked, "must be text, json_object, or json_schema with a schema")
