@@ -181,7 +181,7 @@ HF_INLINE void pass_rows(Tiles& t, const Bf16* rows, long stride, int count, con
   for (int r = 0; r < count; r += BLOCK_ROWS) {
     int left = count - r < BLOCK_ROWS ? count - r : BLOCK_ROWS;
     const Bf16* block = rows + r * stride;
-    shape_tiles(t, LINEAR, left < 16 ? left : 16, left > 16 ? left - 16 : 16);
+    shape_tiles(t, left < 16 ? left : 16, left > 16 ? left - 16 : 16);
     int until = r && next ? LINES * (r / BLOCK_ROWS) / (blocks - 1) : 0;  // the first block waits for its own weights
     Ahead ahead = {next + line * 32, until - line};
     line = until;
@@ -196,7 +196,7 @@ HF_INLINE void pass_rows(Tiles& t, const Bf16* rows, long stride, int count, con
 void tile_rows(Tiles& t, const Bf16* rows, long stride, int count, const Bf16* w, int k_tiles, int first, int end,
                float* sums, const Bf16* after) {
   if (count <= 16) {
-    shape_tiles(t, LINEAR, count, count);
+    shape_tiles(t, count, count);
     tiles_1x4(t, rows, stride, w, k_tiles, first, end, sums);
     return;
   }
