@@ -75,6 +75,17 @@ def test_a_row_is_the_same_whoever_is_beside_it(name, dtype):
     assert same_bits(product(x)[:40:3], alone[::3])
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("name", ALL)
+def test_a_long_sum_is_the_same_for_one_row_and_for_many(name, slices):
+    """Many rows take it in pieces, between which their sums are stored."""
+    x, weight = linear(BF16, 70, 1100 * slices, 130)
+    product = Product(library_or_skip(name), weight, slices)
+    alone = torch.cat([product(row[None]) for row in x])
+    for count in (2, 17, 33, 48, 49, 64, 70):
+        assert same_bits(product(x[:count]), alone[:count]), count
+
+
 # --- the documented order, in numpy ---
 
 

@@ -17,13 +17,13 @@ RUN = """
 import sys
 from pathlib import Path
 import pytest
-from holdfast.worker.decoder.cpu import library
+from holdfast.worker.decoder.cpu import library, sampler
 from tests.worker.decoder.cpu import native
 folder, *words = sys.argv[1:]
 chosen = Path(folder).name
 library.path_of = lambda name: Path(folder) / f"{chosen}.so"
 load = library.load_library
-native.load_library = lambda name=None: load(chosen)
+native.load_library = sampler.load_library = lambda name=None: load(chosen)
 native.ALL = ("avx2", chosen)
 native.other_classes = lambda *_: [chosen]
 from tests.worker.decoder.cpu import runs
@@ -33,6 +33,8 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-p", "no:faulthandl
 CHOSEN = (
     "chunks_and_blocks_and_threads or plain_dtypes or many_sequences or copied or dirty or nan_in_one or chosen"
     " or merged or near_the_exact or heads_of_any_size or beside_it or every_byte or special_values"
+    " or tokens_are_those_of_pytorch or definition or processors_are or logprobs_ranks or penalty_does or no_numbers"
+    " or refused or head_knows or no_rows or equal_logits"
 )
 BF16_ALONE = " and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
 
@@ -62,7 +64,7 @@ def test_no_sanitizer_complains(name, tmp_path):
     chosen = f"({CHOSEN}){BF16_ALONE if name == 'tiles2' else ''} and not slow"
     files = [
         str(FOLDER / f"test_{each}.py")
-        for each in ("functions", "products", "bits", "sequences", "long_contexts", "families")
+        for each in ("functions", "products", "bits", "sequences", "long_contexts", "families", "sampler")
     ]
     words = [sys.executable, "-c", RUN, str(folder), "-k", chosen, "-m", "not slow", *files]
     result = subprocess.run(words, env=environment, capture_output=True, text=True)

@@ -25,7 +25,7 @@ template <class W> struct AttentionScratch {
   alignas(64) Input queries[QUERY_ROWS * MAX_HEAD];
   alignas(64) float query_floats[QUERY_ROWS * MAX_HEAD];
   alignas(64) float weight_floats[QUERY_ROWS * KEYS];
-  alignas(64) W joined[TILE];
+  alignas(64) W joined[KEYS / 32][MAX_HEAD / 16][TILE];
 };
 
 // out [rows][16 of `out_stride`] = (or +=) floats [rows][32] times one tile, in the order of `tiles.h`.
@@ -62,81 +62,139 @@ HF_INLINE void fma_tile(const float* rows, long stride, int count, const W* tile
   }
 }
 
-// Scores [rows][64] of up to 16 rows from `row` on with the keys from `key` on, of which `num_keys` exist.
+// Where the keys of one tile of 64 lie: found once, for all rows.
+template <class W> struct TileOfKeys {
+  int num_tiles;  // of 16
+  const W* keys[KEYS / 16];
+};
 template <class W>
-HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const Pages<W>& pages, const SequenceView& seq, int kv_head,
-                          int row, int count, int key, int num_keys) {
-  int key_tiles = pages.shape.key_tiles, padded = pages.shape.padded(), num_tiles = (num_keys + 15) / 16;
+HF_INLINE TileOfKeys<W> find_keys(const Pages<W>& pages, const SequenceView& seq, int kv_head, int key, int num_keys) {
+  TileOfKeys<W> found;
+  found.num_tiles = (num_keys + 15) / 16;
+  for (int b = 0; b < found.num_tiles; b++) found.keys[b] = key_tile(pages, seq, kv_head, key + 16 * b);
+  return found;
+}
+
 #ifdef HF_TILES
-  if constexpr (sizeof(W) == 2 && sizeof(typename InputOf<W>::Type) == 2) {
-    const W* keys[4] = {};
-    for (int b = 0; b < num_tiles; b++) keys[b] = key_tile(pages, seq, kv_head, key + 16 * b);
-    shape_tiles(t, ATTENTION, count, count);
-    tile_zero<0>(t), tile_zero<1>(t), tile_zero<2>(t), tile_zero<3>(t);
-    for (int d = 0; d < key_tiles; d++) {
-      tile_load<4>(t, a.queries + row * padded + d * 32, padded * 2);
-      tile_load<6>(t, keys[0] + d * TILE, 64), tile_product<0, 4, 6>(t);
-      if (num_tiles > 1) tile_load<7>(t, keys[1] + d * TILE, 64), tile_product<1, 4, 7>(t);
-      if (num_tiles > 2) tile_load<6>(t, keys[2] + d * TILE, 64), tile_product<2, 4, 6>(t);
-      if (num_tiles > 3) tile_load<7>(t, keys[3] + d * TILE, 64), tile_product<3, 4, 7>(t);
-    }
-    float* scores = a.scores + row * KEYS;
-    tile_store<0>(t, scores, KEYS * 4), tile_store<1>(t, scores + 16, KEYS * 4);
-    tile_store<2>(t, scores + 32, KEYS * 4), tile_store<3>(t, scores + 48, KEYS * 4);
-    return;
+// Scores of up to 16 rows: four tiles of keys side by side.
+HF_INLINE void score_16(Tiles& t, const Bf16* queries, int padded, const TileOfKeys<Bf16>& k, float* scores) {
+  tile_zero<0>(t), tile_zero<1>(t), tile_zero<2>(t), tile_zero<3>(t);
+  for (int d = 0; d < padded / 32; d++) {
+    tile_load<4>(t, queries + d * 32, padded * 2);
+    tile_load<6>(t, k.keys[0] + d * TILE, 64), tile_product<0, 4, 6>(t);
+    if (k.num_tiles > 1) tile_load<7>(t, k.keys[1] + d * TILE, 64), tile_product<1, 4, 7>(t);
+    if (k.num_tiles > 2) tile_load<6>(t, k.keys[2] + d * TILE, 64), tile_product<2, 4, 6>(t);
+    if (k.num_tiles > 3) tile_load<7>(t, k.keys[3] + d * TILE, 64), tile_product<3, 4, 7>(t);
   }
-#endif
-  for (int b = 0; b < num_tiles; b++) {
-    const W* keys = key_tile(pages, seq, kv_head, key + 16 * b);
-    for (int d = 0; d < key_tiles; d++) {
-      const float* rows = a.query_floats + row * padded + d * 32;
-      float* scores = a.scores + row * KEYS + 16 * b;
-      if (d) fma_tile<W, true>(rows, padded, count, keys + d * TILE, scores, KEYS);
-      else fma_tile<W, false>(rows, padded, count, keys, scores, KEYS);
+  tile_store<0>(t, scores, KEYS * 4), tile_store<1>(t, scores + 16, KEYS * 4);
+  tile_store<2>(t, scores + 32, KEYS * 4), tile_store<3>(t, scores + 48, KEYS * 4);
+}
+// Scores of 32 rows: two by two tiles. Those of keys that do not exist are nobody's.
+HF_INLINE void score_32(Tiles& t, const Bf16* queries, int padded, const TileOfKeys<Bf16>& k, float* scores) {
+  for (int b = 0; b < k.num_tiles; b += 2, scores += 32) {
+    const Bf16 *left = k.keys[b], *right = b + 1 < k.num_tiles ? k.keys[b + 1] : left;
+    tile_zero<0>(t), tile_zero<1>(t), tile_zero<2>(t), tile_zero<3>(t);
+    for (int d = 0; d < padded / 32; d++) {
+      tile_load<6>(t, left + d * TILE, 64), tile_load<4>(t, queries + d * 32, padded * 2), tile_product<0, 4, 6>(t);
+      tile_load<7>(t, right + d * TILE, 64), tile_load<5>(t, queries + 16 * padded + d * 32, padded * 2);
+      tile_product<1, 4, 7>(t), tile_product<2, 5, 6>(t), tile_product<3, 5, 7>(t);
     }
+    tile_store<0>(t, scores, KEYS * 4), tile_store<1>(t, scores + 16, KEYS * 4);
+    tile_store<2>(t, scores + 16 * KEYS, KEYS * 4), tile_store<3>(t, scores + 16 * KEYS + 16, KEYS * 4);
+  }
+}
+template <class Value>
+HF_INLINE void add_values_16(Tiles& t, const Bf16* weights, int num_spans, int value_tiles, float* values,
+                             Value&& value) {
+  int dims = value_tiles * 16;
+  for (int v = 0; v < value_tiles; v += 4) {
+    int some = value_tiles - v < 4 ? value_tiles - v : 4;
+    float* out = values + v * 16;
+    tile_load<0>(t, out, dims * 4);
+    if (some > 1) tile_load<1>(t, out + 16, dims * 4);
+    if (some > 2) tile_load<2>(t, out + 32, dims * 4);
+    if (some > 3) tile_load<3>(t, out + 48, dims * 4);
+    for (int s = 0; s < num_spans; s++) {
+      tile_load<4>(t, weights + 32 * s, KEYS * 2);
+      tile_load<6>(t, value(s, v + 0), 64), tile_product<0, 4, 6>(t);
+      if (some > 1) tile_load<7>(t, value(s, v + 1), 64), tile_product<1, 4, 7>(t);
+      if (some > 2) tile_load<6>(t, value(s, v + 2), 64), tile_product<2, 4, 6>(t);
+      if (some > 3) tile_load<7>(t, value(s, v + 3), 64), tile_product<3, 4, 7>(t);
+    }
+    tile_store<0>(t, out, dims * 4);
+    if (some > 1) tile_store<1>(t, out + 16, dims * 4);
+    if (some > 2) tile_store<2>(t, out + 32, dims * 4);
+    if (some > 3) tile_store<3>(t, out + 48, dims * 4);
+  }
+}
+template <class Value>
+HF_INLINE void add_values_32(Tiles& t, const Bf16* weights, int num_spans, int value_tiles, float* values,
+                             Value&& value) {
+  int dims = value_tiles * 16;
+  for (int v = 0; v < value_tiles; v += 2) {
+    bool two = v + 1 < value_tiles;
+    float *out = values + v * 16, *lower = out + 16 * dims;
+    tile_load<0>(t, out, dims * 4), tile_load<2>(t, lower, dims * 4);
+    if (two) tile_load<1>(t, out + 16, dims * 4), tile_load<3>(t, lower + 16, dims * 4);
+    for (int s = 0; s < num_spans; s++) {
+      tile_load<6>(t, value(s, v), 64), tile_load<4>(t, weights + 32 * s, KEYS * 2), tile_product<0, 4, 6>(t);
+      tile_load<5>(t, weights + 16 * KEYS + 32 * s, KEYS * 2), tile_product<2, 5, 6>(t);
+      if (two) tile_load<7>(t, value(s, v + 1), 64), tile_product<1, 4, 7>(t), tile_product<3, 5, 7>(t);
+    }
+    tile_store<0>(t, out, dims * 4), tile_store<2>(t, lower, dims * 4);
+    if (two) tile_store<1>(t, out + 16, dims * 4), tile_store<3>(t, lower + 16, dims * 4);
+  }
+}
+// Rows [first, count) in tiles: two at a time. Where there are more than 16, tiles are whole, and rows behind the last one are
+// nobody's; they have room.
+template <class One, class Two> HF_INLINE void row_tiles(Tiles& t, int first, int count, One&& one, Two&& two) {
+  int shape = count < 16 ? count : 16;
+  shape_tiles(t, shape, shape);
+  for (; count - first > 16; first += 32) two(first);
+  if (first < count) one(first);
+}
+#endif
+
+// Scores [rows][64] of rows [first, count) with a tile of keys.
+template <class W>
+HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, const TileOfKeys<W>& k, int first,
+                          int count) {
+  int padded = s.padded();
+#ifdef HF_TILES
+  if constexpr (sizeof(W) == 2 && sizeof(typename InputOf<W>::Type) == 2)
+    return row_tiles(
+        t, first, count, [&](int row) { score_16(t, a.queries + row * padded, padded, k, a.scores + row * KEYS); },
+        [&](int row) { score_32(t, a.queries + row * padded, padded, k, a.scores + row * KEYS); });
+#endif
+  const float* rows = a.query_floats + first * padded;
+  for (int b = 0; b < k.num_tiles; b++) {
+    float* scores = a.scores + first * KEYS + 16 * b;
+    fma_tile<W, false>(rows, padded, count - first, k.keys[b], scores, KEYS);
+    for (int d = 1; d < s.key_tiles; d++)
+      fma_tile<W, true>(rows + d * 32, padded, count - first, k.keys[b] + d * TILE, scores, KEYS);
   }
 }
 
-// values [rows][dims] += weights [rows][64] times the values of the keys from `key` on, for rows from `row` on.
-template <class W>
-HF_INLINE void add_values(Tiles& t, AttentionScratch<W>& a, const Pages<W>& pages, const SequenceView& seq, int kv_head,
-                          float* values, int row, int count, int key, int num_keys) {
-  values += (long)row * pages.shape.value_dims();
-  int dims = pages.shape.value_dims(), num_spans = (num_keys + 31) / 32;
+// values [rows][dims] += weights [rows][64] times a tile's values, for rows [first, count). `value(s, v)`: tile v of span s.
+template <class W, class Value>
+HF_INLINE void add_values(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, int num_spans, float* values, int first,
+                          int count, Value&& value) {
+  int dims = s.value_dims();
 #ifdef HF_TILES
-  if constexpr (sizeof(W) == 2 && sizeof(typename InputOf<W>::Type) == 2) {
-    shape_tiles(t, ATTENTION, count, count);
-    for (int v = 0; v < pages.shape.value_tiles; v += 4) {
-      int some = pages.shape.value_tiles - v < 4 ? pages.shape.value_tiles - v : 4;
-      float* out = values + v * 16;
-      tile_load<0>(t, out, dims * 4);
-      if (some > 1) tile_load<1>(t, out + 16, dims * 4);
-      if (some > 2) tile_load<2>(t, out + 32, dims * 4);
-      if (some > 3) tile_load<3>(t, out + 48, dims * 4);
-      for (int s = 0; s < num_spans; s++) {
-        int at = key + 32 * s, have = num_keys - 32 * s;
-        tile_load<4>(t, a.weights + row * KEYS + 32 * s, KEYS * 2);
-        tile_load<6>(t, value_tile(pages, seq, kv_head, at, have, v, a.joined), 64), tile_product<0, 4, 6>(t);
-        if (some > 1)
-          tile_load<7>(t, value_tile(pages, seq, kv_head, at, have, v + 1, a.joined), 64), tile_product<1, 4, 7>(t);
-        if (some > 2)
-          tile_load<6>(t, value_tile(pages, seq, kv_head, at, have, v + 2, a.joined), 64), tile_product<2, 4, 6>(t);
-        if (some > 3)
-          tile_load<7>(t, value_tile(pages, seq, kv_head, at, have, v + 3, a.joined), 64), tile_product<3, 4, 7>(t);
-      }
-      tile_store<0>(t, out, dims * 4);
-      if (some > 1) tile_store<1>(t, out + 16, dims * 4);
-      if (some > 2) tile_store<2>(t, out + 32, dims * 4);
-      if (some > 3) tile_store<3>(t, out + 48, dims * 4);
-    }
-    return;
-  }
+  if constexpr (sizeof(W) == 2 && sizeof(typename InputOf<W>::Type) == 2)
+    return row_tiles(
+        t, first, count,
+        [&](int row) {
+          add_values_16(t, a.weights + row * KEYS, num_spans, s.value_tiles, values + row * dims, value);
+        },
+        [&](int row) {
+          add_values_32(t, a.weights + row * KEYS, num_spans, s.value_tiles, values + row * dims, value);
+        });
 #endif
-  for (int s = 0; s < num_spans; s++)
-    for (int v = 0; v < pages.shape.value_tiles; v++) {
-      const W* tile = value_tile(pages, seq, kv_head, key + 32 * s, num_keys - 32 * s, v, a.joined);
-      fma_tile<W, true>(a.weight_floats + row * KEYS + 32 * s, KEYS, count, tile, values + v * 16, dims);
-    }
+  for (int span = 0; span < num_spans; span++)
+    for (int v = 0; v < s.value_tiles; v++)
+      fma_tile<W, true>(a.weight_floats + first * KEYS + 32 * span, KEYS, count - first, value(span, v),
+                        values + first * dims + v * 16, dims);
 }
 
 // The keys that a query at `position` sees: [first, position].
@@ -144,18 +202,18 @@ HF_INLINE int first_key(const HeadShape& shape, int position) {
   return shape.window && position >= shape.window ? position - shape.window + 1 : 0;
 }
 
-// Turns the scores of one tile into weights, and scales what the rows have summed where a larger score came up.
+// Turns the scores of one tile into weights for up to 16 rows, and scales what they have summed where a larger score came up.
 template <class W>
 HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const int* positions, Softmax& sum, int row,
                           int count, int key) {
-  alignas(64) float change[16] = {}, factor[16];
+  alignas(64) float factor[16];
   int firsts[16], ends[16];
-  float scale = shape.softcap > 0 ? 1.0f : shape.scale;
+  Lanes best[16], scale = all(shape.softcap > 0 ? 1.0f : shape.scale);
   for (int r = 0; r < count; r++) {
+    best[r] = all(-INFINITY);
     int first = firsts[r] = first_key(shape, positions[r]) - key, end = ends[r] = positions[r] + 1 - key;
     if (end <= 0 || first >= KEYS) continue;
     float* scores = a.scores + (row + r) * KEYS;
-    Lanes best = all(-INFINITY);
     bool is_cut = first > 0 || end < KEYS;
     if (shape.softcap > 0 || is_cut)
       for (int j = 0; j < KEYS; j += 16) {
@@ -164,13 +222,10 @@ HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const 
         if (is_cut) s = keep_range(s, first - j, end - j, all(-INFINITY));
         store(scores + j, s);
       }
-    for (int j = 0; j < KEYS; j += 16) best = larger(best, load(scores + j));
-    float before = sum.largest[row + r], now = largest_of(best) * scale;
-    if (before > now) now = before;
-    change[r] = before - now;
-    sum.largest[row + r] = now;
+    for (int j = 0; j < KEYS; j += 16) best[r] = larger(best[r], load(scores + j));
   }
-  store(factor, exp2_of(load(change)));
+  Lanes before = load(sum.largest + row), now = larger(before, largest_of_each(best, count) * scale);
+  store(sum.largest + row, now), store(factor, exp2_of(before - now));
   int dims = shape.value_dims();
   for (int r = 0; r < count; r++) {
     typename InputOf<W>::Type* weights = a.weights + (row + r) * KEYS;
@@ -181,7 +236,7 @@ HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const 
     Lanes minus_largest = all(-sum.largest[row + r]);
     Lanes total = load(sum.sums + (row + r) * 16) * all(factor[r]);
     for (int j = 0; j < KEYS; j += 16) {
-      Lanes p = exp2_of(fma(load(a.scores + (row + r) * KEYS + j), all(scale), minus_largest));
+      Lanes p = exp2_of(fma(load(a.scores + (row + r) * KEYS + j), scale, minus_largest));
       total = total + p;
       store(weights + j, p);
     }
@@ -202,25 +257,39 @@ template <class W> HF_INLINE void widen_weights(AttentionScratch<W>& a, int row,
 template <class W>
 void attend_keys(Tiles& t, AttentionScratch<W>& a, const Pages<W>& pages, const SequenceView& seq, int kv_head,
                  const int* positions, int count, int from, int to, Softmax& sum) {
-  int dims = pages.shape.value_dims();
-  for (int r = 0; r < count; r++) sum.largest[r] = -INFINITY;
+  const HeadShape& shape = pages.shape;
+  for (int r = 0; r < QUERY_ROWS; r++) sum.largest[r] = -INFINITY;
   memset(sum.sums, 0, count * 16 * 4);
-  memset(sum.values, 0, (long)count * dims * 4);
+  memset(sum.values, 0, (long)count * shape.value_dims() * 4);
   for (int key = from; key < to; key += KEYS) {
     int num_keys = to - key < KEYS ? to - key : KEYS;
+    TileOfKeys<W> found = find_keys(pages, seq, kv_head, key, num_keys);
     int first = 0;  // the rows that see any of these keys: they are in order of position
     while (first + 16 < count && positions[first + 15] < key) first += 16;
-    auto blocks = [&](auto&& each) {
-      for (int row = first; row < count; row += 16) each(row, count - row < 16 ? count - row : 16);
-    };
     // One after the other for all rows: what was stored has arrived when it is loaded as a tile.
-    blocks([&](int row, int some) { score_rows(t, a, pages, seq, kv_head, row, some, key, num_keys); });
-    blocks([&](int row, int some) { weigh_rows(a, pages.shape, positions + row, sum, row, some, key); });
+    score_rows(t, a, shape, found, first, count);
+    for (int row = first; row < count; row += 16) {
+      int some = count - row < 16 ? count - row : 16;
+      weigh_rows(a, shape, positions + row, sum, row, some, key);
 #ifdef HF_TILES
-    if constexpr (sizeof(typename InputOf<W>::Type) == 4)
+      if constexpr (sizeof(typename InputOf<W>::Type) == 4)
 #endif
-      blocks([&](int row, int some) { widen_weights(a, row, some); });
-    blocks([&](int row, int some) { add_values(t, a, pages, seq, kv_head, sum.values, row, some, key, num_keys); });
+        widen_weights(a, row, some);
+    }
+    // Values of small blocks are put together: once for many rows, tile by tile where each is used once.
+    int num_spans = (num_keys + 31) / 32;
+    auto put_together = [&](int s, int v, W* joined) {
+      return value_tile(pages, seq, kv_head, key + 32 * s, num_keys - 32 * s, v, joined);
+    };
+    if (count <= 16) {
+      add_values(t, a, shape, num_spans, sum.values, first, count,
+                 [&](int s, int v) { return put_together(s, v, a.joined[0][0]); });
+      continue;
+    }
+    const W* values[KEYS / 32][MAX_HEAD / 16];
+    for (int s = 0; s < num_spans; s++)
+      for (int v = 0; v < shape.value_tiles; v++) values[s][v] = put_together(s, v, a.joined[s][v]);
+    add_values(t, a, shape, num_spans, sum.values, first, count, [&](int s, int v) { return values[s][v]; });
   }
 }
 

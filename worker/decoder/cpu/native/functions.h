@@ -8,7 +8,7 @@ namespace {
 
 // 2^y for y <= 127; 0 where it is no normal number. A polynomial of degree 6 on [-1/2, 1/2].
 HF_INLINE Lanes exp2_of(Lanes y) {
-  Lanes clamped = larger(all(-128.0f), y), n = rounded(clamped), f = clamped - n;
+  Lanes f, n = split(y, f);
   Lanes p = all(1.5403530e-4f);
   p = fma(p, f, all(1.3333558e-3f));
   p = fma(p, f, all(9.6181291e-3f));

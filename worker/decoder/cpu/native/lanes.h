@@ -36,6 +36,11 @@ HF_INLINE Lanes minus_fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fnmadd_ps(
 HF_INLINE Lanes larger(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }
 HF_INLINE Lanes smaller(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }
 HF_INLINE Lanes rounded(Lanes a) { return {_mm512_roundscale_ps(a.v, 8)}; }
+// The nearest whole number, and what is left. What is below -128 may become -128.
+HF_INLINE Lanes split(Lanes a, Lanes& rest) {
+  rest = {_mm512_reduce_ps(a.v, 8)};
+  return {_mm512_sub_ps(a.v, rest.v)};
+}
 HF_INLINE Lanes absolute(Lanes a) { return {_mm512_abs_ps(a.v)}; }
 HF_INLINE Lanes with_sign_of(Lanes a, Lanes sign) {
   __m512i mask = _mm512_set1_epi32(0x80000000);
@@ -179,6 +184,12 @@ HF_INLINE void store(Half* p, Lanes x) {
   _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
+HF_INLINE Lanes split(Lanes x, Lanes& rest) {
+  Lanes clamped = larger(all(-128.0f), x), whole = rounded(clamped);  // below it 2^x is 0
+  rest = clamped - whole;
+  return whole;
+}
+
 enum { WIDTH = 8 };
 typedef __m256 Wide;
 HF_INLINE Wide wide_load(const float* p) { return _mm256_loadu_ps(p); }
@@ -227,6 +238,35 @@ HF_INLINE float largest_of(Lanes a) {
   q = _mm_max_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
 }
+HF_INLINE Lanes largest_one_by_one(const Lanes* rows, int count) {
+  alignas(64) float out[16] = {};
+  for (int i = 0; i < count; i++) out[i] = largest_of(rows[i]);
+  return load(out);
+}
+// The largest lane of each of up to sixteen; lanes behind are of no meaning.
+#ifdef __AVX512F__
+HF_INLINE Lanes largest_of_each(Lanes* rows, int count) {
+  if (count < 6) return largest_one_by_one(rows, count);
+  for (int i = count; i < 16; i++) rows[i] = zero();
+  __m512 eights[8], fours[4], twos[2];
+  for (int i = 0; i < 8; i++) {
+    __m512 a = rows[i].v, b = rows[i + 8].v;
+    eights[i] = _mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+  for (int i = 0; i < 4; i++)
+    fours[i] = _mm512_max_ps(_mm512_shuffle_f32x4(eights[i], eights[i + 4], 0x88),
+                             _mm512_shuffle_f32x4(eights[i], eights[i + 4], 0xdd));
+  for (int i = 0; i < 2; i++)
+    twos[i] =
+        _mm512_max_ps(_mm512_shuffle_ps(fours[i], fours[i + 2], 0x44), _mm512_shuffle_ps(fours[i], fours[i + 2], 0xee));
+  __m512 ones = _mm512_max_ps(_mm512_shuffle_ps(twos[0], twos[1], 0x88), _mm512_shuffle_ps(twos[0], twos[1], 0xdd));
+  // Its lane 4 q + p is of row 8 (q % 2) + 4 (q / 2) + 2 (p % 2) + p / 2.
+  const __m512i place = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+  return {_mm512_permutexvar_ps(place, ones)};
+}
+#else
+HF_INLINE Lanes largest_of_each(Lanes* rows, int count) { return largest_one_by_one(rows, count); }
+#endif
 HF_INLINE float scalar_fma(float a, float b, float c) {
   return _mm_cvtss_f32(_mm_fmadd_ss(_mm_set_ss(a), _mm_set_ss(b), _mm_set_ss(c)));
 }

@@ -15,6 +15,8 @@ namespace {
 
 enum { GROUP = 64, MAX_ROWS = 256, BLOCK_ROWS = 32, TILE = 512, K_TILE = 32, MAX_LEVELS = 4 };
 const int PREFETCH_BYTES = 2048;
+// Of two tiles of weights: cache lines; and how many k tiles of them are summed at once (a panel of 32 columns).
+enum { LINES = 32, WHOLE_TILES = 32, CUT_TILES = 20 };
 
 template <class W> struct InputOf {
   typedef float Type;
@@ -125,13 +127,29 @@ HF_INLINE void tiles_1x4(Tiles& t, const Bf16* rows, long stride, const Bf16* w,
   tile_store<2>(t, sums + 32, GROUP * 4), tile_store<3>(t, sums + 48, GROUP * 4);
 }
 
-// 17 to 32 rows and 32 columns: two by two accumulators.
+// What comes after a panel: fetched into the second cache while the rows pass, some lines with each k tile.
+struct Ahead {
+  const Bf16* panel;  // or null
+  int lines;
+};
+HF_INLINE void fetch(Ahead ahead, int tile) {
+  const char* at = (const char*)(ahead.panel + (long)tile * 2 * TILE);
+  for (int i = 0; i < ahead.lines; i++) _mm_prefetch(at + i * 64, _MM_HINT_T1);
+}
+
+// 17 to 32 rows and 32 columns: two by two accumulators, which go on from `sums` if they have begun.
 template <bool FAR>
-HF_INLINE void tiles_2x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int first, int end, float* sums) {
-  tile_zero<0>(t), tile_zero<1>(t), tile_zero<2>(t), tile_zero<3>(t);
+HF_INLINE void tiles_2x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int first, int end, float* sums,
+                         bool begun, Ahead ahead) {
+  float* lower = sums + 16 * GROUP;
+  if (begun) {
+    tile_load<0>(t, sums, GROUP * 4), tile_load<1>(t, sums + 16, GROUP * 4);
+    tile_load<2>(t, lower, GROUP * 4), tile_load<3>(t, lower + 16, GROUP * 4);
+  } else tile_zero<0>(t), tile_zero<1>(t), tile_zero<2>(t), tile_zero<3>(t);
   for (int k = first; k < end; k++) {
     const Bf16* tile = w + (long)k * 2 * TILE;
     if (FAR) prefetch_tile(tile);
+    else fetch(ahead, k - first);
     tile_load<6>(t, tile, 64), tile_load<4>(t, rows + k * K_TILE, stride * 2), tile_load<7>(t, tile + TILE, 64);
     tile_product<0, 4, 6>(t);
     if (FAR) prefetch_tile(tile + TILE);
@@ -139,12 +157,14 @@ HF_INLINE void tiles_2x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w,
     tile_product<1, 4, 7>(t), tile_product<2, 5, 6>(t), tile_product<3, 5, 7>(t);
   }
   tile_store<0>(t, sums, GROUP * 4), tile_store<1>(t, sums + 16, GROUP * 4);
-  tile_store<2>(t, sums + 16 * GROUP, GROUP * 4), tile_store<3>(t, sums + 16 * GROUP + 16, GROUP * 4);
+  tile_store<2>(t, lower, GROUP * 4), tile_store<3>(t, lower + 16, GROUP * 4);
 }
 
 // Up to 16 rows and 32 columns.
-HF_INLINE void tiles_1x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int first, int end, float* sums) {
-  tile_zero<0>(t), tile_zero<1>(t);
+HF_INLINE void tiles_1x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w, int first, int end, float* sums,
+                         bool begun) {
+  if (begun) tile_load<0>(t, sums, GROUP * 4), tile_load<1>(t, sums + 16, GROUP * 4);
+  else tile_zero<0>(t), tile_zero<1>(t);
   for (int k = first; k < end; k++) {
     const Bf16* tile = w + (long)k * 2 * TILE;
     tile_load<4>(t, rows + k * K_TILE, stride * 2);
@@ -154,24 +174,42 @@ HF_INLINE void tiles_1x2(Tiles& t, const Bf16* rows, long stride, const Bf16* w,
   tile_store<0>(t, sums, GROUP * 4), tile_store<1>(t, sums + 16, GROUP * 4);
 }
 
-// Any number of rows: 32 columns of weights stay in the cache while the rows pass.
+// All rows by 32 columns: a panel of weights stays in the cache while the rows pass.
+HF_INLINE void pass_rows(Tiles& t, const Bf16* rows, long stride, int count, const Bf16* panel, int first, int end,
+                         float* sums, bool begun, const Bf16* next) {
+  int blocks = (count + BLOCK_ROWS - 1) / BLOCK_ROWS, line = 0;
+  for (int r = 0; r < count; r += BLOCK_ROWS) {
+    int left = count - r < BLOCK_ROWS ? count - r : BLOCK_ROWS;
+    const Bf16* block = rows + r * stride;
+    shape_tiles(t, left < 16 ? left : 16, left > 16 ? left - 16 : 16);
+    int until = r && next ? LINES * (r / BLOCK_ROWS) / (blocks - 1) : 0;  // the first block waits for its own weights
+    Ahead ahead = {next + line * 32, until - line};
+    line = until;
+    if (left <= 16) tiles_1x2(t, block, stride, panel, first, end, sums + r * GROUP, begun);
+    else if (r == 0) tiles_2x2<true>(t, block, stride, panel, first, end, sums, begun, ahead);
+    else tiles_2x2<false>(t, block, stride, panel, first, end, sums + r * GROUP, begun, ahead);
+  }
+}
+
+// Any number of rows. Many k tiles are cut, so that a panel of 32 columns stays in the first cache: the accumulators are
+// stored and loaded between, which changes no bit. `after`: the weights that come next, or null.
 void tile_rows(Tiles& t, const Bf16* rows, long stride, int count, const Bf16* w, int k_tiles, int first, int end,
-               float* sums) {
+               float* sums, const Bf16* after) {
   if (count <= 16) {
-    shape_tiles(t, LINEAR, count, count);
+    shape_tiles(t, count, count);
     tiles_1x4(t, rows, stride, w, k_tiles, first, end, sums);
     return;
   }
-  for (int half = 0; half < 2; half++, w += (long)k_tiles * 2 * TILE)
-    for (int r = 0; r < count; r += BLOCK_ROWS) {
-      int left = count - r < BLOCK_ROWS ? count - r : BLOCK_ROWS;
-      const Bf16* block = rows + r * stride;
-      float* out = sums + r * GROUP + half * 32;
-      shape_tiles(t, LINEAR, left < 16 ? left : 16, left > 16 ? left - 16 : 16);
-      if (left <= 16) tiles_1x2(t, block, stride, w, first, end, out);
-      else if (r == 0) tiles_2x2<true>(t, block, stride, w, first, end, out);
-      else tiles_2x2<false>(t, block, stride, w, first, end, out);
+  const long panel = (long)k_tiles * 2 * TILE;
+  int pieces = count <= BLOCK_ROWS || end - first <= WHOLE_TILES ? 1 : (end - first + CUT_TILES - 1) / CUT_TILES;
+  for (int i = 0, from = first; i < pieces; i++) {
+    int to = first + (int)((long)(end - first) * (i + 1) / pieces);
+    for (int half = 0; half < 2; half++) {
+      const Bf16* next = half == 0 ? w + panel + (long)from * 2 * TILE : to < end ? w + (long)to * 2 * TILE : after;
+      pass_rows(t, rows, stride, count, w + half * panel, from, to, sums + half * 32, i > 0, next);
     }
+    from = to;
+  }
 }
 #endif
 
@@ -209,13 +247,20 @@ InputRows<W> input_rows(Scratch& scratch, const typename InputOf<W>::Type* rows,
 }
 
 template <class W>
-void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, int slice, float* sums) {
+void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, int slice, float* sums,
+                   bool more_groups = false) {
   int first = slice * w.slice_tiles, end = first + w.slice_tiles;
 #ifdef HF_TILES
   if constexpr (sizeof(W) == 2 && sizeof(*in.rows) == 2)
-    if (!in.floats)
-      return tile_rows(scratch.tiles, in.rows, in.stride, in.count, w.group(group), w.k_tiles(), first, end, sums);
+    if (!in.floats) {
+      const W* after = slice + 1 < w.slices ? w.group(group) + (long)end * 2 * TILE
+                       : more_groups        ? w.group(group + 1)
+                                            : nullptr;
+      return tile_rows(scratch.tiles, in.rows, in.stride, in.count, w.group(group), w.k_tiles(), first, end, sums,
+                       after);
+    }
 #endif
+  (void)more_groups;
   fma_rows<W>(in.floats, in.float_stride, in.count, w.group(group), w.k_tiles(), first, end, sums);
 }
 
@@ -223,12 +268,14 @@ HF_INLINE void add_to(float* sums, const float* others, int count) {
   for (int i = 0; i < count; i += 16) store(sums + i, load(sums + i) + load(others + i));
 }
 
-// sums [count][64]: all slices, added as a binary tree over their numbers.
-template <class W> void product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, float* sums) {
+// sums [count][64]: all slices, added as a binary tree over their numbers. `more_groups`: the next group comes next.
+template <class W>
+void product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, float* sums,
+             bool more_groups = false) {
   float* level[MAX_LEVELS + 1] = {sums, scratch.partial[0], scratch.partial[1], scratch.partial[2], scratch.partial[3]};
   int top = 0;
   for (int slice = 0; slice < w.slices; slice++) {
-    slice_product(scratch, w, group, in, slice, level[top++]);
+    slice_product(scratch, w, group, in, slice, level[top++], more_groups);
     for (int done = slice + 1; done % 2 == 0; done /= 2) top--, add_to(level[top - 1], level[top], in.count * GROUP);
   }
 }

@@ -107,6 +107,10 @@ struct Mass {
   double all, above;
 };
 
+// The exponentials of 16 scaled logits less the largest one.
+HF_INLINE Lanes exponentials(Lanes scaled, float top) { return exp2_of((scaled - all(top)) * all(LOG2_E)); }
+HF_INLINE Lanes sum_of_four(const Lanes* v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+
 // The exponentials of scaled logits less the largest one: of all that are at least `least`, and of those above `bar`.
 Mass mass_of(const Row& row, float scale, float least, float bar) {
   Doubles all_sum = no_doubles(), above_sum = no_doubles();
@@ -115,15 +119,35 @@ Mass mass_of(const Row& row, float scale, float least, float bar) {
     float block_best = row.best[b] * scale;
     if (block_best < least || block_best - top < LEAST_EXPONENT) continue;
     const float* p = row.block(b);
-    Lanes part[4], better[4];
-    for (int i = 0; i < 4; i++) {
-      Lanes scaled = load(p + 16 * i) * all(scale), e = exp_of(scaled - all(top));
-      part[i] = kept_at_least(scaled, all(least), e), better[i] = kept_above(scaled, all(bar), e);
+    Lanes scaled[4], part[4];
+    for (int i = 0; i < 4; i++) scaled[i] = load(p + 16 * i) * all(scale), part[i] = exponentials(scaled[i], top);
+    if (block_best > bar) {
+      Lanes better[4];
+      for (int i = 0; i < 4; i++) better[i] = kept_above(scaled[i], all(bar), part[i]);
+      add(above_sum, sum_of_four(better));
     }
-    add(all_sum, (part[0] + part[1]) + (part[2] + part[3]));
-    if (block_best > bar) add(above_sum, (better[0] + better[1]) + (better[2] + better[3]));
+    if (least > -INFINITY)
+      for (int i = 0; i < 4; i++) part[i] = kept_at_least(scaled[i], all(least), part[i]);
+    add(all_sum, sum_of_four(part));
   }
   return {sum_of(all_sum), sum_of(above_sum)};
+}
+// Of those above `bar` alone, to the same bits.
+double mass_above(const Row& row, float scale, float bar) {
+  Doubles sum = no_doubles();
+  float top = row.largest * scale;
+  for (int b = 0; b < row.blocks; b++) {
+    float block_best = row.best[b] * scale;
+    if (block_best <= bar || block_best - top < LEAST_EXPONENT) continue;
+    const float* p = row.block(b);
+    Lanes better[4];
+    for (int i = 0; i < 4; i++) {
+      Lanes scaled = load(p + 16 * i) * all(scale);
+      better[i] = kept_above(scaled, all(bar), exponentials(scaled, top));
+    }
+    add(sum, sum_of_four(better));
+  }
+  return sum_of(sum);
 }
 
 // The smallest float that is no smaller.
@@ -159,9 +183,12 @@ int drawn_token(const Row& row, const HfDraw& draw, std::vector<float>& values) 
   for (;;) {
     float scaled = row.logits[token] * scale;
     if (scaled == top) return token;
-    Mass mass = mass_of(row, scale, left.least, scaled);
-    if (wanted < 0) wanted = draw.top_p * mass.all;
-    if (mass.above < wanted) return token;
+    double above;
+    if (wanted < 0) {
+      Mass mass = mass_of(row, scale, left.least, scaled);
+      wanted = draw.top_p * mass.all, above = mass.above;
+    } else above = mass_above(row, scale, scaled);
+    if (above < wanted) return token;
     left.bar = scaled;
     token = race.winner(left);
   }

@@ -19,6 +19,7 @@
 namespace {
 
 enum { NORM_ROWS = 8, OWN_NORM_ROWS = 2, SPIN_FOR_PEERS = 2000, COPIED = 1 << 14 };
+const int LONG_ROW = 2560, MOST_GROUPS = 4;  // of a product of many rows: inputs, groups of a task
 
 template <class W> HF_INLINE Packed<W> packed(const HfLinear& linear) {
   return {(const W*)linear.tiles, linear.slices, linear.slice_tiles, linear.groups};
@@ -266,18 +267,23 @@ template <class W> class Decoder {
   template <class Out> bool linear(Thread& thread, const HfLinear& linear, Rows in, int num_rows, Out&& out) {
     Local& own = thread.own;
     Packed<W> w = packed<W>(linear);
-    int chunk = num_rows > BLOCK_ROWS ? MAX_ROWS : BLOCK_ROWS, chunks = (num_rows + chunk - 1) / chunk;
-    int each = groups_per_task(w, num_rows), runs = (w.groups + each - 1) / each;
+    int chunk = rows_per_task(w, num_rows), chunks = (num_rows + chunk - 1) / chunk;
+    int each = groups_per_task(w, num_rows, chunks), runs = (w.groups + each - 1) / each;
     return holdfast::tasks(thread.run, chunks * runs, [&](int task) {
       int first_row = task / runs * chunk, rows = std::min(chunk, num_rows - first_row), group = task % runs * each;
       InputRows<W> input = input_rows<W>(own.scratch, in.data + first_row * in.stride, in.stride, rows, w.row_length());
-      for (int g = group; g < std::min(group + each, w.groups); g++) {
-        product(own.scratch, w, g, input, own.scratch.sums);
+      for (int g = group, end = std::min(group + each, w.groups); g < end; g++) {
+        product(own.scratch, w, g, input, own.scratch.sums, g + 1 < end);
         out(g, first_row, rows, own.scratch.sums);
       }
     });
   }
-  int groups_per_task(const Packed<W>& w, int num_rows) const {
+  // So many that the rows of a task stay in the second cache.
+  static int rows_per_task(const Packed<W>& w, int num_rows) {
+    return num_rows <= BLOCK_ROWS ? BLOCK_ROWS : w.row_length() <= LONG_ROW ? MAX_ROWS : MAX_ROWS / 2;
+  }
+  int groups_per_task(const Packed<W>& w, int num_rows, int chunks) const {
+    if (num_rows > BLOCK_ROWS) return std::max(1, std::min(MOST_GROUPS, w.groups * chunks / (16 * threads)));
     long work = (long)std::min(num_rows, 16) * w.row_length() * GROUP;  // so that a task takes some microseconds
     int each = (int)std::max(1L, std::min((1L << 18) / work, (long)w.groups / (8 * threads)));
     return std::max(each, w.groups > 512 ? 8 : 1);

@@ -88,12 +88,10 @@ HF_INLINE void release_tiles(Tiles&) {}
 #if defined(HF_AMX) || defined(HF_SOFTWARE_TILES)
 #define HF_TILES 1
 
-// What the tiles are used for: `LINEAR` has accumulators 0-3, rows 4 and 5, weights 6 and 7 (0, 1, 4: the first 16 rows;
-// 2, 3, 5: the others). `ATTENTION` has accumulators 0-3, rows 4, keys or values 6.
-enum TileUse { LINEAR, ATTENTION };
-
-HF_INLINE void shape_tiles(Tiles& tiles, TileUse use, int rows, int more_rows) {
-  int shape = 1 + use + 2 * (rows + 32 * more_rows);
+// Accumulators 0 to 3, rows 4 and 5, weights (or keys, or values) 6 and 7. Tiles 0, 1 and 4 have the first rows, 2, 3 and
+// 5 the others. Rows of a tile that nobody asked for cost nothing, another shape does.
+HF_INLINE void shape_tiles(Tiles& tiles, int rows, int more_rows) {
+  int shape = 1 + rows + 32 * more_rows;
   if (tiles.shape == shape) return;
   tiles.shape = shape;
   TileConfig config;
