@@ -62,7 +62,7 @@ def serve_until_the_end(steps_per_s: float) -> None:
         deployment = serve.deployment(
             Streams, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0}, logging_config=quiet
         )
-        serve.run(deployment.bind(steps_per_s), route_prefix=None)
+        serve.run(deployment.bind(steps_per_s), route_prefix="/")  # one that has a route is found without metadata
         say(address=f"127.0.0.1:{port}")
         run(obey(carry_out))
 
