@@ -4,7 +4,6 @@ What may not live here: Serve, and what runs on the cluster (`app.py`).
 """
 
 import functools
-import logging
 import os
 import secrets
 import signal
@@ -65,9 +64,7 @@ def running_ray(config: ClusterConfig, pid: int | None) -> Iterator[None]:
         address = running.ray_address
         _close_our_own(running.token)
     import ray
-    from ray import serve
 
-    logging.getLogger(serve.__name__).setLevel(logging.ERROR)  # importing it has set another level
     ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=config.namespace)
     try:
         yield
