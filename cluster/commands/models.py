@@ -4,6 +4,7 @@ What may live here: reaching the cluster, and what is printed. What may not: how
 (`cluster/serve/models.py`).
 """
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,4 +94,7 @@ def _connected(config: HoldfastConfig, pid: int | None) -> Iterator[None]:
     from holdfast.cluster.serve.local import running_ray
 
     with running_ray(config.cluster, pid):
+        from ray import serve
+
+        logging.getLogger(serve.__name__).setLevel(logging.ERROR)  # importing it has set another level
         yield

@@ -33,7 +33,7 @@ def stats(*, server: Annotated[str, Parameter(help="host:port of a running route
     table = Table(_COLUMNS[0], box=None, pad_edge=False)
     for column in _COLUMNS[1:]:
         table.add_column(column, justify="right")
-    for replica in load.replicas:
+    for replica in sorted(load.replicas, key=lambda replica: str(replica.model)):
         table.add_row(*_row(replica))
     console = Console() if sys.stdout.isatty() else Console(width=_PIPE_WIDTH)
     console.print(table if load.replicas else "no replica is up: requests wait for one (router.replica_wait_s)")
@@ -53,7 +53,7 @@ async def _load(server: str) -> Any:
 def _row(replica: Any) -> list[str]:
     """`replica` is a `holdfast.v1.ReplicaLoad`."""
     used = replica.num_total_blocks - replica.num_free_blocks
-    now = [replica.replica_id, str(replica.num_running), str(replica.num_waiting), str(used)]
+    now = [f"{replica.model} {replica.replica_id}", str(replica.num_running), str(replica.num_waiting), str(used)]
     if not replica.HasField("stats"):
         return [*now, "-", str(replica.num_free_blocks), *["-"] * (len(_COLUMNS) - len(now) - 2)]
     stats = replica.stats

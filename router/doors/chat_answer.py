@@ -17,6 +17,7 @@ from holdfast.router.tools.call_events import CallArguments, CallBegin, CallEven
 from holdfast.router.tools.chat_style import ChatReader, ChatStyle, Reasoning
 from holdfast.router.tools.tools import Tool, ToolChoice, checked_tool_choice, checked_tools
 from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 
@@ -39,26 +40,21 @@ class ChatPlan:
         chat = request.chat
         if chat is None or not (chat.tools or chat.split_reasoning or chat.tool_choice is not None):
             return cls(request=request)
-        tools = checked_tools(chat.tools, "chat.tools")
-        choice = checked_tool_choice(chat.tool_choice, tools, "chat.tool_choice")
-        style = processor.chat_style(request.model)
-        if tools and choice.mode != "none" and style.call_format is None:
-            limit = "cannot be called: the model's chat template writes no known calls"
-            raise InvalidRequestError("chat.tools", len(tools), limit)
+        style, params = processor.chat_style(request.model), request.sampling_params
+        tools, choice = _checked(chat, style)
+        if params.echo:
+            raise InvalidRequestError(
+                "sampling_params.echo", True, "must not be set where the answer of a chat is read"
+            )
         chat = _with_tools(chat, tools)
         callable_tools = tools if choice.mode != "none" else ()
-        params = request.sampling_params
         splits = style.reasoning is not None and params.structure is None
         prompt = await processor.render(request.model, chat)
-        structure = _structure(style, callable_tools, choice, prompt, is_parallel=chat.parallel_tool_calls)
-        if structure is not None and params.structure is not None:
-            limit = "must not be set with tools that ask for a shape"
-            raise InvalidRequestError("sampling_params.structured_outputs", params.structure.kind, limit)
-        if structure is not None:
-            params = params.with_changes(structured_outputs=structure)
+        grammar = ""
+        if callable_tools:
+            grammar = style.grammar(callable_tools, choice, prompt, is_parallel=chat.parallel_tool_calls)
         keeps_special = style.unwanted is not None and bool(callable_tools or splits) and params.skip_special_tokens
-        if keeps_special:
-            params = params.with_changes(skip_special_tokens=False)
+        params = _params(params, grammar, keeps_special=keeps_special)
         return cls(
             request=replace(request, chat=chat, sampling_params=params),
             style=style,
@@ -125,17 +121,31 @@ class ChatDeltas:
         return reader
 
 
+def _checked(chat: Chat, style: ChatStyle) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """Raises `InvalidRequestError`, naming the field."""
+    tools = checked_tools(chat.tools, "chat.tools")
+    choice = checked_tool_choice(chat.tool_choice, tools, "chat.tool_choice")
+    if tools and choice.mode != "none" and style.call_format is None:
+        limit = "cannot be called: the model's chat template writes no known calls"
+        raise InvalidRequestError("chat.tools", len(tools), limit)
+    return tools, choice
+
+
 def _with_tools(chat: Chat, tools: Sequence[Tool]) -> Chat:
     if not tools:
         return chat
     return replace(chat, template_kwargs={**chat.template_kwargs, "tools": [tool.for_template() for tool in tools]})
 
 
-def _structure(
-    style: ChatStyle, tools: tuple[Tool, ...], choice: ToolChoice, prompt: str, *, is_parallel: bool
-) -> StructuredOutputs | None:
-    grammar = style.grammar(tools, choice, prompt, is_parallel=is_parallel) if tools else ""
-    return StructuredOutputs(grammar=grammar) if grammar else None
+def _params(params: SamplingParams, grammar: str, *, keeps_special: bool) -> SamplingParams:
+    """With what the tools ask for: a grammar of calls, and special tokens in the text, for a reader to find."""
+    changes: dict[str, object] = {"skip_special_tokens": False} if keeps_special else {}
+    if grammar and params.structure is not None:
+        limit = "must not be set with tools that ask for a shape"
+        raise InvalidRequestError("sampling_params.structured_outputs", params.structure.kind, limit)
+    if grammar:
+        changes["structured_outputs"] = StructuredOutputs(grammar=grammar)
+    return params.with_changes(**changes) if changes else params
 
 
 def _prefix(request_id: str, index: int) -> str:

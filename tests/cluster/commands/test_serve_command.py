@@ -6,7 +6,9 @@ import threading
 
 import pytest
 
+from holdfast.cluster.commands import cli
 from holdfast.cluster.commands.serve import wait_for_stop
+from holdfast.cluster.config.config import HoldfastConfig
 
 
 def send_once_awaited(*numbers: signal.Signals) -> threading.Thread:
@@ -46,3 +48,46 @@ def test_a_later_signal_is_a_second_one():
     sender.join()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ([], ["demo"]),
+        (["./a"], ["a"]),
+        (["./a", "org/b"], ["a", "b"]),
+        (["--model", "./a", "--model", "org/b"], ["a", "b"]),
+        (["--model", "./a", "--served-model-name", "x"], ["x"]),
+    ],
+)
+def test_models_are_given_one_by_one(arguments, names, monkeypatch):
+    served: list[HoldfastConfig] = []
+    monkeypatch.setattr("holdfast.cluster.commands.serve.run", served.append)
+    assert cli.run(["serve", *arguments, "--replicas", "2"]) == 0
+    (config,) = served
+    assert [one.model.name for one in config.each_model] == names
+    assert {one.cluster.replicas for one in config.each_model} == {2}
+
+
+def test_a_model_on_the_command_line_stands_for_those_of_the_file(tmp_path, monkeypatch):
+    path = tmp_path / "serve.yaml"
+    path.write_text("cluster: {models: [./a, ./b]}\n")
+    served: list[HoldfastConfig] = []
+    monkeypatch.setattr("holdfast.cluster.commands.serve.run", served.append)
+    assert cli.run(["serve", "--config", str(path)]) == 0
+    assert cli.run(["serve", "./c", "--config", str(path)]) == 0
+    assert [[one.model.name for one in config.each_model] for config in served] == [["a", "b"], ["c"]]
+
+
+def test_two_models_of_one_name_are_the_callers_mistake(capsys):
+    assert cli.run(["serve", "./a", "./elsewhere/a"]) == 2
+    assert "two models are named 'a'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["add", "demo"], ["remove", "demo"]])
+def test_models_of_no_cluster_are_the_callers_mistake(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert cli.run(["models", *arguments]) == 2
+    assert "0 such clusters run here (none); for a cluster on a Ray that was there before, say --address" in (
+        capsys.readouterr().err
+    )

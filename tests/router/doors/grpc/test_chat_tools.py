@@ -185,6 +185,7 @@ async def test_a_chat_may_have_a_shape(with_grammars):
         ({"tools": [pb.Tool(name="a"), pb.Tool(name="a")]}, "chat.tools[1].function.name"),
         ({"tool_choice": pb.ToolChoice(name="other")}, "chat.tool_choice.function.name"),
         ({"tool_choice": pb.ToolChoice(mode=77)}, "chat.tool_choice.mode"),
+        ({"sampling_params": pb.SamplingParams(echo=True)}, "sampling_params.echo"),
         ({"tools": [], "tool_choice": pb.ToolChoice(mode=pb.TOOL_CHOICE_MODE_REQUIRED)}, "chat.tool_choice"),
         (
             {"messages": [pb.ChatMessage(role="assistant", tool_calls=[pb.ToolCall(name="x", arguments="7")])]},
