@@ -33,6 +33,7 @@ from holdfast.router.doors.http.messages import MessageEvents, whole_message
 from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
 from holdfast.router.doors.http.messages_body import chat_body as messages_chat
 from holdfast.router.doors.http.metrics import Metrics
+from holdfast.router.doors.http.openapi import description
 from holdfast.router.doors.http.responses import ResponseEvents, whole_response
 from holdfast.router.doors.http.responses_body import ResponsesBody
 from holdfast.router.doors.http.responses_body import chat_body as responses_chat
@@ -84,6 +85,7 @@ class HttpDoor:
             ("GET", "/version", self.version),
             ("GET", "/load", self.load),
             ("GET", "/metrics", self.metrics),
+            ("GET", "/openapi.json", self.openapi),
         ]
         of_anthropic = [
             ("POST", "/v1/messages", self.messages),
@@ -277,6 +279,9 @@ class HttpDoor:
             for replica in host.loads()
         ]
         return _json({"server_load": host.num_open, "num_queued": host.num_queued, "replicas": replicas})
+
+    async def openapi(self, request: Request) -> ASGIApp:
+        return _json(description())
 
     async def metrics(self, request: Request) -> ASGIApp:
         text, media_type = self._metrics.text()
