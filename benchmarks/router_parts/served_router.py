@@ -1,6 +1,7 @@
 """The real router, on the event loop that serves it, with one replica."""
 
 import argparse
+import asyncio
 
 from benchmarks.router_parts.load import info, model_path
 from benchmarks.router_parts.orders import run, say, until_the_end
@@ -9,10 +10,25 @@ from holdfast.router.links.replica_directory import ReplicaEndpoint, StaticDirec
 from holdfast.router.router import Router
 
 
-async def main(replica: str) -> None:
+async def until_up(address: str) -> None:
+    """Returns once the router says that a replica is up."""
+    host, port = address.split(":")
+    answer = b""
+    while b" 200 " not in answer:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        answer = await reader.readline()
+        writer.close()
+
+
+async def main(replica: str, *, http: bool) -> None:
     endpoint = ReplicaEndpoint(replica_id="r0", address=replica, model=info().model, model_path=str(model_path()))
-    router = await Router.start(RouterConfig(), LimitsConfig(), StaticDirectory([endpoint]))
-    say(address=router.address)  # clients ask again until the replica is up
+    router = await Router.start(
+        RouterConfig(), LimitsConfig(), StaticDirectory([endpoint]), http_port=0 if http else None
+    )
+    if http:
+        await until_up(router.http_address)
+    say(address=router.http_address if http else router.address)  # our clients ask again until the replica is up
     await until_the_end()
     await router.stop()
 
@@ -20,5 +36,6 @@ async def main(replica: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("replica", help="address of its link")
+    parser.add_argument("--http", action="store_true", help="say the address of the HTTP door")
     arguments = parser.parse_args()
-    run(main(arguments.replica))
+    run(main(arguments.replica, http=arguments.http))

@@ -59,7 +59,7 @@ VALUES = st.recursive(
 )
 HEADERS = st.dictionaries(
     st.sampled_from(["x-request-id", "x-tenant", "content-type", "authorization", HOLD, RESUME]),
-    st.one_of(st.integers(0, 40).map(str), st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=12)),
+    st.one_of(st.integers(0, 40).map(str), st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=12)),
     max_size=2,
 )
 
