@@ -191,7 +191,8 @@ class FakeReplica:
         submit, done = self.running[attempt], self._num_done[attempt]
         self._num_done[attempt] += 1
         self.num_tokens += 1
-        is_over = done + 1 == submit.sampling_params.max_tokens
+        length = len(submit.prompt_token_ids) + done + 1
+        is_over = done + 1 == submit.sampling_params.max_tokens or length >= self.max_model_len
         if is_over:
             del self.running[attempt]
         token_id = fake_token(submit.prompt_token_ids, submit.sampling_params.seed, done)

@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack
 from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, TypeAlias
@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from holdfast.router.chat import Chat, flat_message
 from holdfast.router.config import LimitsConfig
@@ -28,11 +28,12 @@ from holdfast.router.doors.http.chat_completions import ChatChunks, whole_chat
 from holdfast.router.doors.http.chat_plan import plan_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
 from holdfast.router.doors.http.errors import http_error
-from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, EventStream, Shape
+from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream, Shape
 from holdfast.router.doors.http.messages import MessageEvents, whole_message
 from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
 from holdfast.router.doors.http.messages_body import chat_body as messages_chat
 from holdfast.router.doors.http.metrics import Metrics
+from holdfast.router.doors.http.openapi import description
 from holdfast.router.doors.http.responses import ResponseEvents, whole_response
 from holdfast.router.doors.http.responses_body import ResponsesBody
 from holdfast.router.doors.http.responses_body import chat_body as responses_chat
@@ -52,6 +53,16 @@ Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
 REQUEST_ID: Final = "x-request-id"
 TENANT: Final = "x-tenant"
 _LONGEST_HEADER: Final = 128
+
+
+class Door(Starlette):
+    """The application. Streams write past its middlewares, which would take part in every event: theirs is to answer
+    exceptions, and streams answer their own.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[PLAIN_SEND] = send
+        await super().__call__(scope, receive, send)
 
 
 class HttpDoor:
@@ -84,12 +95,13 @@ class HttpDoor:
             ("GET", "/version", self.version),
             ("GET", "/load", self.load),
             ("GET", "/metrics", self.metrics),
+            ("GET", "/openapi.json", self.openapi),
         ]
         of_anthropic = [
             ("POST", "/v1/messages", self.messages),
             ("POST", "/v1/messages/count_tokens", self.count_tokens),
         ]
-        return Starlette(
+        return Door(
             routes=[
                 Route(path, self._counting(path, answering(endpoint, shape)), methods=[method])
                 for shape, some in ((OPENAI, routes), (ANTHROPIC, of_anthropic))
@@ -193,23 +205,9 @@ class HttpDoor:
         encoder_of: Callable[[SampledAnswer], Encoder],
         shape: Shape = OPENAI,
     ) -> EventStream:
-        events = self._stream(generation, encoder_of, submission)
+        events = answer_events(self._requests.open(generation), encoder_of, submission)
         headers = _headers(request) | submission.headers
         return EventStream(events, headers, shape, is_held=submission.is_held)
-
-    async def _stream(
-        self,
-        generation: GenerationRequest,
-        encoder_of: Callable[[SampledAnswer], Encoder],
-        submission: Submission,
-    ) -> AsyncGenerator[bytes, None]:
-        """The events of one request, which is open as long as they are read."""
-        async with (
-            self._requests.open(generation) as answer,
-            aclosing(answer_events(answer, encoder_of(answer), submission)) as events,
-        ):
-            async for event in events:
-                yield event
 
     async def _open(
         self, stack: AsyncExitStack, generations: Sequence[GenerationRequest]
@@ -277,6 +275,9 @@ class HttpDoor:
             for replica in host.loads()
         ]
         return _json({"server_load": host.num_open, "num_queued": host.num_queued, "replicas": replicas})
+
+    async def openapi(self, request: Request) -> ASGIApp:
+        return _json(description())
 
     async def metrics(self, request: Request) -> ASGIApp:
         text, media_type = self._metrics.text()

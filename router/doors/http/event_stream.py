@@ -20,6 +20,8 @@ from holdfast.worker.errors import HoldfastError, InternalError
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE_S: Final = 10.0
+PLAIN_SEND: Final = "holdfast.send"
+"""Where a scope has the server's own `send`, if it has."""
 _COMMENT: Final = b": waiting\n\n"
 
 
@@ -63,6 +65,7 @@ class EventStream:
         self._num_written = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send = scope.get(PLAIN_SEND, send)
         streaming = asyncio.current_task()
         assert streaming is not None, "a response is sent by a task"
         watching = asyncio.create_task(_cancel_when_gone(receive, streaming), name="http disconnect")
@@ -81,7 +84,10 @@ class EventStream:
     async def _stream(self, send: Send) -> None:
         try:
             async for event in self._events:
-                await self._write(send, event)
+                self._num_written += 1
+                if not self._has_begun:
+                    await self._begin(send, 200, self._headers)
+                await send({"type": "http.response.body", "body": event, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except HoldfastError as error:
             await self._fail(send, error)

@@ -72,11 +72,10 @@ class Metrics:
         yield _gauge("model_replicas", "replicas of a model that are up", ("model",), up)
         loads = {(load.model, load.replica_id): load for load in host.loads()}
         labels = ("model", "replica")
-        for name, told, value in (
-            ("replica_requests_running", "sequences that a replica runs", lambda load: load.num_running),
-            ("replica_requests_waiting", "sequences that wait in a replica", lambda load: load.num_waiting),
-        ):
-            yield _gauge(name, told, labels, {key: value(one.load) for key, one in loads.items()})
+        running = {key: one.load.num_running for key, one in loads.items()}
+        yield _gauge("replica_requests_running", "sequences that a replica runs", labels, running)
+        waiting = {key: one.load.num_waiting for key, one in loads.items()}
+        yield _gauge("replica_requests_waiting", "sequences that wait in a replica", labels, waiting)
         used = {key: _kv_use(one) for key, one in loads.items()}
         yield _gauge("replica_kv_cache_usage_ratio", "share of a replica's blocks that are in use", labels, used)
         for field, (name, told) in _OF_REPLICAS.items():
@@ -98,25 +97,25 @@ def _kv_use(load: ReplicaLoad) -> float:
     return 1 - load.load.num_free_blocks / max(1, load.load.num_total_blocks)
 
 
-def _counter(name: str, told: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> Any:
+def _counter(name: str, told: str, labels: tuple[str, ...], values: Mapping[Any, float]) -> Any:
     from prometheus_client.core import CounterMetricFamily
 
     return _filled(CounterMetricFamily(f"holdfast_{name}", told, labels=labels), values)
 
 
-def _gauge(name: str, told: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> Any:
+def _gauge(name: str, told: str, labels: tuple[str, ...], values: Mapping[Any, float]) -> Any:
     from prometheus_client.core import GaugeMetricFamily
 
     return _filled(GaugeMetricFamily(f"holdfast_{name}", told, labels=labels), values)
 
 
-def _filled(family: Any, values: Mapping[tuple[str, ...], float]) -> Any:
+def _filled(family: Any, values: Mapping[Any, float]) -> Any:
     for key, value in values.items():
         family.add_metric(key, value)
     return family
 
 
-def _histogram(name: str, told: str, values: Mapping[tuple[str, ...], Histogram]) -> Any:
+def _histogram(name: str, told: str, values: Mapping[Any, Histogram]) -> Any:
     from prometheus_client.core import HistogramMetricFamily
 
     family = HistogramMetricFamily(f"holdfast_{name}", told, labels=("model",))

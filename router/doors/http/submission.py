@@ -6,7 +6,8 @@ events. What may not: what events say (the encoders), the HTTP server.
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
@@ -87,18 +88,27 @@ class Encoder(Protocol):
         """What comes after the last delivery."""
 
 
-async def answer_events(answer: SampledAnswer, encoder: Encoder, submission: Submission) -> AsyncGenerator[bytes, None]:
-    """The events of one answer, delivery by delivery; of a resumed one those that its client does not have."""
-    catch_up(encoder, answer.received, submission)
+async def answer_events(
+    opening: AbstractAsyncContextManager[SampledAnswer],
+    encoder_of: Callable[[SampledAnswer], Encoder],
+    submission: Submission,
+) -> AsyncGenerator[bytes, None]:
+    """The events of one answer, delivery by delivery; of a resumed one those that its client does not have. It is open
+    as long as they are read.
+    """
     is_held = submission.is_held
-    async for delivery in answer:
-        events, is_last = encoder.of(delivery), delivery.usage is not None
-        if is_last:
-            events += encoder.end()
-        if is_held:
-            events += mark(delivery, encoder, is_last=is_last)
-        if events:
-            yield events
+    async with opening as answer:
+        encoder = encoder_of(answer)
+        catch_up(encoder, answer.received, submission)
+        encoded = encoder.of
+        async for delivery in answer:
+            events, is_last = encoded(delivery), delivery.usage is not None
+            if is_last:
+                events += encoder.end()
+            if is_held:
+                events += mark(delivery, encoder, is_last=is_last)
+            if events:
+                yield events
 
 
 async def numbered_events(
