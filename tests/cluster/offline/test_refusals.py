@@ -225,7 +225,7 @@ def test_clients_refuse_the_same_options_before_they_send_anything(options):
     if field == "timeout_ms" or "at most" in options[2]:
         return  # a limit, which the server knows
     with pytest.raises(InvalidRequestError) as refused:
-        submission("hello", SHORT, None, None, model="", request_id="", **fields)
+        submission("hello", SHORT, None, model="", request_id="", **fields)
     assert refused.value.field == field
 
 
