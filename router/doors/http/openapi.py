@@ -42,7 +42,7 @@ _ERRORS: Final = {
     "504": "the request's time is up",
 }
 _OF_ANTHROPIC: Final = ("/v1/messages", "/v1/messages/count_tokens")
-_OTHERS_WORDS: Final = {
+_OTHERS_WORDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "seed": {"type": "integer"},
     "top_k": {"type": "integer"},
     "max_tokens": {"type": "integer", "minimum": 0},
