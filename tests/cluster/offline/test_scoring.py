@@ -1,0 +1,61 @@
+"""Prompts scored over HTTP as lm-eval does it (`echo` with `logprobs`): equal to Hugging Face's log-probabilities."""
+
+import asyncio
+
+import openai
+import pytest
+import torch
+
+from holdfast import LLM
+from holdfast.router.config import LimitsConfig
+from holdfast.router.doors.http.app import HttpDoor
+from holdfast.router.doors.http.server import HttpServer
+
+PROMPTS = [[72, 101, 108, 108, 111], [5, 200, 7, 7, 7, 90, 33, 64, 12, 3, 111], [9, 8]]
+
+
+@pytest.fixture(scope="module")
+def client(tiny_model):
+    with LLM(str(tiny_model), dtype="float32", num_threads=1, num_blocks=64) as llm:
+        router = llm._engine._router
+        processor = router._processor
+
+        async def serve() -> HttpServer:
+            server = HttpServer(HttpDoor(processor, processor._dispatch_host, LimitsConfig()).app(), "127.0.0.1", 0)
+            await server.start()
+            return server
+
+        server = asyncio.run_coroutine_threadsafe(serve(), router._loop).result(20)
+        url = f"http://127.0.0.1:{server.port}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            yield client
+        asyncio.run_coroutine_threadsafe(server.stop(1.0), router._loop).result(20)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager", dtype=torch.float32).eval()
+
+
+def logprobs(model, token_ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_echoed_logprobs_are_those_of_hugging_face(client, reference, max_tokens):
+    answer = client.completions.create(
+        model="", prompt=PROMPTS, echo=True, logprobs=1, max_tokens=max_tokens, seed=1, temperature=0
+    )
+    for choice, prompt in zip(answer.choices, PROMPTS, strict=True):
+        told, rows = choice.logprobs, logprobs(reference, prompt)
+        assert len(told.token_logprobs) == len(told.tokens) == len(prompt) + max_tokens
+        assert told.token_logprobs[0] is None
+        scored = told.token_logprobs[1 : len(prompt)]
+        expected = [float(rows[at, token_id]) for at, token_id in enumerate(prompt[1:])]
+        assert scored == pytest.approx(expected, abs=2e-4)
+        best = [max(top.values()) for top in told.top_logprobs[1 : len(prompt)]]  # what lm-eval calls greedy
+        assert best == pytest.approx([float(rows[at].max()) for at in range(len(prompt) - 1)], abs=2e-4)
+    assert answer.usage.prompt_tokens == sum(map(len, PROMPTS))

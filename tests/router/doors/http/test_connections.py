@@ -1,0 +1,73 @@
+"""Connections that do nothing and clients that read slowly, beside others: buffers are bounded, and nobody waits."""
+
+import asyncio
+import json
+import re
+import socket
+
+from tests.fakes import FakeReplica
+from tests.loops import on_a_loop
+from tests.router.doors.http.test_openai_sdk import HELLO, RENDERED, openai_site, text_of
+
+NUM_IDLE, NUM_SLOW = 500, 100
+
+
+async def connected(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """With buffers on this side that are small."""
+    host, port = address.split(":")
+    link = socket.socket()
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**16)
+    link.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(link, (host, int(port)))
+    return await asyncio.open_connection(sock=link, limit=2**16)
+
+
+async def reading_slowly(address: str, num_tokens: int, **fields) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A long stream of which next to nothing is read."""
+    reader, writer = await connected(address)
+    asked = {"messages": HELLO, "max_tokens": num_tokens, "stream": True, "seed": 5, **fields}
+    body = json.dumps(asked).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    return reader, writer
+
+
+@on_a_loop
+async def test_idle_and_slow_connections_hold_nobody_up():
+    replica = await FakeReplica.start(step_s=0.02)
+    async with openai_site(replica) as (place, client):
+        address = place.router.http_address
+        open_ones = [await connected(address) for _ in range(NUM_IDLE)]
+        open_ones += [await reading_slowly(address, 60_000) for _ in range(NUM_SLOW)]
+        await replica.until(lambda: len(replica.running) == NUM_SLOW)
+        began = replica.num_steps
+        answer = await client.chat.completions.create(model="fake", messages=HELLO, seed=9, max_tokens=20)
+        stream = await client.chat.completions.create(model="fake", messages=HELLO, seed=8, max_tokens=20, stream=True)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        num_steps = replica.num_steps - began
+        assert (answer.choices[0].message.content, text) == (text_of(RENDERED, 9, 20), text_of(RENDERED, 8, 20))
+        assert 40 <= num_steps < 4 * 40  # each took its own steps, and not many passed on the way
+        assert len(replica.running) == NUM_SLOW
+        for _, writer in open_ones:
+            writer.transport.abort()
+        await place.until_idle()
+
+
+@on_a_loop
+async def test_what_a_slow_reader_has_not_read_is_merged():
+    """The server writes no more than the sockets take, and its own small buffer; the rest waits as one event."""
+    num_tokens = 20_000
+    replica = await FakeReplica.start(step_s=0.0)
+    async with openai_site(replica) as (place, _):
+        large = {"stream_options": {"continuous_usage_stats": True}}  # events of 400 bytes, eight megabytes in all
+        reader, writer = await reading_slowly(place.router.http_address, num_tokens, **large)
+        await replica.until(lambda: replica.num_tokens == 1)
+        while place.router.num_open:  # until the router has all tokens
+            await asyncio.sleep(0.01)
+        answer = b""
+        while b"data: [DONE]" not in answer[-100:]:
+            answer += await reader.read(2**20)
+        writer.close()
+    pieces = [json.loads(piece) for piece in re.findall(rb'"content":("[^"]*")', answer)]
+    assert "".join(pieces) == text_of(RENDERED, 5, num_tokens)
+    assert len(pieces) < num_tokens * 3 / 4
