@@ -28,8 +28,14 @@ MOST = 5
 """The declaration, the message of each wire, and what gives it its meaning."""
 ALSO_OTHER_THINGS = {"seed", "logprobs", "prompt_logprobs"}
 """A model and a simulation have seeds too, and outputs have the log-probabilities that were asked for."""
-OF_A_MODEL = "worker/decoder/"
-"""Knows no request: what has a parameter's name there (`top_k` experts) is a number of the model's."""
+NOT_OURS = (
+    "worker/decoder/",
+    "proto/holdfast/foreign/",
+    "router/doors/vllm/",
+    "router/doors/http/messages_body.py",
+    "router/doors/http/responses_body.py",
+)
+"""A model's own numbers (`top_k` experts), and protocols of others, which have a parameter once their authors say so."""
 IN_ONE_PLACE = {"min_p", "length_penalty", "truncate_prompt_tokens"}
 """Parameters whose whole meaning is in a file or two, so that their very name is in no more than `MOST`."""
 
@@ -39,7 +45,7 @@ def sources() -> dict[str, str]:
     paths = [path for package in ("worker", "router", "cluster") for path in (ROOT / package).rglob("*.py")]
     paths += (ROOT / "proto").rglob("*.proto")
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in paths}
-    return {path: text for path, text in texts.items() if not path.startswith(OF_A_MODEL)}
+    return {path: text for path, text in texts.items() if not path.startswith(NOT_OURS)}
 
 
 @cache
