@@ -35,7 +35,7 @@ NOT_OURS = (
     "router/doors/http/messages_body.py",
     "router/doors/http/responses_body.py",
 )
-"""A model's own numbers (`top_k` experts), and protocols of others, which have a parameter once their authors say so."""
+"""A model's own numbers (`top_k` experts), and protocols of others, which get a parameter when their authors say so."""
 IN_ONE_PLACE = {"min_p", "length_penalty", "truncate_prompt_tokens"}
 """Parameters whose whole meaning is in a file or two, so that their very name is in no more than `MOST`."""
 
