@@ -28,7 +28,7 @@ import torch
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
 from holdfast.router.config import LimitsConfig, RouterConfig
-from holdfast.router.links.replica_directory import ReplicaEndpoint
+from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint
 from holdfast.router.router import Router
 from holdfast.worker.config import (
     CacheConfig,
@@ -74,13 +74,14 @@ class FileDirectory:
     def __init__(self, path: str) -> None:
         self._path = Path(path)
 
-    async def watch(self) -> AsyncIterator[frozenset[ReplicaEndpoint]]:
+    async def watch(self) -> AsyncIterator[DirectoryView]:
         seen = None
         while True:
             text = self._path.read_text()
             if text != seen:
                 seen = text
-                yield frozenset(ReplicaEndpoint(**fields) for fields in json.loads(text))
+                endpoints = frozenset(ReplicaEndpoint(**fields) for fields in json.loads(text))
+                yield DirectoryView(endpoints=endpoints)
             await asyncio.sleep(LOOK_S)
 
 

@@ -94,6 +94,15 @@ def read_program(module: Any, group: TensorParallelGroup, *, max_model_len: int,
     return answers if isinstance(answers, str) else Recognized(layout=layout, answers=answers)
 
 
+def is_available() -> bool:
+    """Whether this machine runs programs. Compiles the executor first where there is none."""
+    try:
+        load_library()
+    except Unavailable:
+        return False
+    return True
+
+
 def make_program(
     recognized: Recognized, group: TensorParallelGroup, *, max_model_len: int, block_size: int
 ) -> DecoderProgram | str:

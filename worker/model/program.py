@@ -19,7 +19,7 @@ from holdfast.worker.attention.paged import AttentionContext, PagedAttention
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.decoder.cpu.library import Unavailable
 from holdfast.worker.decoder.cpu.sampler import NativeSampler
-from holdfast.worker.decoder.program import DecoderProgram, all_ranks, make_program, read_program
+from holdfast.worker.decoder.program import DecoderProgram, all_ranks, is_available, make_program, read_program
 from holdfast.worker.decoder.proof import Recognized
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
@@ -186,6 +186,8 @@ def _recalled(
 ) -> LoadedProgram | None:
     """The program of a layout that an earlier start has kept, if all ranks have one."""
     recalled = kept.recall()
+    if recalled is not None and not is_available():
+        recalled = None  # as at a first start, the skeleton serves, and the log says why
     if not all_ranks(group, recalled is not None):
         return None
     assert recalled is not None

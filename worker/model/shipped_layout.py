@@ -17,7 +17,7 @@ from holdfast.worker.model.checkpoint_digest import checkpoint_digest
 
 SHIPPED: Final = Path(__file__).parent / "layouts"
 
-_SETTINGS: Final = ("dtype", "max_model_len")
+_SETTINGS: Final = ("dtype", "max_model_len", "hf_overrides")
 """Of the model, that a shipped layout or its facts depend on: it was made with their defaults."""
 
 _READ: Final = ("config.json", "generation_config.json")

@@ -58,9 +58,9 @@ def test_no_start_in_one_process_loads_what_a_cluster_needs(starts):
     assert not among(starts[0] | starts[1], OF_A_CLUSTER)
 
 
-def test_a_later_start_does_without_hugging_face(starts):
-    assert among(starts[0], OF_HUGGING_FACE), "the first one proves the model"
-    assert not among(starts[1], OF_HUGGING_FACE | OF_OTHER_WAYS)
+def test_no_start_of_the_bundled_model_asks_hugging_face(starts):
+    """Its layout comes with the package."""
+    assert not among(starts[0] | starts[1], OF_HUGGING_FACE | OF_OTHER_WAYS)
 
 
 def test_a_later_start_loads_few_modules(starts):
