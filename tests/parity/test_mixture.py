@@ -55,7 +55,7 @@ VARIANTS = {
     },
 }
 
-ON_TWO_RANKS = ("draft model", "all of it")
+ON_TWO_RANKS = ("all of it",)
 """Tried there every time, on few requests. Ranks run the same steps as one would: the rest is for a long search."""
 
 ON_THE_SKELETON = {1: ("all of it",), 2: ("all of it",)}

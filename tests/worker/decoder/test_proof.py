@@ -28,7 +28,7 @@ def proof_of(module: Any, change: Callable[[DecoderLayout], DecoderLayout] = lam
     return prove(module, changed, executor, SingleRank(), max_len=MAX_LEN)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("dtype", [F32, BF16, pytest.param(F16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_right_executor_is_proved(model, dtype):
     proof = proof_of(parallelized(config_of(model), dtype=dtype))
