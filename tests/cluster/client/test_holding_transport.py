@@ -1,6 +1,7 @@
 """Stock clients of OpenAI and Anthropic over `HoldingTransport`: routers are lost at any frame; nobody can tell."""
 
 import asyncio
+import importlib
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -273,7 +274,7 @@ async def test_a_blocking_client_goes_on_and_so_does_one_that_reads_in_thoughts(
 
 @on_a_loop
 async def test_httpx_before_2_is_served_as_well():
-    httpx = pytest.importorskip("httpx")
+    httpx = importlib.import_module("httpx")
 
     def ask(address: str, transport: HoldingTransport) -> str:
         with httpx.Client(transport=transport) as http:
