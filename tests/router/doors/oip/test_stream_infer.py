@@ -265,7 +265,7 @@ async def test_a_router_that_stops_says_so_to_each_request():
 
 
 async def end_of(call) -> str:
-    """The error that ends a stream with a deadline: of the call, or of its last answer if the router's clock was first."""
+    """The error that ends a stream with a deadline: of the call, or of its last answer if the router was first."""
     try:
         answers = [answer async for answer in call]
     except grpc.aio.AioRpcError as error:
