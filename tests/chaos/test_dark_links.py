@@ -68,6 +68,7 @@ async def behind_wires(cluster: ForkedCluster) -> list[Wire]:
     return [await Wire.start(int(address.rpartition(":")[2])) for address in cluster.addresses]
 
 
+@pytest.mark.slow
 def test_a_link_to_a_router_may_go_dark(tmp_path: Path, tally: Tally):
     async def run() -> None:
         async with forked_cluster(tmp_path) as cluster:
@@ -84,9 +85,8 @@ def test_a_link_to_a_router_may_go_dark(tmp_path: Path, tally: Tally):
     loops.run(run(), timeout_s=LIMIT_S)
 
 
-@pytest.mark.parametrize(
-    "fault", [KILLED_REPLICA, pytest.param(KILLED_ROUTER, marks=pytest.mark.slow)], ids=lambda fault: fault.name
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [KILLED_REPLICA, KILLED_ROUTER], ids=lambda fault: fault.name)
 def test_logs_that_cannot_be_written_hold_nothing_up(tmp_path: Path, tally: Tally, fault: Fault):
     """The system says of every write that the disk is full, in routers and replicas, from their first line on."""
 

@@ -4,7 +4,7 @@ The processes are real, and so are the signals. What may not live here: a cluste
 """
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -26,6 +26,15 @@ from tests.chaos.tally import Tally
 pytestmark = pytest.mark.timeout(180)
 
 TARGETS = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+OF_REPLICAS = ("greedy", "JSON schema", "n=2", "logprobs", "penalties", "speculation", "min_tokens", "beam search")
+OF_ROUTERS = ("seeded", "stop strings", "unseeded", "priority and deadline", "chat", "echo", "best_of", "JSON schema")
+"""What is tried every time: each kind loses one of the two."""
+
+
+def targets(usual: Sequence[str]) -> pytest.MarkDecorator:
+    """Every kind of request; what is not usual, with the slow tests."""
+    cases = [pytest.param(kind, marks=[] if kind.name in usual else pytest.mark.slow, id=kind.name) for kind in KINDS]
+    return pytest.mark.parametrize("kind", cases)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +58,7 @@ def test_the_replica_may_be_killed_at_every_token(
     loop.run(sweep(cluster, kind, KILLED_REPLICA, tally, every=1))
 
 
-@TARGETS
+@targets(OF_REPLICAS)
 def test_the_replica_may_be_killed_at_any_token(loop: asyncio.Runner, cluster: ForkedCluster, kind: Kind, tally: Tally):
     """As above, in a tenth of the time."""
     loop.run(sweep(cluster, kind, KILLED_REPLICA, tally, every=12))
@@ -63,7 +72,7 @@ def test_the_router_may_be_killed_at_every_third_token(
     loop.run(sweep(cluster, kind, KILLED_ROUTER, tally, every=3))
 
 
-@TARGETS
+@targets(OF_ROUTERS)
 def test_the_router_may_be_killed_at_any_token(loop: asyncio.Runner, cluster: ForkedCluster, kind: Kind, tally: Tally):
     loop.run(sweep(cluster, kind, KILLED_ROUTER, tally, every=20))
 
@@ -91,7 +100,9 @@ def test_the_router_may_run_out_of_memory(loop: asyncio.Runner, cluster: ForkedC
     loop.run(sweep(cluster, kind.longer(100), STARVED_ROUTER, tally, every=30))
 
 
-@pytest.mark.parametrize("fault", [STARVED_REPLICA, STARVED_ROUTER], ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", [STARVED_REPLICA, pytest.param(STARVED_ROUTER, marks=pytest.mark.slow)], ids=lambda fault: fault.name
+)
 def test_memory_may_run_out(loop: asyncio.Runner, cluster: ForkedCluster, fault: Fault, tally: Tally):
     """As above, for one kind of request."""
     loop.run(sweep(cluster, KINDS[0].longer(100), fault, tally, every=40))

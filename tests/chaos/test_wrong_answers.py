@@ -43,6 +43,7 @@ async def until_lost(cluster: ForkedCluster, replica_id: str) -> None:
             await asyncio.sleep(POLL_S)
 
 
+@pytest.mark.slow  # in one process, test_known_answer_bits.py does it every time
 def test_a_replica_that_begins_to_compute_wrongly_is_lost_and_its_streams_go_on(tmp_path: Path):
     async def run() -> None:
         async with (

@@ -231,6 +231,7 @@ def alone() -> Iterator[Callable[[SamplingParams], str]]:
         yield lambda params: llm.generate(run_time.PROMPT, params)[0].outputs[0].text
 
 
+@pytest.mark.slow
 def test_a_model_comes_and_goes_while_the_others_serve(cluster: Serving, alone: Callable[[SamplingParams], str]):
     """By the command line, on a Ray that counts no CPU for it. Its last stream ends normally, later ones by name."""
     assert "demo  running  replicas=2" in run_time.models("list").stdout

@@ -108,6 +108,7 @@ def test_serve_prints_a_command_that_works_and_a_signal_lets_streams_finish(star
     assert_all_gone(processes)
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_starting_leaves_nothing_behind(start: Callable[..., Command]):
     command = start("holdfast.cluster.commands.cli", "serve", "--port", "0")
     command.wait_for(r"starting processes")

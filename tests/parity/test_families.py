@@ -1,7 +1,7 @@
 """Every family that is served computes what Hugging Face computes, however its tokens are packed and cut.
 
-All of it on what runs the family where the settings leave the choice, and one test of each recognized family on the
-skeleton.
+All of it on what runs the family where the settings leave the choice; recognized families on the skeleton as well,
+some of them every time.
 """
 
 import pytest
@@ -51,7 +51,14 @@ def test_chunked_prompts_have_the_logits_of_hugging_face(family, leader, prompts
     assert relative_difference(ours, [rows[:length] for rows in expected(family)]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", [name for name in (*SERVED, *VARIANTS) if name not in NOT_RECOGNIZED])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[] if name in GENERATED else pytest.mark.slow)
+        for name in (*SERVED, *VARIANTS)
+        if name not in NOT_RECOGNIZED
+    ],
+)
 def test_on_the_skeleton_recognized_families_have_the_logits_of_hugging_face(family, tiny_model, prompts, expected):
     leader = load(worker_config(tiny_model(family), executor="skeleton"))
     assert is_run_by(leader, "skeleton")

@@ -55,6 +55,9 @@ VARIANTS = {
     },
 }
 
+ON_ONE_RANK = ("suffix", "draft model", "all of it")
+"""Tried there every time: all of it is the other situations at once, but for these two ways to guess tokens."""
+
 ON_TWO_RANKS = ("all of it",)
 """Tried there every time, on few requests. Ranks run the same steps as one would: the rest is for a long search."""
 
@@ -259,7 +262,7 @@ MODELS = [
 def is_usual(size: int, executor: str, name: str) -> bool:
     if executor == "skeleton":
         return name in ON_THE_SKELETON[size]
-    return size == 1 or name in ON_TWO_RANKS
+    return name in (ON_TWO_RANKS if size == 2 else ON_ONE_RANK)
 
 
 CASES = [

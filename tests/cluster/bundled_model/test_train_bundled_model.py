@@ -24,6 +24,9 @@ RECIPE = Recipe(
 TOKEN_IDS = [[1, *(3 + (first + step) % 50 for step in range(90)), 0] for first in range(50)]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     num_threads = torch.get_num_threads()

@@ -57,21 +57,26 @@ def test_what_is_shipped_is_what_this_tree_recognizes(name, size, monkeypatch, t
             content = json.loads(now.metadata()["recognized"])
             assert json.loads(shipped.metadata()["recognized"]) == content
             assert set(now.keys()) == set(shipped.keys())
-            answers = numbers(content["parts"]["Recognized"]["answers"])
+            answers = content["parts"]["Recognized"]["answers"]
+            computed, noise = numbers(answers), numbers(answers, "allowed")
             for key in now.keys():  # noqa: SIM118
-                is_answer = key in answers  # computed on another machine
-                tolerance = {"rtol": 0.05, "atol": 1e-3} if is_answer else {"rtol": 0.0, "atol": 0.0}
-                torch.testing.assert_close(shipped.get_tensor(key), now.get_tensor(key), **tolerance)
+                ours, theirs = now.get_tensor(key), shipped.get_tensor(key)
+                if key in noise:  # the rounding of another machine's kernels
+                    assert ((ours / theirs).log2().abs() < 2).all()
+                else:
+                    is_computed = key in computed
+                    torch.testing.assert_close(theirs, ours, rtol=0.05 * is_computed, atol=1e-3 * is_computed)
 
 
-def numbers(written: object) -> set[str]:
-    """Of the tensors in a part of a layout file's content that the file holds itself."""
+def numbers(written: object, name: str = "") -> set[str]:
+    """Of the tensors in a part of a layout file's content that the file holds itself; with a name, of its fields."""
     if isinstance(written, list):
-        return {number for item in written for number in numbers(item)}
+        return {number for item in written for number in numbers(item, name)}
     if not isinstance(written, dict):
         return set()
-    own = {written["tensor"]} if isinstance(written.get("tensor"), str) else set()
-    return own | {number for item in written.values() for number in numbers(item)}
+    own = {written["tensor"]} if not name and isinstance(written.get("tensor"), str) else set()
+    inner = (numbers(item, "" if key == name else name) for key, item in written.items())
+    return own.union(*inner)
 
 
 def test_each_share_has_one_file():
