@@ -5,7 +5,10 @@ choice (`policy.py`), wire formats. An index may lag or, by a hash collision, be
 with less of its prefix, and its output is the same.
 """
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Final
 
 from holdfast.worker.block_hash import HashChain, short_hash
 from holdfast.worker.request import EngineRequest
@@ -24,6 +27,10 @@ class PromptPrefix:
         self._request = request
         self._chains: dict[int, HashChain] = {}  # by block size: replicas of one model may differ in it
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._request.prompt_token_ids)
+
     def num_blocks(self, block_size: int) -> int:
         """Full blocks that a replica could take from its cache; the prompt's last token is computed in any case."""
         return (len(self._request.prompt_token_ids) - 1) // block_size
@@ -36,22 +43,98 @@ class PromptPrefix:
         return short_hash(chain.hash_of(index, self._request.prompt_token_ids, block_size))
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """How much of one prompt each replica has cached."""
+
+    holders: tuple[tuple[int, int], ...] = ()
+    """Numbers of leading tokens, the largest first, each with the replicas that have so many: slots, as an integer's
+    bits. A replica with more of the prompt is among those with fewer too."""
+
+    def num_cached(self, slot: int) -> int:
+        """Leading tokens that the replica of a slot has cached."""
+        return next((num_tokens for num_tokens, mask in self.holders if mask >> slot & 1), 0)
+
+
+NO_MATCH: Final = PrefixMatch()
+
+
+class PrefixHolders:
+    """The replicas of a model that have each block cached. Lookups cost the same however many replicas there are."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, int] = {}
+        """By short hash, the slots of the holders, as an integer's bits. None is 0."""
+        self._num_by_size = Counter[int]()
+        """Replicas by block size: those of a model may differ in it, and then share no hash."""
+
+    def match(self, prefix: PromptPrefix) -> PrefixMatch:
+        """Looks up a prompt's blocks one by one, up to the first that nobody has."""
+        if not self._masks:
+            return NO_MATCH
+        holders = [run for block_size in self._num_by_size for run in self._runs(prefix, block_size)]
+        return PrefixMatch(tuple(sorted(holders, reverse=True))) if holders else NO_MATCH
+
+    def _runs(self, prefix: PromptPrefix, block_size: int) -> Iterator[tuple[int, int]]:
+        """For each set of holders, the most tokens that all of it have."""
+        last_with: dict[int, int] = {}
+        mask = -1
+        for index in range(prefix.num_blocks(block_size)):
+            mask &= self._masks.get(prefix.block(index, block_size), 0)
+            if not mask:
+                break
+            last_with[mask] = (index + 1) * block_size
+        return ((num_tokens, mask) for mask, num_tokens in last_with.items())
+
+    def add_replica(self, block_size: int) -> None:
+        self._num_by_size[block_size] += 1
+
+    def remove_replica(self, block_size: int) -> None:
+        self._num_by_size[block_size] -= 1
+        if not self._num_by_size[block_size]:
+            del self._num_by_size[block_size]
+
+    def add(self, block: int, bit: int) -> None:
+        self._masks[block] = self._masks.get(block, 0) | bit
+
+    def discard(self, block: int, bit: int) -> None:
+        mask = self._masks.get(block, 0) & ~bit
+        if mask:
+            self._masks[block] = mask
+        else:
+            self._masks.pop(block, None)
+
+
 class PrefixIndex:
-    """The hashes of the blocks that one replica has cached."""
+    """The hashes of the blocks that one replica has cached, kept in its model's `PrefixHolders` as well."""
 
-    __slots__ = ("_block_size", "_blocks")
+    __slots__ = ("_bit", "_block_size", "_blocks", "_holders")
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, holders: PrefixHolders, slot: int) -> None:
         self._block_size = block_size
         self._blocks: set[int] = set()
+        self._holders = holders
+        self._bit = 1 << slot
+        holders.add_replica(block_size)
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def apply(self, stored: Iterable[int], evicted: Iterable[int]) -> None:
+    def apply(self, stored: Collection[int], evicted: Collection[int]) -> None:
         """Takes one batch of cache events. No block is in both lists."""
         self._blocks.update(stored)
         self._blocks.difference_update(evicted)
+        for block in stored:
+            self._holders.add(block, self._bit)
+        for block in evicted:
+            self._holders.discard(block, self._bit)
+
+    def close(self) -> None:
+        """The replica was lost, and its cache with it."""
+        for block in self._blocks:
+            self._holders.discard(block, self._bit)
+        self._blocks.clear()
+        self._holders.remove_replica(self._block_size)
 
     def num_cached_tokens(self, prefix: PromptPrefix) -> int:
         """Leading tokens of a prompt that are cached here. Looks up one block more than are cached."""
