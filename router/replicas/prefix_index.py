@@ -8,9 +8,10 @@ with less of its prefix, and its output is the same.
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
-from holdfast.worker.block_hash import HashChain, short_hash
+from holdfast.worker.block_hash import short_hashes
 from holdfast.worker.request import EngineRequest
 
 
@@ -21,26 +22,30 @@ class PromptPrefix:
     one whose first block is nowhere takes one hash.
     """
 
-    __slots__ = ("_chains", "_request")
+    __slots__ = ("_hashes", "_request")
 
     def __init__(self, request: EngineRequest) -> None:
         self._request = request
-        self._chains: dict[int, HashChain] = {}  # by block size: replicas of one model may differ in it
+        self._hashes: dict[int, tuple[list[int], Iterator[int]]] = {}
+        """By block size, since replicas of one model may differ in it: hashes worked out, and those to come."""
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self._request.prompt_token_ids)
 
-    def num_blocks(self, block_size: int) -> int:
-        """Full blocks that a replica could take from its cache; the prompt's last token is computed in any case."""
-        return (len(self._request.prompt_token_ids) - 1) // block_size
-
-    def block(self, index: int, block_size: int) -> int:
-        """Short hash of full block number `index`."""
-        chain = self._chains.get(block_size)
-        if chain is None:
-            chain = self._chains[block_size] = HashChain(self._request.cache_salt)
-        return short_hash(chain.hash_of(index, self._request.prompt_token_ids, block_size))
+    def blocks(self, block_size: int) -> Iterator[int]:
+        """The short hashes of the full blocks that a replica could take from its cache, in order: the prompt's last
+        token is computed in any case.
+        """
+        if block_size not in self._hashes:
+            salt, token_ids = self._request.cache_salt, self._request.prompt_token_ids
+            num_blocks = (len(token_ids) - 1) // block_size
+            self._hashes[block_size] = [], short_hashes(salt, token_ids, block_size, num_blocks)
+        known, unknown = self._hashes[block_size]
+        yield from known
+        for block in unknown:
+            known.append(block)
+            yield block
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +84,13 @@ class PrefixHolders:
         """For each set of holders, the most tokens that all of it have."""
         last_with: dict[int, int] = {}
         mask = -1
-        for index in range(prefix.num_blocks(block_size)):
-            mask &= self._masks.get(prefix.block(index, block_size), 0)
+        num_tokens = 0
+        for block in prefix.blocks(block_size):
+            mask &= self._masks.get(block, 0)
             if not mask:
                 break
-            last_with[mask] = (index + 1) * block_size
+            num_tokens += block_size
+            last_with[mask] = num_tokens
         return ((num_tokens, mask) for mask, num_tokens in last_with.items())
 
     def add_replica(self, block_size: int) -> None:
@@ -140,7 +147,5 @@ class PrefixIndex:
         """Leading tokens of a prompt that are cached here. Looks up one block more than are cached."""
         if not self._blocks:
             return 0
-        for index in range(num_blocks := prefix.num_blocks(self._block_size)):
-            if prefix.block(index, self._block_size) not in self._blocks:
-                return index * self._block_size
-        return num_blocks * self._block_size
+        is_cached = (block in self._blocks for block in prefix.blocks(self._block_size))
+        return self._block_size * sum(takewhile(bool, is_cached))

@@ -90,7 +90,7 @@ def test_the_holders_of_a_prompt_are_what_each_index_says(caches):
     for slot, (events, block_size, is_lost) in enumerate(caches):
         index = PrefixIndex(block_size, holders, slot)
         for number, is_stored in events:
-            block = [prompt.block(number, block_size)] if number < prompt.num_blocks(block_size) else []
+            block = list(prompt.blocks(block_size))[number : number + 1]
             index.apply(*((block, ()) if is_stored else ((), block)))
         if is_lost:
             index.close()
