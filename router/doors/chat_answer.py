@@ -96,29 +96,24 @@ class ChatPlan:
 class ChatDeltas:
     """Reads the completions of one stream, as their text comes."""
 
-    def __init__(self, plan: ChatPlan, sent_texts: Sequence[str] = ()) -> None:
-        """`sent_texts` are those of a resumed stream, which its client has read already."""
+    def __init__(self, plan: ChatPlan, received: Sequence[Deliver] = ()) -> None:
+        """`received` is what the client of a resumed stream has read already."""
         self._plan = plan
-        self._sent_texts = sent_texts
         self._readers: dict[int, ChatReader] = {}
+        for delivery in received:
+            self.of(delivery)
 
     def of(self, delivery: Deliver) -> ChatDelta | None:
         """What new text says; None where the text is all there is to say."""
         index = delivery.sequence_index
-        reader = self._readers.get(index) or self._begun(index)
+        reader = self._readers.get(index) or self._plan.new_reader()
         if reader is None:
             return None
+        self._readers[index] = reader
         events = reader.push(delivery.text)
         if delivery.finish_reason is not None:
             events += reader.finish()
         return _delta(_prefix(delivery.request_id, index), events)
-
-    def _begun(self, index: int) -> ChatReader | None:
-        reader = self._plan.new_reader()
-        if reader is not None:
-            reader.push(self._sent_texts[index] if index < len(self._sent_texts) else "")
-            self._readers[index] = reader
-        return reader
 
 
 def _checked(chat: Chat, style: ChatStyle) -> tuple[tuple[Tool, ...], ToolChoice]:

@@ -13,6 +13,7 @@ from holdfast.router.dispatch.output_stream import merged
 from holdfast.router.dispatch.parallel_sampling import best, is_ranked
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.requests.output_signal import OutputSignal
+from holdfast.router.requests.request_stats import RequestWatch
 from holdfast.worker.sampling_params import SamplingParams
 
 
@@ -51,20 +52,19 @@ class SampledAnswer:
         model: str,
         params: SamplingParams,
         prompt_token_ids: tuple[int, ...] = (),
-        sent_texts: Sequence[str] = (),
         received: tuple[Deliver, ...] = (),
+        watch: RequestWatch | None = None,
     ) -> None:
         self.request_id = call.request_id
         self.model = model
         self.prompt_token_ids = prompt_token_ids
         """The tokens of the prompt that truncation has left."""
-        self.sent_texts = sent_texts
-        """Of a resumed request: the text of each completion that its client has."""
         self.received = received
-        """What the client of a resumed request has already, one delivery for each sequence."""
+        """What the client of a resumed request has already, one delivery for each sequence of which it has any."""
         self._call = call
         self.has_output = has_output
         self._params = params
+        self._watch = watch
 
     @property
     def is_over(self) -> bool:
@@ -98,12 +98,14 @@ class SampledAnswer:
         """As `Call.abort`."""
         return self._call.abort()
 
-    def await_ends(self, on_first_output: Callable[[], None] | None = None) -> None:
+    def await_ends(self, on_first_token: Callable[[], None] | None = None) -> None:
         """From here on iterating gives the output of a sequence when it has ended, not at every step.
 
-        `on_first_output` as for `Call.await_ends`.
+        `on_first_token` is called when the first token of all comes, if it has not come yet.
         """
-        self._call.await_ends(on_first_output)
+        self._call.await_ends()
+        if on_first_token is not None and self._watch is not None:
+            self._watch.on_first_token = on_first_token
 
     def unread(self) -> Iterator[Deliver]:
         """The output that has arrived and was not returned yet, without waiting. Raises as iterating does."""

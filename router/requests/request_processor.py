@@ -116,8 +116,8 @@ class RequestProcessor:
             model,
             engine_request.sampling_params,
             engine_request.prompt_token_ids,
-            sent_texts=[sequence.caught_up.sent_text for sequence in sequences],
             received=tuple(one for one in received if one is not None),
+            watch=watch,
         )
         with closing(call), self._open_answers.holding(answer):
             yield answer
