@@ -197,6 +197,9 @@ class FakeReplica:
             del self.running[attempt]
         token_id = fake_token(submit.prompt_token_ids, submit.sampling_params.seed, done)
         finish_reason = LENGTH if is_over else 0
+        if token_id in submit.sampling_params.stop_token_ids:
+            self.running.pop(attempt, None)
+            finish_reason = STOP
         return engine_pb2.Delta(
             attempt=attempt, first_token_index=done, token_ids=[token_id], finish_reason=finish_reason
         )

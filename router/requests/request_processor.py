@@ -118,6 +118,7 @@ class RequestProcessor:
             engine_request.prompt_token_ids,
             received=tuple(one for one in received if one is not None),
             watch=watch,
+            texts=[sequence.text for sequence in sequences],
         )
         with closing(call), self._open_answers.holding(answer):
             yield answer

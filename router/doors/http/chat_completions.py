@@ -14,7 +14,7 @@ from holdfast.router.doors.http.choices import TokenText, chat_logprobs, prompt_
 from holdfast.router.doors.http.sampling import chat_params, priority_of
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
-from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
+from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.tools.chat_style import ChatReader
 from holdfast.router.tools.tools import Tool
 from holdfast.worker.structured_outputs import StructuredOutputs
@@ -74,7 +74,7 @@ def whole_chat(
         "object": "chat.completion",
         "created": created,
         "model": completed.model,
-        "choices": [_whole_choice(body, item.output, text_of, new_reader()) for item in completed.completions],
+        "choices": [_whole_choice(body, item, text_of, new_reader()) for item in completed.completions],
         "usage": usage_of(completed.usage),
         "system_fingerprint": first.fingerprint or None,
         "service_tier": None,
@@ -84,7 +84,10 @@ def whole_chat(
     return response
 
 
-def _whole_choice(body: ChatBody, output: Deliver, text_of: TokenText, reader: ChatReader | None) -> dict[str, Any]:
+def _whole_choice(
+    body: ChatBody, completion: CompletedSequence, text_of: TokenText, reader: ChatReader | None
+) -> dict[str, Any]:
+    output = completion.output
     message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
     if reader is not None:
         message |= whole_message(call_prefix(output), [*reader.push(output.text), *reader.finish()])
@@ -93,6 +96,7 @@ def _whole_choice(body: ChatBody, output: Deliver, text_of: TokenText, reader: C
         "message": message,
         "logprobs": chat_logprobs(output.logprobs, text_of),
         "finish_reason": finish_after_calls(output.finish_reason, reader),
+        "stop_reason": completion.stop_reason,
     }
     if body.return_token_ids:
         choice["token_ids"] = list(output.token_ids)
@@ -109,6 +113,7 @@ class ChatChunks:
         self._body = body
         self._text_of = text_of
         self._new_reader = new_reader
+        self._answer = answer
         self._num_prompt_tokens = len(answer.prompt_token_ids)
         self._head = {
             "id": chat_id(answer.request_id),
@@ -155,7 +160,9 @@ class ChatChunks:
             events += self._event(index, delta, None, None)
         logprobs = chat_logprobs(delivery.logprobs, self._text_of)
         finish_reason = finish_after_calls(delivery.finish_reason, self._readers[index])
-        extra = {"token_ids": list(delivery.token_ids)} if self._body.return_token_ids else {}
+        extra: dict[str, Any] = {"token_ids": list(delivery.token_ids)} if self._body.return_token_ids else {}
+        if delivery.finish_reason is not None:
+            extra["stop_reason"] = self._answer.stop_reason(index, delivery)
         events += self._event(index, last, logprobs, finish_reason, extra)
         self._note(index, delivery)
         return events
