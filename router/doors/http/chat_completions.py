@@ -4,20 +4,19 @@ What may not live here: fields (`bodies.py`), parameters (`sampling.py`), the HT
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 from holdfast.router.chat import Chat, flat_message, with_arguments
+from holdfast.router.doors.chat_answer import call_prefix
 from holdfast.router.doors.http.bodies import ChatBody
-from holdfast.router.doors.http.calls import call_prefix, delta_of, finish_after_calls, whole_message
+from holdfast.router.doors.http.calls import delta_of, finish_after_calls, whole_message
 from holdfast.router.doors.http.choices import TokenText, chat_logprobs, prompt_logprobs_of, usage_of
 from holdfast.router.doors.http.sampling import chat_params, priority_of
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.tools.chat_style import ChatReader
-from holdfast.router.tools.tools import Tool
-from holdfast.worker.structured_outputs import StructuredOutputs
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -29,8 +28,20 @@ NewReader: TypeAlias = Callable[[], ChatReader | None]
 """Makes what reads one choice's text; None where it is content as it stands."""
 
 
-def chat_of(body: ChatBody, tools: Sequence[Tool]) -> Chat:
-    """The conversation. Raises `InvalidRequestError`, naming the field."""
+def chat_request(body: ChatBody, tenant: str = "") -> GenerationRequest:
+    """The request that a body makes. Raises `InvalidRequestError`, naming the field."""
+    return GenerationRequest(
+        chat=_chat(body),
+        model=body.model or "",
+        sampling_params=chat_params(body),
+        priority=priority_of(body),
+        timeout_s=body.timeout,
+        cache_salt=body.cache_salt or "",
+        tenant=tenant,
+    )
+
+
+def _chat(body: ChatBody) -> Chat:
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
@@ -38,25 +49,13 @@ def chat_of(body: ChatBody, tools: Sequence[Tool]) -> Chat:
         variables["documents"] = body.documents
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    if tools:
-        variables["tools"] = [tool.for_template() for tool in tools]
-    messages = [with_arguments(flat_message(message)) for message in body.messages]
-    return Chat(messages=messages, template_kwargs=variables)
-
-
-def chat_request(
-    body: ChatBody, chat: Chat, structure: StructuredOutputs | None, *, keeps_special: bool, tenant: str = ""
-) -> GenerationRequest:
-    """The request that a body makes. With `keeps_special` its text keeps special tokens, for a reader to find."""
-    params = chat_params(body, structure)
-    return GenerationRequest(
-        chat=chat,
-        model=body.model or "",
-        sampling_params=params.with_changes(skip_special_tokens=False) if keeps_special else params,
-        priority=priority_of(body),
-        timeout_s=body.timeout,
-        cache_salt=body.cache_salt or "",
-        tenant=tenant,
+    return Chat(
+        messages=[with_arguments(flat_message(message)) for message in body.messages],
+        template_kwargs=variables,
+        tools=body.tools or (),
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        split_reasoning=True,
     )
 
 
@@ -90,7 +89,9 @@ def _whole_choice(
     output = completion.output
     message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
     if reader is not None:
-        message |= whole_message(call_prefix(output), [*reader.push(output.text), *reader.finish()])
+        message |= whole_message(
+            call_prefix(output.request_id, output.sequence_index), [*reader.push(output.text), *reader.finish()]
+        )
     choice: dict[str, Any] = {
         "index": output.sequence_index,
         "message": message,
@@ -184,7 +185,8 @@ class ChatChunks:
         read = reader.push(delivery.text)
         if delivery.finish_reason is not None:
             read += reader.finish()
-        return [delta for event in read if (delta := delta_of(call_prefix(delivery), event))]
+        prefix = call_prefix(delivery.request_id, delivery.sequence_index)
+        return [delta for event in read if (delta := delta_of(prefix, event))]
 
     def _event(
         self,
