@@ -55,6 +55,7 @@ class FakeReplica:
         self.model = model
         self.step_s = step_s
         self.max_model_len = 100_000
+        self.chat_template = ""
         self.heartbeat_ms = 0
         self.frozen_after_ms = 1000
         """What its hello says. Heartbeats come by `beat` alone."""
@@ -210,6 +211,7 @@ class FakeReplica:
             replica_id=self.replica_id,
             model=self.model,
             max_model_len=self.max_model_len,
+            chat_template=self.chat_template,
             vocab_size=256,
             tensor_parallel_size=2,
             block_size=16,

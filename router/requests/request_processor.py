@@ -201,6 +201,10 @@ class RequestProcessor:
             self._chat_styles[name] = tokenizer, style
         return style
 
+    def has_chat_template(self, model: str) -> bool:
+        """Whether a model that is served here takes chats."""
+        return self._tokenizers[model].chat_template is not None
+
     def token_text(self, model: str, token_id: int) -> str:
         """The text of a single token of a model that is served here; incomplete characters are U+FFFD."""
         return self._tokenizers[model].decode((token_id,), skip_special_tokens=False)

@@ -225,10 +225,24 @@ class HttpDoor:
     # --- models and tokens ---
 
     async def models(self, request: Request) -> ASGIApp:
-        return _json({"object": "list", "data": [_model(model) for model in self._dispatch_host.models()]})
+        return _json({"object": "list", "data": [self._model(model) for model in self._dispatch_host.models()]})
 
     async def model(self, request: Request) -> ASGIApp:
-        return _json(_model(self._requests.model(request.path_params["model"])))
+        return _json(self._model(self._requests.model(request.path_params["model"])))
+
+    def _model(self, model: ModelStatus) -> dict[str, Any]:
+        has_template = self._requests.has_chat_template(model.name)
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "holdfast",
+            "root": model.facts.path,
+            "parent": None,
+            "max_model_len": model.facts.max_model_len,
+            "num_replicas": model.num_replicas,
+            "chat_template": "given" if model.facts.chat_template else "own" if has_template else None,
+        }
 
     async def tokenize(self, request: Request) -> ASGIApp:
         body = TokenizeBody.read(await self._content(request))
@@ -381,16 +395,3 @@ def _json(content: Mapping[str, Any]) -> Response:
 def _error(error: HoldfastError, shape: Shape) -> Response:
     answer = http_error(error)
     return Response(shape.body(answer), answer.status, answer.headers, media_type="application/json")
-
-
-def _model(model: ModelStatus) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "holdfast",
-        "root": model.facts.path,
-        "parent": None,
-        "max_model_len": model.facts.max_model_len,
-        "num_replicas": model.num_replicas,
-    }
