@@ -42,6 +42,10 @@ class TextState(Protocol):
     def push_one(self) -> Callable[[int], str | None]:
         """As `push`, of one token, for its text alone. None: it was not taken, since more than text may come of it."""
 
+    @property
+    def matched(self) -> str | None:
+        """The stop string that has ended the output; None so far."""
+
     def finish(self) -> str:
         """The text that was still held back; called once, when the sequence has ended without a stop string."""
 

@@ -55,6 +55,7 @@ class FakeReplica:
         self.model = model
         self.step_s = step_s
         self.max_model_len = 100_000
+        self.chat_template = ""
         self.heartbeat_ms = 0
         self.frozen_after_ms = 1000
         """What its hello says. Heartbeats come by `beat` alone."""
@@ -197,6 +198,9 @@ class FakeReplica:
             del self.running[attempt]
         token_id = fake_token(submit.prompt_token_ids, submit.sampling_params.seed, done)
         finish_reason = LENGTH if is_over else 0
+        if token_id in submit.sampling_params.stop_token_ids:
+            self.running.pop(attempt, None)
+            finish_reason = STOP
         return engine_pb2.Delta(
             attempt=attempt, first_token_index=done, token_ids=[token_id], finish_reason=finish_reason
         )
@@ -207,6 +211,7 @@ class FakeReplica:
             replica_id=self.replica_id,
             model=self.model,
             max_model_len=self.max_model_len,
+            chat_template=self.chat_template,
             vocab_size=256,
             tensor_parallel_size=2,
             block_size=16,

@@ -70,6 +70,9 @@ class ModelConfig(Settings):
         None, description="the model's name in the API; default: the last part of `model`"
     )
     tokenizer: str | None = Field(None, description="folder or hub id of another tokenizer; unset: the model's own")
+    chat_template: str | None = Field(
+        None, description="a file with a Jinja chat template, or the template itself; unset: the model's own"
+    )
     revision: str | None = Field(None, description="branch, tag or commit of a hub id")
     download_dir: str | None = Field(None, description="folder for what is downloaded; unset: the hub client's own")
     hf_overrides: JsonObject = Field(

@@ -36,6 +36,8 @@ class ModelInfo:
     """Of samples of the weights; empty where they were made up."""
     weights_version: str = ""
     """What the caller who has put other weights in place calls them; empty for those of the start."""
+    chat_template: str = ""
+    """The chat template that its settings give; empty: the tokenizer's own."""
     answers_digest: bytes = b""
     """Of the answer to a fixed question, which differs where weights or arithmetic do; empty where it was not asked."""
 

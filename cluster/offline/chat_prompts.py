@@ -4,27 +4,15 @@ What may not live here: templates themselves (`router/text/chat.py`), and readin
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 from holdfast.router.chat import Message, check_messages, flat_message, with_arguments
 from holdfast.router.text.chat import render_chat
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.tools.tools import checked_tools
-from holdfast.worker.errors import ConfigurationError, InvalidRequestError
+from holdfast.worker.errors import InvalidRequestError
 
 _NOTHING: Final[Mapping[str, Any]] = {}
-
-
-def template_text(template: str | Path | None) -> str | None:
-    """A chat template as it stands, or out of the file that it names. Raises `ConfigurationError`."""
-    if template is None or (isinstance(template, str) and ("{" in template or "\n" in template)):
-        return template
-    try:
-        return Path(template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "is neither a template nor a file with one"
-        raise ConfigurationError(f"chat_template = {str(template)!r}: {reason} ({error})") from error
 
 
 def chat_token_ids(

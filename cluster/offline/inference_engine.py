@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Unpack
 
 from holdfast.cluster.bundled_model.bundled_model import located
+from holdfast.cluster.config.chat_templates import with_template_text
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.offline.local_request import Callback, LocalRequest
@@ -329,6 +330,7 @@ def _settings(
     if not isinstance(config, WorkerConfig):
         whole = load_config(mapping_layer(HoldfastConfig, config or {}, "InferenceEngine(...)")).config
         config, limits = whole.worker, whole.limits
+    found = with_template_text(config.model)
     if model is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"model": model})})
-    return config, limits
+        found = found.model_copy(update={"model": model})
+    return config.model_copy(update={"model": found}), limits

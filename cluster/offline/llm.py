@@ -13,10 +13,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
+from holdfast.cluster.config.chat_templates import template_text
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import keyword_layer
 from holdfast.cluster.offline.beams import BeamSearchParams, beam_sequence
-from holdfast.cluster.offline.chat_prompts import chat_token_ids, template_text
+from holdfast.cluster.offline.chat_prompts import chat_token_ids
 from holdfast.cluster.offline.default_params import default_params
 from holdfast.cluster.offline.engine_metrics import Metric, metrics_of
 from holdfast.cluster.offline.inference_engine import InferenceEngine, RequestHandle
@@ -76,8 +77,9 @@ class LLM:
         named = {"model": model, "tensor_parallel_size": tensor_parallel_size, "dtype": dtype, "seed": seed}
         if max_model_len is not None:
             settings["max_model_len"] = max_model_len
+        if chat_template is not None:
+            settings["chat_template"] = str(chat_template)
         config = load_config(keyword_layer(HoldfastConfig, named | translated(settings), WHERE)).config
-        self._chat_template = template_text(chat_template)
         self._generation_config = generation_config, override_generation_config or {}
         self._window = config.scheduler.max_num_waiting
         self._engine = InferenceEngine(config=config.worker, limits=config.limits, seed=seed)
@@ -141,7 +143,7 @@ class LLM:
                 chat_token_ids(
                     self.get_tokenizer(),
                     conversation,  # type: ignore[arg-type]  # it is checked there
-                    template=template_text(chat_template) or self._chat_template,
+                    template=None if chat_template is None else template_text(chat_template),
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     tools=tools,

@@ -170,7 +170,7 @@ class LocalRequest:
             request_id=self.request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=list(prompt_ids),
-            outputs=[completion_output(completion, params, self._tokenizer, prompt_ids) for completion in completions],
+            outputs=[completion_output(completion, params, self._tokenizer) for completion in completions],
             finished=finished,
             num_cached_tokens=min(cached),
             prompt_logprobs=prompt_logprobs(completions[0], params, self._tokenizer),

@@ -115,7 +115,7 @@ class LocalRouter:
         dispatch = Dispatch(config, patient, random.Random(0).randrange)
         dispatch_host = DispatchHost(dispatch, self._loop, lambda: None)
         tokenizers = TokenizerRegistry(Tokenizer.load, config.inline_tokenize_bytes)
-        await tokenizers.load(replica.info.model, replica.info.path)
+        await tokenizers.load(replica.info.model, replica.info.path, replica.info.chat_template)
         self.tokenizer = tokenizers[replica.info.model]
         self._processor = RequestProcessor(dispatch_host, tokenizers, patient)
         self._dispatch_host, self._engine_replica = dispatch_host, replica

@@ -3,20 +3,17 @@
 Pure functions. What may not live here: who gets an output, and when (`local_request.py`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from holdfast.cluster.offline.outputs import CompletionOutput, Logprob
 from holdfast.router.requests.answer import CompletedSequence
-from holdfast.router.text.stop_reason import stop_reason
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 
 
-def completion_output(
-    completion: CompletedSequence, params: SamplingParams, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()
-) -> CompletionOutput:
-    """One completion, of a request with `params`, after that prompt."""
+def completion_output(completion: CompletedSequence, params: SamplingParams, tokenizer: Tokenizer) -> CompletionOutput:
+    """One completion, of a request with `params`."""
     output = completion.output
     has_logprobs = params.logprobs is not None
     return CompletionOutput(
@@ -24,7 +21,7 @@ def completion_output(
         text=output.text,
         token_ids=list(output.token_ids),
         finish_reason=output.finish_reason,
-        stop_reason=stop_reason(tokenizer, params, prompt_token_ids, output),
+        stop_reason=completion.stop_reason,
         cumulative_logprob=completion.cumulative_logprob,
         logprobs=[by_token_id(item, tokenizer) for item in output.logprobs] if has_logprobs else None,
     )

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ray import serve
 
+from holdfast.cluster.config.chat_templates import with_template_texts
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.serve.directory import DIRECTORY, DirectoryDeployment
@@ -56,7 +57,7 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
 
     Needs a connection to the Ray cluster that it is to run on: what its nodes have decides the placement.
     """
-    config = load_config(mapping_layer(HoldfastConfig, args, "build_app")).config
+    config = with_template_texts(load_config(mapping_layer(HoldfastConfig, args, "build_app")).config)
     directory = _directory().bind()
     names = [REPLICA] if len(config.each_model) == 1 else [f"{REPLICA}:{one.model.name}" for one in config.each_model]
     replicas = [
@@ -71,7 +72,7 @@ def build_model(args: Mapping[str, Any]) -> serve.Application:
     Takes the settings of `build_app`; those of routers and of their requests are the cluster's. Name it
     `{namespace}:{model}`, and `holdfast models` knows it.
     """
-    config = load_config(mapping_layer(HoldfastConfig, args, "build_model")).config
+    config = with_template_texts(load_config(mapping_layer(HoldfastConfig, args, "build_model")).config)
     if config.cluster.models:
         raise ConfigurationError("cluster.models: build_model makes the application of one model, model.model")
     return model_application(config, ANY_INTERFACE, config.cluster.namespace)

@@ -66,7 +66,7 @@ class EngineDoor:
     async def start(cls, replica: Replica, settings: DoorSettings, order: SchedulerConfig) -> "EngineDoor":
         """Raises `ConfigurationError` where no port is free."""
         door = cls(replica, settings.router, settings.limits, order)
-        await door._tokenizers.load(replica.info.model, replica.info.path)
+        await door._tokenizers.load(replica.info.model, replica.info.path, replica.info.chat_template)
         door._local.connect()
         door.address = f"{settings.host}:{door._bind(settings.host, settings.port)}"
         await door._server.start()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.cluster.config.chat_templates import with_template_texts
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.progress_bars import Report
 from holdfast.cluster.serve import models
@@ -54,6 +55,7 @@ def serving(config: HoldfastConfig, report: Report) -> Iterator[Serving]:
     stops routers and replicas; then our own Ray, and with it every process. Must run on the main thread. Raises
     `ConfigurationError` for what cannot work, `ReplicaError` where Serve gives up.
     """
+    config = with_template_texts(config)
     _check_here(config)
     config = share_cores(config)
     report("starting Ray", 0, 1)
@@ -76,6 +78,7 @@ def add_model(config: HoldfastConfig, report: Report) -> int:
     `ReplicaError` where Serve gives up; the model is taken away again then.
     """
     namespace, name = config.cluster.namespace, config.model.name
+    config = with_template_texts(config)
     if config.cluster.address is None:
         check_folders(config)
         config = _fitted(share_cores(config))

@@ -55,15 +55,10 @@ class Call:
         were_open = [self._abort(stream) for stream in self._streams.values()]
         return any(were_open)
 
-    def await_ends(self, on_first_output: Callable[[], None] | None = None) -> None:
-        """From here on `on_output` is called only when a sequence ends, so the reader is not woken by every step.
-
-        `on_first_output` is called when the first output of a sequence comes before its end.
-        """
+    def await_ends(self) -> None:
+        """From here on `on_output` is called only when a sequence ends, so the reader is not woken by every step."""
         for stream in self._streams.values():
             stream.notifies_each_step = False
-            if on_first_output is not None:
-                stream.on_first_output = on_first_output
 
     def poll(self) -> Deliver | None:
         """New output of one sequence, if there is any; sequences take turns.

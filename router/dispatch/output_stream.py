@@ -24,8 +24,6 @@ class OutputStream:
         self.request_id = request_id
         self.notifies_each_step = True
         """False: `on_output` is called at the end only."""
-        self.on_first_output: Callable[[], None] = _nothing
-        """Called at the first output before the end where `on_output` is not."""
         self._on_output = on_output
         self._pending: list[Deliver] = []
         self.watch: Callable[[Deliver], None] | None = None
@@ -39,8 +37,6 @@ class OutputStream:
             self.watch(delivery)
         if self.notifies_each_step or delivery.finish_reason is not None:
             self._on_output()
-        elif len(self._pending) == 1:  # nobody has polled, nor will before the end
-            self.on_first_output()
         elif len(self._pending) >= MERGED_AT:
             self._pending = [merged(self._pending)]
 
@@ -58,10 +54,6 @@ class OutputStream:
         if self.error is not None:
             raise self.error.with_traceback(None)  # one error may end many streams
         return None
-
-
-def _nothing() -> None:
-    pass
 
 
 def merged(deliveries: Sequence[Deliver]) -> Deliver:

@@ -1,12 +1,12 @@
-"""Chats with tools and thoughts, for doors that speak the public words: what is asked of the model, and how its output
-is read.
+"""Chats with tools and thoughts, for every door: what is asked of the model, and how its output is read; and for doors
+that speak the public words, what it says.
 
 What may not live here: formats of calls (`router/tools/`), shapes on a wire.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Final, Self
 
 from holdfast.router.chat import Chat
 from holdfast.router.events import Deliver
@@ -20,6 +20,9 @@ from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.structured_outputs import StructuredOutputs
 
+SHAPE: Final = "sampling_params.structured_outputs"
+"""Where the shape of an output stands in our own requests."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPlan:
@@ -27,7 +30,7 @@ class ChatPlan:
 
     request: GenerationRequest
     style: ChatStyle | None = None
-    """None: its text is all there is to say."""
+    """None: its text is all that was asked for."""
     tools: tuple[Tool, ...] = ()
     """Those that the output may call."""
     splits: bool = False
@@ -35,8 +38,10 @@ class ChatPlan:
     keeps_special: bool = False
 
     @classmethod
-    async def of(cls, request: GenerationRequest, processor: RequestProcessor) -> Self:
-        """Raises `HoldfastError`: for tools that are wrong, or that the model's template cannot call."""
+    async def of(cls, request: GenerationRequest, processor: RequestProcessor, *, shape_field: str = SHAPE) -> Self:
+        """`shape_field` is where the shape of its output stands. Raises `HoldfastError`: for tools that are wrong, or
+        that the model's template cannot call.
+        """
         chat = request.chat
         if chat is None or not (chat.tools or chat.split_reasoning or chat.tool_choice is not None):
             return cls(request=request)
@@ -49,12 +54,13 @@ class ChatPlan:
         chat = _with_tools(chat, tools)
         callable_tools = tools if choice.mode != "none" else ()
         splits = style.reasoning is not None and params.structure is None
-        prompt = await processor.render(request.model, chat)
-        grammar = ""
+        prompt = await processor.render(request.model, chat) if splits or callable_tools else ""
         if callable_tools:
             grammar = style.grammar(callable_tools, choice, prompt, is_parallel=chat.parallel_tool_calls)
+            params = await _with_grammar(params, grammar, request.model, processor, callable_tools, choice, shape_field)
         keeps_special = style.unwanted is not None and bool(callable_tools or splits) and params.skip_special_tokens
-        params = _params(params, grammar, keeps_special=keeps_special)
+        if keeps_special:
+            params = params.with_changes(skip_special_tokens=False)
         return cls(
             request=replace(request, chat=chat, sampling_params=params),
             style=style,
@@ -65,8 +71,8 @@ class ChatPlan:
         )
 
     def new_reader(self) -> ChatReader | None:
-        """What reads one completion; None where its text is all there is to say."""
-        if self.style is None:
+        """What reads one completion; None where its text is content as it stands."""
+        if self.style is None or not (self.tools or self.splits):
             return None
         return ChatReader(
             self.style,
@@ -88,37 +94,34 @@ class ChatPlan:
 
     def _whole(self, request_id: str, index: int, text: str) -> ChatOutput:
         reader = self.new_reader()
-        assert reader is not None, "only those with a style are read"
-        delta = _delta(_prefix(request_id, index), [*reader.push(text), *reader.finish()])
-        return _joined(delta)
+        if reader is None:
+            return ChatOutput(content=text)
+        return _joined(_delta(call_prefix(request_id, index), [*reader.push(text), *reader.finish()]))
 
 
 class ChatDeltas:
     """Reads the completions of one stream, as their text comes."""
 
-    def __init__(self, plan: ChatPlan, sent_texts: Sequence[str] = ()) -> None:
-        """`sent_texts` are those of a resumed stream, which its client has read already."""
+    def __init__(self, plan: ChatPlan, received: Sequence[Deliver] = ()) -> None:
+        """`received` is what the client of a resumed stream has read already."""
         self._plan = plan
-        self._sent_texts = sent_texts
         self._readers: dict[int, ChatReader] = {}
+        for delivery in received:
+            self.of(delivery)
 
     def of(self, delivery: Deliver) -> ChatDelta | None:
-        """What new text says; None where the text is all there is to say."""
-        index = delivery.sequence_index
-        reader = self._readers.get(index) or self._begun(index)
-        if reader is None:
+        """What new text says; None where the text is all that was asked for."""
+        if self._plan.style is None:
             return None
+        index = delivery.sequence_index
+        reader = self._readers.get(index) or self._plan.new_reader()
+        if reader is None:
+            return ChatDelta(content=delivery.text)
+        self._readers[index] = reader
         events = reader.push(delivery.text)
         if delivery.finish_reason is not None:
             events += reader.finish()
-        return _delta(_prefix(delivery.request_id, index), events)
-
-    def _begun(self, index: int) -> ChatReader | None:
-        reader = self._plan.new_reader()
-        if reader is not None:
-            reader.push(self._sent_texts[index] if index < len(self._sent_texts) else "")
-            self._readers[index] = reader
-        return reader
+        return _delta(call_prefix(delivery.request_id, index), events)
 
 
 def _checked(chat: Chat, style: ChatStyle) -> tuple[tuple[Tool, ...], ToolChoice]:
@@ -132,23 +135,55 @@ def _checked(chat: Chat, style: ChatStyle) -> tuple[tuple[Tool, ...], ToolChoice
 
 
 def _with_tools(chat: Chat, tools: Sequence[Tool]) -> Chat:
+    """The chat with its tools as the template reads them."""
     if not tools:
         return chat
-    return replace(chat, template_kwargs={**chat.template_kwargs, "tools": [tool.for_template() for tool in tools]})
+    told = {**chat.template_kwargs, "tools": [tool.for_template() for tool in tools]}
+    return replace(chat, template_kwargs=told, tools=())
 
 
-def _params(params: SamplingParams, grammar: str, *, keeps_special: bool) -> SamplingParams:
-    """With what the tools ask for: a grammar of calls, and special tokens in the text, for a reader to find."""
-    changes: dict[str, object] = {"skip_special_tokens": False} if keeps_special else {}
-    if grammar and params.structure is not None:
-        limit = "must not be set with tools that ask for a shape"
-        raise InvalidRequestError("sampling_params.structured_outputs", params.structure.kind, limit)
-    if grammar:
-        changes["structured_outputs"] = StructuredOutputs(grammar=grammar)
-    return params.with_changes(**changes) if changes else params
+async def _with_grammar(
+    params: SamplingParams,
+    grammar: str,
+    model: str,
+    processor: RequestProcessor,
+    tools: tuple[Tool, ...],
+    choice: ToolChoice,
+    shape_field: str,
+) -> SamplingParams:
+    """With the shape that tools ask for, if they do. Raises `InvalidRequestError`, naming what cannot be enforced."""
+    if not grammar:
+        return params
+    if params.structure is not None:
+        raise InvalidRequestError(shape_field, params.structure.kind, "must not be set with tools that ask for a shape")
+    structure = StructuredOutputs(grammar=grammar)
+    await _check_tools(processor, model, structure, tools, choice)
+    return params.with_changes(structured_outputs=structure)
 
 
-def _prefix(request_id: str, index: int) -> str:
+async def _check_tools(
+    processor: RequestProcessor, model: str, structure: StructuredOutputs, tools: tuple[Tool, ...], choice: ToolChoice
+) -> None:
+    """Raises `InvalidRequestError` for calls that cannot be enforced, naming the tool by which they cannot."""
+    try:
+        await processor.check_structure(model, structure)
+    except InvalidRequestError as error:
+        for tool in (tool for tool in tools if _is_enforced(tool, choice)):
+            schema = StructuredOutputs(json={"type": "object", **tool.parameters})
+            try:
+                await processor.check_structure(model, schema)
+            except InvalidRequestError as wrong:
+                raise InvalidRequestError(f"{tool.field}.parameters", tool.name, wrong.limit) from None
+        raise InvalidRequestError("chat.tools", [tool.name for tool in tools], error.limit) from None
+
+
+def _is_enforced(tool: Tool, choice: ToolChoice) -> bool:
+    if choice.mode == "auto":
+        return tool.is_strict
+    return choice.mode == "required" or tool.name == choice.name
+
+
+def call_prefix(request_id: str, index: int) -> str:
     """What the ids of a completion's calls begin with: the same wherever the request is answered."""
     return f"call_{request_id[:24]}{index}"
 

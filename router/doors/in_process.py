@@ -33,6 +33,6 @@ class InProcessDoor:
         request.check_streamable()
         plan = await ChatPlan.of(request, self._request_processor)
         async with self._request_processor.open(plan.request) as answer:
-            deltas = ChatDeltas(plan, answer.sent_texts)
+            deltas = ChatDeltas(plan, answer.received)
             async for delivery in answer:
                 yield replace(public_chunk(delivery), chat=deltas.of(delivery))

@@ -42,7 +42,7 @@ _HUNG_UP: Final = engine_pb2.LinkResponse()
 """Stands for the end of a replica's stream."""
 
 
-Prepare: TypeAlias = Callable[[ReplicaEndpoint], Awaitable[None]]
+Prepare: TypeAlias = Callable[[ReplicaEndpoint, ReplicaFacts], Awaitable[None]]
 """Prepares for a replica that has said hello. If this raises, the replica is not up, and is dialled again."""
 
 
@@ -207,7 +207,7 @@ class ReplicaLink:
         if not isinstance(hello, Hello):
             raise self._lost("it has not said hello first")
         facts = self._checked(hello)
-        await self._prepare(self.endpoint)
+        await self._prepare(self.endpoint, facts)
         self.is_up = True
         self._backoff.note_up()
         self._dispatch_host.replica_up(self, facts, hello.load)

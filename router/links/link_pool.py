@@ -13,6 +13,7 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.links.link import ReplicaLink
 from holdfast.router.links.replica_directory import ReplicaDirectory, ReplicaEndpoint
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
+from holdfast.worker.model_info import ReplicaFacts
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +61,9 @@ class LinkPool:
 
     # --- inside ---
 
-    async def _prepare(self, endpoint: ReplicaEndpoint) -> None:
+    async def _prepare(self, endpoint: ReplicaEndpoint, facts: ReplicaFacts) -> None:
         """Loads the model's tokenizer. A replica is up only then, so that every known model can be used."""
-        await self._tokenizers.load(endpoint.model, endpoint.model_path)
+        await self._tokenizers.load(endpoint.model, endpoint.model_path, facts.chat_template)
 
     async def _hang_up(self, link: ReplicaLink) -> None:
         """Closes a link that is not up, or whose replica has a new address."""

@@ -6,13 +6,16 @@ sequences of a request are opened and merged (`router/dispatch/call.py`).
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.router.dispatch.call import Call
 from holdfast.router.dispatch.output_stream import merged
 from holdfast.router.dispatch.parallel_sampling import best, is_ranked
-from holdfast.router.events import Deliver, Usage
+from holdfast.router.events import Deliver, TextState, Usage
 from holdfast.router.requests.output_signal import OutputSignal
+from holdfast.router.requests.request_stats import RequestWatch
+from holdfast.router.text.stop_reason import stop_reason
+from holdfast.worker.request import FinishReason, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 
 
@@ -23,6 +26,8 @@ class CompletedSequence:
     output: Deliver
     cumulative_logprob: float | None = None
     """The sum of the tokens' log-probabilities, if they are known."""
+    stop_reason: str | int | None = None
+    """The stop string or the stop token of the request that has ended it, if one has."""
     candidates: Sequence[Sequence[tuple[int, float]]] = ()
     """Only of a beam: for each of its tokens, the likeliest (token id, logprob) at that position, best first."""
 
@@ -51,20 +56,21 @@ class SampledAnswer:
         model: str,
         params: SamplingParams,
         prompt_token_ids: tuple[int, ...] = (),
-        sent_texts: Sequence[str] = (),
         received: tuple[Deliver, ...] = (),
+        watch: RequestWatch | None = None,
+        texts: Sequence[TextState] = (),
     ) -> None:
         self.request_id = call.request_id
         self.model = model
         self.prompt_token_ids = prompt_token_ids
         """The tokens of the prompt that truncation has left."""
-        self.sent_texts = sent_texts
-        """Of a resumed request: the text of each completion that its client has."""
         self.received = received
-        """What the client of a resumed request has already, one delivery for each sequence."""
+        """What the client of a resumed request has already, one delivery for each sequence of which it has any."""
         self._call = call
         self.has_output = has_output
         self._params = params
+        self._watch = watch
+        self._texts = texts
 
     @property
     def is_over(self) -> bool:
@@ -98,12 +104,14 @@ class SampledAnswer:
         """As `Call.abort`."""
         return self._call.abort()
 
-    def await_ends(self, on_first_output: Callable[[], None] | None = None) -> None:
+    def await_ends(self, on_first_token: Callable[[], None] | None = None) -> None:
         """From here on iterating gives the output of a sequence when it has ended, not at every step.
 
-        `on_first_output` as for `Call.await_ends`.
+        `on_first_token` is called when the first token of all comes, if it has not come yet.
         """
-        self._call.await_ends(on_first_output)
+        self._call.await_ends()
+        if on_first_token is not None and self._watch is not None:
+            self._watch.on_first_token = on_first_token
 
     def unread(self) -> Iterator[Deliver]:
         """The output that has arrived and was not returned yet, without waiting. Raises as iterating does."""
@@ -125,23 +133,42 @@ class SampledAnswer:
             request_id=self.request_id, model=self.model, completions=completions, usage=self._call.usage
         )
 
+    def stop_reason(self, index: int, delivery: Deliver) -> str | int | None:
+        """What has ended sequence `index`, whose last delivery this is: a stop string or token of the request, or None
+        for another end.
+        """
+        if delivery.finish_reason is not FinishReason.STOP:
+            return None
+        earlier = (one.token_ids for one in self.received if one.sequence_index == index)
+        token_ids = delivery.token_ids or next(earlier, ())
+        matched = self._texts[index].matched if index < len(self._texts) else None
+        return stop_reason(self._params, delivery.finish_reason, token_ids, matched)
+
     def completions(self, outputs: Sequence[Deliver]) -> tuple[CompletedSequence, ...]:
         """The completions to return, from the whole output of every sequence. Each output is one delivery."""
-        chosen = self._chosen(outputs) if is_ranked(self._params) else outputs
-        return tuple(self._completion(output) for output in chosen)
+        completions = tuple(map(self._completion, outputs))
+        return self._chosen(outputs, completions) if is_ranked(self._params) else completions
 
-    def _chosen(self, outputs: Sequence[Deliver]) -> list[Deliver]:
-        """The best outputs, with new indices. The prompt's log-probabilities, which sequence 0 has, go to the first."""
+    def _chosen(
+        self, outputs: Sequence[Deliver], completions: Sequence[CompletedSequence]
+    ) -> tuple[CompletedSequence, ...]:
+        """The best ones, with new indices. The prompt's log-probabilities, which sequence 0 has, go to the first."""
         ranking = best([[item.logprob for item in output.logprobs] for output in outputs], self._params.n)
         prompt_logprobs = outputs[0].prompt_logprobs
-        return [
-            outputs[index]._replace(sequence_index=number, prompt_logprobs=prompt_logprobs if number == 0 else ())
-            for number, index in enumerate(ranking)
-        ]
+        return tuple(_as_number(number, completions[index], prompt_logprobs) for number, index in enumerate(ranking))
 
     def _completion(self, output: Deliver) -> CompletedSequence:
         """Log-probabilities that only the ranking needed are left out; their sum is kept."""
         is_known = self._params.logprobs is not None or is_ranked(self._params)
         total = math.fsum(item.logprob for item in output.logprobs) if is_known else None
         kept = output if self._params.logprobs is not None else output._replace(logprobs=())
-        return CompletedSequence(output=kept, cumulative_logprob=total)
+        reason = self.stop_reason(output.sequence_index, output)
+        return CompletedSequence(output=kept, cumulative_logprob=total, stop_reason=reason)
+
+
+def _as_number(
+    number: int, completion: CompletedSequence, prompt_logprobs: tuple[TokenLogprob, ...]
+) -> CompletedSequence:
+    """The completion with another index, the first of all with the prompt's log-probabilities."""
+    first = prompt_logprobs if number == 0 else ()
+    return replace(completion, output=completion.output._replace(sequence_index=number, prompt_logprobs=first))

@@ -14,6 +14,7 @@ from holdfast.router.requests.answer import CompletedRequest, CompletedSequence,
 from holdfast.router.requests.beam_search import Beam, BeamSearch, extension
 from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.resume import NewSequence
+from holdfast.router.text.stop_reason import stop_reason
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.request import EngineRequest, FinishReason
@@ -117,7 +118,10 @@ class BeamAnswer:
             identity_guaranteed=len(self._fingerprints) <= 1,
             num_cached_tokens=self._num_cached_tokens,
         )
-        return CompletedSequence(output=output, cumulative_logprob=beam.logprob, candidates=beam.candidates)
+        reason = stop_reason(params, output.finish_reason, beam.token_ids, text.matched)
+        return CompletedSequence(
+            output=output, cumulative_logprob=beam.logprob, stop_reason=reason, candidates=beam.candidates
+        )
 
     def _finish_reason(self, beam: Beam) -> FinishReason:
         if beam.has_ended:

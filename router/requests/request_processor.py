@@ -116,8 +116,9 @@ class RequestProcessor:
             model,
             engine_request.sampling_params,
             engine_request.prompt_token_ids,
-            sent_texts=[sequence.caught_up.sent_text for sequence in sequences],
             received=tuple(one for one in received if one is not None),
+            watch=watch,
+            texts=[sequence.text for sequence in sequences],
         )
         with closing(call), self._open_answers.holding(answer):
             yield answer
@@ -199,6 +200,10 @@ class RequestProcessor:
             style = ChatStyle.of(tokenizer)
             self._chat_styles[name] = tokenizer, style
         return style
+
+    def has_chat_template(self, model: str) -> bool:
+        """Whether a model that is served here takes chats."""
+        return self._tokenizers[model].chat_template is not None
 
     def token_text(self, model: str, token_id: int) -> str:
         """The text of a single token of a model that is served here; incomplete characters are U+FFFD."""

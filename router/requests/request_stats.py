@@ -100,12 +100,15 @@ class RequestWatch:
         self._num_first = 0
         self._num_tokens = 0
         self._reason = "stop"
+        self.on_first_token: Callable[[], None] = _nothing
+        """Called once, when the first token comes."""
 
     def note(self, delivery: Deliver) -> None:
         """New output of one of its sequences."""
         self._num_tokens += len(delivery.token_ids)
         if self._first_at is None and delivery.token_ids:
             self._first_at, self._num_first = self._now(), self._num_tokens
+            self.on_first_token()
         if delivery.finish_reason is not None:
             self._reason = str(delivery.finish_reason)
 
@@ -123,6 +126,10 @@ class RequestWatch:
             stats.output_token_s.note((now - self._first_at) / (self._num_tokens - self._num_first))
         if error is None and is_over:
             stats.duration_s.note(now - self._began_at)
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextmanager

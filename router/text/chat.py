@@ -73,6 +73,14 @@ def render_chat(
         raise InvalidRequestError("chat.messages", messages, limit) from error
 
 
+def check_template(template: str, name: str) -> None:
+    """Raises `ConfigurationError` for a template that does not compile. `name` is what its user calls it."""
+    try:
+        _environment().from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigurationError(f"{name}: the template does not compile: {error} (line {error.lineno})") from error
+
+
 @lru_cache(maxsize=32)
 def _compiled(template: str) -> jinja2.Template:
     try:

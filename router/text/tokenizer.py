@@ -7,6 +7,7 @@ that file needs transformers. What may not live here: incremental decoding (`det
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -81,6 +82,12 @@ class Tokenizer:
             eos_token_id=_eos_token_id(folder, codec, special_tokens),
             json_path=json_path if json_path.is_file() else None,
         )
+
+    def with_chat_template(self, chat_template: str) -> "Tokenizer":
+        """The same with another chat template."""
+        other = copy(self)
+        other.chat_template = chat_template
+        return other
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; `add_special_tokens` adds those that the model expects around a text, such as BOS."""

@@ -25,23 +25,27 @@ class TokenizerRegistry:
         self._inline_bytes = inline_bytes
         self._tokenizers: dict[str, Tokenizer] = {}
         self._compilers: dict[str, GrammarCompiler] = {}
-        self._paths: dict[str, str] = {}
+        self._sources: dict[str, tuple[str, str]] = {}
+        """By model: the folder, and the chat template that was given."""
         self._loading = asyncio.Lock()
 
     def __getitem__(self, model: str) -> Tokenizer:
         return self._tokenizers[model]
 
-    async def load(self, model: str, path: str) -> None:
+    async def load(self, model: str, path: str, chat_template: str = "") -> None:
         """Loads the tokenizer of a model, unless it is loaded from there: another model may take a removed one's name.
 
-        Raises what loading raises.
+        `chat_template` takes the place of the tokenizer's own, unless it is empty. Raises what loading raises.
         """
+        source = path, chat_template
         async with self._loading:
-            if self._paths.get(model) != path:
+            if self._sources.get(model) != source:
                 tokenizer = await asyncio.to_thread(self._load, path)
+                if chat_template:
+                    tokenizer = tokenizer.with_chat_template(chat_template)
                 self._tokenizers[model] = tokenizer
                 self._compilers[model] = GrammarCompiler(tokenizer)
-                self._paths[model] = path
+                self._sources[model] = source
 
     async def encode(self, model: str, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Token ids of a text. A long text takes milliseconds, so it is encoded on a thread."""

@@ -37,6 +37,12 @@ async def answer_of(router: str, model: str, params: SamplingParams) -> str:
         return (await client.generate(PROMPT, params, model=model)).completions[0].text
 
 
+async def chat_answer_of(router: str, model: str, content: str, params: SamplingParams) -> str:
+    async with AsyncClient(router) as client:
+        messages = [{"role": "user", "content": content}]
+        return (await client.generate(None, params, messages=messages, model=model)).completions[0].text
+
+
 async def streams_through_a_removal(router: str, model: str) -> tuple[str, "subprocess.CompletedProcess[str]", str]:
     """The text of a stream under which the model is taken away, what the command said, and what a later request met."""
     async with AsyncClient(router) as client:

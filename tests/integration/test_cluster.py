@@ -237,13 +237,15 @@ def test_a_model_comes_and_goes_while_the_others_serve(cluster: Serving, alone: 
     assert "demo  running  replicas=2" in run_time.models("list").stdout
     refused = run_time.models("add", "demo")
     assert (refused.returncode, "has a model of this name already" in refused.stderr) == (2, True)
-    added = run_time.models("add", "demo", "--served-model-name", "other")
+    template = "{% for m in messages %}The capital of {{ m.content }} is{% endfor %}"  # as PROMPT asks
+    added = run_time.models("add", "demo", "--served-model-name", "other", "--chat-template", template)
     assert added.returncode == 0, added.stderr
     assert "other is served by 1 replica" in added.stdout
     both = {"demo": 2, "other": 1}
     assert asyncio.run(run_time.served_models(cluster.routers)) == [both, both]
     for router in cluster.routers:
         assert asyncio.run(run_time.answer_of(router, "other", run_time.SHORT)) == alone(run_time.SHORT)
+        assert asyncio.run(run_time.chat_answer_of(router, "other", "France", run_time.SHORT)) == alone(run_time.SHORT)
     text, said, unknown = asyncio.run(run_time.streams_through_a_removal(cluster.routers[0], "other"))
     assert said.returncode == 0, said.stderr
     assert text == alone(run_time.LONG)

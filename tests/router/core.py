@@ -34,6 +34,7 @@ class LetterText:
 
     stop_at: int | None = None
     held_back: str = ""
+    matched: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> Piece:
         kept = list(token_ids)

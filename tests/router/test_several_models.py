@@ -11,7 +11,7 @@ from holdfast.foreign import grpc_service_pb2, grpc_service_pb2_grpc, health_pb2
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.v1 import inference_pb2
 from tests.fakes import ByteCodec, FakeReplica, byte_tokenizer
-from tests.loops import on_each_loop
+from tests.loops import on_a_loop, on_each_loop
 from tests.router.doors.oip.messages import infer
 from tests.router.site import Site, collected, eventually, expected, refusal, request, site
 
@@ -147,6 +147,41 @@ async def test_a_name_that_another_model_takes_over_is_read_with_its_own_tokeniz
         assert list(upper.token_ids) == [ord("A")]
         assert loaded == ["/nowhere", "/elsewhere"]
         await second.kill()
+
+
+@on_a_loop
+async def test_each_model_has_the_chat_template_that_was_given_for_it():
+    """Whatever the tokenizer's own is. A replica with another template, as after an update, changes it."""
+    one, other = await two_models()
+    other.chat_template = "{% for m in messages %}({{ m.content }}){% endfor %}"
+    load = lambda path: byte_tokenizer(path, "{% for m in messages %}<{{ m.content }}>{% endfor %}")  # noqa: E731
+    async with site(one, other, load_tokenizer=load, http=True) as place:
+        url = f"http://{place.router.http_address}"
+        async with httpx2.AsyncClient(base_url=url, verify=False) as client:
+            shown = {model["id"]: model["chat_template"] for model in (await client.get("/v1/models")).json()["data"]}
+            assert shown == {"model-a": "own", "model-b": "given"}
+            assert [await asked(client, replica) for replica in (one, other)] == ["<hi>", "(hi)"]
+            new = await FakeReplica.start("r-c", "model-b")
+            new.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+            place.directory.set([one.endpoint, new.endpoint])
+            await other.kill()
+            place.replicas[1:] = [new]
+            await new.until(lambda: new.num_links)
+            await eventually(lambda: has_replica(place, "r-c"))
+            assert await asked(client, new) == "[hi]"
+        await new.kill()
+
+
+async def asked(client: httpx2.AsyncClient, replica: FakeReplica) -> str:
+    """The prompt that a replica gets of a chat."""
+    body = {"model": replica.model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    return bytes(replica.submits[0].prompt_token_ids).decode()
+
+
+async def has_replica(place: Site, replica_id: str) -> bool:
+    load = await place.stub.GetLoad(inference_pb2.GetLoadRequest())
+    return replica_id in {one.replica_id for one in load.replicas}
 
 
 def noting(loaded: list[str]) -> Callable[[str], Tokenizer]:

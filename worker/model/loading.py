@@ -69,6 +69,7 @@ def load_model(
         model=config.model.name,
         path=str(tokenizer_folder(config.model, folder)),
         model_type=facts.model_type,
+        chat_template=config.model.chat_template or "",
         max_model_len=facts.max_model_len,
         vocab_size=facts.vocab_size,
         eos_token_ids=frozenset(facts.eos_token_ids),

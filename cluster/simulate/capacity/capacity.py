@@ -83,6 +83,7 @@ class NoText:
 
     text = ""
     stopped = False
+    matched: str | None = None
 
     def __init__(self) -> None:
         self.num_tokens = 0

@@ -65,7 +65,7 @@ class InferenceServicer:
         plan = await ChatPlan.of(request, self._request_processor)
         async with self._request_processor.open(plan.request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
-            encode = ChunkEncoder(ChatDeltas(plan, answer.sent_texts) if plan.style is not None else None).encode
+            encode = ChunkEncoder(ChatDeltas(plan, answer.received) if plan.style is not None else None).encode
             has_output = answer.has_output
             while not answer.is_over:
                 if not has_output.is_set:

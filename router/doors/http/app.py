@@ -23,9 +23,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from holdfast.router.chat import Chat, flat_message
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.doors.chat_answer import ChatPlan
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from holdfast.router.doors.http.chat_completions import ChatChunks, whole_chat
-from holdfast.router.doors.http.chat_plan import plan_chat
+from holdfast.router.doors.http.chat_completions import ChatChunks, chat_request, whole_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
 from holdfast.router.doors.http.errors import http_error
 from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream, Shape
@@ -115,7 +115,7 @@ class HttpDoor:
     async def chat_completions(self, request: Request) -> ASGIApp:
         submission, content = await self._submission(request)
         body = ChatBody.read(content)
-        plan = await plan_chat(body, self._requests, _tenant(request))
+        plan = await self._plan(request, body)
         generation = submission.of(plan.request, choices=plan.request.sampling_params.n)
         created = submission.identity.created
         if not body.streams:
@@ -164,7 +164,7 @@ class HttpDoor:
     async def responses(self, request: Request) -> ASGIApp:
         submission, content = await self._submission(request)
         body = ResponsesBody.read(content)
-        plan = await plan_chat(responses_chat(body), self._requests, _tenant(request))
+        plan = await self._plan(request, responses_chat(body))
         generation, created = submission.of(plan.request), submission.identity.created
         if not body.stream:
             async with self._requests.open(generation) as answer:
@@ -177,7 +177,7 @@ class HttpDoor:
     async def messages(self, request: Request) -> ASGIApp:
         submission, content = await self._submission(request)
         body = MessagesBody.read(content)
-        plan = await plan_chat(messages_chat(body), self._requests, _tenant(request))
+        plan = await self._plan(request, messages_chat(body))
         generation = submission.of(plan.request)
         if not body.stream:
             async with self._requests.open(generation) as answer:
@@ -188,10 +188,13 @@ class HttpDoor:
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         body = CountBody.read(await self._content(request))
-        plan = await plan_chat(messages_chat(body), self._requests, _tenant(request))
+        plan = await self._plan(request, messages_chat(body))
         assert plan.request.chat is not None, "a chat's request has one"
         token_ids = await self._requests.tokenize_chat(body.model or "", plan.request.chat)
         return _json({"input_tokens": len(token_ids)})
+
+    async def _plan(self, request: Request, body: ChatBody) -> ChatPlan:
+        return await ChatPlan.of(chat_request(body, _tenant(request)), self._requests, shape_field="response_format")
 
     async def _submission(self, request: Request) -> tuple[Submission, bytes]:
         """Which request it is, and its body's own bytes."""
@@ -222,10 +225,24 @@ class HttpDoor:
     # --- models and tokens ---
 
     async def models(self, request: Request) -> ASGIApp:
-        return _json({"object": "list", "data": [_model(model) for model in self._dispatch_host.models()]})
+        return _json({"object": "list", "data": [self._model(model) for model in self._dispatch_host.models()]})
 
     async def model(self, request: Request) -> ASGIApp:
-        return _json(_model(self._requests.model(request.path_params["model"])))
+        return _json(self._model(self._requests.model(request.path_params["model"])))
+
+    def _model(self, model: ModelStatus) -> dict[str, Any]:
+        has_template = self._requests.has_chat_template(model.name)
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "holdfast",
+            "root": model.facts.path,
+            "parent": None,
+            "max_model_len": model.facts.max_model_len,
+            "num_replicas": model.num_replicas,
+            "chat_template": "given" if model.facts.chat_template else "own" if has_template else None,
+        }
 
     async def tokenize(self, request: Request) -> ASGIApp:
         body = TokenizeBody.read(await self._content(request))
@@ -378,16 +395,3 @@ def _json(content: Mapping[str, Any]) -> Response:
 def _error(error: HoldfastError, shape: Shape) -> Response:
     answer = http_error(error)
     return Response(shape.body(answer), answer.status, answer.headers, media_type="application/json")
-
-
-def _model(model: ModelStatus) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "holdfast",
-        "root": model.facts.path,
-        "parent": None,
-        "max_model_len": model.facts.max_model_len,
-        "num_replicas": model.num_replicas,
-    }

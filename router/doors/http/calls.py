@@ -7,15 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from holdfast.router.doors.http.choices import finish_of
-from holdfast.router.events import Deliver
 from holdfast.router.tools.call_events import CallArguments, CallBegin, CallEvent, Content
 from holdfast.router.tools.chat_style import ChatReader, Reasoning
 from holdfast.worker.request import FinishReason
-
-
-def call_prefix(delivery: Deliver) -> str:
-    """What the ids of a choice's calls begin with: the same wherever the request is answered."""
-    return f"call_{delivery.request_id[:24]}{delivery.sequence_index}"
 
 
 def finish_after_calls(reason: FinishReason | None, reader: ChatReader | None) -> str | None:

@@ -4,20 +4,19 @@ What may not live here: fields (`bodies.py`), parameters (`sampling.py`), the HT
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 from holdfast.router.chat import Chat, flat_message, with_arguments
+from holdfast.router.doors.chat_answer import call_prefix
 from holdfast.router.doors.http.bodies import ChatBody
-from holdfast.router.doors.http.calls import call_prefix, delta_of, finish_after_calls, whole_message
+from holdfast.router.doors.http.calls import delta_of, finish_after_calls, whole_message
 from holdfast.router.doors.http.choices import TokenText, chat_logprobs, prompt_logprobs_of, usage_of
 from holdfast.router.doors.http.sampling import chat_params, priority_of
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
-from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
+from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.tools.chat_style import ChatReader
-from holdfast.router.tools.tools import Tool
-from holdfast.worker.structured_outputs import StructuredOutputs
 
 DONE: Final = b"data: [DONE]\n\n"
 
@@ -29,8 +28,20 @@ NewReader: TypeAlias = Callable[[], ChatReader | None]
 """Makes what reads one choice's text; None where it is content as it stands."""
 
 
-def chat_of(body: ChatBody, tools: Sequence[Tool]) -> Chat:
-    """The conversation. Raises `InvalidRequestError`, naming the field."""
+def chat_request(body: ChatBody, tenant: str = "") -> GenerationRequest:
+    """The request that a body makes. Raises `InvalidRequestError`, naming the field."""
+    return GenerationRequest(
+        chat=_chat(body),
+        model=body.model or "",
+        sampling_params=chat_params(body),
+        priority=priority_of(body),
+        timeout_s=body.timeout,
+        cache_salt=body.cache_salt or "",
+        tenant=tenant,
+    )
+
+
+def _chat(body: ChatBody) -> Chat:
     variables = dict(body.chat_template_kwargs or {})
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
@@ -38,25 +49,13 @@ def chat_of(body: ChatBody, tools: Sequence[Tool]) -> Chat:
         variables["documents"] = body.documents
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    if tools:
-        variables["tools"] = [tool.for_template() for tool in tools]
-    messages = [with_arguments(flat_message(message)) for message in body.messages]
-    return Chat(messages=messages, template_kwargs=variables)
-
-
-def chat_request(
-    body: ChatBody, chat: Chat, structure: StructuredOutputs | None, *, keeps_special: bool, tenant: str = ""
-) -> GenerationRequest:
-    """The request that a body makes. With `keeps_special` its text keeps special tokens, for a reader to find."""
-    params = chat_params(body, structure)
-    return GenerationRequest(
-        chat=chat,
-        model=body.model or "",
-        sampling_params=params.with_changes(skip_special_tokens=False) if keeps_special else params,
-        priority=priority_of(body),
-        timeout_s=body.timeout,
-        cache_salt=body.cache_salt or "",
-        tenant=tenant,
+    return Chat(
+        messages=[with_arguments(flat_message(message)) for message in body.messages],
+        template_kwargs=variables,
+        tools=body.tools or (),
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        split_reasoning=True,
     )
 
 
@@ -74,7 +73,7 @@ def whole_chat(
         "object": "chat.completion",
         "created": created,
         "model": completed.model,
-        "choices": [_whole_choice(body, item.output, text_of, new_reader()) for item in completed.completions],
+        "choices": [_whole_choice(body, item, text_of, new_reader()) for item in completed.completions],
         "usage": usage_of(completed.usage),
         "system_fingerprint": first.fingerprint or None,
         "service_tier": None,
@@ -84,15 +83,21 @@ def whole_chat(
     return response
 
 
-def _whole_choice(body: ChatBody, output: Deliver, text_of: TokenText, reader: ChatReader | None) -> dict[str, Any]:
+def _whole_choice(
+    body: ChatBody, completion: CompletedSequence, text_of: TokenText, reader: ChatReader | None
+) -> dict[str, Any]:
+    output = completion.output
     message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
     if reader is not None:
-        message |= whole_message(call_prefix(output), [*reader.push(output.text), *reader.finish()])
+        message |= whole_message(
+            call_prefix(output.request_id, output.sequence_index), [*reader.push(output.text), *reader.finish()]
+        )
     choice: dict[str, Any] = {
         "index": output.sequence_index,
         "message": message,
         "logprobs": chat_logprobs(output.logprobs, text_of),
         "finish_reason": finish_after_calls(output.finish_reason, reader),
+        "stop_reason": completion.stop_reason,
     }
     if body.return_token_ids:
         choice["token_ids"] = list(output.token_ids)
@@ -109,6 +114,7 @@ class ChatChunks:
         self._body = body
         self._text_of = text_of
         self._new_reader = new_reader
+        self._answer = answer
         self._num_prompt_tokens = len(answer.prompt_token_ids)
         self._head = {
             "id": chat_id(answer.request_id),
@@ -155,7 +161,9 @@ class ChatChunks:
             events += self._event(index, delta, None, None)
         logprobs = chat_logprobs(delivery.logprobs, self._text_of)
         finish_reason = finish_after_calls(delivery.finish_reason, self._readers[index])
-        extra = {"token_ids": list(delivery.token_ids)} if self._body.return_token_ids else {}
+        extra: dict[str, Any] = {"token_ids": list(delivery.token_ids)} if self._body.return_token_ids else {}
+        if delivery.finish_reason is not None:
+            extra["stop_reason"] = self._answer.stop_reason(index, delivery)
         events += self._event(index, last, logprobs, finish_reason, extra)
         self._note(index, delivery)
         return events
@@ -177,7 +185,8 @@ class ChatChunks:
         read = reader.push(delivery.text)
         if delivery.finish_reason is not None:
             read += reader.finish()
-        return [delta for event in read if (delta := delta_of(call_prefix(delivery), event))]
+        prefix = call_prefix(delivery.request_id, delivery.sequence_index)
+        return [delta for event in read if (delta := delta_of(prefix, event))]
 
     def _event(
         self,

@@ -95,7 +95,7 @@ class Completions:
         """The whole response."""
         completed = await _all_of(self._answers)
         choices = [
-            self._choice(self._numbered(number, item.output), self._answers[number])
+            self._choice(self._numbered(number, item.output), self._answers[number], item.stop_reason)
             for number, one in enumerate(completed)
             for item in one.completions
         ]
@@ -132,7 +132,10 @@ class Completions:
                 yield from (self._numbered(number, delivery) for delivery in answer.received)
 
     def _chunk(self, delivery: Deliver) -> bytes:
-        choice = self._choice(delivery, self._answers[delivery.sequence_index // self._per_prompt])
+        number, index = divmod(delivery.sequence_index, self._per_prompt)
+        answer = self._answers[number]
+        stop_reason = answer.stop_reason(index, delivery) if isinstance(answer, SampledAnswer) else None
+        choice = self._choice(delivery, answer, stop_reason)
         chunk = {**self._head, "choices": [choice], "system_fingerprint": delivery.fingerprint or None}
         self._num_tokens += len(delivery.token_ids)
         if self._body.tells_usage_always:
@@ -147,7 +150,9 @@ class Completions:
         index = number * self._per_prompt + delivery.sequence_index
         return delivery if index == delivery.sequence_index else delivery._replace(sequence_index=index)
 
-    def _choice(self, output: Deliver, answer: SampledAnswer | BeamAnswer) -> dict[str, Any]:
+    def _choice(
+        self, output: Deliver, answer: SampledAnswer | BeamAnswer, stop_reason: str | int | None
+    ) -> dict[str, Any]:
         index = output.sequence_index
         text, logprobs = output.text, output.logprobs
         told: tuple[TokenLogprob | None, ...] = logprobs
@@ -165,6 +170,7 @@ class Completions:
                 first_token_id=answer.prompt_token_ids[0] if answer.prompt_token_ids else 0,
             ),
             "finish_reason": finish_of(output.finish_reason),
+            "stop_reason": stop_reason,
         }
         self._offsets[index] = self._offsets.get(index, 0) + len(text)
         if self._body.return_token_ids:

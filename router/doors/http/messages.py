@@ -18,13 +18,13 @@ _STOP_REASONS: Final = {FinishReason.LENGTH: "max_tokens"}
 
 def whole_message(completed: CompletedRequest, reader: ChatReader | None) -> dict[str, Any]:
     """The whole response."""
-    output, blocks = completed.completions[0].output, Blocks(reader)
-    for _ in blocks.push(output):
+    first, blocks = completed.completions[0], Blocks(reader)
+    for _ in blocks.push(first.output):
         pass
     return {
         **_message(completed.request_id, completed.model),
         "content": [_whole_block(completed.request_id, block) for block in blocks.blocks],
-        "stop_reason": _stop_reason(output.finish_reason, blocks.num_calls),
+        **_stop(first.output.finish_reason, first.stop_reason, blocks.num_calls),
         "usage": _usage(completed.usage),
     }
 
@@ -44,8 +44,7 @@ class MessageEvents:
         self._num_tokens += len(delivery.token_ids)
         events += b"".join(map(self._block_event, self._blocks.push(delivery)))
         if delivery.finish_reason is not None:
-            reason = _stop_reason(delivery.finish_reason, self._blocks.num_calls)
-            ended = {"stop_reason": reason, "stop_sequence": None}
+            ended = _stop(delivery.finish_reason, self._answer.stop_reason(0, delivery), self._blocks.num_calls)
             events += _event("message_delta", {"delta": ended, "usage": {"output_tokens": self._num_tokens}})
         return events
 
@@ -122,11 +121,15 @@ def _message(request_id: str, model: str) -> dict[str, Any]:
     }
 
 
-def _stop_reason(reason: FinishReason | None, num_calls: int) -> str:
-    """Of a stop string and an end of sequence alike the end of the turn: a replica does not say which it was."""
+def _stop(reason: FinishReason | None, ended_by: str | int | None, num_calls: int) -> dict[str, str | None]:
+    """What has ended a message. Of one with calls it is they; of a stop token, of which nothing is known here, the end
+    of the turn.
+    """
     if reason is FinishReason.STOP and num_calls:
-        return "tool_use"
-    return _STOP_REASONS.get(reason or FinishReason.STOP, "end_turn")
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    if isinstance(ended_by, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": ended_by}
+    return {"stop_reason": _STOP_REASONS.get(reason or FinishReason.STOP, "end_turn"), "stop_sequence": None}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Body of `/v1/messages`: Anthropic's conversations, tools and thinking, as the same chat in OpenAI's words.
 
-What may not live here: answers (`messages.py`), checks of what is the same in both (`chat_plan.py`).
+What may not live here: answers (`messages.py`), checks of what is the same in both (`router/doors/chat_answer.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

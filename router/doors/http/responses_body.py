@@ -1,7 +1,7 @@
 """Body of `/v1/responses`: OpenAI's newer conversations and tools, as the same chat in the older words.
 
 Nothing is stored: a response cannot be fetched or continued by its id, and a request that asks for either is refused.
-What may not live here: answers (`responses.py`), checks of what is the same in both (`chat_plan.py`).
+What may not live here: answers (`responses.py`), checks of what is the same in both (`router/doors/chat_answer.py`).
 """
 
 from collections.abc import Iterator, Mapping

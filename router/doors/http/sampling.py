@@ -21,8 +21,8 @@ _OLD_STRUCTURES: Final = {
 _MOST_SEEDS: Final = 2**63
 
 
-def chat_params(body: ChatBody, structure: StructuredOutputs | None = None) -> SamplingParams:
-    """The parameters of a chat. `structure` is what tools ask for. Raises `InvalidRequestError`."""
+def chat_params(body: ChatBody) -> SamplingParams:
+    """The parameters of a chat. Raises `InvalidRequestError`."""
     own: dict[str, Any] = {"max_tokens": body.max_completion_tokens, "logprobs": None}
     if own["max_tokens"] is None:
         own["max_tokens"] = body.given("max_tokens")
@@ -30,7 +30,7 @@ def chat_params(body: ChatBody, structure: StructuredOutputs | None = None) -> S
         own["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
         raise InvalidRequestError("top_logprobs", body.top_logprobs, "must come with logprobs = true")
-    if (structure := structure or structure_of(body)) is not None:
+    if (structure := structure_of(body)) is not None:
         own["structured_outputs"] = structure
     if body.given("echo"):
         raise InvalidRequestError("echo", True, "is not possible with a chat")

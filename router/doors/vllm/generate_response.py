@@ -4,32 +4,32 @@ As vLLM's own server sends them: counts of a chunk are those of its own tokens, 
 tokens of the last chunk, which gateways do not count twice. What may not live here: requests (`generate_request.py`).
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.foreign import vllm_engine_pb2
 from holdfast.router.events import Deliver
-from holdfast.worker.request import FinishReason, TokenLogprob
-from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.request import TokenLogprob
 
 
 class GenerateResponses:
     """Of one request."""
 
     def __init__(
-        self, params: SamplingParams, prompt_token_ids: Sequence[int], eos_token_ids: Collection[int], *, stream: bool
+        self,
+        prompt_token_ids: Sequence[int],
+        stop_reason: Callable[[int, Deliver], str | int | None],
+        *,
+        stream: bool,
     ) -> None:
-        self._params = params
+        """`stop_reason` as of `SampledAnswer`."""
         self._prompt_token_ids = prompt_token_ids
-        self._own_ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._stop_reason = stop_reason
         self._stream = stream
-        self._tails: dict[int, str] = {}
-        self._longest_stop = max(map(len, params.stop_strings), default=0)
 
     def of(self, delivery: Deliver) -> Iterator[vllm_engine_pb2.GenerateResponse]:
         """The messages for one delivery; without a stream, deliveries are whole."""
         if self._stream:
             yield vllm_engine_pb2.GenerateResponse(chunk=self._chunk(delivery))
-        self._note_text(delivery)
         if delivery.finish_reason is not None:
             yield vllm_engine_pb2.GenerateResponse(complete=self._complete(delivery))
 
@@ -56,29 +56,12 @@ class GenerateResponses:
             input_logprobs=input_logprobs(self._prompt_token_ids, delivery.prompt_logprobs),
             index=delivery.sequence_index,
         )
-        matched = self._matched(delivery)
+        matched = self._stop_reason(delivery.sequence_index, delivery)
         if isinstance(matched, int):
             complete.matched_token_id = matched
         elif matched is not None:
             complete.matched_stop_str = matched
         return complete
-
-    def _matched(self, delivery: Deliver) -> int | str | None:
-        """The stop token or string that ended a completion; None for the model's own end, or another reason."""
-        if delivery.finish_reason is not FinishReason.STOP:
-            return None
-        last = delivery.token_ids[-1] if delivery.token_ids else None
-        if last is not None and last in self._params.stop_token_ids:
-            return last
-        if last in self._own_ends:
-            return None
-        tail = self._tails.get(delivery.sequence_index, "")
-        return max((stop for stop in self._params.stop_strings if tail.endswith(stop)), key=len, default=None)
-
-    def _note_text(self, delivery: Deliver) -> None:
-        if self._longest_stop:
-            text = self._tails.get(delivery.sequence_index, "") + delivery.text
-            self._tails[delivery.sequence_index] = text[-self._longest_stop :]
 
 
 def output_logprobs(logprobs: Sequence[TokenLogprob]) -> vllm_engine_pb2.OutputLogProbs | None:

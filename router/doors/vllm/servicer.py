@@ -43,9 +43,7 @@ class VllmEngineServicer:
         request = generation_request(message, given_request_id(context))
         request.check_streamable()
         async with self._request_processor.open(request, context.time_remaining()) as answer:
-            responses = GenerateResponses(
-                request.sampling_params, answer.prompt_token_ids, self._facts.eos_token_ids, stream=message.stream
-            )
+            responses = GenerateResponses(answer.prompt_token_ids, answer.stop_reason, stream=message.stream)
             if not message.stream:
                 for whole in await answer.outputs():
                     for response in responses.of(whole):

@@ -333,7 +333,7 @@ async def test_the_whole_cluster_may_be_away_for_a_while():
                 text += chunk.choices[0].delta.content or ""
                 if len(text) == 2:
                     place.cutters[0].refuses = place.cutters[1].refuses = True
-                    asyncio.get_running_loop().call_later(0.6, come_back, place)
+                    asyncio.get_running_loop().call_later(0.2, come_back, place)
     assert text == text_of(RENDERED, 5, NUM_TOKENS)
 
 

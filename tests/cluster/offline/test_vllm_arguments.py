@@ -156,13 +156,21 @@ def test_what_is_set_after_a_request_was_submitted_holds_for_the_next_one(llm):
     assert len(llm.generate("hello", params)[0].outputs[0].token_ids) == 2
 
 
-def test_another_tokenizer_is_the_one_that_is_used(tiny_model, tmp_path):
-    """Its tokens for the same text are others."""
+def test_another_tokenizer_and_another_chat_template_are_those_that_are_used(tiny_model, tmp_path):
+    """The tokenizer's tokens for the same text are others, and it has no template of its own."""
     content = json.loads((tiny_model / "tokenizer.json").read_text())
     content["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with LLM(str(tiny_model), tokenizer=str(tmp_path), num_threads=1, num_blocks=16) as other:
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
+    given = {"tokenizer": str(tmp_path), "chat_template": tmp_path / "chat.jinja"}
+    with LLM(str(tiny_model), num_threads=1, num_blocks=16, **given) as other:
         assert other.get_tokenizer().encode("HELLO") == other.get_tokenizer().encode("hello")
+        (said,) = other.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1))
+        assert other.get_tokenizer().decode(said.prompt_token_ids) == "hi!"
+        turn = {"chat_template": "{{ messages[0].content }}?"}
+        (said,) = other.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1), **turn)
+        assert other.get_tokenizer().decode(said.prompt_token_ids) == "hi?"
+        assert other.engine.info.chat_template == "{% for m in messages %}{{ m.content }}!{% endfor %}"
     with pytest.raises(ConfigurationError, match=r"model\.tokenizer"):
         LLM(str(tiny_model), tokenizer=str(tmp_path / "none"))
 

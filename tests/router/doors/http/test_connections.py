@@ -56,11 +56,10 @@ async def test_idle_and_slow_connections_hold_nobody_up():
 @on_a_loop
 async def test_what_a_slow_reader_has_not_read_is_merged():
     """The server writes no more than the sockets take, and its own small buffer; the rest waits as one event."""
-    num_tokens = 20_000
-    replica = await FakeReplica.start(step_s=0.0)
+    num_tokens = 5_000
+    replica = await FakeReplica.start(model="a model of a long name " * 70, step_s=0.0)  # events of two kilobytes
     async with openai_site(replica) as (place, _):
-        large = {"stream_options": {"continuous_usage_stats": True}}  # events of 400 bytes, eight megabytes in all
-        reader, writer = await reading_slowly(place.router.http_address, num_tokens, **large)
+        reader, writer = await reading_slowly(place.router.http_address, num_tokens)
         await replica.until(lambda: replica.num_tokens == 1)
         while place.router.num_open:  # until the router has all tokens
             await asyncio.sleep(0.01)

@@ -176,9 +176,9 @@ def mangled(draw: random.Random, sent: bytes) -> bytes:
 
 
 def test_bodies_beside_their_schemas_break_nothing():
-    seen = fuzz(150)
-    assert seen[200] > 10
-    assert seen[400] > 25
+    seen = fuzz(60)
+    assert seen[200] > 5
+    assert seen[400] > 10
 
 
 def test_bytes_that_are_hardly_http_break_nothing():

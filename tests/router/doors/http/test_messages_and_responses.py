@@ -10,7 +10,8 @@ from tests.router.doors.http.test_openai_sdk import HELLO, RENDERED, openai_site
 
 
 def claude(place) -> anthropic.AsyncAnthropic:
-    return anthropic.AsyncAnthropic(base_url=f"http://{place.router.http_address}", api_key="none", max_retries=0)
+    plain, url = anthropic.DefaultAsyncHttpxClient(verify=False), f"http://{place.router.http_address}"
+    return anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, http_client=plain)
 
 
 SEED = {"extra_body": {"seed": 4}}

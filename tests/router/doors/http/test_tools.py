@@ -6,8 +6,11 @@ from pathlib import Path
 import openai
 import pytest
 
+from holdfast.router.doors.chat_answer import ChatPlan
 from holdfast.router.doors.http.bodies import ChatBody
-from holdfast.router.doors.http.chat_plan import plan_chat
+from holdfast.router.doors.http.chat_completions import chat_request
+from holdfast.router.doors.http.errors import http_error
+from holdfast.router.request import GenerationRequest
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.tools.chat_style import ChatStyle
@@ -54,7 +57,8 @@ async def ask(stream: bool = False, prompts: list | None = None, **fields):
     asked = {"model": "fake", "messages": ASKED, "max_tokens": 400, "stop": ["!"], **fields}
     async with site(replica, load_tokenizer=lambda path: byte_tokenizer(path, TEMPLATE), http=True) as place:
         base_url = f"http://{place.router.http_address}/v1"
-        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        plain = openai.DefaultAsyncHttpxClient(verify=False)
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, http_client=plain) as client:
             if not stream:
                 return (await client.chat.completions.create(**asked)).choices[0]
             async with client.chat.completions.stream(**asked) as events:
@@ -130,6 +134,10 @@ async def test_tools_that_are_wrong_are_refused_by_name(fields, param, script):
     assert refused.value.param == param
 
 
+def wish(**fields) -> GenerationRequest:
+    return chat_request(ChatBody.read(json.dumps({"messages": ASKED, **fields}).encode()))
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -150,8 +158,7 @@ async def test_a_shape_in_any_spelling_has_no_thoughts(shape):
         async def render(self, model: str, chat: object) -> str:
             return "<think>"
 
-    plain = await plan_chat(ChatBody.read(json.dumps({"messages": ASKED}).encode()), Requests(), "")
-    shaped = await plan_chat(ChatBody.read(json.dumps({"messages": ASKED, **shape}).encode()), Requests(), "")
+    plain, shaped = [await ChatPlan.of(wish(**fields), Requests()) for fields in ({}, shape)]
     assert plain.new_reader() is not None
     assert shaped.new_reader() is None
 
@@ -173,9 +180,8 @@ async def test_a_schema_that_cannot_be_enforced_is_named_as_it_stands_in_the_req
     wrong = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)b"}}, "required": ["x"]}
     tools = [*TOOLS, {"type": "function", "function": {"name": "wrong", "parameters": wrong, "strict": True}}]
     for choice in ("required", {"type": "function", "function": {"name": "wrong"}}, "auto"):
-        body = ChatBody.read(json.dumps({"messages": ASKED, "tools": tools, "tool_choice": choice}).encode())
         with pytest.raises(InvalidRequestError) as refused:
-            await plan_chat(body, Requests(), "")
-        assert refused.value.field == "tools[1].function.parameters"
-    fine = ChatBody.read(json.dumps({"messages": ASKED, "tools": TOOLS, "tool_choice": "required"}).encode())
-    assert (await plan_chat(fine, Requests(), "")).request.sampling_params.structure is not None
+            await ChatPlan.of(wish(tools=tools, tool_choice=choice), Requests())
+        assert http_error(refused.value).param == "tools[1].function.parameters"
+    fine = wish(tools=TOOLS, tool_choice="required")
+    assert (await ChatPlan.of(fine, Requests())).request.sampling_params.structure is not None
