@@ -5,7 +5,7 @@ files beside this one and are imported only when they run, so that `--help` stay
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from cyclopts import App, CycloptsError, Group
@@ -79,8 +79,13 @@ def main() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit code. What is not an error of ours keeps its traceback."""
+    return exit_code(lambda: app(arguments, exit_on_error=False, print_error=False, result_action="return_value"))
+
+
+def exit_code(action: Callable[[], object]) -> int:
+    """The exit code that an action's end means. Errors of ours are printed, in a line each."""
     try:
-        result = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+        result = action()
     except CycloptsError as error:
         return _say(f"{' '.join(str(error).split())} (try `holdfast --help`)", EXIT_USAGE)
     except CallerError as error:

@@ -51,19 +51,35 @@ def serve(
         settings = {**settings, "model.model": Setting(model[0], "MODEL"), "cluster.models": Setting((), "MODEL")}
     elif model:
         settings = {**settings, "cluster.models": Setting(model, "MODEL")}
-    run(load_config(settings, config).config)
-    return 0
+    return run(load_config(settings, config).config)
 
 
-def run(config: HoldfastConfig) -> None:
-    """Serves until a signal comes. Interrupted while it starts, raises `KeyboardInterrupt`."""
+def run(config: HoldfastConfig) -> int:
+    """Serves until a signal comes. A cluster of this machine runs in processes of its own, which replace each other."""
+    if config.cluster.address is not None:
+        host(config)
+        return 0
+    from holdfast.cluster.serve.preflight import check_here
+    from holdfast.cluster.serve.supervisor import STOP_SLACK_S, supervise
+
+    check_here(config)
+    command = [sys.executable, "-m", "holdfast.cluster.commands.hosted"]
+    limit_s = config.cluster.drain_timeout_s + STOP_SLACK_S
+    return supervise(command, config.model_dump_json(), limit_s, _say)
+
+
+def host(config: HoldfastConfig) -> None:
+    """Serves in this process until a signal comes. Interrupted while it starts, raises `KeyboardInterrupt`.
+
+    Where the Ray is our own and is lost, this process ends at once, with `EXIT_LOST`.
+    """
     from holdfast.cluster.serve.serving import serving
 
     started_s = time.monotonic()
     with ExitStack() as stack:
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
         with progress(sys.stderr) as report:
-            cluster = stack.enter_context(serving(config, report))
+            cluster = stack.enter_context(serving(config, report, _end_as_lost))
         _announce(cluster, config, time.monotonic() - started_s)
         wait_for_stop()
         print("stopping: running requests may finish; once more ends them", file=sys.stderr, flush=True)
@@ -88,6 +104,18 @@ def wait_for_stop(settle_s: float = SETTLE_S) -> None:
         signal.set_wakeup_fd(earlier_fd)
         os.close(read_end)
         os.close(write_end)
+
+
+def _end_as_lost(process: str) -> None:
+    """Whatever is still asked of a Ray that is not there would wait for a minute."""
+    from holdfast.cluster.serve.supervisor import EXIT_LOST
+
+    _say(f"Ray's {process} has ended, and the cluster with it")
+    os._exit(EXIT_LOST)
+
+
+def _say(text: str) -> None:
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 def _interrupt(_signum: int, _frame: FrameType | None) -> None:

@@ -5,12 +5,10 @@ What may live here: driving Ray and Serve from outside. What may not: what runs 
 
 import asyncio
 import logging
-import socket
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from holdfast.cluster.client.async_client import AsyncClient
@@ -19,7 +17,9 @@ from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.progress_bars import Report
 from holdfast.cluster.serve import models
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
-from holdfast.cluster.serve.local import LOOPBACK, num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
+from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
+from holdfast.cluster.serve.preflight import check_folders, check_here
+from holdfast.cluster.serve.ray_watch import watched_ray
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 
 logger = logging.getLogger(__name__)
@@ -48,19 +48,24 @@ class Serving:
 
 
 @contextmanager
-def serving(config: HoldfastConfig, report: Report) -> Iterator[Serving]:
+def serving(
+    config: HoldfastConfig, report: Report, on_ray_lost: Callable[[str], None] | None = None
+) -> Iterator[Serving]:
     """Runs a cluster for as long as the block lasts: on Ray of our own, or on the cluster at `cluster.address`.
 
     Enters the block when every router and replica is up; `report` hears of nothing after that. Leaving it drains and
-    stops routers and replicas; then our own Ray, and with it every process. Must run on the main thread. Raises
+    stops routers and replicas; then our own Ray, and with it every process. `on_ray_lost` is called from a thread when
+    our own Ray is lost in the block, with the name of what has ended. Must run on the main thread. Raises
     `ConfigurationError` for what cannot work, `ReplicaError` where Serve gives up.
     """
     config = with_template_texts(config)
-    _check_here(config)
+    check_here(config)
     config = share_cores(config)
     report("starting Ray", 0, 1)
-    with ray_connection(config.cluster, num_cpus_of_our_own(config)):
+    with ray_connection(config.cluster, num_cpus_of_our_own(config)), ExitStack() as stack:
         report("starting Ray", 1, 1)
+        if on_ray_lost is not None and config.cluster.address is None:
+            stack.enter_context(watched_ray(on_ray_lost))
         check_resources(config.cluster)
         directory = _deploy(config, report)
         try:
@@ -101,32 +106,6 @@ def _fitted(config: HoldfastConfig) -> HoldfastConfig:
     resources = config.cluster.rank_resources | room_of_our_own()
     cluster = config.cluster.model_copy(update={"cpus_per_rank": 0.0, "rank_resources": resources})
     return config.model_copy(update={"cluster": cluster})
-
-
-def _check_here(config: HoldfastConfig) -> None:
-    """Finds the mistakes that a replica would otherwise report only after half a minute of start-up."""
-    cluster = config.cluster
-    if cluster.address is not None:
-        return
-    for one in config.each_model:
-        check_folders(one)
-    for ports in cluster.router_ports:
-        firsts = {name: getattr(cluster, name) for name in ("port", "http_port", "admin_port")}
-        for (setting, first), port in zip(firsts.items(), ports, strict=True):
-            try:
-                socket.create_server((cluster.host or LOOPBACK, port or 0)).close()
-            except OSError as error:
-                way_out = f"choose another by --{setting.replace('_', '-')}"
-                reason = f"cluster.{setting} = {first}: port {port} is not free ({error}); {way_out}"
-                raise ConfigurationError(reason) from error
-
-
-def check_folders(config: HoldfastConfig) -> None:
-    """Refuses folders of a model that are not here."""
-    draft = config.speculation.draft_model if config.speculation.speculative == "draft" else None
-    for setting, folder in (("model.model", config.model.model), ("speculation.draft_model", draft or "")):
-        if folder.startswith(("/", ".", "~")) and not Path(folder).expanduser().is_dir():
-            raise ConfigurationError(f"{setting} = {folder!r}: there is no such folder")
 
 
 def check_resources(cluster: ClusterConfig) -> None:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from holdfast.cluster.client.async_client import AsyncClient
+from holdfast.worker.distributed.tensor_parallel import pick_port
 from holdfast.worker.request import FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 
@@ -133,4 +134,36 @@ def test_the_demo_streams_four_prompts_kills_a_replica_and_exits_cleanly(start: 
     assert "kill -9" in printed
     assert printed.count("identical") == 4
     assert "Traceback" not in printed
+    assert_all_gone(processes)
+
+
+async def _stream_through_the_end_of_ray(addresses: list[str], serve: Command) -> tuple[list[int], list[int]]:
+    """Token ids of a stream under which Ray is killed, and of the same request afterwards."""
+
+    async def ask(on_first: Callable[[], None]) -> list[int]:
+        token_ids: list[int] = []
+        async for chunk in client.stream("The capital of France is", LONG, timeout_s=LIMIT_S):
+            if not token_ids:
+                on_first()
+            token_ids += chunk.token_ids
+        return token_ids
+
+    def kill_ray() -> None:
+        next(process for process in serve.descendants() if process.name() == "raylet").kill()
+
+    async with AsyncClient(addresses) as client:
+        return await ask(kill_ray), await ask(lambda: None)
+
+
+@pytest.mark.slow  # without Ray, tests/cluster/serve/test_supervisor.py does it every time
+def test_a_cluster_that_has_lost_its_ray_is_started_again_and_its_streams_go_on(start: Callable[..., Command]):
+    ports = [part for name in ("--port", "--http-port") for part in (name, str(pick_port()))]
+    command = start("holdfast.cluster.commands.cli", "serve", "--replicas", "1", *ports)
+    addresses = re.findall(r"[\w.]+:\d+", command.wait_for(r"gRPC on (.*)").group(1))
+    broken, whole = asyncio.run(_stream_through_the_end_of_ray(addresses, command))
+    assert len(broken) == 150
+    assert broken == whole
+    assert any("starting it again" in line for line in command.lines) or command.wait_for("starting it again")
+    processes = command.descendants()
+    command.process.kill()
     assert_all_gone(processes)

@@ -1,0 +1,150 @@
+"""A supervised command is started again when it is lost, obeys signals, and leaves no process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.cluster.serve.reaper import descendants
+from holdfast.cluster.serve.supervisor import EXIT_LOST, MAX_QUICK_LOSSES, QUICK_S, RestartPolicy
+
+LIMIT_S = 60
+
+COMMAND = """
+import os, signal, subprocess, sys
+settings = sys.stdin.readline().strip()
+print("began", settings, os.getpid(), flush=True)
+# a process that nobody would end: of a session of its own, and its parent is gone
+sleeps = "[sys.executable, '-c', 'import time; time.sleep(600)']"
+orphan = "import subprocess, sys; subprocess.Popen(" + sleeps + ", start_new_session=True)"
+subprocess.run([sys.executable, "-c", orphan])
+print("started", flush=True)
+{rest}
+"""
+
+SUPERVISED = """
+import sys
+from holdfast.cluster.serve.supervisor import supervise
+command, limit_s = [sys.executable, "-c", sys.argv[1]], float(sys.argv[2])
+sys.exit(supervise(command, "settings", limit_s, lambda text: print(text, flush=True)))
+"""
+
+WAIT = "signal.pause()"
+OBEY = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7)); print('ready', flush=True); signal.pause()"
+IGNORE = "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True)\nwhile True: signal.pause()"
+
+
+class Supervised:
+    """A supervisor in a process of its own."""
+
+    def __init__(self, rest: str, stop_limit_s: float = 60.0) -> None:
+        command = textwrap.dedent(COMMAND).format(rest=rest)
+        arguments = [sys.executable, "-c", SUPERVISED, command, str(stop_limit_s)]
+        self.process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3])
+        self.below: list[psutil.Process] = []
+
+    def wait_for(self, word: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(word):
+                return line
+        raise AssertionError(f"it ended without {word!r}")
+
+    def remember(self) -> None:
+        """The processes of this moment, for `assert_nothing_is_left`."""
+        self.below = [psutil.Process(pid) for pid in descendants(self.process.pid)]
+
+    def assert_nothing_is_left(self) -> None:
+        _, alive = psutil.wait_procs(self.below, timeout=LIMIT_S)
+        assert self.below
+        assert alive == []
+
+
+@pytest.fixture
+def supervised():
+    started: list[Supervised] = []
+
+    def start(rest: str, **options: float) -> Supervised:
+        started.append(Supervised(rest, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.wait()
+        assert one.process.stdout is not None
+        one.process.stdout.close()
+
+
+def test_a_signal_reaches_the_command_whose_exit_code_counts(supervised):
+    one = supervised(OBEY)
+    assert one.wait_for("began").split()[1] == "settings"
+    one.wait_for("ready")
+    one.remember()
+    one.process.terminate()
+    assert one.process.wait(LIMIT_S) == 7
+    one.assert_nothing_is_left()
+
+
+def test_a_command_that_does_not_obey_is_killed_in_time(supervised):
+    one = supervised(IGNORE, stop_limit_s=0.2)
+    one.wait_for("ready")
+    one.remember()
+    one.process.terminate()
+    assert one.process.wait(LIMIT_S) == 128 + signal.SIGKILL
+    one.assert_nothing_is_left()
+
+
+def test_a_killed_supervisor_leaves_nothing_behind(supervised):
+    one = supervised(WAIT)
+    one.wait_for("started")
+    one.remember()
+    one.process.kill()
+    one.assert_nothing_is_left()
+
+
+def test_a_killed_reaper_leaves_nothing_behind_and_the_command_is_started_again(supervised):
+    one = supervised(WAIT)
+    one.wait_for("started")
+    one.remember()
+    (reaper,) = psutil.Process(one.process.pid).children()
+    reaper.kill()
+    one.wait_for("the cluster was lost")
+    one.assert_nothing_is_left()
+    one.wait_for("started")
+
+
+def test_a_command_that_says_it_is_lost_is_started_again_a_few_times(supervised):
+    one = supervised(f"sys.exit({EXIT_LOST})")
+    for _ in range(MAX_QUICK_LOSSES):
+        one.wait_for("started")
+    assert one.process.wait(LIMIT_S) == 1, "ReplicaError"
+
+
+def test_a_killed_command_is_started_again_without_what_it_had_started(supervised):
+    one = supervised(WAIT)
+    pid = int(one.wait_for("began").split()[2])
+    one.wait_for("started")
+    one.remember()
+    os.kill(pid, signal.SIGKILL)
+    one.wait_for("the cluster was lost")
+    one.assert_nothing_is_left()
+    one.wait_for("started")
+
+
+def test_a_command_that_ends_by_itself_is_not_started_again(supervised):
+    one = supervised("sys.exit(2)")
+    one.wait_for("started")
+    assert one.process.wait(LIMIT_S) == 2
+
+
+def test_only_losses_that_follow_each_other_quickly_are_counted():
+    policy = RestartPolicy()
+    assert [policy.may_restart(1.0) for _ in range(MAX_QUICK_LOSSES)] == [True] * (MAX_QUICK_LOSSES - 1) + [False]
+    policy = RestartPolicy()
+    assert all(policy.may_restart(lasted_s) for lasted_s in (1.0, 1.0, QUICK_S, 1.0, 1.0))
