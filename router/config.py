@@ -9,6 +9,9 @@ from pydantic import Field
 
 from holdfast.worker.config import Bytes, Settings
 
+PolicyName = Literal["prefix_aware", "session_affinity", "power_of_two", "least_loaded", "round_robin", "random"]
+"""The routing policies, which are in `replicas/policy.py`."""
+
 
 class LimitsConfig(Settings):
     """Limits on requests."""
@@ -40,9 +43,12 @@ class RouterConfig(Settings):
 
     # Prefix-aware by default: chats and shared system prompts are the common case. A prompt that is cached nowhere
     # costs one hash and is routed by power of two choices; on the wire, a cached block costs 8 bytes once.
-    routing_policy: Literal["prefix_aware", "power_of_two"] = Field(
+    routing_policy: PolicyName = Field(
         "prefix_aware",
-        description="prefix_aware: to the replica with most of the prompt cached, unless it is overloaded",
+        description="prefix_aware: to the replica that has the prompt computed soonest, cached prefixes considered",
+    )
+    model_routing_policies: dict[str, PolicyName] = Field(
+        {}, description="routing policies of single models, by name, where theirs is not routing_policy"
     )
     max_waiting_per_replica: int = Field(
         64, ge=1, description="requests that may wait in one replica; more wait in the router"
@@ -97,3 +103,12 @@ class RouterConfig(Settings):
         description="calls end with the router's load in an ORCA trailer, for clients that balance by it",
     )
     reuse_port: bool = Field(False, description="let several routers of one host share a port")
+
+    def policy_of(self, model: str) -> PolicyName:
+        """The routing policy of a model."""
+        return self.model_routing_policies.get(model, self.routing_policy)
+
+    @property
+    def is_prefix_aware(self) -> bool:
+        """Whether any model's policy asks what replicas have cached."""
+        return "prefix_aware" in (self.routing_policy, *self.model_routing_policies.values())

@@ -46,6 +46,8 @@ class GenerationRequest:
     """The output that the client already has; None: not a resumed request."""
     tenant: str = ""
     """The tenant that it is charged to: tenants get service by their shares."""
+    session_id: str = ""
+    """The conversation that it belongs to: with session affinity, the requests of one go to the same replica."""
     attempt: int = 0
     """Number of this submission of the request, from 1; 0: the client does not submit again."""
 
@@ -53,6 +55,7 @@ class GenerationRequest:
         object.__setattr__(self, "prompt", checked_prompt(self.prompt))
         checked_text("model", self.model)
         checked_text("request_id", self.request_id)
+        checked_text("session_id", self.session_id)
         if not isinstance(self.sampling_params, SamplingParams):
             raise InvalidRequestError("sampling_params", self.sampling_params, "must be SamplingParams")
         object.__setattr__(self, "sampling_params", self.sampling_params.clone())  # the caller may change its own
@@ -73,7 +76,7 @@ class GenerationRequest:
             raise InvalidRequestError("request_id", self.request_id, limit)
         if not (self.request_id.isascii() and self.request_id.isprintable()):
             raise InvalidRequestError("request_id", self.request_id, "must consist of printable ASCII characters")
-        for name, value in (("cache_salt", self.cache_salt), ("tenant", self.tenant)):
+        for name, value in (("cache_salt", self.cache_salt), ("tenant", self.tenant), ("session_id", self.session_id)):
             if len(value) > limits.max_request_id_length:
                 limit = f"must have at most {limits.max_request_id_length} characters"
                 raise InvalidRequestError(name, value, limit)

@@ -6,7 +6,7 @@ which block is cached where.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Final
 
@@ -26,6 +26,14 @@ def next_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 def short_hash(block_hash: bytes) -> int:
     """The first 64 bits: what goes over the wire. For advice alone, where a false match costs time and not tokens."""
     return int.from_bytes(block_hash[:8], "little")
+
+
+def short_hashes(salt: str, token_ids: Sequence[int], block_size: int, num_blocks: int) -> Iterator[int]:
+    """The short hashes of a prompt's first blocks, which are full; each is worked out when it is asked for."""
+    parent = root_hash(salt)
+    for start in range(0, num_blocks * block_size, block_size):
+        parent = next_hash(parent, token_ids[start : start + block_size])
+        yield short_hash(parent)
 
 
 class HashChain:

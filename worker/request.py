@@ -66,11 +66,14 @@ class EngineRequest:
     """Seconds that the caller will still wait when the request is submitted; None: for ever. Touches no token."""
     suspicion: Suspicion = Suspicion.NONE
     """Of killing the replicas that run it. Touches no token."""
+    session_id: str = ""
+    """The conversation that it belongs to, for routing. It is routers' alone, and not sent to engines."""
 
     def __post_init__(self) -> None:
         assert self.sampling_params.seed is not None, "the seed is resolved before a request reaches the engine"
         check_service(priority=self.priority, tenant=self.tenant, cache_salt=self.cache_salt)
         checked_text("request_id", self.request_id)
+        checked_text("session_id", self.session_id)
         checked_seconds("time_left_s", self.time_left_s)
         if not self.prompt_token_ids:
             raise InvalidRequestError("prompt", (), "must have at least one token")

@@ -194,12 +194,13 @@ def _capacity(
     from holdfast.cluster.simulate.capacity.capacity import serve
     from holdfast.cluster.simulate.capacity.capacity_report import plot as draw
     from holdfast.cluster.simulate.capacity.capacity_report import print_results
-    from holdfast.cluster.simulate.capacity.routing import ROUTING
+    from holdfast.router.replicas.policy import POLICIES
 
-    names = routing or list(ROUTING)
-    unknown = set(names) - ROUTING.keys()
+    unknown = set(routing or ()) - POLICIES.keys()
+    # Traces have no sessions: by session, their requests would go as by power of two choices.
+    names = [name for name in POLICIES if name in (routing or POLICIES.keys() - {"session_affinity"})]
     if unknown:
-        raise ConfigurationError(f"--routing {', '.join(sorted(unknown))}: must be among {', '.join(ROUTING)}")
+        raise ConfigurationError(f"--routing {', '.join(sorted(unknown))}: must be among {', '.join(POLICIES)}")
     results = []
     with progress(sys.stderr) as report:
         for name in names:

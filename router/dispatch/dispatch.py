@@ -28,7 +28,7 @@ from holdfast.router.events import (
     SendAbort,
     TextState,
 )
-from holdfast.router.replicas.policy import ChooseReplica, RandomIndex, power_of_two_choices
+from holdfast.router.replicas.policy import RandomIndex
 from holdfast.router.replicas.replica_registry import ReplicaRegistry
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import (
@@ -56,13 +56,12 @@ class Dispatch:
         config: RouterConfig,
         limits: LimitsConfig,
         random_index: RandomIndex,
-        choose: ChooseReplica = power_of_two_choices,
         *,
         order: ServiceOrderConfig | None = None,
     ) -> None:
         """`order` is that of the replicas' own queues; None: the default."""
         self._replica_wait_s = config.replica_wait_s
-        self._registry = ReplicaRegistry(config, random_index, choose)
+        self._registry = ReplicaRegistry(config, random_index)
         self._requests = RequestTable()
         self._placement = Placement(config, limits, order or ServiceOrderConfig(), self._registry, self._requests)
         self._queue = self._placement.queue

@@ -178,14 +178,16 @@ class Placement:
 
     def _choose(self, state: RequestState) -> ReplicaState | None:
         is_trial = self.quarantine.is_suspect(state)
-        return self._beside(state, is_trial) or self._registry.choose(state.model, state.prefix, is_trial=is_trial)
+        return self._beside(state, is_trial) or self._registry.choose(
+            state.model, state.prefix, state.request.session_id, is_trial=is_trial
+        )
 
     def _beside(self, state: RequestState, is_trial: bool) -> ReplicaState | None:
         """The replica of the request's first sibling, if it has room: siblings share the prompt's KV cache there."""
         group_id = state.request.group_id
         first = self._requests.get(first_sibling_id(group_id)) if group_id else None
         home = None if first is None or first.attempt is None else first.attempt.replica
-        return home if home is not None and self._registry.takes_more(home, is_trial=is_trial) else None
+        return home if home is not None and home.takes_more(is_trial=is_trial) else None
 
     def _next(self, model: str, now: float) -> tuple[RequestState, ReplicaState] | None:
         """The request that leaves the queue now, and its replica.

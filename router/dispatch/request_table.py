@@ -71,7 +71,7 @@ class RequestTable:
         assert attempt is not None, "only an attempt that runs can end"
         state.attempt = None
         del self._by_attempt[attempt.number]
-        attempt.replica.attempts.remove(attempt.number)
+        attempt.replica.note_end(attempt.number)
         self._count_sibling(state, attempt.replica, -1)
         return attempt
 

@@ -150,7 +150,7 @@ class ReplicaLink:
         """Runs one session. It always ends by raising: `ReplicaError`, `LinkMessageError`, or what gRPC raises."""
         self._outbox = asyncio.Queue()
         self._frozen_s = None
-        if self._config.routing_policy == "prefix_aware":
+        if self._config.is_prefix_aware:
             self._outbox.put_nowait(follow_cache_message())
         async with grpc.aio.insecure_channel(self.endpoint.address, options=_channel_options(self._config)) as channel:
             call: LinkCall = engine_pb2_grpc.EngineStub(channel).Link()  # type: ignore[no-untyped-call]

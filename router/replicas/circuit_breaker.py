@@ -4,6 +4,7 @@ What may live here: the count of failures and the end of the rest. What may not:
 (`router/dispatch/placement.py`: only a replica's own faults, never a caller's mistake), clocks.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 NUM_FAILURES_TO_REST: Final = 3
@@ -21,6 +22,8 @@ class CircuitBreaker:
     def __init__(self) -> None:
         self.rests_until: float | None = None
         """None: the breaker is closed, and the replica may get attempts."""
+        self.on_change: Callable[[], None] | None = None
+        """Called when the breaker may have opened or closed."""
         self._num_failures = 0
         self._last_failure_at = 0.0
 
@@ -34,7 +37,8 @@ class CircuitBreaker:
     def note_success(self) -> None:
         """An attempt brought its first output there."""
         self._num_failures = 0
-        self.rests_until = None
+        if self.rests_until is not None:
+            self._set(None)
 
     def note_sent(self, now: float) -> None:
         """After a rest one attempt probes the replica (half-open); others follow when it has brought output."""
@@ -43,18 +47,23 @@ class CircuitBreaker:
 
     def rest_until(self, when: float) -> None:
         """No new attempts before `when`, or before a later time that was set earlier."""
-        self.rests_until = when if self.rests_until is None else max(when, self.rests_until)
+        self._set(when if self.rests_until is None else max(when, self.rests_until))
 
     def end_rest(self, now: float) -> None:
         """Ends a rest whose time is over."""
         if self.rests_until is not None and now >= self.rests_until:
-            self.rests_until = None
+            self._set(None)
 
     def is_forgotten(self, now: float) -> bool:
         """Whether it may be replaced by a new breaker."""
         if self._num_failures == 0:
             return self.rests_until is None or now >= self.rests_until
         return now - self._last_failure_at > MEMORY_S
+
+    def _set(self, rests_until: float | None) -> None:
+        self.rests_until = rests_until
+        if self.on_change is not None:
+            self.on_change()
 
     @property
     def _rest_s(self) -> float:

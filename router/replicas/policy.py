@@ -1,39 +1,38 @@
-"""Load balancing: prefix-aware routing, and power of two choices where no replica has the prefix.
+"""Routing policies: pure functions from a snapshot of a model's replicas to the one that gets the request.
 
-Power of two choices takes the less loaded of two random replicas. That is nearly as good as comparing all, and several
-routers with the same stale loads do not all choose the same replica. Random numbers are passed in, so that a run can be
-repeated; no `random` module here.
+What may live here: the snapshot, what it estimates, and the policies by name. What may not: state between two requests
+(`load_table.py` keeps it), random numbers of its own, clocks. A policy never fails: the snapshot has an open replica.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol, TypeVar
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
 
+from holdfast.router.config import PolicyName
+from holdfast.router.replicas.hash_ring import HashRing
+from holdfast.router.replicas.prefix_index import NO_MATCH, PrefixMatch
 from holdfast.worker.request import EngineLoad
 
 TOKENS_PER_SEQUENCE: Final = 256
 """Uncomputed prompt tokens that count as much as one running sequence."""
 
-MAX_LEAD: Final = 4.0
-"""Sequences by which a replica with a cached prefix may be above the least loaded, besides what the prefix saves."""
+COPY_TOKENS: Final = 4 * TOKENS_PER_SEQUENCE
+"""What a further copy of a cached prefix costs besides its own computation: memory, and the time of other requests."""
+
+LOAD_BOUND: Final = 1.25
+"""Session affinity holds up to this multiple of the mean load: c of consistent hashing with bounded loads."""
+
+CLOSED: Final = math.inf
+"""The load of a replica that may not get the request."""
+
+_NUM_TRIES: Final = 8
+
+Slot = int
+"""A replica's place in a snapshot. Slots between those of replicas may be empty; an empty one is closed."""
 
 RandomIndex = Callable[[int], int]
 """`random_index(n)` is uniform in 0..n-1."""
-
-
-class Loaded(Protocol):
-    """Something with a load score; smaller is less loaded."""
-
-    @property
-    def score(self) -> float: ...
-
-
-ReplicaT = TypeVar("ReplicaT", bound=Loaded)
-
-
-class ChooseReplica(Protocol):
-    """A way to choose one of several replicas that have room. Never called with none."""
-
-    def __call__(self, replicas: Sequence[ReplicaT], random_index: RandomIndex) -> ReplicaT: ...
 
 
 def load_score(load: EngineLoad, num_sent: int = 0, num_sent_tokens: int = 0, num_open: int = 0) -> float:
@@ -46,29 +45,169 @@ def load_score(load: EngineLoad, num_sent: int = 0, num_sent_tokens: int = 0, nu
     return num_sequences + (load.num_waiting_tokens + num_sent_tokens) / TOKENS_PER_SEQUENCE
 
 
-def power_of_two_choices(replicas: Sequence[ReplicaT], random_index: RandomIndex) -> ReplicaT:
-    """The less loaded of two different random replicas; with one replica, that one."""
-    assert replicas, "there must be a replica to choose"
-    if len(replicas) == 1:
-        return replicas[0]
-    first = random_index(len(replicas))
-    second = random_index(len(replicas) - 1)
-    second += second >= first
-    one, other = replicas[first], replicas[second]
-    return other if other.score < one.score else one
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingSnapshot:
+    """What a policy may look at: the replicas of one model as a router knows them now, and the request.
 
-
-def longest_prefix(replicas: Sequence[ReplicaT], num_cached: Sequence[int], random_index: RandomIndex) -> ReplicaT:
-    """The replica with the longest cached prefix, unless it is too loaded; otherwise power of two choices.
-
-    `num_cached[i]` counts the prompt's leading tokens that `replicas[i]` has cached. Too loaded is `MAX_LEAD` sequences
-    above the least loaded, plus the prefix's own tokens in sequences: beyond that, computing the prefix elsewhere costs
-    less than waiting. The other replica then caches it too, so a hot prefix spreads with its load.
+    The sequences are the table's own, so that a choice among a thousand replicas copies nothing.
     """
-    longest = max(num_cached)
-    if longest == 0:
-        return power_of_two_choices(replicas, random_index)
-    holders = [replica for replica, num in zip(replicas, num_cached, strict=True) if num == longest]
-    holder = power_of_two_choices(holders, random_index)
-    limit = min(replica.score for replica in replicas) + MAX_LEAD + longest / TOKENS_PER_SEQUENCE
-    return holder if holder.score <= limit else power_of_two_choices(replicas, random_index)
+
+    scores: Sequence[float]
+    """Load by slot, in sequences (`load_score`); `CLOSED` where the request may not go."""
+    num_open: int
+    """Slots that are not closed: at least one."""
+    total_score: float
+    """Sum of the loads that are not closed."""
+    token_s: Sequence[float]
+    """Seconds that each replica takes to compute a prompt token, as measured; by slot."""
+    ring: HashRing
+    """All replicas of the model, closed ones too; empty unless the policy uses it."""
+    last: Slot
+    """The replica that the last request went to; -1 before the first."""
+    random_index: RandomIndex
+    num_prompt_tokens: int = 0
+    prefix: PrefixMatch = NO_MATCH
+    """Who has how much of the prompt cached; empty unless the policy uses it."""
+    session_id: str = ""
+
+    def is_open(self, slot: Slot) -> bool:
+        return self.scores[slot] != CLOSED
+
+    def without(self, slots: Collection[Slot]) -> "RoutingSnapshot":
+        """The same with these replicas closed as well."""
+        scores = [CLOSED if slot in slots else score for slot, score in enumerate(self.scores)]
+        kept = [score for score in scores if score != CLOSED]
+        return replace(self, scores=scores, num_open=len(kept), total_score=sum(kept))
+
+    def draw(self) -> Slot:
+        """A random open replica."""
+        for _ in range(_NUM_TRIES):
+            slot = self.random_index(len(self.scores))
+            if self.is_open(slot):
+                return slot
+        return self._open_slots()[self.random_index(self.num_open)]
+
+    def draw_two(self) -> tuple[Slot, Slot]:
+        """Two different random open replicas; with one alone, twice that one."""
+        first = self.draw()
+        if self.num_open == 1:
+            return first, first
+        for _ in range(_NUM_TRIES):
+            second = self.random_index(len(self.scores) - 1)
+            second += second >= first
+            if self.is_open(second):
+                return first, second
+        others = [slot for slot in self._open_slots() if slot != first]
+        return first, others[self.random_index(len(others))]
+
+    def draw_of(self, mask: int) -> Slot | None:
+        """The less loaded of two open replicas out of a set, given as the bits of an integer; None if none is open."""
+        found = {self._open_from(mask, self.random_index(len(self.scores))) for _ in range(2)} - {None}
+        return min((slot for slot in found if slot is not None), key=self.scores.__getitem__, default=None)
+
+    def seconds(self, slot: Slot) -> float:
+        """Estimated seconds until a replica has computed the prompt: what it has to do before, and what is not cached.
+
+        A running sequence counts as `TOKENS_PER_SEQUENCE`: it shares every step with the prompt.
+        """
+        num_new = self.num_prompt_tokens - self.prefix.num_cached(slot)
+        return (self.scores[slot] * TOKENS_PER_SEQUENCE + num_new) * self.token_s[slot]
+
+    def copy_s(self, slot: Slot, holder: Slot) -> float:
+        """What it costs all others that a replica computes what a holder has; nothing if it has as much itself."""
+        is_copy = self.prefix.num_cached(slot) < self.prefix.num_cached(holder)
+        return COPY_TOKENS * self.token_s[slot] if is_copy else 0.0
+
+    def _open_slots(self) -> list[Slot]:
+        return [slot for slot, score in enumerate(self.scores) if score != CLOSED]
+
+    def _open_from(self, mask: int, start: Slot) -> Slot | None:
+        """The first open replica of a set from `start` on, around the end."""
+        while mask:
+            slot = next_bit(mask, start)
+            if self.is_open(slot):
+                return slot
+            mask &= ~(1 << slot)
+        return None
+
+
+Policy = Callable[[RoutingSnapshot], Slot]
+
+
+def next_bit(mask: int, start: int) -> int:
+    """The lowest bit of a mask that is not below `start`; where there is none, the lowest of all. Not for 0."""
+    above = mask >> start
+    return start + (above & -above).bit_length() - 1 if above else (mask & -mask).bit_length() - 1
+
+
+def random_choice(snapshot: RoutingSnapshot) -> Slot:
+    """Any of them."""
+    return snapshot.draw()
+
+
+def round_robin(snapshot: RoutingSnapshot) -> Slot:
+    """One after the other, whatever their load."""
+    num_slots = len(snapshot.scores)
+    after = ((snapshot.last + step) % num_slots for step in range(1, num_slots + 1))
+    return next(slot for slot in after if snapshot.is_open(slot))
+
+
+def least_loaded(snapshot: RoutingSnapshot) -> Slot:
+    """The least loaded of all, by reports that are a step old; of several, the next after a random place."""
+    smallest = min(snapshot.scores)
+    start = snapshot.random_index(len(snapshot.scores))
+    try:
+        return snapshot.scores.index(smallest, start)
+    except ValueError:
+        return snapshot.scores.index(smallest)
+
+
+def power_of_two(snapshot: RoutingSnapshot) -> Slot:
+    """The less loaded of two random replicas (Mitzenmacher 2001).
+
+    That is nearly as good as comparing all, and several routers with the same old reports do not all choose the same.
+    """
+    one, other = snapshot.draw_two()
+    return other if snapshot.scores[other] < snapshot.scores[one] else one
+
+
+def session_affinity(snapshot: RoutingSnapshot) -> Slot:
+    """The session's place on a ring of hashes, unless its load is above `LOAD_BOUND` of the mean: then the next one.
+
+    Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016): with a replica more or fewer, few
+    sessions move, and none waits behind a crowd. Requests without a session go by power of two choices.
+    """
+    if not snapshot.session_id:
+        return power_of_two(snapshot)
+    limit = math.ceil(LOAD_BOUND * (snapshot.total_score + 1) / snapshot.num_open)
+    for slot in snapshot.ring.walk(snapshot.session_id):
+        if snapshot.is_open(slot) and snapshot.scores[slot] + 1 <= limit:
+            return slot
+    return power_of_two(snapshot)
+
+
+def prefix_aware(snapshot: RoutingSnapshot) -> Slot:
+    """A replica with the longest cached prefix, unless another would have the prompt computed sooner.
+
+    Compared are estimated seconds, from measured speeds: those of the less loaded of two holders, and those of the
+    better of two random replicas, plus what a further copy costs. So a hot prefix gets a copy more where
+    its holders are loaded, and no holder more than its share.
+    """
+    one, two = snapshot.draw_two()
+    other = two if snapshot.seconds(two) < snapshot.seconds(one) else one
+    for _, mask in snapshot.prefix.holders:
+        holder = snapshot.draw_of(mask)
+        if holder is not None:
+            other_s = snapshot.seconds(other) + snapshot.copy_s(other, holder)
+            return holder if snapshot.seconds(holder) <= other_s else other
+    return other
+
+
+POLICIES: Final[Mapping[PolicyName, Policy]] = {
+    "prefix_aware": prefix_aware,
+    "session_affinity": session_affinity,
+    "power_of_two": power_of_two,
+    "least_loaded": least_loaded,
+    "round_robin": round_robin,
+    "random": random_choice,
+}

@@ -8,11 +8,12 @@ What may live here: the state of replicas and models, and the choice of a replic
 from collections.abc import Iterator
 from dataclasses import replace
 
-from holdfast.router.config import RouterConfig
+from holdfast.router.config import PolicyName, RouterConfig
 from holdfast.router.events import ModelStatus, ReplicaLoad
 from holdfast.router.replicas.circuit_breaker import CircuitBreaker
-from holdfast.router.replicas.policy import ChooseReplica, RandomIndex, load_score, longest_prefix, power_of_two_choices
-from holdfast.router.replicas.prefix_index import PrefixIndex, PromptPrefix
+from holdfast.router.replicas.load_table import LoadTable
+from holdfast.router.replicas.policy import CLOSED, POLICIES, RandomIndex, Slot, load_score
+from holdfast.router.replicas.prefix_index import NO_MATCH, PrefixIndex, PromptPrefix
 from holdfast.worker.errors import UnknownModelError
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.request import EngineLoad
@@ -21,62 +22,105 @@ from holdfast.worker.step_update import StepUpdate
 
 
 class ReplicaState:
-    """One replica that is up."""
+    """One replica that is up. Whatever changes its load or whether it is open is told to its model's load table."""
 
-    def __init__(self, facts: ReplicaFacts, load: EngineLoad, breaker: CircuitBreaker) -> None:
+    def __init__(
+        self, facts: ReplicaFacts, load: EngineLoad, breaker: CircuitBreaker, table: LoadTable, max_waiting: int
+    ) -> None:
         self.facts = facts
         self.load = load
         self.breaker = breaker
         self.stats: EngineStats | None = None
         """As last reported; None before the first report."""
-        self.cached = PrefixIndex(facts.block_size)
+        self.slot = table.add(facts.replica_id)
+        """Its place in the load table."""
+        self.cached = PrefixIndex(facts.block_size, table.holders, self.slot)
         """Its prefix cache; empty unless this router follows cache events."""
         self.attempts: set[int] = set()
         """Attempts of this router that run or wait there."""
-        self.is_retiring = False
+        self._is_up = True
+        self._is_retiring = False
         self._num_sent = 0
         self._num_sent_tokens = 0
+        self._table = table
+        self._max_waiting = max_waiting
+        breaker.on_change = self._refresh
+        self._refresh()
+
+    def leave(self) -> None:
+        """The replica was lost. What is still noted of it changes nothing: its slot may be another's."""
+        self._is_up = False
+        self.breaker.on_change = None
+        self.cached.close()
+        self._table.remove(self.slot)
 
     @property
     def score(self) -> float:
         """Its load, as `policy.py` compares it."""
         return load_score(self.load, self._num_sent, self._num_sent_tokens, len(self.attempts))
 
+    @property
+    def is_retiring(self) -> bool:
+        return self._is_retiring
+
+    @is_retiring.setter
+    def is_retiring(self, value: bool) -> None:
+        self._is_retiring = value
+        self._refresh()
+
     def note_sent(self, attempt: int, num_tokens: int) -> None:
         """An attempt with `num_tokens` to compute was sent there; the next report is expected to include it."""
         self.attempts.add(attempt)
         self._num_sent += 1
         self._num_sent_tokens += num_tokens
+        self._refresh()
+
+    def note_end(self, attempt: int) -> None:
+        """An attempt is no longer this router's."""
+        self.attempts.remove(attempt)
+        self._refresh()
 
     def note_report(self, load: EngineLoad) -> None:
         self.load = load
         self._num_sent = 0
         self._num_sent_tokens = 0
+        self._refresh()
 
     def note_memory(self, update: StepUpdate) -> None:
         """Takes the cache events and the stats of an update, if it has any."""
-        self.cached.apply(update.cache.stored, update.cache.evicted)
-        self.stats = update.stats or self.stats
+        if update.cache.stored or update.cache.evicted:
+            self.cached.apply(update.cache.stored, update.cache.evicted)
+        if update.stats is not None:
+            self.stats = update.stats
+            if update.stats.prefill_tokens_per_s > 0:
+                self._table.set_speed(self.slot, update.stats.prefill_tokens_per_s)
 
-    def is_open(self, *, is_trial: bool = False) -> bool:
-        """Whether it may get new attempts. A trial proves nothing on a replica with suspects of other routers."""
+    def takes_more(self, *, is_trial: bool = False) -> bool:
+        """Whether it may get a new attempt. A trial proves nothing on a replica with suspects of other routers."""
         is_fit = not is_trial or self.load.num_foreign_suspects == 0
-        return is_fit and not self.is_retiring and self.breaker.rests_until is None
+        return is_fit and not self._is_retiring and self.breaker.rests_until is None and self._has_room()
 
-    def has_room(self, max_waiting: int) -> bool:
-        """Whether a request sent now would find fewer than `max_waiting` ahead of it.
+    def _has_room(self) -> bool:
+        """Whether a request sent now would find fewer than the configured number ahead of it.
 
         A replica without attempts of this router always has room: its load may be stale, and only steps refresh it.
         """
-        return not self.attempts or self.load.num_waiting + self._num_sent < max_waiting
+        return not self.attempts or self.load.num_waiting + self._num_sent < self._max_waiting
+
+    def _refresh(self) -> None:
+        if self._is_up:
+            self._table.set_score(self.slot, self.score if self.takes_more() else CLOSED)
 
 
 class ModelState:
     """One model that has been served here at least once."""
 
-    def __init__(self, facts: ModelInfo) -> None:
+    def __init__(self, facts: ModelInfo, policy: PolicyName) -> None:
         self.facts = facts
+        self.policy = policy
+        self.table = LoadTable(has_ring=policy == "session_affinity")
         self.replicas: list[ReplicaState] = []
+        self.by_slot: dict[Slot, ReplicaState] = {}
         self.down_since: float | None = None
         """When the last replica was lost; None while one is up."""
 
@@ -95,13 +139,8 @@ class ModelState:
 class ReplicaRegistry:
     """All replicas, by id and by model."""
 
-    def __init__(
-        self, config: RouterConfig, random_index: RandomIndex, choose: ChooseReplica = power_of_two_choices
-    ) -> None:
-        """`choose` is the policy when no replica has any of the prompt cached."""
-        self._is_prefix_aware = config.routing_policy == "prefix_aware"
-        self._max_waiting = config.max_waiting_per_replica
-        self._choose = choose
+    def __init__(self, config: RouterConfig, random_index: RandomIndex) -> None:
+        self._config = config
         self._random_index = random_index
         self._replicas: dict[str, ReplicaState] = {}
         self._models: dict[str, ModelState] = {}
@@ -116,9 +155,11 @@ class ReplicaRegistry:
         self._forget_breakers(now)
         breaker = self._breakers.setdefault(facts.replica_id, CircuitBreaker())
         breaker.end_rest(now)
-        replica = ReplicaState(facts, load, breaker)
-        self._replicas[facts.replica_id] = replica
-        model = self._models.setdefault(facts.model, ModelState(facts))
+        model = self._models.get(facts.model)
+        if model is None:
+            model = self._models[facts.model] = ModelState(facts, self._config.policy_of(facts.model))
+        replica = ReplicaState(facts, load, breaker, model.table, self._config.max_waiting_per_replica)
+        self._replicas[facts.replica_id] = model.by_slot[replica.slot] = replica
         model.replicas.append(replica)
         model.down_since = None
         model.refresh_facts()
@@ -130,6 +171,8 @@ class ReplicaRegistry:
         if replica is not None:
             model = self._models[replica.facts.model]
             model.replicas.remove(replica)
+            del model.by_slot[replica.slot]
+            replica.leave()
             model.down_since = None if model.replicas else now
             model.refresh_facts()
         return replica
@@ -140,22 +183,20 @@ class ReplicaRegistry:
     def get(self, replica_id: str) -> ReplicaState | None:
         return self._replicas.get(replica_id)
 
-    def choose(self, model: str, prefix: PromptPrefix, *, is_trial: bool = False) -> ReplicaState | None:
-        """The replica for a request, or None if none is up and has room."""
-        replicas = [replica for replica in self._models[model].replicas if replica.is_open(is_trial=is_trial)]
-        chosen = self._pick(replicas, prefix)
-        if chosen is None or chosen.has_room(self._max_waiting):
-            return chosen
-        return self._pick([replica for replica in replicas if replica.has_room(self._max_waiting)], prefix)
-
-    def _pick(self, replicas: list[ReplicaState], prefix: PromptPrefix) -> ReplicaState | None:
-        """The choice of the routing policy; None without replicas."""
-        if not replicas:
+    def choose(
+        self, model: str, prefix: PromptPrefix, session_id: str = "", *, is_trial: bool = False
+    ) -> ReplicaState | None:
+        """The replica for a request by its model's routing policy, or None if none is up and has room."""
+        state = self._models[model]
+        table = state.table
+        match = table.holders.match(prefix) if state.policy == "prefix_aware" else NO_MATCH
+        snapshot = table.snapshot(self._random_index, prefix.num_prompt_tokens, match, session_id)
+        if is_trial:
+            snapshot = snapshot.without([one.slot for one in state.replicas if not one.takes_more(is_trial=True)])
+        if not snapshot.num_open:
             return None
-        num_cached = [replica.cached.num_cached_tokens(prefix) for replica in replicas] if self._is_prefix_aware else ()
-        if not any(num_cached):
-            return self._choose(replicas, self._random_index)
-        return longest_prefix(replicas, num_cached, self._random_index)
+        table.last = POLICIES[state.policy](snapshot)
+        return state.by_slot[table.last]
 
     def retire(self, replica: ReplicaState, is_retiring: bool) -> None:
         """Marks a replica as retiring, or no longer so."""
@@ -179,10 +220,6 @@ class ReplicaRegistry:
         for replica in self._replicas.values():
             if replica.breaker.rests_until is not None and not replica.is_retiring:
                 yield replica.breaker.rests_until
-
-    def takes_more(self, replica: ReplicaState, *, is_trial: bool = False) -> bool:
-        """Whether a request may be sent to a replica that is up."""
-        return replica.is_open(is_trial=is_trial) and replica.has_room(self._max_waiting)
 
     def model(self, name: str) -> ModelState:
         """Raises `UnknownModelError` for a model that has never been served here, or was taken away."""
@@ -227,6 +264,7 @@ class ReplicaRegistry:
         by_model = [replica for model in self._models.values() for replica in model.replicas]
         assert len(by_model) == len(self._replicas)
         for name, model in self._models.items():
+            model.table.check_integrity()
             assert (model.down_since is None) == bool(model.replicas), f"{name}: down yet up"
             assert all(replica.facts.model == name for replica in model.replicas)
         for replica_id, replica in self._replicas.items():
@@ -234,6 +272,8 @@ class ReplicaRegistry:
             assert replica.is_retiring == (replica_id in self._retiring)
             assert replica.breaker is self._breakers[replica_id]
             assert replica in by_model
+            expected = replica.score if replica.takes_more() else CLOSED
+            assert self._models[replica.facts.model].table.scores[replica.slot] == expected, f"{replica_id}: load"
 
     def _forget_breakers(self, now: float) -> None:
         """Drops the breakers of lost replicas that no longer matter."""

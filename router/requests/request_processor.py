@@ -287,6 +287,7 @@ class RequestProcessor:
             priority=request.priority,
             cache_salt=request.cache_salt,
             tenant=request.tenant,
+            session_id=request.session_id,
             bad_word_token_ids=await self._tokenizers.bad_words(model.name, request.sampling_params.bad_words),
             grammar=await self._tokenizers.grammar(model.name, request.sampling_params.structure),
         )

@@ -69,6 +69,7 @@ def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequ
         cache_salt=message.cache_salt,
         resume=_resume(message.resume) if message.HasField("resume") else None,
         tenant=message.tenant,
+        session_id=message.session_id,
         attempt=message.attempt,
     )
 
@@ -84,6 +85,7 @@ def generation_request_message(request: GenerationRequest) -> inference_pb2.Gene
         cache_salt=request.cache_salt,
         resume=None if request.resume is None else _resume_message(request.resume),
         tenant=request.tenant,
+        session_id=request.session_id,
         attempt=request.attempt,
     )
     _set_prompt(message, request)

@@ -23,6 +23,12 @@ from holdfast.worker.step_update import StepListener, StepUpdate
 STATS_EVERY_STEPS: Final = 32
 """A busy engine works its statistics out once in so many steps, and whenever it falls idle."""
 
+MIN_PREFILL_TOKENS: Final = 64
+"""Steps with fewer prompt tokens say little of the speed of prefill: their fixed costs are most of their time."""
+
+PREFILL_SPEED_SHARE: Final = 0.02
+"""The share of the newest step in the measured speed of prefill, once there were as many."""
+
 
 class EngineCore:
     """A scheduler and its listeners' output queues. Not thread-safe, but for `load`, `has_work` and `listeners`."""
@@ -35,6 +41,8 @@ class EngineCore:
         self._num_requests = 0
         self._num_tokens_generated = 0
         self._step_time_s = 0.0
+        self._prefill_tokens_per_s = 0.0
+        self._num_prefills = 0
         self._step_id = 0
         self._told_step_id = 0  # of the step that listeners were last told of
         self._stats_step_id = 0  # of the step that statistics were last told of
@@ -114,6 +122,7 @@ class EngineCore:
         self._step_id = plan.step_id
         self._step_time_s += step_s
         self._note_speed(plan.num_tokens, step_s)
+        self._note_prefill_speed(plan, step_s)
         deltas = self._scheduler.commit(plan, result)
         broken = self._scheduler.take_broken()
         self._lost_numbers.note_step([request for _, request in broken], has_others=bool(deltas))
@@ -172,6 +181,7 @@ class EngineCore:
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             num_waiting_tokens=load.num_waiting_tokens,
+            prefill_tokens_per_s=self._prefill_tokens_per_s,
         )
 
     def check_integrity(self) -> None:
@@ -203,6 +213,15 @@ class EngineCore:
         is_full = num_tokens >= self._scheduler.limits.max_num_batched_tokens
         if is_full and step_s > 0:
             self._scheduler.tokens_per_s = max(num_tokens / step_s, self._scheduler.tokens_per_s or 0.0)
+
+    def _note_prefill_speed(self, plan: StepPlan, step_s: float) -> None:
+        """A moving average over steps in which prompts have most of the tokens, and enough to fill the machine."""
+        num_tokens = plan.num_tokens
+        if step_s > 0 and num_tokens - len(plan.decodes) >= max(MIN_PREFILL_TOKENS, num_tokens // 2):
+            now, before = num_tokens / step_s, self._prefill_tokens_per_s
+            self._num_prefills += 1
+            share = max(PREFILL_SPEED_SHARE, 1 / self._num_prefills)
+            self._prefill_tokens_per_s = before + share * (now - before)
 
     def _stats_are_due(self) -> bool:
         if self._scheduler.has_work and self._step_id < self._stats_step_id + STATS_EVERY_STEPS:

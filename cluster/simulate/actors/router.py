@@ -25,7 +25,6 @@ from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Fail, SendAbort, SendSubmit, TextState
 from holdfast.router.replicas.backoff import Backoff
-from holdfast.router.replicas.policy import ChooseReplica, power_of_two_choices
 from holdfast.router.resume import new_sequence
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import HoldfastError, ReplicaError
@@ -66,7 +65,6 @@ class SimulatedRouter(Process):
         *,
         make_text: Callable[[EngineRequest], TextState],
         seed: int,
-        choose: ChooseReplica = power_of_two_choices,
         order: ServiceOrderConfig | None = None,
         max_lag_s: float = 0.0,
     ) -> None:
@@ -76,13 +74,12 @@ class SimulatedRouter(Process):
         self._limits = limits
         self._replicas = replicas
         self._make_text = make_text
-        self._choose = choose
         self._order = order
         self._rng = random.Random(seed)
         self._max_lag_s = max_lag_s
 
     def on_start(self) -> None:
-        dispatch = Dispatch(self._config, self._limits, self._rng.randrange, self._choose, order=self._order)
+        dispatch = Dispatch(self._config, self._limits, self._rng.randrange, order=self._order)
         self._clock = SettableClock(self)
         self.dispatch_host = AuditedDispatchHost(self, dispatch, self._clock, self._config)
         self._links: dict[Connection, SimulatedLink] = {}

@@ -13,11 +13,10 @@ from holdfast.cluster.simulate.actors.messages import Generate
 from holdfast.cluster.simulate.actors.replica import SimulatedReplica
 from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
-from holdfast.cluster.simulate.capacity.routing import PREFIX_AWARE, ROUTING
 from holdfast.cluster.simulate.capacity.trace import Arrival
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.timeline import Timeline
-from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.config import LimitsConfig, PolicyName, RouterConfig
 from holdfast.router.events import Deliver
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.plan.step_plan import StepPlan, StepResult
@@ -155,7 +154,7 @@ class MeteredClient:
 def serve(
     trace: Sequence[Arrival],
     shape: ClusterShape,
-    routing: str,
+    routing: PolicyName,
     *,
     seed: int = 0,
     on_done: Callable[[int], None] = lambda num: None,
@@ -169,11 +168,10 @@ def serve(
         "router",
         network,
         replicas,
-        RouterConfig(routing_policy="prefix_aware" if routing == PREFIX_AWARE else "power_of_two"),
+        RouterConfig(routing_policy=routing),
         LimitsConfig(max_queued=len(trace)),
         make_text=lambda request: NoText(),
         seed=rng.getrandbits(32),
-        choose=ROUTING[routing](),
         order=shape.scheduler,
     )
     for process in (*replicas, router):

@@ -7,9 +7,9 @@ import pytest
 from holdfast.cluster.commands.cli import run
 from holdfast.cluster.simulate.capacity.capacity import CapacityResult, ClusterShape, Service, serve
 from holdfast.cluster.simulate.capacity.capacity_report import percentile
-from holdfast.cluster.simulate.capacity.routing import ROUTING
 from holdfast.cluster.simulate.capacity.step_costs_file import read_step_costs, write_step_costs
 from holdfast.cluster.simulate.capacity.trace import Arrival, made_up_trace, read_trace
+from holdfast.router.replicas.policy import POLICIES
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.tuning.step_time import StepCosts
@@ -55,7 +55,7 @@ def test_a_step_costs_its_decodes_its_tokens_and_what_they_attend_to():
     assert result.busy_s == [pytest.approx(prefill + decode)]
 
 
-@pytest.mark.parametrize("routing", ROUTING)
+@pytest.mark.parametrize("routing", POLICIES)
 def test_every_policy_serves_the_whole_load(routing):
     trace = made_up_trace(rate=200, num_requests=200, mean_prompt=32, mean_output=16, max_len=512, seed=1)
     result = serve(trace, cluster(8), routing)
@@ -148,7 +148,7 @@ def test_the_command_prints_a_row_for_each_policy(tmp_path, capsys):
     files = ["--trace", str(tmp_path / "load.jsonl"), "--step-model", str(tmp_path / "step.json")]
     assert run(["simulate", "--replicas", "2", *files]) == 0
     printed = capsys.readouterr().out
-    assert all(routing in printed for routing in ROUTING)
+    assert all(routing in printed for routing in POLICIES.keys() - {"session_affinity"})
     assert run(["simulate", "--replicas", "2", *files, "--routing", "nearest"]) == 2
     assert run(["simulate", "--replicas", "2"]) == 2
 

@@ -84,7 +84,7 @@ def cached_on(core: Core, replica_id: str) -> None:
     """The replica says that it has the prompts of 65 tokens that `core` submits."""
     request = EngineRequest(request_id="", prompt_token_ids=(7,) * 65, sampling_params=SamplingParams(seed=1))
     prefix = PromptPrefix(request)
-    stored = [prefix.block(index, 16) for index in range(4)]
+    stored = list(prefix.blocks(16))
     core.dispatch.step(replica_id, StepUpdate(load=load(), cache=CacheChanges(stored=stored)), core.now)
 
 

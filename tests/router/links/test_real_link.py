@@ -1,6 +1,7 @@
 """The router in front of real engines over real links; only the model is a stand-in."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 
 from holdfast.router.config import RouterConfig
@@ -122,8 +123,12 @@ class LosesNumbers(PseudoRunner):
 
     has_numbers = True
     most = 1000
+    may_run: threading.Event | None = None
+    """Steps wait for it, so that what is submitted meanwhile runs together."""
 
     def run(self, plan: StepPlan) -> StepResult:
+        if self.may_run is not None:
+            self.may_run.wait()
         self.has_numbers &= len(plan.sequences) <= self.most
         drawn = [
             tuple(token_id if self._knows(sequence) else NO_TOKEN for token_id in token_ids)
@@ -155,8 +160,15 @@ async def test_a_request_whose_logits_are_no_numbers_fails_once_and_takes_nobody
 async def test_streams_of_a_replica_that_has_no_numbers_for_anybody_go_on_elsewhere():
     bad = await RealReplica.start("bad", runner_class=LosesNumbers)
     bad.engine._runner.most = 2  # several streams are under way then: a single one would be blamed itself
+    bad.engine._runner.may_run = threading.Event()
+
+    async def two_wait() -> bool:
+        return bad.engine._inbox._commands.qsize() >= 2
+
     async with site(bad, await RealReplica.start("good")) as place:
         calls = [place.stub.GenerateStream(request([1], max_tokens=390, seed=seed)) for seed in range(8)]
+        await eventually(two_wait)
+        bad.engine._runner.may_run.set()
         for seed, call in enumerate(calls):
             token_ids = [token_id for chunk in await collected(call) for token_id in chunk.token_ids]
             assert token_ids == pseudo_completion([1], seed, 390, VOCAB_SIZE)

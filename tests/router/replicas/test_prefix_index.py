@@ -1,8 +1,10 @@
 """The router's index finds what the worker's cache would find, and hashes no further than it has to."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from holdfast.router.replicas.prefix_index import PrefixIndex, PromptPrefix
+from holdfast.router.replicas.prefix_index import PrefixHolders, PrefixIndex, PromptPrefix
 from holdfast.worker import block_hash
 from holdfast.worker.block_hash import HashChain, short_hash
 from holdfast.worker.request import EngineRequest
@@ -25,7 +27,7 @@ def blocks(*token_ids: int, salt: str = "") -> list[int]:
 
 
 def index_of(*hashes: int) -> PrefixIndex:
-    index = PrefixIndex(BLOCK_SIZE)
+    index = PrefixIndex(BLOCK_SIZE, PrefixHolders(), 0)
     index.apply(hashes, ())
     return index
 
@@ -58,7 +60,7 @@ def test_what_was_evicted_is_not_found_any_more():
 
 
 def test_replicas_may_differ_in_block_size():
-    large = PrefixIndex(8)
+    large = PrefixIndex(8, PrefixHolders(), 0)
     large.apply([short_hash(HashChain("").hash_of(0, range(8), 8))], ())
     prompt = prefix(*range(9))
     assert [large.num_cached_tokens(prompt), index_of(*blocks(*range(4))).num_cached_tokens(prompt)] == [8, 4]
@@ -75,3 +77,30 @@ def test_a_block_is_hashed_once_and_only_if_all_before_it_are_cached(monkeypatch
     assert len(hashed) == 1
     assert known.num_cached_tokens(prompt) == 8
     assert len(hashed) == 3, "two that are cached, one that is not"
+
+
+CACHE = st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=12)
+"""Blocks of one prompt that a replica stores and evicts."""
+
+
+@given(caches=st.lists(st.tuples(CACHE, st.sampled_from([4, 8]), st.booleans()), min_size=1, max_size=6))
+def test_the_holders_of_a_prompt_are_what_each_index_says(caches):
+    """Replicas that differ in block size, some of them lost again."""
+    holders, prompt, kept = PrefixHolders(), prefix(*range(25)), {}
+    for slot, (events, block_size, is_lost) in enumerate(caches):
+        index = PrefixIndex(block_size, holders, slot)
+        for number, is_stored in events:
+            block = list(prompt.blocks(block_size))[number : number + 1]
+            index.apply(*((block, ()) if is_stored else ((), block)))
+        if is_lost:
+            index.close()
+        else:
+            kept[slot] = index
+    match = holders.match(prompt)
+    lengths = [num_tokens for num_tokens, _ in match.holders]
+    assert lengths == sorted(lengths, reverse=True)
+    for slot in range(len(caches)):
+        assert match.num_cached(slot) == (kept[slot].num_cached_tokens(prompt) if slot in kept else 0)
+    for index in kept.values():
+        index.close()
+    assert not holders.match(prompt).holders

@@ -1,0 +1,124 @@
+"""Time of one routing decision, by policy and number of replicas, with 100,000 cached prefixes.
+
+    python -m benchmarks.routing [--replicas 1,10,100,1000] [--decisions 3000] [--json FILE]
+
+The registry is the router's own, on one thread without wires. Each decision is for another prompt; half of them begin
+with a prefix that some replicas have cached. A decision includes the hashes of the prompt's blocks and the note of what
+was sent; between two decisions, untimed, a replica reports its load. What may not live here: what a policy gains
+(`holdfast simulate --replicas`), and the cost of all else in a router (`router.py`).
+"""
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, get_args
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from holdfast.router.config import PolicyName, RouterConfig
+from holdfast.router.replicas.prefix_index import PromptPrefix
+from holdfast.router.replicas.replica_registry import ReplicaRegistry, ReplicaState
+from holdfast.worker.model_info import ModelInfo, ReplicaFacts
+from holdfast.worker.request import EngineLoad, EngineRequest
+from holdfast.worker.sampling_params import SamplingParams
+
+NUM_PREFIXES: Final = 100_000
+PREFIX_TOKENS: Final = 128
+PROMPT_TOKENS: Final = 256
+BLOCK_SIZE: Final = 16
+MODEL: Final = "benchmark"
+PARAMS: Final = SamplingParams(seed=1)
+INFO: Final = ModelInfo(
+    model=MODEL,
+    path="/nowhere",
+    model_type="none",
+    max_model_len=4096,
+    vocab_size=2**20,
+    eos_token_ids=frozenset(),
+    dtype="float32",
+    tensor_parallel_size=1,
+    block_size=BLOCK_SIZE,
+    num_blocks=2**16,
+    kv_bytes_per_token=8,
+    row_invariant=True,
+)
+IDLE: Final = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=1, num_total_blocks=1)
+
+
+def prompt(number: int, length: int, tail: int = 0) -> EngineRequest:
+    """A prompt whose first `PREFIX_TOKENS` are those of a number, and whose others are its own."""
+    own = (number, tail, *range(1000, 1000 + length - PREFIX_TOKENS))
+    token_ids = (*(number % 2**20, number // 7, *range(PREFIX_TOKENS - 2)), *own)[:length]
+    return EngineRequest(
+        request_id="", prompt_token_ids=token_ids, sampling_params=PARAMS, session_id=f"session-{number}"
+    )
+
+
+def filled(policy: PolicyName, num_replicas: int, rng: random.Random) -> ReplicaRegistry:
+    """A registry whose replicas have some load, and all prefixes between them: a tenth of these on several."""
+    registry = ReplicaRegistry(RouterConfig(routing_policy=policy), rng.randrange)
+    for number in range(num_replicas):
+        name = f"replica-{number}"
+        registry.add(ReplicaFacts.of(name, INFO), replace(IDLE, num_running=rng.randrange(8)), 0.0)
+    if policy == "prefix_aware":
+        replicas = list(registry)
+        for number in range(NUM_PREFIXES):
+            prefix = PromptPrefix(prompt(number, PREFIX_TOKENS + 1))
+            blocks = list(prefix.blocks(BLOCK_SIZE))
+            for _ in range(4 if number % 10 == 0 else 1):
+                rng.choice(replicas).cached.apply(blocks, ())
+    return registry
+
+
+def decisions_us(policy: PolicyName, num_replicas: int, num_decisions: int) -> list[float]:
+    """Microseconds of CPU of each decision: what else runs on the machine does not count."""
+    rng = random.Random(1)
+    registry = filled(policy, num_replicas, rng)
+    replicas: list[ReplicaState] = list(registry)
+    times = []
+    gc.collect()
+    gc.disable()
+    for number in range(num_decisions):
+        request = prompt(rng.randrange(2 * NUM_PREFIXES), PROMPT_TOKENS, tail=number)
+        started = time.thread_time_ns()
+        chosen = registry.choose(MODEL, PromptPrefix(request), request.session_id)
+        assert chosen is not None
+        chosen.note_sent(number, PROMPT_TOKENS)
+        times.append((time.thread_time_ns() - started) / 1000)
+        chosen.note_end(number)
+        rng.choice(replicas).note_report(replace(IDLE, num_running=rng.randrange(8)))
+    gc.enable()
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", default="1,10,100,1000", help="numbers of replicas, with commas")
+    parser.add_argument("--decisions", type=int, default=3000)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    sizes = [int(size) for size in arguments.replicas.split(",")]
+    table = Table("policy", *(f"{size} replicas" for size in sizes), title="us of CPU: median / 99th percentile")
+    found = {}
+    for policy in track(get_args(PolicyName), transient=True):
+        cells = []
+        for size in sizes:
+            times = decisions_us(policy, size, arguments.decisions)
+            median, p99 = statistics.median(times), statistics.quantiles(times, n=100)[98]
+            found[f"{policy} {size}"] = {"median_us": median, "p99_us": p99}
+            cells.append(f"{median:.1f} / {p99:.1f}")
+        table.add_row(policy, *cells)
+    Console().print(table)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
