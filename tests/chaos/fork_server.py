@@ -156,9 +156,11 @@ class ForkServer:
         endpoint = ReplicaEndpoint(replica_id=id, address=server.address, model=info.model, model_path=info.path)
         await _for_ever(id=id, pid=os.getpid(), rank_pid=rank_pid, **asdict(endpoint))
 
-    async def _router(self, id: str, directory: str, port: int) -> None:
-        router = await Router.start(RouterConfig(), LimitsConfig(), FileDirectory(directory), port=port)
-        await _for_ever(id=id, pid=os.getpid(), address=router.address)
+    async def _router(self, id: str, directory: str, port: int, http_port: int) -> None:
+        router = await Router.start(
+            RouterConfig(), LimitsConfig(), FileDirectory(directory), port=port, http_port=http_port
+        )
+        await _for_ever(id=id, pid=os.getpid(), address=router.address, http_address=router.http_address)
 
 
 async def _for_ever(**news: Any) -> None:

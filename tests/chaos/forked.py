@@ -43,6 +43,8 @@ class Forked:
     pid: int
     rank_pid: int = 0
     """Of a replica's second rank, if it has one."""
+    http_address: str = ""
+    """Of a router."""
 
     @property
     def second_rank(self) -> "Forked":
@@ -164,15 +166,15 @@ class ForkedCluster:
         self._publish()
         return replica
 
-    async def add_router(self, port: int = 0) -> Forked:
+    async def add_router(self, port: int = 0, http_port: int = 0) -> Forked:
         name = f"router-{next(self._numbers)}"
-        news = await self._order(name, directory=str(self._directory), port=port)
-        return Forked(name, news["address"], news["pid"])
+        news = await self._order(name, directory=str(self._directory), port=port, http_port=http_port)
+        return Forked(name, news["address"], news["pid"], http_address=news["http_address"])
 
     async def replace_router(self, lost: Forked) -> Forked:
-        """Another one, on the same port."""
+        """Another one, on the same ports."""
         await gone(lost)
-        router = await self.add_router(int(lost.address.rpartition(":")[2]))
+        router = await self.add_router(_port_of(lost.address), _port_of(lost.http_address))
         self.routers[self.routers.index(lost)] = router
         return router
 
@@ -263,6 +265,10 @@ async def loads(watcher: AsyncClient) -> list[inference_pb2.ReplicaLoad]:
         return list((await watcher.get_load()).replicas)
     except ReplicaError:
         return []
+
+
+def _port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
 
 
 async def gone(process: Forked) -> None:

@@ -4,18 +4,15 @@ What may live here: routes, headers, and the way from a request's bytes to an en
 endpoint says (`chat_completions.py`, `completions.py`), the server that runs it (`server.py`).
 """
 
-import asyncio
-import json
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,10 +21,10 @@ from holdfast.router.chat import Chat, flat_message
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.chat_answer import ChatPlan
+from holdfast.router.doors.http.answering import Endpoint, answering, headers_of, json_response, not_found, unless_gone
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from holdfast.router.doors.http.chat_completions import ChatChunks, chat_request, whole_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
-from holdfast.router.doors.http.errors import http_error
 from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream, Shape
 from holdfast.router.doors.http.messages import MessageEvents, whole_message
 from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
@@ -39,20 +36,13 @@ from holdfast.router.doors.http.responses_body import ResponsesBody
 from holdfast.router.doors.http.responses_body import chat_body as responses_chat
 from holdfast.router.doors.http.submission import Encoder, Submission, answer_events, catch_up, numbered_events
 from holdfast.router.events import ModelStatus
-from holdfast.router.held_stream import HOLD
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.request_processor import RequestProcessor
-from holdfast.worker.errors import HoldfastError, InternalError, InvalidRequestError, ReplicaError
+from holdfast.worker.errors import InvalidRequestError, ReplicaError
 
-logger = logging.getLogger(__name__)
-
-Endpoint: TypeAlias = Callable[[Request], Awaitable[ASGIApp]]
-
-REQUEST_ID: Final = "x-request-id"
 TENANT: Final = "x-tenant"
-_LONGEST_HEADER: Final = 128
 
 
 class Door(Starlette):
@@ -107,7 +97,7 @@ class HttpDoor:
                 for shape, some in ((OPENAI, routes), (ANTHROPIC, of_anthropic))
                 for method, path, endpoint in some
             ],
-            exception_handlers={HTTPException: _not_found},
+            exception_handlers={HTTPException: not_found},
         )
 
     # --- generation ---
@@ -122,8 +112,8 @@ class HttpDoor:
             answer: SampledAnswer | BeamAnswer
             async with AsyncExitStack() as stack:
                 (answer,) = await self._open(stack, [generation])
-                completed = await _unless_gone(request, answer.whole())
-            return _json(whole_chat(body, completed, created, self._text_of(completed.model), plan.new_reader))
+                completed = await unless_gone(request, answer.whole())
+            return json_response(whole_chat(body, completed, created, self._text_of(completed.model), plan.new_reader))
         generation.check_streamable()
         return self._streamed(
             request,
@@ -145,10 +135,10 @@ class HttpDoor:
                 answers = await self._open(stack, generations)
                 text_of = self._text_of(answers[0].model)
                 response = Completions(body, answers, submission.identity.created, text_of)
-                return _json(await _unless_gone(request, response.whole()))
+                return json_response(await unless_gone(request, response.whole()))
         generations[0].check_streamable()
         events = self._completion_stream(body, generations, submission)
-        headers = _headers(request) | submission.headers
+        headers = headers_of(request) | submission.headers
         return EventStream(events, headers, is_held=submission.is_held)
 
     async def _completion_stream(
@@ -168,8 +158,8 @@ class HttpDoor:
         generation, created = submission.of(plan.request), submission.identity.created
         if not body.stream:
             async with self._requests.open(generation) as answer:
-                completed = await _unless_gone(request, answer.whole())
-            return _json(whole_response(body, completed, created, plan.new_reader()))
+                completed = await unless_gone(request, answer.whole())
+            return json_response(whole_response(body, completed, created, plan.new_reader()))
         return self._streamed(
             request, submission, generation, lambda answer: ResponseEvents(body, answer, created, plan.new_reader())
         )
@@ -181,7 +171,7 @@ class HttpDoor:
         generation = submission.of(plan.request)
         if not body.stream:
             async with self._requests.open(generation) as answer:
-                return _json(whole_message(await _unless_gone(request, answer.whole()), plan.new_reader()))
+                return json_response(whole_message(await unless_gone(request, answer.whole()), plan.new_reader()))
         return self._streamed(
             request, submission, generation, lambda answer: MessageEvents(answer, plan.new_reader()), ANTHROPIC
         )
@@ -191,7 +181,7 @@ class HttpDoor:
         plan = await self._plan(request, messages_chat(body))
         assert plan.request.chat is not None, "a chat's request has one"
         token_ids = await self._requests.tokenize_chat(body.model or "", plan.request.chat)
-        return _json({"input_tokens": len(token_ids)})
+        return json_response({"input_tokens": len(token_ids)})
 
     async def _plan(self, request: Request, body: ChatBody) -> ChatPlan:
         return await ChatPlan.of(chat_request(body, _tenant(request)), self._requests, shape_field="response_format")
@@ -209,7 +199,7 @@ class HttpDoor:
         shape: Shape = OPENAI,
     ) -> EventStream:
         events = answer_events(self._requests.open(generation), encoder_of, submission)
-        headers = _headers(request) | submission.headers
+        headers = headers_of(request) | submission.headers
         return EventStream(events, headers, shape, is_held=submission.is_held)
 
     async def _open(
@@ -225,10 +215,10 @@ class HttpDoor:
     # --- models and tokens ---
 
     async def models(self, request: Request) -> ASGIApp:
-        return _json({"object": "list", "data": [self._model(model) for model in self._dispatch_host.models()]})
+        return json_response({"object": "list", "data": [self._model(model) for model in self._dispatch_host.models()]})
 
     async def model(self, request: Request) -> ASGIApp:
-        return _json(self._model(self._requests.model(request.path_params["model"])))
+        return json_response(self._model(self._requests.model(request.path_params["model"])))
 
     def _model(self, model: ModelStatus) -> dict[str, Any]:
         has_template = self._requests.has_chat_template(model.name)
@@ -258,11 +248,11 @@ class HttpDoor:
             token_ids = await self._requests.tokenize(
                 model.name, body.prompt, add_special_tokens=body.add_special_tokens
             )
-        return _json({"tokens": token_ids, "count": len(token_ids), "max_model_len": model.facts.max_model_len})
+        return json_response({"tokens": token_ids, "count": len(token_ids), "max_model_len": model.facts.max_model_len})
 
     async def detokenize(self, request: Request) -> ASGIApp:
         body = DetokenizeBody.read(await self._content(request))
-        return _json({"prompt": await self._requests.detokenize(body.model or "", body.tokens)})
+        return json_response({"prompt": await self._requests.detokenize(body.model or "", body.tokens)})
 
     def _text_of(self, model: str) -> Callable[[int], str]:
         return partial(self._requests.token_text, model)
@@ -276,7 +266,7 @@ class HttpDoor:
         return Response()
 
     async def version(self, request: Request) -> ASGIApp:
-        return _json({"version": version("holdfast")})
+        return json_response({"version": version("holdfast")})
 
     async def load(self, request: Request) -> ASGIApp:
         host = self._dispatch_host
@@ -291,10 +281,10 @@ class HttpDoor:
             }
             for replica in host.loads()
         ]
-        return _json({"server_load": host.num_open, "num_queued": host.num_queued, "replicas": replicas})
+        return json_response({"server_load": host.num_open, "num_queued": host.num_queued, "replicas": replicas})
 
     async def openapi(self, request: Request) -> ASGIApp:
-        return _json(description())
+        return json_response(description())
 
     async def metrics(self, request: Request) -> ASGIApp:
         text, media_type = self._metrics.text()
@@ -327,71 +317,5 @@ class HttpDoor:
         return b"".join(parts)
 
 
-def answering(endpoint: Endpoint, shape: Shape) -> Callable[[Request], Awaitable[Any]]:
-    """An endpoint whose errors are answered, in the words of its clients."""
-
-    async def call(request: Request) -> ASGIApp:
-        try:
-            response = await endpoint(request)
-        except HoldfastError as error:
-            response = _error(error, shape)
-        except ClientDisconnect:
-            response = Response(status_code=499)  # nobody reads it
-        except Exception as bug:
-            logger.exception("a request failed by a fault of ours")
-            response = _error(InternalError(f"the request failed by a fault of ours ({type(bug).__name__})"), shape)
-        if isinstance(response, Response):
-            response.headers.update(_headers(request))
-        return response
-
-    return call
-
-
-def _headers(request: Request) -> dict[str, str]:
-    """Headers of every response: the caller's own name of its request comes back."""
-    given = request.headers.get(REQUEST_ID, "")
-    fine = given and len(given) <= _LONGEST_HEADER and given.isascii() and given.isprintable()
-    own = {HOLD: "-"} if HOLD in request.headers else {}
-    return {REQUEST_ID: given, **own} if fine else own
-
-
 def _tenant(request: Request) -> str:
     return request.headers.get(TENANT, "")
-
-
-async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """What `work` comes to; cancels it and raises `ClientDisconnect` once the client is gone."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.create_task(_gone(request))
-    try:
-        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        for task in (working, watching):
-            task.cancel()
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _not_found(request: Request, error: Exception) -> Response:
-    """Paths and methods that are not there."""
-    assert isinstance(error, HTTPException), "it is registered for these"
-    told = {"message": f"{request.method} {request.url.path}: {error.detail}", "type": "invalid_request_error"}
-    response = _json({"error": {**told, "param": None, "code": "not_found"}})
-    response.status_code = error.status_code
-    response.headers.update({**(error.headers or {}), **_headers(request)})
-    return response
-
-
-def _json(content: Mapping[str, Any]) -> Response:
-    return Response(json.dumps(content, ensure_ascii=False).encode(errors="replace"), media_type="application/json")
-
-
-def _error(error: HoldfastError, shape: Shape) -> Response:
-    answer = http_error(error)
-    return Response(shape.body(answer), answer.status, answer.headers, media_type="application/json")

@@ -1,6 +1,7 @@
-"""Prompts scored over HTTP as lm-eval does it (`echo` with `logprobs`): equal to Hugging Face's log-probabilities."""
+"""A real engine behind the HTTP door: prompts scored as lm-eval does it, equal to Hugging Face's, and JSON schemas."""
 
 import asyncio
+import json
 
 import openai
 import pytest
@@ -59,3 +60,29 @@ def test_echoed_logprobs_are_those_of_hugging_face(client, reference, max_tokens
         best = [max(top.values()) for top in told.top_logprobs[1 : len(prompt)]]  # what lm-eval calls greedy
         assert best == pytest.approx([float(rows[at].max()) for at in range(len(prompt) - 1)], abs=2e-4)
     assert answer.usage.prompt_tokens == sum(map(len, PROMPTS))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_json_schema_is_kept_by_a_model_that_knows_nothing(client, stream):
+    properties = {"city": {"enum": ["Oslo", "Rome"]}, "degrees": {"type": "integer", "minimum": 0, "maximum": 9}}
+    schema = {"type": "object", "properties": properties, "required": ["city", "degrees"]}
+    shape = {
+        "type": "json_schema",
+        "json_schema": {"name": "weather", "schema": schema | {"additionalProperties": False}},
+    }
+    answer = client.chat.completions.create(
+        model="",
+        messages=[{"role": "user", "content": "?"}],
+        response_format=shape,
+        max_tokens=120,
+        seed=3,
+        stream=stream,
+    )
+    if stream:
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
+    else:
+        text = answer.choices[0].message.content
+    said = json.loads(text)
+    assert said.keys() == properties.keys()
+    assert said["city"] in properties["city"]["enum"]
+    assert said["degrees"] in range(10)

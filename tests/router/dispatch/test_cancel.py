@@ -64,9 +64,11 @@ async def test_the_calls_own_deadline_ends_it():
     replica = await FakeReplica.start()
     replica.pause()
     async with site(replica) as place:
-        refused = await refusal(place.stub.Generate(request(timeout_ms=60_000), timeout=0.1))
+        refused = await refusal(place.stub.Generate(request(timeout_ms=60_000), timeout=0.5))
         assert refused.code == "DEADLINE_EXCEEDED"
-        await replica.until(lambda: replica.aborted)
+        await replica.until(
+            lambda: len(replica.aborted) == len(replica.submits)
+        )  # on a busy machine it may be too late
         replica.resume()
 
 
@@ -74,7 +76,7 @@ async def test_the_calls_own_deadline_ends_it():
 async def test_a_request_without_a_timeout_has_the_servers():
     replica = await FakeReplica.start()
     replica.pause()
-    async with site(replica, limits=LimitsConfig(default_timeout_s=0.05)) as place:
+    async with site(replica, limits=LimitsConfig(default_timeout_s=0.2)) as place:
         assert (await refusal(place.stub.Generate(request()))).code == "DEADLINE_EXCEEDED"
         await replica.until(lambda: replica.aborted)
         replica.resume()
