@@ -1,10 +1,13 @@
 """Times of single steps of a decoder program, and of the skeleton beside it, in one run.
 
-    python -m benchmarks.decoder_steps MODEL [--threads 2] [--rounds 30] [--skeleton] [--json FILE]
+    python -m benchmarks.decoder_steps MODEL [--dtype bfloat16] [--threads 2] [--rounds 30] [--skeleton] [--one-slice]
+        [--against LIBRARY] [--json FILE]
 
-Steps of five kinds: decodes of 1, 8 and 32 sequences, decodes in a long context, a prompt. Rounds of the kinds and of
-the two programs alternate, so that both see the same company on the machine; the table has medians and the fastest
-tenth. What a step costs outside the program (planning, delivering) is not in it.
+Steps of five kinds: decodes of 1, 8 and 32 sequences, decodes in a long context, a prompt. `--one-slice`: beside it the
+program without slices of row-parallel sums; `--against`: with another version of the native library. Rounds of the
+kinds and of the programs alternate, so that all see the same company on the machine; the table has medians, the
+fastest tenth, and the least CPU time of all threads. What a step costs outside the program (planning, delivering) is
+not in it.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,6 +26,8 @@ from rich.table import Table
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
+from holdfast.worker.decoder import recognize
+from holdfast.worker.decoder.cpu import library
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.model.loading import LoadedModel, load_model
@@ -53,11 +59,13 @@ class Timed:
     name: str
     loaded: LoadedModel
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def step(self, kind: Kind) -> None:
         batch = make_batch(kind, self.loaded.info.block_size)
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         self.loaded.program.run(batch, with_logits=False)
+        self.cpu_seconds.setdefault(kind.name, []).append(time.process_time() - cpu)
         self.seconds.setdefault(kind.name, []).append(time.perf_counter() - started)
 
 
@@ -78,22 +86,38 @@ def make_batch(kind: Kind, block_size: int) -> StepBatch:
     )
 
 
-def load(model: str, executor: str) -> Timed:
+def load(name: str, model: str, executor: str = "decoder", dtype: str = "bfloat16", *, keep: bool = True) -> Timed:
     config = WorkerConfig(
-        model=ModelConfig.model_validate({"model": model, "executor": executor, "dtype": "bfloat16"}),
+        model=ModelConfig.model_validate({"model": model, "executor": executor, "dtype": dtype, "keep_layout": keep}),
         cache=CacheConfig(kv_cache_memory=1 << 30),
     )
     loaded = load_model(located(config), SingleRank(), torch.device("cpu"), lambda phase, done, total: None)
-    return Timed(loaded.info.executor, loaded)
+    return Timed(name, loaded)
+
+
+def load_one_slice(model: str, dtype: str) -> Timed:
+    """The decoder program, its row-parallel sums in one piece."""
+    with patch.object(recognize._Reader, "_slices", lambda self, local: 1):
+        return load("one slice", model, dtype=dtype, keep=False)
+
+
+def load_against(model: str, dtype: str, other: Path) -> Timed:
+    """The decoder program on another library, which is loaded as it is, whatever sources it was made from."""
+    library.load_library.cache_clear()
+    with patch.object(library, "path_of", lambda name: other):
+        timed = load("against", model, dtype=dtype)
+    library.load_library.cache_clear()
+    return timed
 
 
 def show(programs: list[Timed], console: Console) -> None:
-    table = Table("step", *(f"{one.name}, {what} ms" for one in programs for what in ("median", "p10")))
+    table = Table("step", *(f"{one.name}, {what} ms" for one in programs for what in ("median", "p10", "CPU")))
     for kind in KINDS:
         cells = []
         for one in programs:
             seconds = sorted(one.seconds[kind.name])
             cells += [f"{statistics.median(seconds) * 1e3:.2f}", f"{seconds[len(seconds) // 10] * 1e3:.2f}"]
+            cells.append(f"{min(one.cpu_seconds[kind.name]) * 1e3:.2f}")
         table.add_row(kind.name, *cells)
     console.print(table)
 
@@ -104,10 +128,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--skeleton", action="store_true", help="time the skeleton as well")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--one-slice", action="store_true", help="time row-parallel sums in one piece as well")
+    parser.add_argument("--against", type=Path, help="a library of the same instruction class, to time as well")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    programs = [load(arguments.model, name) for name in ("decoder", *("skeleton",) * arguments.skeleton)]
+    model, dtype = arguments.model, arguments.dtype
+    programs = [load("decoder", model, dtype=dtype)]
+    if arguments.skeleton:
+        programs.append(load("skeleton", model, "skeleton", dtype))
+    if arguments.one_slice:
+        programs.append(load_one_slice(model, dtype))
+    if arguments.against:
+        programs.append(load_against(model, dtype, arguments.against))
     for _ in range(arguments.rounds):
         for kind in KINDS:
             for one in programs:
@@ -116,7 +150,9 @@ def main() -> None:
     console.print(f"{arguments.model}, {arguments.threads} threads, {platform.processor() or platform.machine()}")
     show(programs, console)
     if arguments.json:
-        arguments.json.write_text(json.dumps({one.name: one.seconds for one in programs}, indent=1))
+        arguments.json.write_text(
+            json.dumps({one.name: {"wall": one.seconds, "cpu": one.cpu_seconds} for one in programs}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@
 
 #include <type_traits>
 
+#include "fma.h"
 #include "tiles.h"
 
 namespace {
 
-enum { GROUP = 64, MAX_ROWS = 256, BLOCK_ROWS = 32, TILE = 512, K_TILE = 32, MAX_LEVELS = 4 };
-const int PREFETCH_BYTES = 2048;
+enum { MAX_ROWS = 256, BLOCK_ROWS = 32, MAX_LEVELS = 4 };
+enum { FEW_ROWS = 3, PIECE_TILES = 4 };  // of a product by FMA: rows that stream, and k tiles of a panel in the first cache
 // Of two tiles of weights: cache lines; and how many k tiles of them are summed at once (a panel of 32 columns).
 enum { LINES = 32, WHOLE_TILES = 32, CUT_TILES = 20 };
 
@@ -38,6 +39,7 @@ struct Scratch {
   Tiles tiles;
   alignas(64) float sums[MAX_ROWS * GROUP];
   alignas(64) float partial[MAX_LEVELS][MAX_ROWS * GROUP];
+  alignas(64) float widened[PIECE_TILES * 2 * TILE];
   float* floats = nullptr;
   long num_floats = 0;
   float* floats_of(long count) {
@@ -51,53 +53,27 @@ struct Scratch {
   ~Scratch() { free(floats); }
 };
 
-template <class W> HF_INLINE const W* pair_at(const W* tile, int pair, int col) { return tile + pair * 32 + col * 2; }
-HF_INLINE const float* pair_at(const float* tile, int pair, int col) { return tile + pair * 32 + col; }
-
-// sums[R][C registers] += rows [R][k tiles] times columns `col` onwards of the panel pair at `w`, by FMA.
-template <class W, int R, int C>
-HF_INLINE void fma_block(const float* rows, long stride, const W* w, int k_tiles, int col, int first, int end,
-                         float* sums) {
-  Wide total[R][C];
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) total[r][c] = wide_zero();
-  for (int k = first; k < end; k++) {
-    Wide even[R][C], odd[R][C];
-    const W* tile[C];
-    int inner[C];
-    for (int c = 0; c < C; c++) {
-      int at = col + c * WIDTH;
-      tile[c] = w + ((long)(at / 32) * k_tiles + k) * 2 * TILE + at / 16 % 2 * TILE;
-      inner[c] = at % 16;
-      for (int r = 0; r < R; r++) even[r][c] = odd[r][c] = wide_zero();
-    }
-    const float* row = rows + (long)k * K_TILE;
-#pragma GCC unroll 4
-    for (int pair = 0; pair < 16; pair++)
-      for (int c = 0; c < C; c++) {
-        const W* p = pair_at(tile[c], pair, inner[c]);
-        if (R < 4) _mm_prefetch((const char*)p + PREFETCH_BYTES, _MM_HINT_T0);
-        Wide e = even_of(p), o = odd_of(p);
-        for (int r = 0; r < R; r++) {
-          even[r][c] = wide_fma(wide_all(row + r * stride + 2 * pair), e, even[r][c]);
-          odd[r][c] = wide_fma(wide_all(row + r * stride + 2 * pair + 1), o, odd[r][c]);
-        }
-      }
-    for (int r = 0; r < R; r++)
-      for (int c = 0; c < C; c++) total[r][c] = wide_add(total[r][c], wide_add(even[r][c], odd[r][c]));
-  }
-  for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++) wide_store(sums + r * GROUP + col + c * WIDTH, total[r][c]);
-}
-
-// sums [count][64] = rows times one group of columns, over k tiles [first, end).
+// sums [count][64] = rows times one group of columns, over k tiles [first, end): a few tiles of 32 columns at a time, which
+// stay in the first cache, in float32, while the rows pass. The sums are stored and taken up again, which changes no bit.
 template <class W>
-void fma_rows(const float* rows, long stride, int count, const W* w, int k_tiles, int first, int end, float* sums) {
+void fma_many(const float* rows, long stride, int count, const W* w, int k_tiles, int first, int end, float* sums,
+              float* widened) {
+  for (int from = first; from < end; from += PIECE_TILES)
+    for (int half = 0; half < 2; half++) {
+      int tiles = end - from < PIECE_TILES ? end - from : PIECE_TILES;
+      const W* panel = w + ((long)half * k_tiles + from) * 2 * TILE;
+      const float* floats = widened;
+      if constexpr (std::is_same<W, float>::value) floats = panel;
+      else
+        for (int i = 0; i < tiles * 2; i++) widen_tile(panel + i * TILE, widened + i * TILE);
+      add_panel(rows + (long)from * K_TILE, stride, count, floats, tiles, sums + half * PANEL, GROUP, from > first);
+    }
+}
+template <class W>
+void fma_rows(const float* rows, long stride, int count, const W* w, int k_tiles, int first, int end, float* sums,
+              float* widened) {
+  if (count > FEW_ROWS) return fma_many(rows, stride, count, w, k_tiles, first, end, sums, widened);
   int r = 0;
-  if (WIDTH == 16)
-    for (; r + 4 <= count; r += 4)
-      for (int c = 0; c < GROUP; c += 32)
-        fma_block<W, 4, 2>(rows + r * stride, stride, w, k_tiles, c, first, end, sums + r * GROUP);
   for (; r + 2 <= count; r += 2)
     for (int c = 0; c < GROUP; c += 2 * WIDTH)
       fma_block<W, 2, 2>(rows + r * stride, stride, w, k_tiles, c, first, end, sums + r * GROUP);
@@ -261,7 +237,7 @@ void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputR
     }
 #endif
   (void)more_groups;
-  fma_rows<W>(in.floats, in.float_stride, in.count, w.group(group), w.k_tiles(), first, end, sums);
+  fma_rows<W>(in.floats, in.float_stride, in.count, w.group(group), w.k_tiles(), first, end, sums, scratch.widened);
 }
 
 HF_INLINE void add_to(float* sums, const float* others, int count) {

@@ -1,0 +1,174 @@
+// Products of attention: scores of up to 64 rows with 64 keys, and weights times their values.
+//
+// By tiles for bf16 where there are any, else by FMA: the same bits. Which keys a row sees and how scores become weights
+// is in `attention.h`; where keys and values lie, in `pages.h`.
+#pragma once
+#include "pages.h"
+
+namespace {
+
+enum { KEYS = 64, QUERY_ROWS = 64 };
+
+// What rows have summed so far: the largest score, the sum of powers (16 partial sums), and the weighted values.
+struct Softmax {
+  alignas(64) float largest[QUERY_ROWS];
+  alignas(64) float sums[QUERY_ROWS * 16];
+  alignas(64) float values[QUERY_ROWS * MAX_HEAD];
+};
+
+template <class W> struct AttentionScratch {
+  typedef typename InputOf<W>::Type Input;
+  Softmax total, part;
+  alignas(64) float scores[QUERY_ROWS * KEYS];
+  alignas(64) Input weights[QUERY_ROWS * KEYS];
+  alignas(64) Input queries[QUERY_ROWS * MAX_HEAD];
+  alignas(64) float query_floats[QUERY_ROWS * MAX_HEAD];
+  alignas(64) float weight_floats[QUERY_ROWS * KEYS];
+  alignas(64) W joined[KEYS / 32][MAX_HEAD / 16][TILE];
+  alignas(64) float widened[MAX_HEAD / 32][TILE];  // keys or values of many rows, where products go by FMA
+};
+
+// Where the keys of one tile of 64 lie: found once, for all rows.
+template <class W> struct TileOfKeys {
+  int num_tiles;  // of 16
+  const W* keys[KEYS / 16];
+};
+template <class W>
+HF_INLINE TileOfKeys<W> find_keys(const Pages<W>& pages, const SequenceView& seq, int kv_head, int key, int num_keys) {
+  TileOfKeys<W> found;
+  found.num_tiles = (num_keys + 15) / 16;
+  for (int b = 0; b < found.num_tiles; b++) found.keys[b] = key_tile(pages, seq, kv_head, key + 16 * b);
+  return found;
+}
+
+#ifdef HF_TILES
+// Scores of up to 16 rows: four tiles of keys side by side.
+HF_INLINE void score_16(Tiles& t, const Bf16* queries, int padded, const TileOfKeys<Bf16>& k, float* scores) {
+  tile_zero<0>(t), tile_zero<1>(t), tile_zero<2>(t), tile_zero<3>(t);
+  for (int d = 0; d < padded / 32; d++) {
+    tile_load<4>(t, queries + d * 32, padded * 2);
+    tile_load<6>(t, k.keys[0] + d * TILE, 64), tile_product<0, 4, 6>(t);
+    if (k.num_tiles > 1) tile_load<7>(t, k.keys[1] + d * TILE, 64), tile_product<1, 4, 7>(t);
+    if (k.num_tiles > 2) tile_load<6>(t, k.keys[2] + d * TILE, 64), tile_product<2, 4, 6>(t);
+    if (k.num_tiles > 3) tile_load<7>(t, k.keys[3] + d * TILE, 64), tile_product<3, 4, 7>(t);
+  }
+  tile_store<0>(t, scores, KEYS * 4), tile_store<1>(t, scores + 16, KEYS * 4);
+  tile_store<2>(t, scores + 32, KEYS * 4), tile_store<3>(t, scores + 48, KEYS * 4);
+}
+// Scores of 32 rows: two by two tiles. Those of keys that do not exist are nobody's.
+HF_INLINE void score_32(Tiles& t, const Bf16* queries, int padded, const TileOfKeys<Bf16>& k, float* scores) {
+  for (int b = 0; b < k.num_tiles; b += 2, scores += 32) {
+    const Bf16 *left = k.keys[b], *right = b + 1 < k.num_tiles ? k.keys[b + 1] : left;
+    tile_zero<0>(t), tile_zero<1>(t), tile_zero<2>(t), tile_zero<3>(t);
+    for (int d = 0; d < padded / 32; d++) {
+      tile_load<6>(t, left + d * TILE, 64), tile_load<4>(t, queries + d * 32, padded * 2), tile_product<0, 4, 6>(t);
+      tile_load<7>(t, right + d * TILE, 64), tile_load<5>(t, queries + 16 * padded + d * 32, padded * 2);
+      tile_product<1, 4, 7>(t), tile_product<2, 5, 6>(t), tile_product<3, 5, 7>(t);
+    }
+    tile_store<0>(t, scores, KEYS * 4), tile_store<1>(t, scores + 16, KEYS * 4);
+    tile_store<2>(t, scores + 16 * KEYS, KEYS * 4), tile_store<3>(t, scores + 16 * KEYS + 16, KEYS * 4);
+  }
+}
+template <class Value>
+HF_INLINE void add_values_16(Tiles& t, const Bf16* weights, int num_spans, int value_tiles, float* values,
+                             Value&& value) {
+  int dims = value_tiles * 16;
+  for (int v = 0; v < value_tiles; v += 4) {
+    int some = value_tiles - v < 4 ? value_tiles - v : 4;
+    float* out = values + v * 16;
+    tile_load<0>(t, out, dims * 4);
+    if (some > 1) tile_load<1>(t, out + 16, dims * 4);
+    if (some > 2) tile_load<2>(t, out + 32, dims * 4);
+    if (some > 3) tile_load<3>(t, out + 48, dims * 4);
+    for (int s = 0; s < num_spans; s++) {
+      tile_load<4>(t, weights + 32 * s, KEYS * 2);
+      tile_load<6>(t, value(s, v + 0), 64), tile_product<0, 4, 6>(t);
+      if (some > 1) tile_load<7>(t, value(s, v + 1), 64), tile_product<1, 4, 7>(t);
+      if (some > 2) tile_load<6>(t, value(s, v + 2), 64), tile_product<2, 4, 6>(t);
+      if (some > 3) tile_load<7>(t, value(s, v + 3), 64), tile_product<3, 4, 7>(t);
+    }
+    tile_store<0>(t, out, dims * 4);
+    if (some > 1) tile_store<1>(t, out + 16, dims * 4);
+    if (some > 2) tile_store<2>(t, out + 32, dims * 4);
+    if (some > 3) tile_store<3>(t, out + 48, dims * 4);
+  }
+}
+template <class Value>
+HF_INLINE void add_values_32(Tiles& t, const Bf16* weights, int num_spans, int value_tiles, float* values,
+                             Value&& value) {
+  int dims = value_tiles * 16;
+  for (int v = 0; v < value_tiles; v += 2) {
+    bool two = v + 1 < value_tiles;
+    float *out = values + v * 16, *lower = out + 16 * dims;
+    tile_load<0>(t, out, dims * 4), tile_load<2>(t, lower, dims * 4);
+    if (two) tile_load<1>(t, out + 16, dims * 4), tile_load<3>(t, lower + 16, dims * 4);
+    for (int s = 0; s < num_spans; s++) {
+      tile_load<6>(t, value(s, v), 64), tile_load<4>(t, weights + 32 * s, KEYS * 2), tile_product<0, 4, 6>(t);
+      tile_load<5>(t, weights + 16 * KEYS + 32 * s, KEYS * 2), tile_product<2, 5, 6>(t);
+      if (two) tile_load<7>(t, value(s, v + 1), 64), tile_product<1, 4, 7>(t), tile_product<3, 5, 7>(t);
+    }
+    tile_store<0>(t, out, dims * 4), tile_store<2>(t, lower, dims * 4);
+    if (two) tile_store<1>(t, out + 16, dims * 4), tile_store<3>(t, lower + 16, dims * 4);
+  }
+}
+// Rows [first, count) in tiles: two at a time. Where there are more than 16, tiles are whole, and rows behind the last one are
+// nobody's; they have room.
+template <class One, class Two> HF_INLINE void row_tiles(Tiles& t, int first, int count, One&& one, Two&& two) {
+  int shape = count < 16 ? count : 16;
+  shape_tiles(t, shape, shape);
+  for (; count - first > 16; first += 32) two(first);
+  if (first < count) one(first);
+}
+#endif
+
+// out [count][16] (+)= rows times tiles that follow one another. Many rows have them in float32 once.
+template <class W>
+void add_fma(AttentionScratch<W>& a, const float* rows, long stride, int count, const W* tile, int tiles, float* out,
+             long out_stride, bool begun) {
+  if constexpr (sizeof(W) == 4) add_column(rows, stride, count, tile, tiles, out, out_stride, begun);
+  else if (count <= FEW_ROWS) add_column(rows, stride, count, tile, tiles, out, out_stride, begun);
+  else {
+    for (int i = 0; i < tiles; i++) widen_tile(tile + i * TILE, a.widened[i]);
+    add_column<float>(rows, stride, count, a.widened[0], tiles, out, out_stride, begun);
+  }
+}
+
+// Scores [rows][64] of rows [first, count) with a tile of keys.
+template <class W>
+HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, const TileOfKeys<W>& k, int first,
+                          int count) {
+  int padded = s.padded();
+#ifdef HF_TILES
+  if constexpr (sizeof(W) == 2 && sizeof(typename InputOf<W>::Type) == 2)
+    return row_tiles(
+        t, first, count, [&](int row) { score_16(t, a.queries + row * padded, padded, k, a.scores + row * KEYS); },
+        [&](int row) { score_32(t, a.queries + row * padded, padded, k, a.scores + row * KEYS); });
+#endif
+  const float* rows = a.query_floats + first * padded;
+  for (int b = 0; b < k.num_tiles; b++)
+    add_fma<W>(a, rows, padded, count - first, k.keys[b], s.key_tiles, a.scores + first * KEYS + 16 * b, KEYS, false);
+}
+
+// values [rows][dims] += weights [rows][64] times a tile's values, for rows [first, count). `value(s, v)`: tile v of span s.
+template <class W, class Value>
+HF_INLINE void add_values(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, int num_spans, float* values, int first,
+                          int count, Value&& value) {
+  int dims = s.value_dims();
+#ifdef HF_TILES
+  if constexpr (sizeof(W) == 2 && sizeof(typename InputOf<W>::Type) == 2)
+    return row_tiles(
+        t, first, count,
+        [&](int row) {
+          add_values_16(t, a.weights + row * KEYS, num_spans, s.value_tiles, values + row * dims, value);
+        },
+        [&](int row) {
+          add_values_32(t, a.weights + row * KEYS, num_spans, s.value_tiles, values + row * dims, value);
+        });
+#endif
+  for (int span = 0; span < num_spans; span++)
+    for (int v = 0; v < s.value_tiles; v++)
+      add_fma<W>(a, a.weight_floats + first * KEYS + 32 * span, KEYS, count - first, value(span, v), 1,
+                 values + first * dims + v * 16, dims, true);
+}
+
+}  // namespace
