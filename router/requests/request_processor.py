@@ -120,7 +120,10 @@ class RequestProcessor:
             received=tuple(one for one in received if one is not None),
         )
         with closing(call), self._open_answers.holding(answer):
-            yield answer
+            try:
+                yield answer
+            finally:
+                watch.num_tokens = call.num_tokens
 
     @asynccontextmanager
     async def search(

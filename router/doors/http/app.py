@@ -28,7 +28,7 @@ from holdfast.router.doors.http.chat_completions import ChatChunks, whole_chat
 from holdfast.router.doors.http.chat_plan import plan_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
 from holdfast.router.doors.http.errors import http_error
-from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream, Shape
+from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream, Shape, Shortcut
 from holdfast.router.doors.http.messages import MessageEvents, whole_message
 from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
 from holdfast.router.doors.http.messages_body import chat_body as messages_chat
@@ -37,7 +37,14 @@ from holdfast.router.doors.http.openapi import description
 from holdfast.router.doors.http.responses import ResponseEvents, whole_response
 from holdfast.router.doors.http.responses_body import ResponsesBody
 from holdfast.router.doors.http.responses_body import chat_body as responses_chat
-from holdfast.router.doors.http.submission import Encoder, Submission, answer_events, catch_up, numbered_events
+from holdfast.router.doors.http.submission import (
+    Encoder,
+    Submission,
+    answer_events,
+    catch_up,
+    numbered_events,
+    straight,
+)
 from holdfast.router.events import ModelStatus
 from holdfast.router.held_stream import HOLD
 from holdfast.router.request import GenerationRequest
@@ -147,17 +154,24 @@ class HttpDoor:
                 response = Completions(body, answers, submission.identity.created, text_of)
                 return _json(await _unless_gone(request, response.whole()))
         generations[0].check_streamable()
-        events = self._completion_stream(body, generations, submission)
+        shortcut = Shortcut()
+        events = self._completion_stream(body, generations, submission, shortcut)
         headers = _headers(request) | submission.headers
-        return EventStream(events, headers, is_held=submission.is_held)
+        return EventStream(events, headers, is_held=submission.is_held, shortcut=shortcut)
 
     async def _completion_stream(
-        self, body: CompletionBody, generations: Sequence[GenerationRequest], submission: Submission
+        self,
+        body: CompletionBody,
+        generations: Sequence[GenerationRequest],
+        submission: Submission,
+        shortcut: Shortcut,
     ) -> AsyncGenerator[bytes, None]:
         async with AsyncExitStack() as stack:
             answers = await self._open(stack, generations)
             encoder = Completions(body, answers, submission.identity.created, self._text_of(answers[0].model))
             catch_up(encoder, encoder.received(), submission)
+            if len(answers) == 1 and isinstance(answers[0], SampledAnswer):
+                answers[0].hand_to(straight(answers[0], encoder, shortcut.write, is_held=submission.is_held))
             async for event in numbered_events(encoder.numbered(), len(answers), encoder, submission):
                 yield event
 
@@ -205,9 +219,10 @@ class HttpDoor:
         encoder_of: Callable[[SampledAnswer], Encoder],
         shape: Shape = OPENAI,
     ) -> EventStream:
-        events = answer_events(self._requests.open(generation), encoder_of, submission)
+        shortcut = Shortcut()
+        events = answer_events(self._requests.open(generation), encoder_of, submission, shortcut.write)
         headers = _headers(request) | submission.headers
-        return EventStream(events, headers, shape, is_held=submission.is_held)
+        return EventStream(events, headers, shape, is_held=submission.is_held, shortcut=shortcut)
 
     async def _open(
         self, stack: AsyncExitStack, generations: Sequence[GenerationRequest]
