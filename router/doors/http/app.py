@@ -171,7 +171,7 @@ class HttpDoor:
             encoder = Completions(body, answers, submission.identity.created, self._text_of(answers[0].model))
             catch_up(encoder, encoder.received(), submission)
             if len(answers) == 1 and isinstance(answers[0], SampledAnswer):
-                answers[0].hand_to(straight(answers[0], encoder, shortcut.write, is_held=submission.is_held))
+                answers[0].hand_to(straight(answers[0], encoder, shortcut, is_held=submission.is_held))
             async for event in numbered_events(encoder.numbered(), len(answers), encoder, submission):
                 yield event
 
@@ -220,7 +220,7 @@ class HttpDoor:
         shape: Shape = OPENAI,
     ) -> EventStream:
         shortcut = Shortcut()
-        events = answer_events(self._requests.open(generation), encoder_of, submission, shortcut.write)
+        events = answer_events(self._requests.open(generation), encoder_of, submission, shortcut)
         headers = _headers(request) | submission.headers
         return EventStream(events, headers, shape, is_held=submission.is_held, shortcut=shortcut)
 

@@ -11,7 +11,7 @@ from holdfast.router.chat import Chat, flat_message, with_arguments
 from holdfast.router.doors.http.bodies import ChatBody
 from holdfast.router.doors.http.calls import call_prefix, delta_of, finish_after_calls, whole_message
 from holdfast.router.doors.http.choices import TokenText, chat_logprobs, prompt_logprobs_of, usage_of
-from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, framed
+from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, json_text
 from holdfast.router.doors.http.sampling import chat_params, priority_of
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
@@ -133,11 +133,10 @@ class ChatChunks:
         return events
 
     def plain(self, delivery: Deliver) -> bytes | None:
-        _, _, _, text, _, _, logprobs, _, index, _, fingerprint, _ = delivery
-        frame = self._plain.get(index)
-        if frame is None or logprobs or fingerprint != self._fingerprint:
+        frame = self._plain.get(delivery.sequence_index)
+        if frame is None or delivery.logprobs or delivery.fingerprint != self._fingerprint:
             return None
-        return framed(frame, text)
+        return b"%b%b%b" % (frame[0], json_text(delivery.text).encode(errors="replace"), frame[1])
 
     def end(self) -> bytes:
         return DONE

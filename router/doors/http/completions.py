@@ -18,7 +18,7 @@ from holdfast.router.doors.http.choices import (
     prompt_logprobs_of,
     usage_of,
 )
-from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, framed
+from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, json_text
 from holdfast.router.doors.http.sampling import completion_params, priority_of, scores_only
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
@@ -126,8 +126,8 @@ class Completions:
         return events
 
     def plain(self, delivery: Deliver) -> bytes | None:
-        _, _, _, text, _, _, logprobs, _, index, _, fingerprint, _ = delivery
-        if logprobs or not self._is_plain or index not in self._offsets:
+        index, fingerprint, text = delivery.sequence_index, delivery.fingerprint, delivery.text
+        if delivery.logprobs or not self._is_plain or index not in self._offsets:
             return None
         frame = self._plain.get((index, fingerprint))
         if frame is None:
@@ -135,7 +135,7 @@ class Completions:
             self._offsets[index] -= len(PLACE)
             frame = self._plain[index, fingerprint] = frame_of(said)
         self._offsets[index] += len(text)
-        return framed(frame, text)
+        return b"%b%b%b" % (frame[0], json_text(text).encode(errors="replace"), frame[1])
 
     def end(self) -> bytes:
         """The usage of all prompts, and that it is done."""

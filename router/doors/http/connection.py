@@ -15,6 +15,9 @@ CONNECTION: Final = "holdfast.connection"
 class Connection(HttpToolsProtocol):
     """One client's. Its scopes have it."""
 
+    num_chunks = 0
+    """Those that `write_chunk` has written."""
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]  # it takes extensions
@@ -26,5 +29,6 @@ class Connection(HttpToolsProtocol):
         """
         if self.flow.write_paused or self.transport.is_closing():
             return False
+        self.num_chunks += 1
         self.transport.write(b"%x\r\n%b\r\n" % (len(content), content))
         return True

@@ -12,16 +12,11 @@ Frame: TypeAlias = tuple[bytes, bytes]
 PLACE: Final = "\x00place of the text\x00"
 """Stands for the text. No model, id or fingerprint contains it."""
 
-_json_text: Final = json.encoder.encode_basestring
+json_text: Final = json.encoder.encode_basestring
 """As `json.dumps` of a string, with `ensure_ascii=False`."""
 
 
 def frame_of(event: bytes) -> Frame:
     """That of an event whose text is `PLACE`."""
-    before, after = event.split(_json_text(PLACE).encode())
+    before, after = event.split(json_text(PLACE).encode())
     return before, after
-
-
-def framed(frame: Frame, text: str) -> bytes:
-    """The event of a frame with its text."""
-    return b"%b%b%b" % (frame[0], _json_text(text).encode(errors="replace"), frame[1])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 from holdfast.router.dispatch.output_stream import Taker
+from holdfast.router.doors.http.event_stream import Shortcut
 from holdfast.router.events import Deliver
 from holdfast.router.held_stream import HOLD, RESUME, Identity, Mark, Noted
 from holdfast.router.request import GenerationRequest
@@ -98,16 +99,16 @@ async def answer_events(
     opening: AbstractAsyncContextManager[SampledAnswer],
     encoder_of: Callable[[SampledAnswer], Encoder],
     submission: Submission,
-    write: Callable[[bytes], bool],
+    shortcut: Shortcut,
 ) -> AsyncGenerator[bytes, None]:
     """The events of one answer, delivery by delivery; of a resumed one those that its client does not have. It is open
-    as long as they are read. What is plain is written at once, where `write` can, while the next one is waited for.
+    as long as they are read. What is plain goes by the shortcut, where there is one, while the next one is waited for.
     """
     is_held = submission.is_held
     async with opening as answer:
         encoder = encoder_of(answer)
         catch_up(encoder, answer.received, submission)
-        answer.hand_to(straight(answer, encoder, write, is_held=is_held))
+        answer.hand_to(straight(answer, encoder, shortcut, is_held=is_held))
         encoded = encoder.of
         async for delivery in answer:
             events, is_last = encoded(delivery), delivery.usage is not None
@@ -119,15 +120,15 @@ async def answer_events(
                 yield events
 
 
-def straight(answer: SampledAnswer, encoder: Encoder, write: Callable[[bytes], bool], *, is_held: bool) -> Taker:
+def straight(answer: SampledAnswer, encoder: Encoder, shortcut: Shortcut, *, is_held: bool) -> Taker:
     """Writes plain deliveries while the answer's reader waits, which therefore has written all before them."""
     has_output, plain = answer.has_output, encoder.plain
 
     def take(delivery: Deliver) -> bool:
-        waiter = has_output.waiter
-        if waiter is None or waiter.done() or (events := plain(delivery)) is None:
+        waiter, connection = has_output.waiter, shortcut.connection
+        if connection is None or waiter is None or waiter.done() or (events := plain(delivery)) is None:
             return False
-        return write(events + mark(delivery, encoder, is_last=False) if is_held else events)
+        return connection.write_chunk(events + mark(delivery, encoder, is_last=False) if is_held else events)
 
     return take
 

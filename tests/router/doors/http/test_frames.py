@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody
 from holdfast.router.doors.http.chat_completions import ChatChunks
 from holdfast.router.doors.http.completions import Completions
+from holdfast.router.doors.http.event_stream import Shortcut
 from holdfast.router.doors.http.submission import Encoder, straight
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.requests.answer import SampledAnswer
@@ -103,13 +105,9 @@ def test_what_the_socket_does_not_take_waits_and_nothing_overtakes_it():
         stream = OutputStream("x", has_output.set)
         one = SampledAnswer(Call("x", [stream], lambda: None), has_output, "m", SamplingParams(seed=0))
         encoder = chat({}, one)
-        written, takes = [], [True]
-
-        def write(events: bytes) -> bool:
-            if takes[0]:
-                written.append(events)
-            return takes[0]
-
+        written, takes, shortcut = [], [True], Shortcut()
+        write = lambda events: takes[0] and not written.append(events)  # noqa: E731
+        shortcut.connection = SimpleNamespace(write_chunk=write)
         gate = asyncio.Event()
         gate.set()
 
@@ -118,7 +116,7 @@ def test_what_the_socket_does_not_take_waits_and_nothing_overtakes_it():
                 written.append(encoder.of(delivery))
                 await gate.wait()  # as a `send` that waits for the client
 
-        one.hand_to(straight(one, encoder, write, is_held=False))
+        one.hand_to(straight(one, encoder, shortcut, is_held=False))
         reading = asyncio.create_task(read())
         await turns()
         stream.push(piece(0, "a"))  # the first one has the role before it, and goes the usual way
