@@ -2,9 +2,10 @@
 
     python -m benchmarks.served MODEL [--streams 1 32] [--tokens 128] [--rounds 4] [--json FILE]
 
-The same requests go to `LLM.generate` and, over gRPC, from a client through a router to a replica, by turns. All of
-these processes share the cores: what the client and the router take, the replica cannot have. No Ray is started; tokens
-pass through none. What may not live here: the processes (`router_parts/`).
+The same requests go to `LLM.generate` and, over gRPC and over HTTP, from a client through a router to a replica, by
+turns. All of these processes share the cores: what the client and the router take, the replica cannot have. The client
+of gRPC is `AsyncClient`; that of HTTP reads a socket, and counts tokens by the usage. No Ray is started; tokens pass
+through none. What may not live here: the processes (`router_parts/`).
 """
 
 import argparse
@@ -32,44 +33,64 @@ def offline(part: Part, streams: int, tokens: int, figures: Figures) -> None:
     figures["LLM.generate: us per token"].append(1e6 * (part.cpu_s() - before) / done["tokens"])
 
 
-def served(parts: dict[str, Part], streams: int, tokens: int, figures: Figures) -> None:
+def served(door: str, parts: dict[str, Part], streams: int, tokens: int, figures: Figures) -> None:
     before = {name: part.cpu_s() for name, part in parts.items()}
     counted, began_s = parts["client"].order("count")["tokens"], time.monotonic()
     parts["client"].order("begin", streams=streams, tokens=tokens, repeats=1)
     num_tokens = parts["client"].order("finish")["tokens"] - counted
-    figures["served: tokens/s"].append(num_tokens / (time.monotonic() - began_s))
+    figures[f"{door}: tokens/s"].append(num_tokens / (time.monotonic() - began_s))
     for name, part in parts.items():
-        figures[f"{name}: us per token"].append(1e6 * (part.cpu_s() - before[name]) / num_tokens)
+        figures[f"{door} {name}: us per token"].append(1e6 * (part.cpu_s() - before[name]) / num_tokens)
 
 
 def measure(model: Path, streams: list[int], tokens: int, rounds: int) -> dict[int, Figures]:
     figures = {number: Figures(list) for number in streams}
     with ExitStack() as stack:
-        alone = stack.enter_context(Part("offline", str(model)))
-        replica = stack.enter_context(Part("model_replica", str(model)))
-        router = stack.enter_context(Part("served_router", replica.address, "--model", str(model)))
-        client = stack.enter_context(Part("clients", "our-async", router.address))
-        parts = {"replica": replica, "router": router, "client": client}
+
+        def started(module: str, *arguments: str) -> Part:
+            return stack.enter_context(Part(module, *arguments))
+
+        alone, replica = started("offline", str(model)), started("model_replica", str(model))
+        routers = {
+            "gRPC": started("served_router", replica.address, "--model", str(model)),
+            "HTTP": started("served_router", replica.address, "--model", str(model), "--http"),
+        }
+        clients = {
+            "gRPC": started("clients", "our-async", routers["gRPC"].address),
+            "HTTP": started("http_clients", routers["HTTP"].address, "--completions"),
+        }
+        doors = {name: {"replica": replica, "router": routers[name], "client": clients[name]} for name in routers}
         offline(alone, max(streams), 8, Figures(list))  # what is made once is made
-        served(parts, max(streams), 8, Figures(list))
-        for _ in range(rounds):
+        for name, parts in doors.items():
+            served(name, parts, max(streams), 8, Figures(list))
+        for index in range(rounds):
             for number in streams:
                 offline(alone, number, tokens, figures[number])
-                served(parts, number, tokens, figures[number])
+                for name in sorted(doors, reverse=bool(index % 2)):  # neither is always first
+                    served(name, doors[name], number, tokens, figures[number])
     return figures
 
 
 def show(figures: dict[int, Figures], console: Console) -> None:
-    names = ["LLM.generate", "replica", "router", "client"]
-    table = Table("streams", "LLM.generate, tokens/s", "served", "of it", *(f"{name}, us per token" for name in names))
+    names = ("replica", "router", "client")
+    table = Table("streams", "", "tokens/s", "of LLM.generate", "of gRPC", *(f"{name}, us per token" for name in names))
     for number, found in figures.items():
-        both = list(zip(found["served: tokens/s"], found["LLM.generate: tokens/s"], strict=True))
-        rates = [statistics.median(found[f"{name}: tokens/s"]) for name in ("LLM.generate", "served")]
-        share = statistics.median(mine / alone for mine, alone in both)
-        cpu = [f"{statistics.median(found[f'{name}: us per token']):.0f}" for name in names]
-        table.add_row(str(number), *(f"{rate:.0f}" for rate in rates), f"{share:.2f}", *cpu)
+        alone = found["LLM.generate: tokens/s"]
+        cpu = statistics.median(found["LLM.generate: us per token"])
+        table.add_row(str(number), "LLM.generate", f"{statistics.median(alone):.0f}", "", "", f"{cpu:.0f}", "", "")
+        for door in ("gRPC", "HTTP"):
+            rates = found[f"{door}: tokens/s"]
+            shares = (_ratio(rates, alone), _ratio(rates, found["gRPC: tokens/s"]))
+            spent = [f"{statistics.median(found[f'{door} {name}: us per token']):.0f}" for name in names]
+            table.add_row(str(number), door, f"{statistics.median(rates):.0f}", *shares, *spent)
     console.print(table)
     console.print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
+
+
+def _ratio(rates: list[float], others: list[float]) -> str:
+    """Round by round: the median, and the least and the most."""
+    every = [rate / other for rate, other in zip(rates, others, strict=True)]
+    return f"{statistics.median(every):.2f} [{min(every):.2f}..{max(every):.2f}]"
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 `Directory` is the core, without Ray, clock or IO. `DirectoryDeployment` hosts it as a Serve deployment, so it starts,
 is replaced and ends with the application, and leaves no named actor behind. A replaced directory starts empty; members
-renew their leases within three seconds, and until then routers keep their links. No request and no token involves it:
-members renew every three seconds, routers wait for changes. What may not live here: its callers (`membership.py`).
+renew their leases within five seconds, and until then routers keep their links. No request and no token involves it:
+members renew every five seconds, routers wait for changes. What may not live here: its callers (`membership.py`).
 """
 
 import asyncio
@@ -16,17 +16,20 @@ from typing import Final
 DIRECTORY: Final = "Directory"
 """The name of its deployment."""
 
-LEASE_S: Final = 10.0
+LEASE_S: Final = 15.0
 """A member that has not renewed for this long is forgotten. Links break long before; this only clears the name."""
 
-RENEW_S: Final = 3.0
+RENEW_S: Final = 5.0
 """A call through Serve takes milliseconds of CPU on both sides: this is most of what an idle cluster takes."""
 
-SETTLED_S: Final = 6.0
+SETTLED_S: Final = 8.0
 """By then every member has told a new directory of itself."""
 
-WATCH_S: Final = 10.0
+WATCH_S: Final = 20.0
 """A watch without news answers after this long, so that nobody waits on a directory that has been replaced."""
+
+_EXPIRE_EVERY_S: Final = 2.5
+"""While there is a watch. A lease ends so much later at most."""
 
 
 class Role(StrEnum):
@@ -154,7 +157,7 @@ class DirectoryDeployment:
             if snapshot.version != seen_version or now_s >= deadline_s:
                 return snapshot
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), timeout=1.0)
+                await asyncio.wait_for(self._changed.wait(), timeout=_EXPIRE_EVERY_S)
 
     def _tell(self) -> None:
         """Wakes every watcher; each looks for itself whether there is news."""

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.dispatch.output_stream import OutputStream
+from holdfast.router.dispatch.output_stream import OutputStream, Taker
 from holdfast.router.dispatch.parallel_sampling import merged_usage
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.resume import NewSequence, final_delivery
@@ -31,6 +31,7 @@ class Call:
     ) -> None:
         self.request_id = request_id
         self.num_completions = len(streams)
+        self._every = tuple(streams)
         self.close = close
         """Cancels what has not ended. Nothing is read after it."""
         self._abort = abort
@@ -50,6 +51,11 @@ class Call:
         """The usage of all sequences that have ended."""
         return merged_usage(self._usages)
 
+    @property
+    def num_tokens(self) -> int:
+        """Delivered so far, of all sequences."""
+        return sum(stream.num_tokens for stream in self._every)
+
     def abort(self) -> bool:
         """Ends what has not ended, with finish reason ABORT, for the reader to read. Returns whether there was any."""
         were_open = [self._abort(stream) for stream in self._streams.values()]
@@ -59,6 +65,14 @@ class Call:
         """From here on `on_output` is called only when a sequence ends, so the reader is not woken by every step."""
         for stream in self._streams.values():
             stream.notifies_each_step = False
+
+    def hand_to(self, taker: Taker) -> None:
+        """From here on output may go to `taker` and past `poll`, where the call has one stream, whose deliveries are
+        its own. The end, and what `taker` does not take, is polled.
+        """
+        if self._is_alone:
+            for stream in self._streams.values():
+                stream.taker = taker
 
     def poll(self) -> Deliver | None:
         """New output of one sequence, if there is any; sequences take turns.

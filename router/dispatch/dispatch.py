@@ -165,12 +165,21 @@ class Dispatch:
         replica.note_report(update.load)
         replica.note_memory(update)
         actions: list[Action] = []
+        running, attempts = self._requests.by_attempt.get, replica.attempts
         for attempt, index, token_id in zip(*update.plain, strict=True):
-            state = self._requests.running(replica, attempt)
+            state = running(attempt) if attempt in attempts else None
             if state is None:
                 continue
             if state.num_steps == NUM_STEPS_TO_CLEAR and index == len(state.output_token_ids):
-                self._go_on(state, token_id, actions)
+                try:  # as nearly all go on, which is `_advance`, cut short
+                    delivery = state.take_one(token_id)
+                except Exception as bug:
+                    actions += self._fail_unreadable(state, bug, replica_has_it=True)
+                    continue
+                state.tenant.counter += state.tenant.output_token_cost
+                actions.append(delivery)
+                if delivery.finish_reason is not None:
+                    actions += self._close(state, RequestEvent.FINISH)
             else:
                 delta = TokenDelta(attempt=attempt, first_token_index=index, token_ids=(token_id,))
                 actions += self._advance(state, delta, now)
@@ -264,18 +273,6 @@ class Dispatch:
             raise _no_replica(model)
         if now >= deadline:
             raise DeadlineExceededError("the request's time was up before it could be queued")
-
-    def _go_on(self, state: RequestState, token_id: int, actions: list[Action]) -> None:
-        """Takes the next token of an attempt that has gone on for long, as nearly all are: `_advance`, cut short."""
-        try:
-            delivery = state.take_one(token_id)
-        except Exception as bug:
-            actions += self._fail_unreadable(state, bug, replica_has_it=True)
-            return
-        state.tenant.charge(0, 1)
-        actions.append(delivery)
-        if delivery.finish_reason is not None:
-            actions += self._close(state, RequestEvent.FINISH)
 
     def _fail_unreadable(self, state: RequestState, bug: Exception, *, replica_has_it: bool) -> list[Action]:
         logger.error("request %s: its tokens could not be turned into text", state.request_id, exc_info=bug)

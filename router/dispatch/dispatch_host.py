@@ -202,11 +202,11 @@ class DispatchHost:
 
         An exception in one of them ends the request of that action, and no other.
         """
-        broken = []
+        broken, streams = [], self._streams
         for action in actions:
             try:
                 if isinstance(action, Deliver):  # as nearly all of them are
-                    self._streams[action.request_id].push(action)
+                    streams[action.request_id].push(action)
                     if action.finish_reason is not None:
                         self._end_stream(action.request_id)
                 else:

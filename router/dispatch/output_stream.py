@@ -5,13 +5,18 @@ bounded by the request's own output. What may not live here: who reads, and how 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 from holdfast.router.events import Deliver
 from holdfast.worker.errors import HoldfastError
 
 MERGED_AT: Final = 64
 """This many unfetched deliveries are merged into one, because each costs more memory than its tokens."""
+
+Taker: TypeAlias = Callable[[Deliver], bool]
+"""Takes a delivery straight to its reader. False: it has not, since the reader is busy with an earlier one. It runs
+inside the dispatch host, and must not call back into it.
+"""
 
 
 class OutputStream:
@@ -26,16 +31,24 @@ class OutputStream:
         """False: `on_output` is called at the end only."""
         self._on_output = on_output
         self._pending: list[Deliver] = []
+        self.taker: Taker | None = None
+        """Is offered what comes before the end while nothing waits to be polled."""
         self.watch: Callable[[Deliver], None] | None = None
-        """Is told of every delivery as it comes."""
+        """Is told of what comes up to the first token, and of the last delivery."""
+        self.num_tokens = 0
+        """Delivered so far."""
         self.error: HoldfastError | None = None
         """What has ended it, and is raised after all earlier output."""
 
     def push(self, delivery: Deliver) -> None:
-        self._pending.append(delivery)
-        if self.watch is not None:
+        is_last = delivery.finish_reason is not None
+        if self.watch is not None and (is_last or not self.num_tokens):
             self.watch(delivery)
-        if self.notifies_each_step or delivery.finish_reason is not None:
+        self.num_tokens += len(delivery.token_ids)
+        if self.taker is not None and not self._pending and not is_last and self.taker(delivery):
+            return
+        self._pending.append(delivery)
+        if self.notifies_each_step or is_last:
             self._on_output()
         elif len(self._pending) >= MERGED_AT:
             self._pending = [merged(self._pending)]

@@ -18,7 +18,8 @@ class RequestTable:
     def __init__(self) -> None:
         self.deadlines = Timers[str]()
         self._states: dict[str, RequestState] = {}
-        self._by_attempt: dict[Hashable, RequestState] = {}
+        self.by_attempt: dict[Hashable, RequestState] = {}
+        """Those that run. To be read; `running` says which of them run on a replica."""
         self._last_attempt = 0
         self._siblings = Counter[tuple[Hashable, str]]()
         """Attempts of each group of siblings on each replica."""
@@ -57,7 +58,7 @@ class RequestTable:
         state.attempt = Attempt(number=self._last_attempt, replica=replica, sent_at=now)
         state.num_steps = 0
         state.note_replica(replica.facts)
-        self._by_attempt[self._last_attempt] = state
+        self.by_attempt[self._last_attempt] = state
         num_new_tokens = self._num_new_tokens(state, replica)
         replica.note_sent(self._last_attempt, num_new_tokens)
         if is_first:  # a tenant is not charged for recomputation after a failover
@@ -70,18 +71,18 @@ class RequestTable:
         attempt = state.attempt
         assert attempt is not None, "only an attempt that runs can end"
         state.attempt = None
-        del self._by_attempt[attempt.number]
+        del self.by_attempt[attempt.number]
         attempt.replica.note_end(attempt.number)
         self._count_sibling(state, attempt.replica, -1)
         return attempt
 
     def running(self, replica: ReplicaState, attempt: Hashable) -> RequestState | None:
         """The request that an attempt is for, unless the attempt has ended, or is another replica's."""
-        return self._by_attempt.get(attempt) if attempt in replica.attempts else None
+        return self.by_attempt.get(attempt) if attempt in replica.attempts else None
 
     def on(self, replica: ReplicaState) -> list[RequestState]:
         """The requests that run on a replica, in the order in which they were sent."""
-        return [self._by_attempt[attempt] for attempt in sorted(replica.attempts)]
+        return [self.by_attempt[attempt] for attempt in sorted(replica.attempts)]
 
     def check_integrity(self) -> None:
         """Asserts that the indices agree with the states."""
@@ -90,12 +91,12 @@ class RequestTable:
             assert state.status.is_waiting or state.status.has_attempt, f"{state.request_id} is over and open"
             assert state.status.has_attempt == (state.attempt is not None), f"{state.request_id}: {state.status}"
         running = {key: state.attempt for key, state in self._states.items() if state.attempt is not None}
-        assert len(running) == len(self._by_attempt)
+        assert len(running) == len(self.by_attempt)
         for request_id, attempt in running.items():
             assert request_id in self.deadlines
-            assert self._by_attempt[attempt.number] is self._states[request_id]
+            assert self.by_attempt[attempt.number] is self._states[request_id]
             assert attempt.number in attempt.replica.attempts
-        in_groups = [state for state in self._by_attempt.values() if state.request.group_id]
+        in_groups = [state for state in self.by_attempt.values() if state.request.group_id]
         assert self._siblings.total() == len(in_groups), f"{len(in_groups)} siblings have attempts: {self._siblings}"
 
     # --- inside ---

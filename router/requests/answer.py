@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.router.dispatch.call import Call
-from holdfast.router.dispatch.output_stream import merged
+from holdfast.router.dispatch.output_stream import Taker, merged
 from holdfast.router.dispatch.parallel_sampling import best, is_ranked
 from holdfast.router.events import Deliver, TextState, Usage
 from holdfast.router.requests.output_signal import OutputSignal
@@ -76,6 +76,10 @@ class SampledAnswer:
     def is_over(self) -> bool:
         """Every sequence has been read to its end."""
         return self._call.is_over
+
+    def hand_to(self, taker: Taker) -> None:
+        """As `Call.hand_to`: `taker` is, or asks, this answer's `has_output.give`, and so takes nothing out of turn."""
+        self._call.hand_to(taker)
 
     def read(self) -> Deliver | None:
         """Output that is there, if any, without waiting: for a reader that waits for `has_output` itself, and for no

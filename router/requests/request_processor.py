@@ -121,7 +121,10 @@ class RequestProcessor:
             texts=[sequence.text for sequence in sequences],
         )
         with closing(call), self._open_answers.holding(answer):
-            yield answer
+            try:
+                yield answer
+            finally:
+                watch.num_tokens = call.num_tokens
 
     @asynccontextmanager
     async def search(

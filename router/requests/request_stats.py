@@ -89,7 +89,7 @@ class RequestStats:
 
 
 class RequestWatch:
-    """One open request. `note` is called for every delivery of every stream, so it does next to nothing."""
+    """One open request. It hears of each stream's first tokens and its end, and is told the number of tokens."""
 
     def __init__(self, stats: ModelStats, num_prompt_tokens: int, now: Callable[[], float], began_at: float) -> None:
         self._stats = stats
@@ -98,16 +98,16 @@ class RequestWatch:
         self._began_at = began_at
         self._first_at: float | None = None
         self._num_first = 0
-        self._num_tokens = 0
+        self.num_tokens = 0
+        """Of all sequences; to be set before the end."""
         self._reason = "stop"
         self.on_first_token: Callable[[], None] = _nothing
         """Called once, when the first token comes."""
 
     def note(self, delivery: Deliver) -> None:
-        """New output of one of its sequences."""
-        self._num_tokens += len(delivery.token_ids)
+        """The first tokens of one of its sequences, or its end."""
         if self._first_at is None and delivery.token_ids:
-            self._first_at, self._num_first = self._now(), self._num_tokens
+            self._first_at, self._num_first = self._now(), len(delivery.token_ids)
             self.on_first_token()
         if delivery.finish_reason is not None:
             self._reason = str(delivery.finish_reason)
@@ -118,12 +118,12 @@ class RequestWatch:
         outcome = outcome_of(error) if error is not None else self._reason if is_over else CANCELLED
         stats.outcomes[outcome] += 1
         stats.num_prompt_tokens += self._num_prompt_tokens
-        stats.num_output_tokens += self._num_tokens
+        stats.num_output_tokens += self.num_tokens
         if self._first_at is None:
             return
         stats.first_token_s.note(self._first_at - self._began_at)
-        if self._num_tokens > self._num_first:
-            stats.output_token_s.note((now - self._first_at) / (self._num_tokens - self._num_first))
+        if self.num_tokens > self._num_first:
+            stats.output_token_s.note((now - self._first_at) / (self.num_tokens - self._num_first))
         if error is None and is_over:
             stats.duration_s.note(now - self._began_at)
 

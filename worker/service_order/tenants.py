@@ -18,12 +18,14 @@ _NUM_KEPT: Final = 1024
 class Tenant:
     """One tenant's account. Compared by identity."""
 
-    __slots__ = ("counter", "name", "num_waiting", "share")
+    __slots__ = ("counter", "name", "num_waiting", "output_token_cost", "share")
 
     def __init__(self, name: str, share: float) -> None:
         self.name = name
         self.share = share
         """Its weight: of two tenants who always have requests waiting, one with twice the share gets twice as much."""
+        self.output_token_cost = OUTPUT_WEIGHT / share
+        """What `charge` adds to the counter for one output token."""
         self.counter = 0.0
         """Weighted tokens served, over the share. Never falls; the tenant with the smallest is served next."""
         self.num_waiting = 0

@@ -66,12 +66,13 @@ class InferenceServicer:
         async with self._request_processor.open(plan.request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
             encode = ChunkEncoder(ChatDeltas(plan, answer.received) if plan.style is not None else None).encode
-            has_output = answer.has_output
+            has_output, write = answer.has_output, context.write
+            answer.hand_to(has_output.give)
             while not answer.is_over:
-                if not has_output.is_set:
-                    await has_output.next()
+                while not has_output.is_set and (delivery := await has_output.next()) is not None:
+                    await write(encode(delivery))
                 if (delivery := answer.read()) is not None:
-                    await context.write(encode(delivery))
+                    await write(encode(delivery))
 
     async def Abort(self, message: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         return inference_pb2.AbortResponse(was_open=self._request_processor.abort(message.request_id))

@@ -25,7 +25,7 @@ from holdfast.router.doors.http.answering import Endpoint, answering, headers_of
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from holdfast.router.doors.http.chat_completions import ChatChunks, chat_request, whole_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
-from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream, Shape
+from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream, Shape, Shortcut
 from holdfast.router.doors.http.messages import MessageEvents, whole_message
 from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
 from holdfast.router.doors.http.messages_body import chat_body as messages_chat
@@ -34,7 +34,14 @@ from holdfast.router.doors.http.openapi import description
 from holdfast.router.doors.http.responses import ResponseEvents, whole_response
 from holdfast.router.doors.http.responses_body import ResponsesBody
 from holdfast.router.doors.http.responses_body import chat_body as responses_chat
-from holdfast.router.doors.http.submission import Encoder, Submission, answer_events, catch_up, numbered_events
+from holdfast.router.doors.http.submission import (
+    Encoder,
+    Submission,
+    answer_events,
+    catch_up,
+    numbered_events,
+    straight,
+)
 from holdfast.router.events import ModelStatus
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import SampledAnswer
@@ -137,17 +144,24 @@ class HttpDoor:
                 response = Completions(body, answers, submission.identity.created, text_of)
                 return json_response(await unless_gone(request, response.whole()))
         generations[0].check_streamable()
-        events = self._completion_stream(body, generations, submission)
+        shortcut = Shortcut()
+        events = self._completion_stream(body, generations, submission, shortcut)
         headers = headers_of(request) | submission.headers
-        return EventStream(events, headers, is_held=submission.is_held)
+        return EventStream(events, headers, is_held=submission.is_held, shortcut=shortcut)
 
     async def _completion_stream(
-        self, body: CompletionBody, generations: Sequence[GenerationRequest], submission: Submission
+        self,
+        body: CompletionBody,
+        generations: Sequence[GenerationRequest],
+        submission: Submission,
+        shortcut: Shortcut,
     ) -> AsyncGenerator[bytes, None]:
         async with AsyncExitStack() as stack:
             answers = await self._open(stack, generations)
             encoder = Completions(body, answers, submission.identity.created, self._text_of(answers[0].model))
             catch_up(encoder, encoder.received(), submission)
+            if len(answers) == 1 and isinstance(answers[0], SampledAnswer):
+                answers[0].hand_to(straight(answers[0], encoder, shortcut, is_held=submission.is_held))
             async for event in numbered_events(encoder.numbered(), len(answers), encoder, submission):
                 yield event
 
@@ -198,9 +212,10 @@ class HttpDoor:
         encoder_of: Callable[[SampledAnswer], Encoder],
         shape: Shape = OPENAI,
     ) -> EventStream:
-        events = answer_events(self._requests.open(generation), encoder_of, submission)
+        shortcut = Shortcut()
+        events = answer_events(self._requests.open(generation), encoder_of, submission, shortcut)
         headers = headers_of(request) | submission.headers
-        return EventStream(events, headers, shape, is_held=submission.is_held)
+        return EventStream(events, headers, shape, is_held=submission.is_held, shortcut=shortcut)
 
     async def _open(
         self, stack: AsyncExitStack, generations: Sequence[GenerationRequest]

@@ -12,6 +12,7 @@ from holdfast.router.doors.chat_answer import call_prefix
 from holdfast.router.doors.http.bodies import ChatBody
 from holdfast.router.doors.http.calls import delta_of, finish_after_calls, whole_message
 from holdfast.router.doors.http.choices import TokenText, chat_logprobs, prompt_logprobs_of, usage_of
+from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, json_text
 from holdfast.router.doors.http.sampling import chat_params, priority_of
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
@@ -19,10 +20,6 @@ from holdfast.router.requests.answer import CompletedRequest, CompletedSequence,
 from holdfast.router.tools.chat_style import ChatReader
 
 DONE: Final = b"data: [DONE]\n\n"
-
-_JSON_TEXT: Final = json.JSONEncoder(ensure_ascii=False).encode
-_PLACE: Final = "\x00place of the text\x00"
-"""No model, id or fingerprint contains it."""
 
 NewReader: TypeAlias = Callable[[], ChatReader | None]
 """Makes what reads one choice's text; None where it is content as it stands."""
@@ -128,20 +125,24 @@ class ChatChunks:
         self._fingerprint: str | None = None
         self._num_completion_tokens = 0
         self._is_plain = not (body.tells_usage_always or body.return_token_ids)
-        self._plain: dict[int, tuple[bytes, bytes]] = {}
-        """By choice: what stands around the text of a chunk that says nothing else."""
+        self._plain: dict[int, Frame] = {}
+        """By choice that has begun."""
 
     def of(self, delivery: Deliver) -> bytes:
         """The events of one delivery; a choice's first begins with its role."""
+        if delivery.finish_reason is None and (plain := self.plain(delivery)) is not None:
+            return plain
         index = delivery.sequence_index
-        is_plain = delivery.finish_reason is None and not delivery.logprobs
-        if is_plain and index in self._plain and delivery.fingerprint == self._fingerprint:
-            before, after = self._plain[index]
-            return before + _JSON_TEXT(delivery.text).encode(errors="replace") + after
         events = b"" if index in self._over else self._choice(index, delivery)
         if delivery.usage is not None and self._body.tells_usage:
             events += event_of({**self._head, "choices": [], "usage": usage_of(delivery.usage)})
         return events
+
+    def plain(self, delivery: Deliver) -> bytes | None:
+        frame = self._plain.get(delivery.sequence_index)
+        if frame is None or delivery.logprobs or delivery.fingerprint != self._fingerprint:
+            return None
+        return b"%b%b%b" % (frame[0], json_text(delivery.text).encode(errors="replace"), frame[1])
 
     def end(self) -> bytes:
         return DONE
@@ -174,8 +175,7 @@ class ChatChunks:
             self._over.add(index)
             self._plain.pop(index, None)
         elif self._is_plain and self._readers[index] is None:
-            before, after = self._event(index, {"content": _PLACE}, None, None).split(_JSON_TEXT(_PLACE).encode())
-            self._plain[index] = before, after
+            self._plain[index] = frame_of(self._event(index, {"content": PLACE}, None, None))
 
     def _deltas(self, delivery: Deliver) -> list[dict[str, Any]]:
         """What a delivery's text comes to."""

@@ -18,6 +18,7 @@ from holdfast.router.doors.http.choices import (
     prompt_logprobs_of,
     usage_of,
 )
+from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, json_text
 from holdfast.router.doors.http.sampling import completion_params, priority_of, scores_only
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
@@ -84,6 +85,15 @@ class Completions:
         self._text_of = text_of
         self._per_prompt = body.given("n") or 1
         self._offsets: dict[int, int] = {}
+        """By choice that has begun: the length of its text."""
+        self._is_plain = not (
+            body.tells_usage_always
+            or body.return_token_ids
+            or scores_only(body)
+            or any(body.given(name) is not None for name in ("logprobs", "prompt_logprobs"))
+        )
+        self._plain: dict[tuple[int, str], Frame] = {}
+        """By choice and fingerprint."""
         self._head: dict[str, Any] = {
             "id": completion_id(answers[0].request_id),
             "object": "text_completion",
@@ -109,10 +119,23 @@ class Completions:
         if delivery.usage is not None:
             self._usages.append(delivery.usage)
         if index not in self._over:
-            events = self._chunk(delivery)
+            plain = self.plain(delivery) if delivery.finish_reason is None else None
+            events = plain or self._chunk(delivery)
         if delivery.finish_reason is not None:
             self._over.add(index)
         return events
+
+    def plain(self, delivery: Deliver) -> bytes | None:
+        index, fingerprint, text = delivery.sequence_index, delivery.fingerprint, delivery.text
+        if delivery.logprobs or not self._is_plain or index not in self._offsets:
+            return None
+        frame = self._plain.get((index, fingerprint))
+        if frame is None:
+            said = self._chunk(delivery._replace(text=PLACE))
+            self._offsets[index] -= len(PLACE)
+            frame = self._plain[index, fingerprint] = frame_of(said)
+        self._offsets[index] += len(text)
+        return b"%b%b%b" % (frame[0], json_text(text).encode(errors="replace"), frame[1])
 
     def end(self) -> bytes:
         """The usage of all prompts, and that it is done."""

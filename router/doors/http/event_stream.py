@@ -13,6 +13,7 @@ from typing import Final
 
 from starlette.types import Receive, Scope, Send
 
+from holdfast.router.doors.http.connection import CONNECTION, Connection
 from holdfast.router.doors.http.errors import HttpError, http_error
 from holdfast.router.held_stream import HOLD, failed_line
 from holdfast.worker.errors import HoldfastError, InternalError
@@ -38,6 +39,18 @@ OPENAI: Final = Shape(lambda error: error.openai)
 ANTHROPIC: Final = Shape(lambda error: error.anthropic, b"event: error\n")
 
 
+class Shortcut:
+    """By which whoever makes a response's events may write some of them itself."""
+
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
+        """Set once the response has begun, where the server has one to give."""
+
+    @property
+    def num_written(self) -> int:
+        return 0 if self.connection is None else self.connection.num_chunks
+
+
 class EventStream:
     """`events` yields whole events as bytes. It is closed, whatever happens, before the response ends."""
 
@@ -48,9 +61,13 @@ class EventStream:
         shape: Shape = OPENAI,
         *,
         is_held: bool = False,
+        shortcut: "Shortcut | None" = None,
     ) -> None:
-        """`shape` says errors in the client's words. `is_held`: the client may go on with it at another router."""
+        """`shape` says errors in the client's words. `is_held`: the client may go on with it at another router. By
+        `shortcut` whoever makes the events may write some of them itself, while it is asked for the next.
+        """
         self._events = events
+        self._shortcut = shortcut or Shortcut()
         self._shape = shape
         self._is_held = is_held
         self._headers = {
@@ -66,6 +83,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send = scope.get(PLAIN_SEND, send)
+        self._connection: Connection | None = scope.get(CONNECTION)
         streaming = asyncio.current_task()
         assert streaming is not None, "a response is sent by a task"
         watching = asyncio.create_task(_cancel_when_gone(receive, streaming), name="http disconnect")
@@ -97,9 +115,9 @@ class EventStream:
 
     async def _comment_when_silent(self, send: Send) -> None:
         while True:
-            num_written = self._num_written
+            num_written = self._num_written + self._shortcut.num_written
             await asyncio.sleep(KEEP_ALIVE_S)
-            if num_written == self._num_written:
+            if num_written == self._num_written + self._shortcut.num_written:
                 await self._write(send, _COMMENT)
 
     async def _write(self, send: Send, data: bytes) -> None:
@@ -113,6 +131,8 @@ class EventStream:
         self.on_status(status)
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": pairs})
+        if status == 200:
+            self._shortcut.connection = self._connection
 
     async def _fail(self, send: Send, error: HoldfastError) -> None:
         """As a status where none has been sent, else as a last event."""

@@ -48,6 +48,9 @@ class MessageEvents:
             events += _event("message_delta", {"delta": ended, "usage": {"output_tokens": self._num_tokens}})
         return events
 
+    def plain(self, delivery: Deliver) -> None:
+        return None
+
     def end(self) -> bytes:
         return _event("message_stop", {})
 

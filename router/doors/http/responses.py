@@ -49,6 +49,9 @@ class ResponseEvents:
             events += self._event(f"response.{ended['status']}", {"response": ended})
         return events
 
+    def plain(self, delivery: Deliver) -> None:
+        return None
+
     def end(self) -> bytes:
         return b""
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from holdfast.router.doors.http.connection import Connection
+
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
 TICK_S = 1.0
@@ -25,7 +27,7 @@ class HttpServer:
         self._socket = _bound(host, port)
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             access_log=False,

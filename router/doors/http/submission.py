@@ -11,6 +11,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
+from holdfast.router.dispatch.output_stream import Taker
+from holdfast.router.doors.http.event_stream import Shortcut
 from holdfast.router.events import Deliver
 from holdfast.router.held_stream import HOLD, RESUME, Identity, Mark, Noted
 from holdfast.router.request import GenerationRequest
@@ -84,6 +86,11 @@ class Encoder(Protocol):
         before there is nothing to say but the usage.
         """
 
+    def plain(self, delivery: Deliver) -> bytes | None:
+        """The events of a delivery before the end, whose choice has begun, if they are text in a frame that was made
+        before. None: `of` is to write them.
+        """
+
     def end(self) -> bytes:
         """What comes after the last delivery."""
 
@@ -92,14 +99,16 @@ async def answer_events(
     opening: AbstractAsyncContextManager[SampledAnswer],
     encoder_of: Callable[[SampledAnswer], Encoder],
     submission: Submission,
+    shortcut: Shortcut,
 ) -> AsyncGenerator[bytes, None]:
     """The events of one answer, delivery by delivery; of a resumed one those that its client does not have. It is open
-    as long as they are read.
+    as long as they are read. What is plain goes by the shortcut, where there is one, while the next one is waited for.
     """
     is_held = submission.is_held
     async with opening as answer:
         encoder = encoder_of(answer)
         catch_up(encoder, answer.received, submission)
+        answer.hand_to(straight(answer, encoder, shortcut, is_held=is_held))
         encoded = encoder.of
         async for delivery in answer:
             events, is_last = encoded(delivery), delivery.usage is not None
@@ -111,10 +120,23 @@ async def answer_events(
                 yield events
 
 
+def straight(answer: SampledAnswer, encoder: Encoder, shortcut: Shortcut, *, is_held: bool) -> Taker:
+    """Writes plain deliveries while the answer's reader waits, which therefore has written all before them."""
+    has_output, plain = answer.has_output, encoder.plain
+
+    def take(delivery: Deliver) -> bool:
+        waiter, connection = has_output.waiter, shortcut.connection
+        if connection is None or waiter is None or waiter.done() or (events := plain(delivery)) is None:
+            return False
+        return connection.write_chunk(events + mark(delivery, encoder, is_last=False) if is_held else events)
+
+    return take
+
+
 async def numbered_events(
     deliveries: AsyncIterator[Deliver], num_answers: int, encoder: Encoder, submission: Submission
 ) -> AsyncGenerator[bytes, None]:
-    """The events of several answers, whose deliveries come with the numbers of their choices."""
+    """The events of one or several answers, whose deliveries come with the numbers of their choices."""
     async for delivery in deliveries:
         num_answers -= delivery.usage is not None
         events = encoder.of(delivery)

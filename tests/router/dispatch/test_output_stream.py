@@ -86,3 +86,29 @@ def test_a_reader_that_waits_for_the_end_is_woken_once_and_misses_nothing():
     failed.notifies_each_step = False
     failed.fail(ReplicaError("lost"))
     assert woken[1:] == ["failed"]
+
+
+def test_a_taker_is_offered_what_nothing_waits_before_but_not_the_end():
+    taken, takes, news = [], [True], []
+    straight = OutputStream("x", lambda: news.append(len(taken)))
+    straight.taker = lambda delivery: takes[0] and not taken.append(delivery)
+    straight.push(piece(0, 0))
+    takes[0] = False
+    straight.push(piece(1, 1))
+    takes[0] = True
+    straight.push(piece(2, 2))  # behind what waits
+    assert (taken, news) == ([piece(0, 0)], [1, 1])
+    assert straight.poll().token_ids == (1, 2)
+    straight.push(piece(3, 3))
+    straight.push(piece(4, 4, finish=FinishReason.STOP))
+    assert (len(taken), straight.poll().token_ids, straight.num_tokens) == (2, (4,), 5)
+
+
+def test_a_watch_hears_of_the_first_token_and_of_the_end():
+    heard = []
+    watched = OutputStream("x", lambda: None)
+    watched.watch = heard.append
+    every = [piece(0, 0), piece(1, 1), piece(2, 2, finish=FinishReason.STOP)]
+    for one in every:
+        watched.push(one)
+    assert (heard, watched.num_tokens) == ([every[0], every[2]], 3)
