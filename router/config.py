@@ -28,6 +28,11 @@ class LimitsConfig(Settings):
     max_bad_words: int = Field(256, ge=0, description="maximum number of bad words of one request")
     max_bad_word_length: int = Field(256, ge=1, description="maximum characters of one bad word")
     max_sequences: int = Field(64, ge=1, description="maximum n or best_of of one request")
+    max_open_per_tenant: int | None = Field(
+        None,
+        ge=1,
+        description="requests that one tenant may have open in one router; more are refused; default: any number",
+    )
     max_grammar_length: int = Field(
         64 * 2**10,
         ge=0,

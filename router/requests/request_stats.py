@@ -12,10 +12,13 @@ from typing import Final
 
 from holdfast.router.events import Deliver
 from holdfast.worker.errors import (
+    AuthenticationError,
     CallerError,
     CapacityError,
     DeadlineExceededError,
     HoldfastError,
+    PermissionDeniedError,
+    RateLimitError,
     ReplicaError,
     RequestAbortedError,
     RequestSupersededError,
@@ -25,7 +28,10 @@ CANCELLED: Final = "cancelled"
 """The client has left."""
 
 _OUTCOMES: Final[dict[type[HoldfastError], str]] = {
+    AuthenticationError: "denied",
+    PermissionDeniedError: "denied",
     CallerError: "invalid",
+    RateLimitError: "rate_limit",
     CapacityError: "capacity",
     ReplicaError: "unavailable",
     DeadlineExceededError: "deadline",
@@ -100,6 +106,11 @@ class RequestWatch:
         self._num_first = 0
         self._num_tokens = 0
         self._reason = "stop"
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far."""
+        return self._num_tokens
 
     def note(self, delivery: Deliver) -> None:
         """New output of one of its sequences."""

@@ -6,7 +6,9 @@ What may not live here: what is served (`app.py`).
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -20,11 +22,12 @@ TICK_S = 1.0
 class HttpServer:
     """One ASGI application on one port. `start` binds it, and `stop` ends it once responses are out."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         """Binds `host:port`, where port 0 is any free one. Raises OSError if it is taken."""
         self._socket = _bound(host, port)
-        config = uvicorn.Config(
+        config = _Config(
             app,
+            tls,
             http="httptools",
             ws="none",
             lifespan="off",
@@ -61,6 +64,18 @@ class HttpServer:
         except TimeoutError:
             self._server.force_exit = True
             await self._serving
+
+
+class _Config(uvicorn.Config):
+    """With a context for TLS that is made elsewhere, since its files may change."""
+
+    def __init__(self, app: ASGIApp, tls: ssl.SSLContext | None, **options: Any) -> None:
+        super().__init__(app, **options)
+        self._tls = tls
+
+    def load(self) -> None:
+        super().load()
+        self.ssl = self._tls
 
 
 class _Embedded(uvicorn.Server):

@@ -85,7 +85,7 @@ class InferenceProtocolServicer:
     async def ModelStatistics(
         self, message: grpc_service_pb2.ModelStatisticsRequest, context: Context
     ) -> grpc_service_pb2.ModelStatisticsResponse:
-        models = [self._model(message.name, message.version)] if message.name else self._dispatch_host.models()
+        models = [self._model(message.name, message.version)] if message.name else self._request_processor.models()
         num_steps = dict.fromkeys((model.name for model in models), 0)
         for load in self._dispatch_host.loads():
             if load.model in num_steps and load.stats is not None:
