@@ -1,11 +1,12 @@
-"""Router configuration: validated, frozen settings in two groups. `cluster/config/` loads them.
+"""Router configuration: validated, frozen settings in three groups. `cluster/config/` loads them.
 
 What may not live here: reading files or the environment, and values that are known only once replicas are up.
 """
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from holdfast.worker.config import Bytes, Settings
 
@@ -38,6 +39,38 @@ class LimitsConfig(Settings):
         ge=0,
         description="maximum characters of a JSON schema, a regex, a grammar, or all choices of one request",
     )
+
+
+class SecurityConfig(Settings):
+    """Who may call, and how ports and links are encrypted. Files are read again when they change."""
+
+    api_keys: Path | None = Field(
+        None, description="file of API keys, as `holdfast keys add` writes it; unset: everyone may come in"
+    )
+    insecure: bool = Field(False, description="without keys, listen on other addresses than loopback all the same")
+    tls_cert: Path | None = Field(None, description="certificate chain (PEM) of the gRPC and HTTP ports; unset: no TLS")
+    tls_key: Path | None = Field(None, description="its private key (PEM)")
+    tls_client_ca: Path | None = Field(
+        None, description="who signs clients' certificates (PEM); unset: clients are asked for none"
+    )
+    cluster_token_file: Path | None = Field(
+        None, description="file with the token by which routers and replicas know each other; unset: one is made"
+    )
+    link_cert: Path | None = Field(
+        None, description="certificate (PEM) for holdfast-link, of routers and replicas for their links; unset: no TLS"
+    )
+    link_key: Path | None = Field(None, description="its private key (PEM)")
+    link_ca: Path | None = Field(None, description="who signs certificates of links (PEM)")
+
+    @model_validator(mode="after")
+    def _check_files(self) -> "SecurityConfig":
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key must be set both, or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca must come with tls_cert and tls_key")
+        if len({path is None for path in (self.link_cert, self.link_key, self.link_ca)}) > 1:
+            raise ValueError("link_cert, link_key and link_ca must be set all, or none of them")
+        return self
 
 
 class RouterConfig(Settings):

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import grpc
@@ -18,6 +18,7 @@ from holdfast.router.doors.http.app import HttpDoor
 from holdfast.router.doors.http.server import HttpServer
 from holdfast.router.doors.in_process import InProcessDoor
 from holdfast.router.doors.oip import servicer as open_inference
+from holdfast.router.events import ModelStatus
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import ReplicaDirectory
 from holdfast.router.requests.request_processor import RequestProcessor
@@ -48,8 +49,10 @@ class Router:
         gate: Gate | None = None,
         tls: ServerTls | None = None,
         links: LinkSecurity = UNSECURED,
+        on_models: Callable[[Sequence[ModelStatus]], None] | None = None,
     ) -> None:
         self._tls = tls
+        self._on_models = on_models
         self._health = health.HealthServicer()
         gate = gate or Gate()
         dispatch = Dispatch(config, limits, random.Random().randrange, order=order)
@@ -94,15 +97,17 @@ class Router:
         gate: Gate | None = None,
         tls: ServerTls | None = None,
         links: LinkSecurity = UNSECURED,
+        on_models: Callable[[Sequence[ModelStatus]], None] | None = None,
     ) -> "Router":
         """A router that listens on `host:port` (port 0 picks a free one) and dials the replicas of `directory`.
 
         With an `http_port` it serves HTTP as well, with an `admin_port` channelz on loopback. Does not wait for
         replicas: until one is up, requests are UNAVAILABLE and health is NOT_SERVING. The `gate` lets callers in at
         every port; without it all may come. gRPC and HTTP are served over `tls`, if it is given, and `links` says how
-        replicas are dialled. Raises `RuntimeError` if a port is taken.
+        replicas are dialled. `on_models` is told the models that are served here, when they change. Raises
+        `RuntimeError` if a port is taken.
         """
-        router = cls(config, limits, load_tokenizer, order, gate, tls, links)
+        router = cls(config, limits, load_tokenizer, order, gate, tls, links, on_models)
         await router._listen(host, port)
         if http_port is not None:
             await router._listen_http(host, http_port)
@@ -184,4 +189,7 @@ class Router:
         logger.info("the router serves operators on %s", self.admin_address)
 
     def _publish_health(self) -> None:
-        self._health.publish(self._dispatch_host.models())
+        models = self._dispatch_host.models()
+        self._health.publish(models)
+        if self._on_models is not None:
+            self._on_models(models)
