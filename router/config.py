@@ -23,6 +23,17 @@ class LimitsConfig(Settings):
     max_timeout_s: float = Field(3600.0, gt=0, description="longest timeout that a request may set, in seconds")
     max_prompt_bytes: Bytes = Field(512 * 2**10, ge=1, description="maximum bytes of a prompt's text, in UTF-8")
     max_message_bytes: Bytes = Field(32 * 2**20, ge=2**20, description="maximum bytes of a gRPC request")
+    max_header_bytes: Bytes = Field(
+        32 * 2**10, ge=2**12, description="maximum bytes of a request's headers or metadata, over HTTP and gRPC"
+    )
+    max_connections: int = Field(4096, ge=1, description="connections that each port of a router has open at most")
+    receive_timeout_s: float = Field(120.0, gt=0, description="seconds within which an HTTP request must have arrived")
+    slow_reader_s: float = Field(
+        120.0,
+        gt=0,
+        description="seconds that a client may leave waiting what it was sent; its connection is then closed. Over "
+        "gRPC, seconds after the request's timeout",
+    )
     max_request_id_length: int = Field(128, ge=32, description="maximum characters of a request id")
     max_stop_strings: int = Field(64, ge=0, description="maximum number of stop strings of one request")
     max_stop_string_length: int = Field(1024, ge=1, description="maximum characters of one stop string")

@@ -51,7 +51,7 @@ class Router:
         links: LinkSecurity = UNSECURED,
         on_models: Callable[[Sequence[ModelStatus]], None] | None = None,
     ) -> None:
-        self._tls = tls
+        self._tls, self._limits = tls, limits
         self._on_models = on_models
         self._health = health.HealthServicer()
         gate = gate or Gate()
@@ -163,7 +163,7 @@ class Router:
     async def _listen_http(self, host: str, port: int) -> None:
         try:
             self._http_server = HttpServer(
-                self._http_door.app(), host, port, None if self._tls is None else self._tls.context()
+                self._http_door.app(), host, port, None if self._tls is None else self._tls.context(), self._limits
             )
         except OSError as taken:
             await self._server.stop(None)

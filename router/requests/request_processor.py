@@ -32,7 +32,13 @@ from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.router.text.vocabulary import check_vocabulary, resolved
 from holdfast.router.tools.chat_style import ChatStyle
-from holdfast.worker.errors import InvalidRequestError, RateLimitError, ReplicaError, UnknownModelError
+from holdfast.worker.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    RateLimitError,
+    ReplicaError,
+    UnknownModelError,
+)
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.structured_outputs import StructuredOutputs
 
@@ -93,9 +99,21 @@ class RequestProcessor:
         admitted = await self._counted(self._admit(request, time_remaining_s))
         watch = self._watch(admitted)
         with watching(watch) as is_over, self._charging(admitted.caller, watch):
-            async with self._opened(request, admitted, watch) as answer:
+            async with self._while_it_is_read(admitted), self._opened(request, admitted, watch) as answer:
                 yield answer
             is_over.append(answer.is_over)
+
+    @asynccontextmanager
+    async def _while_it_is_read(self, admitted: "_Admitted") -> AsyncIterator[None]:
+        """Ends the task of a reader that does not even take the error of its deadline."""
+        time_left_s = admitted.deadline - self._dispatch_host.now() + self._limits.slow_reader_s
+        try:
+            async with asyncio.timeout(time_left_s) as reading:
+                yield
+        except TimeoutError:
+            if not reading.expired():
+                raise
+            raise DeadlineExceededError("the answer was not read (limits.slow_reader_s)") from None
 
     @contextmanager
     def _charging(self, caller: Caller, watch: RequestWatch) -> Iterator[None]:

@@ -13,6 +13,9 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from holdfast.router.config import LimitsConfig
+from holdfast.router.doors.http.protocol import BoundedProtocol
+
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
 TICK_S = 1.0
@@ -22,13 +25,16 @@ TICK_S = 1.0
 class HttpServer:
     """One ASGI application on one port. `start` binds it, and `stop` ends it once responses are out."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, tls: ssl.SSLContext | None = None, limits: LimitsConfig | None = None
+    ) -> None:
         """Binds `host:port`, where port 0 is any free one. Raises OSError if it is taken."""
         self._socket = _bound(host, port)
         config = _Config(
             app,
             tls,
-            http="httptools",
+            limits or LimitsConfig(),
+            http=BoundedProtocol,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -67,11 +73,12 @@ class HttpServer:
 
 
 class _Config(uvicorn.Config):
-    """With a context for TLS that is made elsewhere, since its files may change."""
+    """With a context for TLS that is made elsewhere, since its files may change, and bounds for connections."""
 
-    def __init__(self, app: ASGIApp, tls: ssl.SSLContext | None, **options: Any) -> None:
+    def __init__(self, app: ASGIApp, tls: ssl.SSLContext | None, limits: LimitsConfig, **options: Any) -> None:
         super().__init__(app, **options)
         self._tls = tls
+        self.limits = limits
 
     def load(self) -> None:
         super().load()
