@@ -4,11 +4,14 @@ What may not live here: reading files or the environment, and values that are kn
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from holdfast.worker.config import Bytes, Settings
+
+File = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+"""A file by its whole path: processes that read it may have another working directory."""
 
 
 class LimitsConfig(Settings):
@@ -55,23 +58,23 @@ class LimitsConfig(Settings):
 class SecurityConfig(Settings):
     """Who may call, and how ports and links are encrypted. Files are read again when they change."""
 
-    api_keys: Path | None = Field(
+    api_keys: File | None = Field(
         None, description="file of API keys, as `holdfast keys add` writes it; unset: everyone may come in"
     )
     insecure: bool = Field(False, description="without keys, listen on other addresses than loopback all the same")
-    tls_cert: Path | None = Field(None, description="certificate chain (PEM) of the gRPC and HTTP ports; unset: no TLS")
-    tls_key: Path | None = Field(None, description="its private key (PEM)")
-    tls_client_ca: Path | None = Field(
+    tls_cert: File | None = Field(None, description="certificate chain (PEM) of the gRPC and HTTP ports; unset: no TLS")
+    tls_key: File | None = Field(None, description="its private key (PEM)")
+    tls_client_ca: File | None = Field(
         None, description="who signs clients' certificates (PEM); unset: clients are asked for none"
     )
-    cluster_token_file: Path | None = Field(
+    cluster_token_file: File | None = Field(
         None, description="file with the token by which routers and replicas know each other; unset: one is made"
     )
-    link_cert: Path | None = Field(
+    link_cert: File | None = Field(
         None, description="certificate (PEM) for holdfast-link, of routers and replicas for their links; unset: no TLS"
     )
-    link_key: Path | None = Field(None, description="its private key (PEM)")
-    link_ca: Path | None = Field(None, description="who signs certificates of links (PEM)")
+    link_key: File | None = Field(None, description="its private key (PEM)")
+    link_ca: File | None = Field(None, description="who signs certificates of links (PEM)")
 
     @model_validator(mode="after")
     def _check_files(self) -> "SecurityConfig":
