@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from holdfast.worker.errors import HoldfastError
     from holdfast.worker.request import FinishReason, Priority
     from holdfast.worker.sampling_params import RequestOutputKind, SamplingParams
+    from holdfast.worker.security.tls import Tls
     from holdfast.worker.structured_outputs import StructuredOutputs
 
     GuidedDecodingParams = StructuredOutputsParams = StructuredOutputs
@@ -49,6 +50,7 @@ __all__ = [
     "StructuredOutputs",
     "StructuredOutputsParams",
     "TextPrompt",
+    "Tls",
     "TokensPrompt",
     "__version__",
     "build_app",
@@ -73,6 +75,7 @@ _HOMES = {
     "RequestOutputKind": "holdfast.worker.sampling_params",
     "SamplingParams": "holdfast.worker.sampling_params",
     "StructuredOutputs": "holdfast.worker.structured_outputs",
+    "Tls": "holdfast.worker.security.tls",
     "TextPrompt": "holdfast.cluster.offline.prompts",
     "TokensPrompt": "holdfast.cluster.offline.prompts",
     "build_app": "holdfast.cluster.serve.app",

@@ -1,16 +1,20 @@
-"""Router configuration: validated, frozen settings in two groups. `cluster/config/` loads them.
+"""Router configuration: validated, frozen settings in three groups. `cluster/config/` loads them.
 
 What may not live here: reading files or the environment, and values that are known only once replicas are up.
 """
 
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from holdfast.worker.config import Bytes, Settings
 
 PolicyName = Literal["prefix_aware", "session_affinity", "power_of_two", "least_loaded", "round_robin", "random"]
 """The routing policies, which are in `replicas/policy.py`."""
+
+File = Annotated[Path, AfterValidator(lambda path: path.expanduser().absolute())]
+"""A file by its whole path: processes that read it may have another working directory."""
 
 
 class LimitsConfig(Settings):
@@ -25,17 +29,65 @@ class LimitsConfig(Settings):
     max_timeout_s: float = Field(3600.0, gt=0, description="longest timeout that a request may set, in seconds")
     max_prompt_bytes: Bytes = Field(512 * 2**10, ge=1, description="maximum bytes of a prompt's text, in UTF-8")
     max_message_bytes: Bytes = Field(32 * 2**20, ge=2**20, description="maximum bytes of a gRPC request")
+    max_header_bytes: Bytes = Field(
+        32 * 2**10, ge=2**12, description="maximum bytes of a request's headers or metadata, over HTTP and gRPC"
+    )
+    max_connections: int = Field(4096, ge=1, description="connections that each port of a router has open at most")
+    receive_timeout_s: float = Field(120.0, gt=0, description="seconds within which an HTTP request must have arrived")
+    slow_reader_s: float = Field(
+        120.0,
+        gt=0,
+        description="seconds that a client may leave waiting what it was sent; its connection is then closed. Over "
+        "gRPC, seconds after the request's timeout",
+    )
     max_request_id_length: int = Field(128, ge=32, description="maximum characters of a request id")
     max_stop_strings: int = Field(64, ge=0, description="maximum number of stop strings of one request")
     max_stop_string_length: int = Field(1024, ge=1, description="maximum characters of one stop string")
     max_bad_words: int = Field(256, ge=0, description="maximum number of bad words of one request")
     max_bad_word_length: int = Field(256, ge=1, description="maximum characters of one bad word")
     max_sequences: int = Field(64, ge=1, description="maximum n or best_of of one request")
+    max_open_per_tenant: int | None = Field(
+        None,
+        ge=1,
+        description="requests that one tenant may have open in one router; more are refused; default: any number",
+    )
     max_grammar_length: int = Field(
         64 * 2**10,
         ge=0,
         description="maximum characters of a JSON schema, a regex, a grammar, or all choices of one request",
     )
+
+
+class SecurityConfig(Settings):
+    """Who may call, and how ports and links are encrypted. Files are read again when they change."""
+
+    api_keys: File | None = Field(
+        None, description="file of API keys, as `holdfast keys add` writes it; unset: everyone may come in"
+    )
+    insecure: bool = Field(False, description="without keys, listen on other addresses than loopback all the same")
+    tls_cert: File | None = Field(None, description="certificate chain (PEM) of the gRPC and HTTP ports; unset: no TLS")
+    tls_key: File | None = Field(None, description="its private key (PEM)")
+    tls_client_ca: File | None = Field(
+        None, description="who signs clients' certificates (PEM); unset: clients are asked for none"
+    )
+    cluster_token_file: File | None = Field(
+        None, description="file with the token by which routers and replicas know each other; unset: one is made"
+    )
+    link_cert: File | None = Field(
+        None, description="certificate (PEM) for holdfast-link, of routers and replicas for their links; unset: no TLS"
+    )
+    link_key: File | None = Field(None, description="its private key (PEM)")
+    link_ca: File | None = Field(None, description="who signs certificates of links (PEM)")
+
+    @model_validator(mode="after")
+    def _check_files(self) -> "SecurityConfig":
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key must be set both, or neither")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca must come with tls_cert and tls_key")
+        if len({path is None for path in (self.link_cert, self.link_key, self.link_ca)}) > 1:
+            raise ValueError("link_cert, link_key and link_ca must be set all, or none of them")
+        return self
 
 
 class RouterConfig(Settings):

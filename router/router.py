@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import grpc
@@ -18,12 +18,16 @@ from holdfast.router.doors.http.app import HttpDoor
 from holdfast.router.doors.http.server import HttpServer
 from holdfast.router.doors.in_process import InProcessDoor
 from holdfast.router.doors.oip import servicer as open_inference
+from holdfast.router.events import ModelStatus
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import ReplicaDirectory
 from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import ServiceOrderConfig
+from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
+from holdfast.worker.security.tls import ServerTls, add_port
 
 logger = logging.getLogger(__name__)
 
@@ -42,25 +46,32 @@ class Router:
         limits: LimitsConfig,
         load_tokenizer: Callable[[str], Tokenizer],
         order: ServiceOrderConfig | None = None,
+        gate: Gate | None = None,
+        tls: ServerTls | None = None,
+        links: LinkSecurity = UNSECURED,
+        on_models: Callable[[Sequence[ModelStatus]], None] | None = None,
     ) -> None:
+        self._tls, self._limits = tls, limits
+        self._on_models = on_models
         self._health = health.HealthServicer()
+        gate = gate or Gate()
         dispatch = Dispatch(config, limits, random.Random().randrange, order=order)
         self._dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), self._publish_health)
         tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
-        self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits)
-        self._link_pool = LinkPool(self._dispatch_host, tokenizers, config)
+        self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits, gate)
+        self._link_pool = LinkPool(self._dispatch_host, tokenizers, config, links)
         parts = self._request_processor, self._dispatch_host
         servicers = {
             server.SERVICE: server.InferenceServicer(*parts),
             open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts),
             health.SERVICE: self._health,
         }
-        self._build_server = partial(server.build_server, config=config, limits=limits)
+        self._build_server = partial(server.build_server, config=config, limits=limits, gate=gate)
         trailers = LoadReports(self._dispatch_host).trailers if config.load_reports else None
         self._server: grpc.aio.Server = self._build_server(servicers, trailers=trailers)
         self._admin_server: grpc.aio.Server | None = None
-        self._http_door = HttpDoor(*parts, limits)
-        self.in_process = InProcessDoor(self._request_processor)
+        self._http_door = HttpDoor(*parts, limits, gate)
+        self.in_process = InProcessDoor(self._request_processor, gate)
         """For calls from this process."""
         self._http_server: HttpServer | None = None
         self._following: asyncio.Task[None] | None = None
@@ -83,14 +94,20 @@ class Router:
         order: ServiceOrderConfig | None = None,
         http_port: int | None = None,
         admin_port: int | None = None,
+        gate: Gate | None = None,
+        tls: ServerTls | None = None,
+        links: LinkSecurity = UNSECURED,
+        on_models: Callable[[Sequence[ModelStatus]], None] | None = None,
     ) -> "Router":
         """A router that listens on `host:port` (port 0 picks a free one) and dials the replicas of `directory`.
 
         With an `http_port` it serves HTTP as well, with an `admin_port` channelz on loopback. Does not wait for
-        replicas: until one is up, requests are UNAVAILABLE and health is NOT_SERVING. Raises `RuntimeError` if a port
-        is taken.
+        replicas: until one is up, requests are UNAVAILABLE and health is NOT_SERVING. The `gate` lets callers in at
+        every port; without it all may come. gRPC and HTTP are served over `tls`, if it is given, and `links` says how
+        replicas are dialled. `on_models` is told the models that are served here, when they change. Raises
+        `RuntimeError` if a port is taken.
         """
-        router = cls(config, limits, load_tokenizer, order)
+        router = cls(config, limits, load_tokenizer, order, gate, tls, links, on_models)
         await router._listen(host, port)
         if http_port is not None:
             await router._listen_http(host, http_port)
@@ -138,14 +155,16 @@ class Router:
         self._dispatch_host.check_integrity()
 
     async def _listen(self, host: str, port: int) -> None:
-        bound = self._server.add_insecure_port(f"{host}:{port}")
+        bound = add_port(self._server, f"{host}:{port}", self._tls)
         await self._server.start()
         self.address = f"{host}:{bound}"
         logger.info("the router listens on %s", self.address)
 
     async def _listen_http(self, host: str, port: int) -> None:
         try:
-            self._http_server = HttpServer(self._http_door.app(), host, port)
+            self._http_server = HttpServer(
+                self._http_door.app(), host, port, None if self._tls is None else self._tls.context(), self._limits
+            )
         except OSError as taken:
             await self._server.stop(None)
             raise RuntimeError(f"HTTP cannot listen on {host}:{port}: {taken}") from taken
@@ -170,4 +189,7 @@ class Router:
         logger.info("the router serves operators on %s", self.admin_address)
 
     def _publish_health(self) -> None:
-        self._health.publish(self._dispatch_host.models())
+        models = self._dispatch_host.models()
+        self._health.publish(models)
+        if self._on_models is not None:
+            self._on_models(models)

@@ -64,3 +64,16 @@ def test_the_table_of_rooms_names_every_file_and_no_other():
     paths = [path for package in ("worker", "router", "cluster") for path in (ROOT / package).rglob("*.py")]
     there = {str(path.relative_to(ROOT)) for path in paths if path.name != "__init__.py"}
     assert named == there, f"missing: {sorted(there - named)}; no such file: {sorted(named - there)}"
+
+
+def test_the_tests_that_the_threat_model_names_exist():
+    rows = re.findall(r"^\| .* \| ((?:`test_\w+`(?:, )?)+) \|$", TEXT["security.md"], re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`(test_\w+)`", row)}
+    assert len(rows) > 20
+    assert all("`test_" in row for row in TEXT["security.md"].split("## Who may do what")[1].splitlines()[4:24])
+    there = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    assert named <= there, named - there

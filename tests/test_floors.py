@@ -12,16 +12,21 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 POLICY = ("service_order", "plan", "kv", "scheduling", "speculation", "tuning", "engine_core")
 DEVICE = ("distributed", "layers", "attention", "sampling", "decoder", "model", "engine")
-PROCESS = ("wire", "supervision", "replica")  # wire: both ends of a link read and write its messages by one codec
+PROCESS = (
+    "wire",
+    "security",
+    "supervision",
+    "replica",
+)  # wire: both ends of a link read and write its messages by one codec
 ROOMS = {  # from the ground up: a room imports from those before it
     "worker": (*POLICY, *DEVICE, *PROCESS),
-    "router": ("wire", "text", "tools", "replicas", "dispatch", "requests", "links", "doors", "router"),
+    "router": ("wire", "text", "tools", "replicas", "dispatch", "security", "requests", "links", "doors", "router"),
     "cluster": ("config", "bundled_model", "client", "offline", "serve", "simulate", "demo", "commands"),
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
     "worker.decoder": ("cpu", "program"),  # an executor knows the layout; only the program knows an executor
 }
 DOORS = {  # what a package may import of those below it
-    "router": {"worker": ("words", "service_order", "wire")},  # one order of service, one codec of the link
+    "router": {"worker": ("words", "service_order", "wire", "security")},  # one codec and lock of the link
     "cluster": {"worker": ("words", *ROOMS["worker"]), "router": ("words", *ROOMS["router"])},
     "cluster.simulate": {
         "worker": ("words", *POLICY),
@@ -47,6 +52,7 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     "router.tools": TENSORS | IO,
     "router.replicas": TENSORS | IO,
     "router.dispatch": TENSORS | IO,
+    "router.security": TENSORS | IO,  # keys are made by a command, and looked up at the time that is passed in
     "cluster.simulate": TENSORS | (IO - {"random"}),
 }
 STUBS = ("worker.wire", "worker.replica", "router.wire", "router.links", "router.doors", "cluster.client")

@@ -7,10 +7,13 @@ to gRPC or HTTP codes (`router/wire/statuses.py`), and anything that imports tor
     ├── CallerError              the request or the configuration is wrong; a retry cannot help
     │   ├── InvalidRequestError      a field of a request (also a ValueError)
     │   ├── UnknownModelError        no such model is served here
+    │   ├── AuthenticationError      no valid key was sent
+    │   ├── PermissionDeniedError    the key may not do this
     │   ├── ConfigurationError       a setting (also a ValueError)
     │   └── UnsupportedModelError    a model that would run wrongly is refused (also a ValueError)
     ├── CapacityError            nobody's fault; try again after `retry_after_s`
-    │   └── QueueFullError
+    │   ├── QueueFullError
+    │   └── RateLimitError           the caller's own rate is used up
     ├── ReplicaError             a replica was lost or is not there yet; try again after `retry_after_s`
     ├── DeadlineExceededError    the caller's own deadline passed
     ├── RequestAbortedError      the caller went away, or the server is stopping
@@ -70,6 +73,18 @@ class UnknownModelError(CallerError):
         self.served = served
 
 
+class AuthenticationError(CallerError):
+    """No valid key was sent. The message is always the same, and tells nothing of what was sent."""
+
+
+class PermissionDeniedError(CallerError):
+    """The caller is known, and may not do this. `field` is that of the request, or the right that is missing."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class ConfigurationError(CallerError, ValueError):
     """A setting is wrong. The message names the setting, its value, where it came from, and what is allowed."""
 
@@ -96,6 +111,10 @@ class CapacityError(HoldfastError):
 
 class QueueFullError(CapacityError):
     """The bounded queue of a router or a worker is full."""
+
+
+class RateLimitError(CapacityError):
+    """The caller's own rate is used up. Others are not affected."""
 
 
 class ReplicaError(HoldfastError):

@@ -29,6 +29,7 @@ from holdfast.router.wire.statuses import error_of
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InternalError, InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.security.tls import Tls
 
 
 class Clock(Protocol):
@@ -64,18 +65,21 @@ class AsyncClient:
         *,
         connect_s: float = 5.0,
         reconnect_s: float = 60.0,
+        api_key: str = "",
+        tls: Tls | None = None,
         draw: Callable[[], float] = random.random,
         transport: Transport | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`address` is `host:port`, of one router or of several. `draw` is uniform in [0, 1).
+        """`address` is `host:port`, of one router or of several. `api_key` goes with every call; `tls` says whom the
+        client trusts, and who it is; None: connections are in the clear. `draw` is uniform in [0, 1).
 
         `transport` and `clock` are gRPC and the event loop's, unless a test brings its own.
         """
         self._addresses = (address,) if isinstance(address, str) else tuple(address)
         if not self._addresses:
             raise ValueError("address = (): must name at least one router")
-        self._transport = transport or GrpcTransport()
+        self._transport = transport or GrpcTransport(api_key, tls)
         self._clock = clock or LoopClock()
         self._connect_s = connect_s
         self._reconnect_s = reconnect_s

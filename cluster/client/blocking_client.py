@@ -6,7 +6,7 @@ What may live here: the thread and its loop. What may not: what becomes of a req
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
 from holdfast.cluster.call_options import CallOptions
@@ -15,6 +15,7 @@ from holdfast.cluster.client.handover import Handover
 from holdfast.router.chat import Message
 from holdfast.router.generation import Chunk, Generation
 from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.security.tls import Tls
 
 ResultT = TypeVar("ResultT")
 
@@ -28,6 +29,8 @@ class Client:
         *,
         connect_s: float = 5.0,
         reconnect_s: float = 60.0,
+        api_key: str = "",
+        tls: Tls | None = None,
         draw: Callable[[], float] = random.random,
     ) -> None:
         """As `AsyncClient.__init__`."""
@@ -37,7 +40,8 @@ class Client:
         self._open: set[Handover[Chunk]] = set()
         """Streams that are iterated over."""
         try:
-            self._client = self._wait(_made(address, connect_s, reconnect_s, draw))
+            options = {"connect_s": connect_s, "reconnect_s": reconnect_s, "api_key": api_key, "tls": tls, "draw": draw}
+            self._client = self._wait(_made(address, options))
         except BaseException:
             self._stop()
             raise
@@ -125,8 +129,6 @@ class Client:
         self._loop.close()
 
 
-async def _made(
-    address: str | Sequence[str], connect_s: float, reconnect_s: float, draw: Callable[[], float]
-) -> AsyncClient:
+async def _made(address: str | Sequence[str], options: Mapping[str, Any]) -> AsyncClient:
     """Made on the loop: gRPC channels belong to the loop that they are made on."""
-    return AsyncClient(address, connect_s=connect_s, reconnect_s=reconnect_s, draw=draw)
+    return AsyncClient(address, **options)

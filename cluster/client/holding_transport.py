@@ -19,6 +19,7 @@ from holdfast.cluster.client.held_call import HeldCall, error_event
 from holdfast.cluster.client.http_packages import AsyncIo, BlockingIo, Io, Package, at_once, package_of
 from holdfast.cluster.client.retry_policy import RetryPolicy
 from holdfast.router.held_stream import HOLD
+from holdfast.worker.security.tls import Tls
 
 SILENCE_S: Final = 25.0
 """A stream that says nothing for so long is lost: routers that have nothing to say say so every ten seconds."""
@@ -27,6 +28,7 @@ CONNECT_S: Final = 2.0
 """The longest that a connection may take: another router may be there at once."""
 
 _PORTS: Final = {"http": 80, "https": 443}
+_OF_KEYS: Final = {b"authorization", b"x-api-key"}
 _REPLACED: Final = {b"host", b"content-length", b"transfer-encoding", b"accept-encoding"}
 
 
@@ -65,10 +67,16 @@ class HoldingTransport:
         *,
         connect_s: float = 5.0,
         reconnect_s: float = 60.0,
+        api_key: str = "",
+        tls: Tls | None = None,
         draw: Callable[[], float] = random.random,
         **options: Any,
     ) -> None:
-        """`options` are those of the package's own transport, such as `verify` and `limits`."""
+        """`options` are those of the package's own transport, such as `verify` and `limits`. `tls` stands for `verify`.
+        The `api_key` goes to routers with requests that have none of their own.
+        """
+        if tls is not None:
+            options = {**options, "verify": tls.client_context()}
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"addresses = {addresses!r}: must be a list of at least one address")
         self.origins = [Origin.of(address) for address in addresses]
@@ -79,6 +87,7 @@ class HoldingTransport:
         self._reconnect_s = reconnect_s
         self._draw = draw
         self._options = options
+        self.api_key = api_key
         self._ios: dict[tuple[str, type[Io]], Io] = {}
 
     def handle_request(self, request: Any) -> Any:
@@ -237,6 +246,8 @@ class _Held:
         request, origin = self._request, self._transport.origins[self._at]
         added, content = self._call.submission(time.monotonic())
         kept = [(name, value) for name, value in request.headers.raw if name.lower() not in _REPLACED]
+        if self._transport.api_key and not any(name.lower() in _OF_KEYS for name, _ in kept):
+            kept.append((b"authorization", f"Bearer {self._transport.api_key}".encode()))
         self._timeout = dict(request.extensions.get("timeout", {}))
         self._timeout["connect"] = _earlier(self._timeout.get("connect"), CONNECT_S)
         return self._io.package.Request(

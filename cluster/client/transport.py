@@ -11,6 +11,7 @@ import grpc
 
 from holdfast.router.wire.statuses import CallStatus
 from holdfast.v1 import inference_pb2_grpc
+from holdfast.worker.security.tls import Tls
 
 KEEPALIVE_MS: Final = 1_200
 """Silence after which a router is pinged. Routers take no more than one ping in a second."""
@@ -61,14 +62,17 @@ class Transport(Protocol):
 class GrpcTransport:
     """A channel to each router, made when it is first called."""
 
-    def __init__(self) -> None:
+    def __init__(self, api_key: str = "", tls: Tls | None = None) -> None:
+        """With an `api_key`, each call says it. Without `tls`, connections are in the clear."""
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else None
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def call(
         self, address: str, method: str, request: Any, on_taken: Callable[[], None] | None = None
     ) -> AsyncGenerator[Any, None]:
         stub = inference_pb2_grpc.InferenceStub(self._channel(address))  # type: ignore[no-untyped-call]
-        call = getattr(stub, method)(request)
+        call = getattr(stub, method)(request, metadata=self._metadata)
         try:
             if await call.initial_metadata() and on_taken is not None:
                 on_taken()
@@ -88,7 +92,11 @@ class GrpcTransport:
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._channels[address] = (
+                grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+                if self._tls is None
+                else grpc.aio.secure_channel(address, self._tls.channel_credentials(), options=CHANNEL_OPTIONS)
+            )
         return self._channels[address]
 
 

@@ -48,6 +48,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 models_app = App(name="models", help="Add models to a running cluster, remove and list them.", group=_MORE)
+keys_app = App(name="keys", help="Make API keys, list and revoke them.", group=_MORE)
 config_app = App(name="config", help="Look at the settings.", group=_MORE)
 app["--help"].group = app["--version"].group = _MORE
 
@@ -63,8 +64,11 @@ for _order, (_name, _group, _help) in enumerate(_COMMANDS):
     app.command(f"holdfast.cluster.commands.{_name}:{_name}", name=_name, group=_group, help=_help, sort_key=_order)
 app.command(models_app)
 app.command(config_app)
+app.command(keys_app)
 for _name, _function in (("add", "add"), ("remove", "remove"), ("list", "show")):
     models_app.command(f"holdfast.cluster.commands.models:{_function}", name=_name, sort_key=_order)
+for _name, _function in (("add", "add"), ("list", "show"), ("revoke", "revoke")):
+    keys_app.command(f"holdfast.cluster.commands.keys:{_function}", name=_name, sort_key=_order)
 config_app.command(
     "holdfast.cluster.commands.config_show:show",
     name="show",

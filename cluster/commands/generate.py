@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from cyclopts import Parameter
 
@@ -57,7 +57,7 @@ class Ask:
         return self.params.num_sequences == 1 and self.params.beam_width is None
 
 
-@takes_settings("model", "parallel", "cache", "scheduler", "speculation", without=("model.seed",))
+@takes_settings("model", "parallel", "cache", "scheduler", "speculation", "client", without=("model.seed",))
 def generate(
     prompt: Annotated[str, Parameter(help="the text to go on from; - reads it from stdin")],
     /,
@@ -104,18 +104,24 @@ def generate(
         return 0
     _check_for_server(settings, config)
     model = settings.get("model.model")
-    asyncio.run(_complete_on_server(server, ask, str(model.value) if model else ""))
+    options = load_config({path: one for path, one in settings.items() if _is_clients(path)}).config.client.options
+    asyncio.run(_complete_on_server(server, ask, str(model.value) if model else "", options))
     return 0
 
 
 def _check_for_server(settings: Layer, config: Path | None) -> None:
     """Refuses settings of the engine together with `--server`: they are the server's."""
-    flags = [setting.source for path, setting in settings.items() if path != "model.model"]
+    flags = [setting.source for path, setting in settings.items() if path != "model.model" and not _is_clients(path)]
     flags += [] if config is None else ["--config"]
     if flags:
         raise ConfigurationError(
             f"{', '.join(flags)} (with --server): the server has its own; give it to `holdfast serve`"
         )
+
+
+def _is_clients(path: str) -> bool:
+    """Whether a setting is one of the command that calls, not of the server."""
+    return path.startswith("client.")
 
 
 # --- in this process ---
@@ -177,11 +183,11 @@ def _ranked(by_token_id: "dict[int, Logprob] | None") -> TokenLogprob | None:
 # --- on a server ---
 
 
-async def _complete_on_server(addresses: str, ask: Ask, model: str) -> None:
+async def _complete_on_server(addresses: str, ask: Ask, model: str, options: dict[str, Any]) -> None:
     from holdfast.cluster.client.async_client import AsyncClient
 
     printer = Printer()
-    async with AsyncClient(addresses.split(",")) as client:
+    async with AsyncClient(addresses.split(","), **options) as client:
         if ask.is_streamed:
             prompt_logprobs, logprobs = await _stream_from(client, ask, model, printer)
             tables = {"completion 0": logprobs}

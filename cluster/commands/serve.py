@@ -125,10 +125,13 @@ def _interrupt(_signum: int, _frame: FrameType | None) -> None:
 
 def _announce(cluster: "Serving", config: HoldfastConfig, seconds: float) -> None:
     print(f"ready after {seconds:.1f} s: {_models(cluster, config)}, gRPC on {' and '.join(cluster.routers)}")
+    security = config.security
+    scheme = "http" if security.tls_cert is None else "https"
+    header = "" if security.api_keys is None else ' -H "Authorization: Bearer $HOLDFAST_API_KEY"'
     if cluster.http:
-        print(f"HTTP, for OpenAI's clients: {' and '.join(f'http://{address}/v1' for address in cluster.http)}")
+        print(f"HTTP, for OpenAI's clients: {' and '.join(f'{scheme}://{address}/v1' for address in cluster.http)}")
         body = f'{{"model": "{cluster.models[0]}", "prompt": "The capital of France is", "max_tokens": 16}}'
-        print(f"try: curl http://{cluster.http[0]}/v1/completions -d '{body}'")
+        print(f"try: curl {scheme}://{cluster.http[0]}/v1/completions{header} -d '{body}'")
     if cluster.engines:
         print(f"vLLM's engine protocol, replica by replica: {' and '.join(cluster.engines)}")
     chosen = f" --model {cluster.models[0]}" if len(cluster.models) > 1 else ""

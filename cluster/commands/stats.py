@@ -9,6 +9,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from holdfast.cluster.config.config import load_config
+from holdfast.cluster.config.flags import takes_settings
+from holdfast.cluster.config.sources import Layer
+
 _PIPE_WIDTH = 200
 """Columns where the output is no terminal: wide enough that no row is broken."""
 
@@ -18,7 +22,12 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def stats(*, server: Annotated[str, Parameter(help="host:port of a running router")] = "localhost:50051") -> int:
+@takes_settings("client")
+def stats(
+    *,
+    server: Annotated[str, Parameter(help="host:port of a running router")] = "localhost:50051",
+    settings: Layer,
+) -> int:
     """Show how busy a running cluster's replicas are, and what their caches do.
 
     Blocks are used by requests, or free; cached ones are free and still hold a prefix; slots of used ones that hold no
@@ -29,7 +38,7 @@ def stats(*, server: Annotated[str, Parameter(help="host:port of a running route
     from rich.console import Console
     from rich.table import Table
 
-    load = asyncio.run(_load(server))
+    load = asyncio.run(_load(server, load_config(settings).config.client.options))
     table = Table(_COLUMNS[0], box=None, pad_edge=False)
     for column in _COLUMNS[1:]:
         table.add_column(column, justify="right")
@@ -42,11 +51,11 @@ def stats(*, server: Annotated[str, Parameter(help="host:port of a running route
     return 0
 
 
-async def _load(server: str) -> Any:
+async def _load(server: str, options: dict[str, Any]) -> Any:
     """A `holdfast.v1.GetLoadResponse`."""
     from holdfast.cluster.client.async_client import AsyncClient
 
-    async with AsyncClient(server) as client:
+    async with AsyncClient(server, **options) as client:
         return await client.get_load()
 
 

@@ -8,13 +8,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
 from holdfast.cluster.config.models import ModelEntries
-from holdfast.cluster.config.sources import Layer, environment_layer, file_layer, resolve
-from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.cluster.config.sources import Layer, Setting, environment_layer, file_layer, resolve
+from holdfast.router.config import LimitsConfig, RouterConfig, SecurityConfig
 from holdfast.worker.config import (
     Bytes,
     CacheConfig,
@@ -29,6 +29,9 @@ from holdfast.worker.config import (
 
 CONFIG_FILE_VARIABLE: Final = "HOLDFAST_CONFIG"
 """Names a configuration file where no `--config` does."""
+
+API_KEY_VARIABLE: Final = "HOLDFAST_API_KEY"
+"""Another name of `client.api_key`."""
 
 COUNTED_ELSEWHERE: Final = ("CPU", "GPU", "memory", "object_store_memory")
 """What Ray counts in ways of its own, which is no custom resource."""
@@ -124,6 +127,33 @@ class ClusterConfig(Settings):
         ]
 
 
+class ClientConfig(Settings):
+    """Settings of commands that call a server."""
+
+    api_key: SecretStr | None = Field(
+        None, description=f"the key that goes with every call; never a flag, which others could see: {API_KEY_VARIABLE}"
+    )
+    server_ca: Path | None = Field(None, description="who signs the server's certificate (PEM); it is called over TLS")
+    client_cert: Path | None = Field(None, description="certificate (PEM) for a server that asks for one")
+    client_key: Path | None = Field(None, description="its private key (PEM)")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `Client` and `AsyncClient`."""
+        key = "" if self.api_key is None else self.api_key.get_secret_value()
+        if self.server_ca is None and self.client_cert is None:
+            return {"api_key": key}
+        from holdfast.worker.security.tls import Tls
+
+        return {"api_key": key, "tls": Tls(ca=self.server_ca, cert=self.client_cert, key=self.client_key)}
+
+    @model_validator(mode="after")
+    def _check_files(self) -> "ClientConfig":
+        if (self.client_cert is None) != (self.client_key is None):
+            raise ValueError("client_cert and client_key must be set both, or neither")
+        return self
+
+
 class HoldfastConfig(Settings):
     """Every setting of the system, one group per owner."""
 
@@ -135,6 +165,8 @@ class HoldfastConfig(Settings):
     speculation: SpeculationConfig = SpeculationConfig()
     router: RouterConfig = RouterConfig()
     limits: LimitsConfig = LimitsConfig()
+    security: SecurityConfig = SecurityConfig()
+    client: ClientConfig = ClientConfig()
     cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")
@@ -185,6 +217,8 @@ def load_config(
     environ = os.environ if environ is None else environ
     file = file or environ.get(CONFIG_FILE_VARIABLE) or None
     layers: list[Layer] = [] if file is None else [file_layer(HoldfastConfig, Path(file))]
+    if environ.get(API_KEY_VARIABLE):
+        layers.append({"client.api_key": Setting(environ[API_KEY_VARIABLE], API_KEY_VARIABLE)})
     layers += [environment_layer(HoldfastConfig, environ), flags or {}]
     config, sources = resolve(HoldfastConfig, layers)
     return LoadedConfig(config=config, sources=sources)

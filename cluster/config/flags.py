@@ -12,7 +12,7 @@ from cyclopts import Group, Parameter
 from pydantic.fields import FieldInfo
 
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.config.sources import Setting, leaves, value_of_text
+from holdfast.cluster.config.sources import Setting, is_secret, leaves, value_of_text
 
 ESSENTIALS: Final = Group.create_ordered("Essentials")
 SAMPLING: Final = Group.create_ordered("Sampling")
@@ -32,7 +32,11 @@ def takes_settings(*sections: str, without: tuple[str, ...] = ()) -> Callable[[C
     keyword argument `settings`, a layer for `load_config`.
     """
     chosen = [(path, field) for path, field in leaves(HoldfastConfig) if path.partition(".")[0] in sections]
-    flags = {path.rpartition(".")[2]: (path, field) for path, field in chosen if path not in without}
+    flags = {
+        path.rpartition(".")[2]: (path, field)
+        for path, field in chosen
+        if path not in without and not is_secret(field)  # others can see the arguments of a process
+    }
 
     def decorate(command: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(command)

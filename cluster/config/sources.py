@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
 from holdfast.worker.errors import ConfigurationError
@@ -44,6 +44,11 @@ def leaves(tree: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Field
             yield from leaves(group, f"{prefix}{name}.")
         else:
             yield prefix + name, field
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """Whether a setting's value must not be shown."""
+    return SecretStr in (field.annotation, *get_args(field.annotation))
 
 
 def value_of_text(text: str, field: FieldInfo) -> str | None:
@@ -104,7 +109,8 @@ def resolve(tree: type[Tree], layers: Sequence[Layer]) -> tuple[Tree, dict[str, 
     try:
         config = tree.model_validate(nested)
     except ValidationError as error:
-        raise ConfigurationError("\n".join(_explain(problem, chosen) for problem in error.errors())) from None
+        shown = {path: _shown(tree, path, setting) for path, setting in chosen.items()}
+        raise ConfigurationError("\n".join(_explain(problem, shown) for problem in error.errors())) from None
     return config, {path: chosen[path].source if path in chosen else "default" for path, _ in leaves(tree)}
 
 
@@ -156,6 +162,11 @@ def _insert(nested: dict[str, object], path: list[str], value: object) -> None:
         assert isinstance(section, dict)
         nested = section
     nested[path[-1]] = value
+
+
+def _shown(tree: type[BaseModel], path: str, setting: Setting) -> Setting:
+    """As errors may tell of it."""
+    return Setting("(hidden)", setting.source) if is_secret(dict(leaves(tree))[path]) else setting
 
 
 def _explain(problem: Mapping[str, object], chosen: Layer) -> str:

@@ -28,9 +28,13 @@ from holdfast.cluster.serve.placement_groups import (
 )
 from holdfast.cluster.serve.replica_deployment import ReplicaDeployment
 from holdfast.cluster.serve.router_deployment import RouterDeployment
+from holdfast.cluster.serve.security import ClusterSecurity, check_exposed, cluster_token
 from holdfast.worker.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
+
+ANSWER_S: Final = 5.0
+"""How long a directory that runs may take to tell its token."""
 
 REPLICA: Final = "Replica"
 ROUTER: Final = "Router"
@@ -58,7 +62,8 @@ def build_app(args: Mapping[str, Any]) -> serve.Application:
     Needs a connection to the Ray cluster that it is to run on: what its nodes have decides the placement.
     """
     config = with_template_texts(load_config(mapping_layer(HoldfastConfig, args, "build_app")).config)
-    directory = _directory().bind()
+    check_exposed(config.security, config.cluster.host or ANY_INTERFACE)
+    directory = _directory(config)
     names = [REPLICA] if len(config.each_model) == 1 else [f"{REPLICA}:{one.model.name}" for one in config.each_model]
     replicas = [
         _replicas(one, ANY_INTERFACE, directory, name) for one, name in zip(config.each_model, names, strict=True)
@@ -91,7 +96,7 @@ def cluster_application(
 ) -> serve.Application:
     """Directory and routers, with replicas or without. Routers listen on `default_host` if no host is set."""
     _warn_of_unmet("router", config.cluster.router_resources, node_resources())
-    directory = _directory().bind() if directory is None else directory
+    directory = _directory(config) if directory is None else directory
     return _router(config).bind(config, config.cluster.host or default_host, directory, *replicas)
 
 
@@ -128,7 +133,11 @@ def _warn_of_unmet(setting: str, resources: Resources, nodes: Collection[Resourc
         )
 
 
-def _directory() -> serve.Deployment:
+def _directory(config: HoldfastConfig) -> serve.Application:
+    """It hands the cluster's token to all members. One that is there already has the say: they know its token."""
+    token = known_token(config.cluster.namespace)
+    if token is None or config.security.cluster_token_file is not None:
+        token = cluster_token(config.security)
     return serve.deployment(
         DirectoryDeployment,
         name=DIRECTORY,
@@ -139,7 +148,23 @@ def _directory() -> serve.Deployment:
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         logging_config=_QUIET,
-    )
+    ).bind(ClusterSecurity(token=token, settings=config.security))
+
+
+def known_token(namespace: str) -> str | None:
+    """The token of the cluster that runs under this name; None if there is none, or its directory does not answer."""
+    import ray
+
+    if not ray.is_initialized():
+        return None
+    try:
+        if namespace not in serve.status().applications:
+            return None
+        known = serve.get_deployment_handle(DIRECTORY, namespace).security.remote().result(timeout_s=ANSWER_S)
+    except Exception as error:  # Ray raises many kinds
+        logger.info("no directory has answered: %s", error)
+        return None
+    return str(known.token)
 
 
 def _replica(config: HoldfastConfig, name: str, bundles: list[dict[str, float]], strategy: str) -> serve.Deployment:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from holdfast.cluster.serve.security import ClusterSecurity
+
 DIRECTORY: Final = "Directory"
 """The name of its deployment."""
 
@@ -49,6 +51,8 @@ class Member:
     """`host:port` of a router's HTTP API; empty where there is none."""
     engine_address: str = ""
     """`host:port` of a replica's engine protocol; empty where it does not speak it."""
+    linked: tuple[tuple[str, int], ...] = ()
+    """Of a router: each model that it has links for, and the number of its replicas that are up."""
     model: str = ""
     """The name that clients use. Of a replica."""
     model_path: str = ""
@@ -130,10 +134,15 @@ class Directory:
 class DirectoryDeployment:
     """The directory as an actor. All methods are short but for `watch`."""
 
-    def __init__(self) -> None:
+    def __init__(self, security: ClusterSecurity) -> None:
+        """`security` is what members of this cluster share, and ask for when they start."""
+        self._security = security
         # Versions of a replaced directory must not repeat those of the one before.
         self._directory = Directory(time.monotonic(), first_version=time.time_ns())
         self._changed = asyncio.Event()
+
+    async def security(self) -> ClusterSecurity:
+        return self._security
 
     async def renew(self, member: Member) -> None:
         if self._directory.renew(member, time.monotonic()):

@@ -12,6 +12,7 @@ from typing import Final
 import grpc
 
 from holdfast.cluster.offline.local_replica import LocalReplica
+from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
@@ -19,11 +20,13 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.grpc import health, server
 from holdfast.router.doors.vllm import servicer as vllm_engine
 from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.replica.replica import Replica
+from holdfast.worker.security.tls import add_port
 
 NUM_PORTS: Final = 64
 """Ports that are tried in turn: several replicas may share a machine."""
@@ -45,27 +48,38 @@ class DoorSettings:
 class EngineDoor:
     """Of one replica, on the running event loop. Made by `start`."""
 
-    def __init__(self, replica: Replica, config: RouterConfig, limits: LimitsConfig, order: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        config: RouterConfig,
+        limits: LimitsConfig,
+        order: SchedulerConfig,
+        security: ClusterSecurity | None = None,
+    ) -> None:
         loop = asyncio.get_running_loop()
+        gate = Gate() if security is None else security.gate
+        self._tls = None if security is None else security.server_tls
         alone = config.model_copy(update={"routing_policy": "power_of_two", "replica_wait_s": 0.0})
         dispatch = Dispatch(alone, limits, random.Random(0).randrange, order=order)
         self._dispatch_host = DispatchHost(dispatch, loop, self._publish_health)
         self._tokenizers = TokenizerRegistry(Tokenizer.load, config.inline_tokenize_bytes)
-        self._request_processor = RequestProcessor(self._dispatch_host, self._tokenizers, limits)
+        self._request_processor = RequestProcessor(self._dispatch_host, self._tokenizers, limits, gate)
         self._health = health.HealthServicer(("", vllm_engine.SERVICE.full_name))
         self._local = LocalReplica(replica, self._dispatch_host, loop)
         engine = vllm_engine.VllmEngineServicer(
             self._request_processor, replica.engine, replica.info, order.max_num_seqs
         )
         servicers = {vllm_engine.SERVICE: engine, health.SERVICE: self._health}
-        self._server: grpc.aio.Server = server.build_server(servicers, config, limits)
+        self._server: grpc.aio.Server = server.build_server(servicers, config, limits, gate=gate)
         self.address = ""
         """`host:port`, once started."""
 
     @classmethod
-    async def start(cls, replica: Replica, settings: DoorSettings, order: SchedulerConfig) -> "EngineDoor":
-        """Raises `ConfigurationError` where no port is free."""
-        door = cls(replica, settings.router, settings.limits, order)
+    async def start(
+        cls, replica: Replica, settings: DoorSettings, order: SchedulerConfig, security: ClusterSecurity | None = None
+    ) -> "EngineDoor":
+        """Without `security` all may come, in the clear. Raises `ConfigurationError` where no port is free."""
+        door = cls(replica, settings.router, settings.limits, order, security)
         await door._tokenizers.load(replica.info.model, replica.info.path, replica.info.chat_template)
         door._local.connect()
         door.address = f"{settings.host}:{door._bind(settings.host, settings.port)}"
@@ -86,7 +100,7 @@ class EngineDoor:
         error: RuntimeError | None = None
         for candidate in range(port, port + NUM_PORTS) if port else (0,):
             try:
-                return self._server.add_insecure_port(f"{host}:{candidate}")
+                return add_port(self._server, f"{host}:{candidate}", self._tls)
             except RuntimeError as taken:
                 error = taken
         raise ConfigurationError(f"cluster.engine_port = {port}: none of {NUM_PORTS} ports on {host} is free ({error})")

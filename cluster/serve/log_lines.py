@@ -1,14 +1,33 @@
-"""Log format of a cluster's processes: time, level, message.
+"""Log format of a cluster's processes: time, level, message; of an exception where it came from, and not what it says.
 
-What may not live here: what is logged, and where it is kept, which is Ray's business.
+What an exception says may quote a request, and what users send is in no log. What may not live here: what is logged,
+and where it is kept, which is Ray's business.
 """
 
 import logging
-from typing import Final
+import traceback
+from types import TracebackType
+from typing import Final, TypeAlias
 
 FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
+
+_Info: TypeAlias = "tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]"
+
+
+class DiscreetFormatter(logging.Formatter):
+    """Writes the stack and the class of an exception and of those behind it."""
+
+    def formatException(self, ei: _Info) -> str:
+        error, parts = ei[1], list[str]()
+        while error is not None and len(parts) < 10:
+            stack = "".join(traceback.format_tb(error.__traceback__))
+            parts.insert(0, f"{stack}{type(error).__module__}.{type(error).__qualname__}")
+            error = error.__cause__ or error.__context__
+        return "\n-- and then:\n".join(parts)
 
 
 def date_log_lines() -> None:
     """From now on this process writes warnings and errors with the time. Not for libraries: logs are their caller's."""
-    logging.basicConfig(format=FORMAT)
+    handler = logging.StreamHandler()
+    handler.setFormatter(DiscreetFormatter(FORMAT))
+    logging.basicConfig(handlers=[handler])

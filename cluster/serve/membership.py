@@ -13,6 +13,7 @@ from ray import serve
 from ray.serve.exceptions import RayServeException
 
 from holdfast.cluster.serve.directory import DIRECTORY, RENEW_S, Member, Role, Snapshot
+from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,19 @@ async def has_other_routers(handle: Any, member_id: str) -> bool:
     return any(router.member_id != member_id for router in snapshot.serving(Role.ROUTER))
 
 
+async def cluster_security(handle: Any) -> ClusterSecurity:
+    """What the members of a cluster share. Asks again until the directory answers."""
+    while True:
+        try:
+            security = await _call(handle.security)
+        except Exception as error:  # as in `Lease`
+            logger.info("the directory did not answer: %s", error)
+            await asyncio.sleep(RENEW_S)
+        else:
+            assert isinstance(security, ClusterSecurity)
+            return security
+
+
 async def found(directory: Any) -> Any:
     """The handle of a directory: itself, or that of the application of a name, which may be deployed later."""
     if not isinstance(directory, str):
@@ -126,6 +140,6 @@ def _endpoints(snapshot: Snapshot) -> frozenset[ReplicaEndpoint]:
     )
 
 
-async def _call(method: Any, argument: object) -> object:
+async def _call(method: Any, *arguments: object) -> object:
     """Serve's responses can be awaited but are no coroutines, which `wait_for` wants."""
-    return await method.remote(argument)
+    return await method.remote(*arguments)

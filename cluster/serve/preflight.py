@@ -8,6 +8,7 @@ from pathlib import Path
 
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.local import LOOPBACK
+from holdfast.cluster.serve.security import check_exposed, check_files
 from holdfast.worker.errors import ConfigurationError
 
 
@@ -16,6 +17,8 @@ def check_here(config: HoldfastConfig) -> None:
     cluster = config.cluster
     if cluster.address is not None:
         return
+    check_exposed(config.security, cluster.host or LOOPBACK)
+    check_files(config.security)
     for one in config.each_model:
         check_folders(one)
     for ports in cluster.router_ports:

@@ -16,9 +16,10 @@ from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.engine_door import DoorSettings, EngineDoor
 from holdfast.cluster.serve.log_lines import date_log_lines
-from holdfast.cluster.serve.membership import Lease, found
+from holdfast.cluster.serve.membership import Lease, cluster_security, found
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
+from holdfast.cluster.serve.security import check_exposed
 from holdfast.cluster.serve.termination import end_on_sigterm
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
@@ -50,19 +51,25 @@ class ReplicaDeployment:
         self._drain_timeout_s = drain_timeout_s
         self._loop = asyncio.get_running_loop()
         launcher = RayLauncher(bundle, config.parallel.tensor_parallel_size)
-        self._lease = Lease(await found(directory), _starting(config))
+        handle = await found(directory)
+        self._lease = Lease(handle, _starting(config))
         self._server: LinkServer | None = None
         self._door: EngineDoor | None = None
         end_on_sigterm(self.__del__, limit_s=drain_timeout_s + STOP_S)
         try:
+            security = await cluster_security(handle)
+            if door is not None:
+                check_exposed(security.settings, door.host)
             self._replica = await asyncio.to_thread(Replica.start, located(config), launcher, self._report)
         except CallerError as error:
             self._say(error=str(error))
             await self._lease.flush()
             raise
-        self._server = await LinkServer.start(self._replica, replica_id=_replica_id(), host=launcher.host)
+        self._server = await LinkServer.start(
+            self._replica, replica_id=_replica_id(), host=launcher.host, security=security.links
+        )
         if door is not None:
-            self._door = await EngineDoor.start(self._replica, door, config.scheduler)
+            self._door = await EngineDoor.start(self._replica, door, config.scheduler, security)
         self._replica.on_failure(ProcessEnd(self._close_soon).because)
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
         self._beating = None if heartbeat_pipe is None else self._loop.create_task(heartbeat_pipe.keep_beating())

@@ -5,7 +5,7 @@ Serve handle as well. What may not live here: what a router does (`router/router
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final, Unpack
@@ -17,11 +17,13 @@ from holdfast.cluster.client.async_client import submission
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.log_lines import date_log_lines
-from holdfast.cluster.serve.membership import Lease, WatchedDirectory, has_other_routers
+from holdfast.cluster.serve.membership import Lease, WatchedDirectory, cluster_security, has_other_routers
 from holdfast.cluster.serve.placement_groups import reachable
 from holdfast.cluster.serve.process_end import end_when_out_of_memory
+from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.cluster.serve.termination import end_on_sigterm
 from holdfast.router.chat import Message
+from holdfast.router.events import ModelStatus
 from holdfast.router.generation import Chunk, Generation
 from holdfast.router.request import GenerationRequest
 from holdfast.router.router import Router
@@ -50,7 +52,8 @@ class RouterDeployment:
         self._heartbeat_pipe: HeartbeatPipe | None = None
         end_on_sigterm(self.__del__, limit_s=self._drain_timeout_s + STOP_S)
         try:
-            self._router = await _start(config, host, WatchedDirectory(directory))
+            security = await cluster_security(directory)
+            self._router = await _start(config, host, WatchedDirectory(directory), security, self._say_linked)
         except ConfigurationError as error:
             self._lease.update(replace(self._lease.member, error=str(error)))
             await self._lease.flush()
@@ -60,6 +63,11 @@ class RouterDeployment:
         if config.health.hangs_after_s is not None:
             self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
             self._beating = asyncio.create_task(self._heartbeat_pipe.keep_beating())
+
+    def _say_linked(self, models: Sequence[ModelStatus]) -> None:
+        """Tells the directory which replicas this router reaches, so that nobody has to call it to find out."""
+        linked = tuple((model.name, model.num_replicas) for model in models)
+        self._lease.update(replace(self._lease.member, linked=linked))
 
     async def generate(
         self,
@@ -137,8 +145,16 @@ def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**fields)
 
 
-async def _start(config: HoldfastConfig, host: str, directory: WatchedDirectory) -> Router:
+async def _start(
+    config: HoldfastConfig,
+    host: str,
+    directory: WatchedDirectory,
+    security: ClusterSecurity,
+    on_models: Callable[[Sequence[ModelStatus]], None],
+) -> Router:
     """On the first free port of as many as there are routers, since several may share a machine."""
+    check_exposed(security.settings, host)
+    gate, tls = security.gate, security.server_tls
     error = None
     for port, http_port, admin_port in config.cluster.router_ports:
         try:
@@ -151,6 +167,10 @@ async def _start(config: HoldfastConfig, host: str, directory: WatchedDirectory)
                 order=config.scheduler,
                 http_port=http_port,
                 admin_port=admin_port,
+                gate=gate,
+                tls=tls,
+                links=security.links,
+                on_models=on_models,
             )
         except RuntimeError as taken:
             error = taken

@@ -3,15 +3,14 @@
 What may live here: driving Ray and Serve from outside. What may not: what runs inside them (`app.py`).
 """
 
-import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.config.chat_templates import with_template_texts
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.progress_bars import Report
@@ -20,12 +19,12 @@ from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
 from holdfast.cluster.serve.preflight import check_folders, check_here
 from holdfast.cluster.serve.ray_watch import watched_ray
+from holdfast.cluster.serve.security import check_exposed
 from holdfast.worker.errors import ConfigurationError, ReplicaError
 
 logger = logging.getLogger(__name__)
 
 STATUS_PERIOD_S: Final = 1.0
-LINK_CHECK_S: Final = 0.05
 LINK_TIMEOUT_S: Final = 10.0
 
 
@@ -59,6 +58,7 @@ def serving(
     `ConfigurationError` for what cannot work, `ReplicaError` where Serve gives up.
     """
     config = with_template_texts(config)
+    check_exposed(config.security, config.cluster.host or models.default_host(config.cluster))
     check_here(config)
     config = share_cores(config)
     report("starting Ray", 0, 1)
@@ -145,6 +145,7 @@ def _deploy(config: HoldfastConfig, report: Report) -> Any:
 def _wait_until_up(config: HoldfastConfig, wanted: Mapping[str, int], directory: Any, report: Report) -> Serving:
     """Watches members come up and says what they are doing, until each model has as many replicas as `wanted`."""
     shown = StartUp(report, wanted)
+    up_since_s: float | None = None
     report("starting processes", 0, 1)
     version = 0
     while True:
@@ -154,9 +155,13 @@ def _wait_until_up(config: HoldfastConfig, wanted: Mapping[str, int], directory:
         routers = snapshot.serving(Role.ROUTER)
         serving = Counter(replica.model for replica in snapshot.serving(Role.REPLICA))
         if serving >= Counter(wanted) and len(routers) >= config.cluster.routers:
+            up_since_s = time.monotonic() if up_since_s is None else up_since_s
+            if not are_linked(routers, serving) and time.monotonic() - up_since_s < LINK_TIMEOUT_S:
+                continue  # from the first moment on, no request is to find a router empty
             ordered = sorted(routers, key=lambda router: str(router.address))
             addresses = tuple(str(router.address) for router in ordered)
-            asyncio.run(_until_linked(addresses, serving))
+            if not are_linked(routers, serving):
+                logger.warning("not all of the routers at %s say that they have their replicas", ", ".join(addresses))
             return Serving(
                 routers=addresses,
                 http=tuple(router.http_address for router in ordered if router.http_address),
@@ -165,24 +170,11 @@ def _wait_until_up(config: HoldfastConfig, wanted: Mapping[str, int], directory:
             )
 
 
-async def _until_linked(routers: Sequence[str], num_replicas: Mapping[str, int]) -> None:
-    """Waits until each router says that it has reached every replica: from then on no request finds it empty."""
-    try:
-        async with asyncio.timeout(LINK_TIMEOUT_S):
-            for address in routers:
-                async with AsyncClient(address) as client:
-                    while not await _is_linked(client, num_replicas):
-                        await asyncio.sleep(LINK_CHECK_S)
-    except TimeoutError:
-        logger.warning("from here, the routers at %s could not be seen to have their replicas", ", ".join(routers))
-
-
-async def _is_linked(client: AsyncClient, num_replicas: Mapping[str, int]) -> bool:
-    try:
-        linked = {model.name: model.num_replicas for model in (await client.list_models()).models}
-    except ReplicaError:
-        return False
-    return all(linked.get(name, 0) >= number for name, number in num_replicas.items())
+def are_linked(routers: Sequence[Member], num_replicas: Mapping[str, int]) -> bool:
+    """Whether each router says that it has reached every replica."""
+    return all(
+        dict(router.linked).get(name, 0) >= number for router in routers for name, number in num_replicas.items()
+    )
 
 
 def _next_snapshot(config: HoldfastConfig, wanted: Mapping[str, int], directory: Any, version: int) -> Snapshot:

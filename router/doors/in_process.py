@@ -12,16 +12,19 @@ from holdfast.router.doors.public_answer import public_chunk, public_generation
 from holdfast.router.generation import Chunk, Generation
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.security.gate import Gate
 
 
 class InProcessDoor:
     """Of one router, on its event loop."""
 
-    def __init__(self, request_processor: RequestProcessor) -> None:
+    def __init__(self, request_processor: RequestProcessor, gate: Gate | None = None) -> None:
         self._request_processor = request_processor
+        self._gate = gate or Gate()
 
     async def generate(self, request: GenerationRequest) -> Generation:
         """All completions, when they have ended. Raises `HoldfastError`; cancelling the task aborts the request."""
+        self._gate.enter_trusted()
         plan = await ChatPlan.of(request, self._request_processor)
         is_search = request.sampling_params.beam_width is not None
         opening = self._request_processor.search if is_search else self._request_processor.open
@@ -30,6 +33,7 @@ class InProcessDoor:
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """The completions as they come. Raises `HoldfastError`; closing the generator aborts the request."""
+        self._gate.enter_trusted()
         request.check_streamable()
         plan = await ChatPlan.of(request, self._request_processor)
         async with self._request_processor.open(plan.request) as answer:

@@ -23,6 +23,7 @@ from holdfast.router.replicas.backoff import Backoff
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
 from holdfast.worker.model_info import ReplicaFacts
+from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.step_update import Heartbeat, Hello, StepUpdate
 from holdfast.worker.wire.link_codec import (
     LinkMessageError,
@@ -53,8 +54,14 @@ class ReplicaLink:
     """
 
     def __init__(
-        self, endpoint: ReplicaEndpoint, dispatch_host: DispatchHost, prepare: Prepare, config: RouterConfig
+        self,
+        endpoint: ReplicaEndpoint,
+        dispatch_host: DispatchHost,
+        prepare: Prepare,
+        config: RouterConfig,
+        security: LinkSecurity = UNSECURED,
     ) -> None:
+        self._security = security
         self.endpoint = endpoint
         self._dispatch_host = dispatch_host
         self._prepare = prepare
@@ -152,8 +159,9 @@ class ReplicaLink:
         self._frozen_s = None
         if self._config.is_prefix_aware:
             self._outbox.put_nowait(follow_cache_message())
-        async with grpc.aio.insecure_channel(self.endpoint.address, options=_channel_options(self._config)) as channel:
-            call: LinkCall = engine_pb2_grpc.EngineStub(channel).Link()  # type: ignore[no-untyped-call]
+        async with self._security.channel(self.endpoint.address, _channel_options(self._config)) as channel:
+            stub = engine_pb2_grpc.EngineStub(channel)  # type: ignore[no-untyped-call]
+            call: LinkCall = stub.Link(metadata=self._security.metadata())
             tasks = [asyncio.create_task(_write(self._outbox, call))]
             messages = aiter(call)
             try:

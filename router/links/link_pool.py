@@ -14,6 +14,7 @@ from holdfast.router.links.link import ReplicaLink
 from holdfast.router.links.replica_directory import ReplicaDirectory, ReplicaEndpoint
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.model_info import ReplicaFacts
+from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,14 @@ WATCH_AGAIN_S: Final = 1.0
 class LinkPool:
     """All links of one router."""
 
-    def __init__(self, dispatch_host: DispatchHost, tokenizers: TokenizerRegistry, config: RouterConfig) -> None:
+    def __init__(
+        self,
+        dispatch_host: DispatchHost,
+        tokenizers: TokenizerRegistry,
+        config: RouterConfig,
+        security: LinkSecurity = UNSECURED,
+    ) -> None:
+        self._security = security
         self._dispatch_host = dispatch_host
         self._tokenizers = tokenizers
         self._config = config
@@ -51,8 +59,9 @@ class LinkPool:
             else:
                 await self._hang_up(link)
         for replica_id in wanted.keys() - self._links.keys():
-            self._links[replica_id] = ReplicaLink(wanted[replica_id], self._dispatch_host, self._prepare, self._config)
-            self._links[replica_id].start()
+            link = ReplicaLink(wanted[replica_id], self._dispatch_host, self._prepare, self._config, self._security)
+            self._links[replica_id] = link
+            link.start()
 
     async def stop(self) -> None:
         """Closes all links."""

@@ -57,6 +57,11 @@ class BeamAnswer:
         self._fingerprints: list[str] = []
         """Of all replicas that gave candidates, in that order, each once."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far, of all beams, whether they were kept or not."""
+        return self._num_extensions
+
     async def whole(self) -> CompletedRequest:
         """The best beams, best first. Raises what ended one of the requests with an error."""
         while self._search.live and not self._is_aborted:

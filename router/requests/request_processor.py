@@ -6,9 +6,10 @@ wire formats (`router/wire/`), decisions about replicas (`router/dispatch/`).
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
@@ -24,15 +25,25 @@ from holdfast.router.requests.open_answers import OpenAnswers
 from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.requests.request_stats import RequestStats, RequestWatch, watching
 from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence, received_delivery
+from holdfast.router.security.gate import Caller, Gate
 from holdfast.router.text.prompt import check_length, kept_tokens
 from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.router.text.vocabulary import check_vocabulary, resolved
 from holdfast.router.tools.chat_style import ChatStyle
-from holdfast.worker.errors import InvalidRequestError, ReplicaError, UnknownModelError
+from holdfast.worker.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    RateLimitError,
+    ReplicaError,
+    UnknownModelError,
+)
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.structured_outputs import StructuredOutputs
+
+OPEN_RETRY_S: Final = 1.0
+"""When to come again where a tenant has as many open requests as it may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +56,22 @@ class _Admitted:
     echo: str
     """The prompt's text if the request asks for `echo`; else empty."""
     attempt: int
+    caller: Caller
 
 
 class RequestProcessor:
     """Validates and tokenizes requests, and opens them on the dispatch host. Every protocol front end uses it."""
 
-    def __init__(self, dispatch_host: DispatchHost, tokenizers: TokenizerRegistry, limits: LimitsConfig) -> None:
+    def __init__(
+        self,
+        dispatch_host: DispatchHost,
+        tokenizers: TokenizerRegistry,
+        limits: LimitsConfig,
+        gate: Gate | None = None,
+    ) -> None:
+        """Without a `gate` everyone may ask for everything."""
         self._dispatch_host = dispatch_host
+        self._gate = gate or Gate()
         self._tokenizers = tokenizers
         self._limits = limits
         self._is_closed = False
@@ -78,10 +98,30 @@ class RequestProcessor:
         """
         admitted = await self._counted(self._admit(request, time_remaining_s))
         watch = self._watch(admitted)
-        with watching(watch) as is_over:
-            async with self._opened(request, admitted, watch) as answer:
+        with watching(watch) as is_over, self._charging(admitted.caller, watch):
+            async with self._while_it_is_read(admitted), self._opened(request, admitted, watch) as answer:
                 yield answer
             is_over.append(answer.is_over)
+
+    @asynccontextmanager
+    async def _while_it_is_read(self, admitted: "_Admitted") -> AsyncIterator[None]:
+        """Ends the task of a reader that does not even take the error of its deadline."""
+        time_left_s = admitted.deadline - self._dispatch_host.now() + self._limits.slow_reader_s
+        try:
+            async with asyncio.timeout(time_left_s) as reading:
+                yield
+        except TimeoutError:
+            if not reading.expired():
+                raise
+            raise DeadlineExceededError("the answer was not read (limits.slow_reader_s)") from None
+
+    @contextmanager
+    def _charging(self, caller: Caller, watch: RequestWatch) -> Iterator[None]:
+        """The caller is charged for the output when it is over, in whichever way it ends."""
+        try:
+            yield
+        finally:
+            caller.took_tokens(watch.num_tokens, self._dispatch_host.now())
 
     @asynccontextmanager
     async def _opened(
@@ -93,6 +133,9 @@ class RequestProcessor:
             for index, one in enumerate(siblings(engine_request))
         ]
         self._check_open()
+        self._check_tenant(
+            engine_request.request_id, engine_request.tenant
+        )  # once more: others may have come meanwhile
         has_output = OutputSignal()
         call = open_call(
             self._dispatch_host,
@@ -120,7 +163,7 @@ class RequestProcessor:
             watch=watch,
             texts=[sequence.text for sequence in sequences],
         )
-        with closing(call), self._open_answers.holding(answer):
+        with closing(call), self._open_answers.holding(answer, engine_request.tenant):
             try:
                 yield answer
             finally:
@@ -133,6 +176,7 @@ class RequestProcessor:
         """As `open`, for a request with a `beam_width`. The search begins with `whole`."""
         admitted = await self._counted(self._admit(request, time_remaining_s))
         engine_request, model = admitted.engine_request, admitted.model
+        self._check_tenant(engine_request.request_id, engine_request.tenant)
         search = BeamSearch.of(
             engine_request.sampling_params,
             len(engine_request.prompt_token_ids),
@@ -149,8 +193,11 @@ class RequestProcessor:
             echo=admitted.echo,
             client_attempt=admitted.attempt,
         )
-        with watching(self._watch(admitted)), self._open_answers.holding(answer):
-            yield answer
+        with watching(self._watch(admitted)), self._open_answers.holding(answer, engine_request.tenant):
+            try:
+                yield answer
+            finally:
+                admitted.caller.took_tokens(answer.num_tokens, self._dispatch_host.now())
 
     async def _counted(self, admitting: Awaitable["_Admitted"]) -> "_Admitted":
         try:
@@ -164,10 +211,13 @@ class RequestProcessor:
         return RequestWatch(self.stats.of(admitted.model.name), num_prompt_tokens, now, now())
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request, whoever has sent it, after the output that it has. Returns whether it was open."""
+        """Ends a request, whoever has sent it, after the output that it has. Returns whether it was open.
+
+        A caller with a key ends those of its own tenant alone.
+        """
         if not request_id:
             raise InvalidRequestError("request_id", request_id, "must be set")
-        return self._open_answers.abort(request_id)
+        return self._open_answers.abort(request_id, self._gate.caller().tenant)
 
     async def tokenize(self, model: str, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of a text prompt. Raises `HoldfastError`."""
@@ -221,12 +271,19 @@ class RequestProcessor:
         check_vocabulary("token_ids", token_ids, status.facts.vocab_size)
         return await self._tokenizers.decode(status.name, tuple(token_ids))
 
-    def model(self, name: str) -> ModelStatus:
-        """A model that has been served here; an empty name means the only one.
+    def models(self) -> tuple[ModelStatus, ...]:
+        """Those that the caller may use."""
+        caller = self._gate.caller()
+        return tuple(model for model in self._dispatch_host.models() if caller.may_use(model.name))
 
-        Raises `UnknownModelError`, `InvalidRequestError` (a name is needed), `ReplicaError` (none is up yet).
+    def model(self, name: str) -> ModelStatus:
+        """A model that has been served here; an empty name means the only one that the caller sees.
+
+        Raises `UnknownModelError`, `InvalidRequestError` (a name is needed), `ReplicaError` (none is up yet),
+        `PermissionDeniedError`.
         """
-        models = {model.name: model for model in self._dispatch_host.models()}
+        self._gate.caller().check_model(name)
+        models = {model.name: model for model in self.models()}
         if not models:
             raise ReplicaError("no replica is up yet")
         if not name and len(models) > 1:
@@ -240,14 +297,32 @@ class RequestProcessor:
     async def _admit(self, request: GenerationRequest, time_remaining_s: float | None) -> "_Admitted":
         self._check_open()
         request.check(self._limits)
-        deadline = self._dispatch_host.now() + self._timeout_s(request, time_remaining_s)
+        caller, now = self._gate.caller(), self._dispatch_host.now()
+        request = caller.charged(request, now)
+        self._check_tenant(request.request_id, request.tenant)
+        deadline = now + self._timeout_s(request, time_remaining_s)
         model = self.model(request.model)
         engine_request = await self._engine_request(request, model)
+        caller.took_tokens(len(engine_request.prompt_token_ids), now)
         echo = await self._echo(request, model.name, engine_request) if engine_request.sampling_params.echo else ""
         self._check_open()
         return _Admitted(
-            engine_request=engine_request, model=model, deadline=deadline, echo=echo, attempt=request.attempt
+            engine_request=engine_request,
+            model=model,
+            deadline=deadline,
+            echo=echo,
+            attempt=request.attempt,
+            caller=caller,
         )
+
+    def _check_tenant(self, request_id: str, tenant: str) -> None:
+        """Refuses what would touch another tenant's request, or is more than one tenant may have open."""
+        most = self._limits.max_open_per_tenant
+        if self._gate.is_locked and self._open_answers.belongs_to_another(request_id, tenant):
+            raise InvalidRequestError("request_id", request_id, "is that of another open request")
+        if most is not None and self._open_answers.num_of(tenant) >= most:
+            told = f"its tenant has {most} open requests, which is the most (limits.max_open_per_tenant)"
+            raise RateLimitError(told, OPEN_RETRY_S)
 
     async def _new_sequence(
         self, sibling: EngineRequest, index: int, resume: Resume | None, admitted: "_Admitted"

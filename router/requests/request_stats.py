@@ -12,10 +12,13 @@ from typing import Final
 
 from holdfast.router.events import Deliver
 from holdfast.worker.errors import (
+    AuthenticationError,
     CallerError,
     CapacityError,
     DeadlineExceededError,
     HoldfastError,
+    PermissionDeniedError,
+    RateLimitError,
     ReplicaError,
     RequestAbortedError,
     RequestSupersededError,
@@ -25,7 +28,10 @@ CANCELLED: Final = "cancelled"
 """The client has left."""
 
 _OUTCOMES: Final[dict[type[HoldfastError], str]] = {
+    AuthenticationError: "denied",
+    PermissionDeniedError: "denied",
     CallerError: "invalid",
+    RateLimitError: "rate_limit",
     CapacityError: "capacity",
     ReplicaError: "unavailable",
     DeadlineExceededError: "deadline",

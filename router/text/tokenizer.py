@@ -156,7 +156,7 @@ class _SlowCodec:
         from transformers import AutoTokenizer
 
         try:
-            return cls(AutoTokenizer.from_pretrained(str(folder)))
+            return cls(AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False))
         except Exception as error:  # each format raises its own kinds
             way_out = "a model folder needs a tokenizer.json, or files that transformers' AutoTokenizer can read"
             raise ConfigurationError(f"no tokenizer in {folder}: {way_out} ({error})") from error

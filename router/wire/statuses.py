@@ -18,6 +18,7 @@ from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from holdfast.worker.errors import (
+    AuthenticationError,
     CallerError,
     CapacityError,
     ConfigurationError,
@@ -25,7 +26,9 @@ from holdfast.worker.errors import (
     HoldfastError,
     InternalError,
     InvalidRequestError,
+    PermissionDeniedError,
     QueueFullError,
+    RateLimitError,
     ReplicaError,
     RequestAbortedError,
     RequestQuarantinedError,
@@ -60,8 +63,11 @@ KINDS: Final[dict[type[HoldfastError], Kind]] = {
     UnsupportedModelError: Kind(
         grpc.StatusCode.FAILED_PRECONDITION, "UNSUPPORTED_MODEL", ("model_type", "reason", "way_out")
     ),
+    AuthenticationError: Kind(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    PermissionDeniedError: Kind(grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED", ("field",)),
     CallerError: Kind(grpc.StatusCode.INVALID_ARGUMENT, "CALLER"),
     QueueFullError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    RateLimitError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMIT"),
     CapacityError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "CAPACITY"),
     ReplicaError: Kind(grpc.StatusCode.UNAVAILABLE, "REPLICA_UNAVAILABLE"),
     DeadlineExceededError: Kind(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
@@ -79,6 +85,8 @@ CLASSES_BY_CODE: Final[dict[grpc.StatusCode, type[HoldfastError]]] = {
     grpc.StatusCode.FAILED_PRECONDITION: CallerError,
     grpc.StatusCode.UNIMPLEMENTED: CallerError,
     grpc.StatusCode.OUT_OF_RANGE: CallerError,
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
+    grpc.StatusCode.PERMISSION_DENIED: CallerError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: CapacityError,
     grpc.StatusCode.UNAVAILABLE: ReplicaError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,

@@ -1,8 +1,10 @@
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 import pytest
@@ -402,3 +404,30 @@ def test_a_killed_directory_is_replaced_and_nobody_notices(
     right = [answer.token_ids for answer in expected([long_wish(number) for number in range(8)])]
     for answers in asyncio.run(_lose_the_directory(cluster.routers[0], victim)):
         assert [answer.token_ids for answer in answers] == right
+
+
+def test_what_ray_keeps_of_a_cluster_has_no_token_and_no_prompt(cluster: Serving):
+    import ray
+
+    prompt = "a-most-private-question-about-the-okapi"
+
+    async def ask() -> None:
+        async with AsyncClient(cluster.routers) as client:
+            await client.generate(prompt, SamplingParams(max_tokens=4))
+            with pytest.raises(HoldfastError):
+                await client.generate(prompt, SamplingParams(max_tokens=4), model=prompt)
+
+    asyncio.run(ask())
+    token = models.directory_of("holdfast").security.remote().result(timeout_s=10).token
+    assert len(token) >= 43
+    logs = Path(ray._private.worker._global_node.get_session_dir_path()) / "logs"
+    files = [path for path in logs.rglob("*") if path.is_file()]
+    assert len(files) > 5
+    for path in files:
+        content = path.read_bytes()
+        for secret in (token, prompt):
+            assert secret.encode() not in content, path
+    for process in ray_processes():
+        with contextlib.suppress(psutil.Error):
+            said = " ".join([*process.cmdline(), *process.environ().values()])
+            assert token not in said, process

@@ -26,6 +26,8 @@ class Site:
     directory: StaticDirectory
     replicas: list
     channel: grpc.aio.Channel
+    key: str = ""
+    """An operator's, where keys are asked for."""
 
     @property
     def stub(self) -> inference_pb2_grpc.InferenceStub:
@@ -35,7 +37,7 @@ class Site:
         """Returns once the router has that many replicas."""
 
         async def is_so() -> bool:
-            load = await self.stub.GetLoad(inference_pb2.GetLoadRequest())
+            load = await self.stub.GetLoad(inference_pb2.GetLoadRequest(), metadata=with_key(self.key))
             return len(load.replicas) == num_replicas
 
         await eventually(is_so)
@@ -73,6 +75,8 @@ async def site(
     limits: LimitsConfig | None = None,
     load_tokenizer: Callable[[str], Tokenizer] = byte_tokenizer,
     http: bool = False,
+    key: str = "",
+    **options: object,
 ) -> AsyncIterator[Site]:
     """Up when all replicas are; with `http`, on a second port as well. Leaving it checks that nothing is left over:
     requests, links, tasks.
@@ -85,9 +89,10 @@ async def site(
         directory,
         load_tokenizer=load_tokenizer,
         http_port=0 if http else None,
+        **options,
     )
     channel = grpc.aio.insecure_channel(router.address, options=[("grpc.use_local_subchannel_pool", 1)])
-    place = Site(router, directory, list(replicas), channel)
+    place = Site(router, directory, list(replicas), channel, key)
     try:
         await place.until_up(len(replicas))
         yield place
@@ -104,6 +109,11 @@ async def site(
         return asyncio.all_tasks() <= tasks_before
 
     await eventually(nothing_is_left)
+
+
+def with_key(key: str) -> tuple[tuple[str, str], ...] | None:
+    """The metadata of a call with an API key."""
+    return (("authorization", f"Bearer {key}"),) if key else None
 
 
 def request(

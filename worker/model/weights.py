@@ -136,6 +136,7 @@ def load_checkpoint(folder: Path, config: Any) -> Any:
                 dtype="auto",
                 attn_implementation=ATTENTION,
                 use_safetensors=True,
+                trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,
             )
@@ -156,7 +157,9 @@ def build_skeleton(config: Any) -> Any:
 
     with _BUILDING, _parameters_on_meta():
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation=ATTENTION)
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=config.dtype, attn_implementation=ATTENTION, trust_remote_code=False
+            )
         except (ValueError, KeyError, AttributeError) as error:
             reason = f"transformers has no causal language model for it ({first_line(error)})"
             raise UnsupportedModelError(config.model_type, reason, "Serve a causal language model") from error

@@ -8,7 +8,7 @@ requests that came through it are aborted.
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -20,6 +20,7 @@ from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import AttemptKey, EngineRequest
+from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.step_update import Heartbeat, Hello, Rejection, StepUpdate
 from holdfast.worker.wire.link_codec import (
     LinkMessageError,
@@ -43,6 +44,8 @@ SERVER_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
+REFUSED: Final = "this replica is not of the caller's cluster: it asks for another token"
+
 Context: TypeAlias = "grpc.aio.ServicerContext[engine_pb2.LinkRequest, engine_pb2.LinkResponse]"
 
 
@@ -54,12 +57,22 @@ class LinkServer:
         self.address = address
 
     @classmethod
-    async def start(cls, replica: Replica, *, replica_id: str, host: str = "127.0.0.1", port: int = 0) -> "LinkServer":
-        """Listens on `host:port`; port 0 picks a free one. Raises `OSError` (RuntimeError in older grpcio) if taken."""
+    async def start(
+        cls,
+        replica: Replica,
+        *,
+        replica_id: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        security: LinkSecurity = UNSECURED,
+    ) -> "LinkServer":
+        """Listens on `host:port`; port 0 picks a free one. `security` says which routers are let in. Raises `OSError`
+        (RuntimeError in older grpcio) if the port is taken, `ConfigurationError` for certificates that cannot be used.
+        """
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        servicer = EngineServicer(replica.engine, replica.info, replica_id, replica.health)
+        servicer = EngineServicer(replica.engine, replica.info, replica_id, replica.health, security)
         engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-        bound = server.add_insecure_port(f"{host}:{port}")
+        bound = security.add_port(server, f"{host}:{port}")
         await server.start()
         return cls(server, f"{host}:{bound}")
 
@@ -71,8 +84,16 @@ class LinkServer:
 class EngineServicer(engine_pb2_grpc.EngineServicer):
     """Turns each router's call into a `RouterLink`."""
 
-    def __init__(self, engine: Engine, info: ModelInfo, replica_id: str, health: HealthConfig) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        info: ModelInfo,
+        replica_id: str,
+        health: HealthConfig,
+        security: LinkSecurity = UNSECURED,
+    ) -> None:
         self._health = health
+        self._security = security
         self._engine = engine
         self._info = info
         self._replica_id = replica_id
@@ -81,6 +102,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
     async def Link(
         self, requests: AsyncIterator[engine_pb2.LinkRequest], context: Context
     ) -> AsyncIterator[engine_pb2.LinkResponse]:
+        if not self._security.admits(context.invocation_metadata() or ()):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSED)
         self._num_links += 1
         link = RouterLink(self._engine, f"link-{self._num_links}", self._info.vocab_size)
         try:

@@ -14,6 +14,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.chat_answer import ChatDeltas, ChatPlan
+from holdfast.router.doors.grpc.authentication import Authentication
 from holdfast.router.doors.grpc.chunk_encoder import ChunkEncoder
 from holdfast.router.doors.grpc.compression import GZIP_OPTIONS, Gzip
 from holdfast.router.doors.grpc.handlers import Context, Trailers, generic_handler
@@ -21,6 +22,7 @@ from holdfast.router.doors.grpc.reflection import add_reflection
 from holdfast.router.doors.grpc.request_ids import REQUEST_ID_HEADER, with_request_id
 from holdfast.router.doors.public_answer import public_generation
 from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.security.gate import Gate
 from holdfast.router.wire.codec import generation_message, generation_request
 from holdfast.router.wire.serving_state import load_response, models_response
 from holdfast.v1 import inference_pb2
@@ -94,7 +96,7 @@ class InferenceServicer:
     async def ListModels(
         self, message: inference_pb2.ListModelsRequest, context: Context
     ) -> inference_pb2.ListModelsResponse:
-        return models_response(self._dispatch_host.models())
+        return models_response(self._request_processor.models())
 
     async def GetLoad(self, message: inference_pb2.GetLoadRequest, context: Context) -> inference_pb2.GetLoadResponse:
         dispatch_host = self._dispatch_host
@@ -106,11 +108,16 @@ def build_server(
     config: RouterConfig,
     limits: LimitsConfig,
     trailers: Trailers | None = None,
+    gate: Gate | None = None,
 ) -> grpc.aio.Server:
     """A server with these services and reflection, not yet bound or started. Made on a running event loop. `trailers`
-    go with the end of every call.
+    go with the end of every call. The `gate` lets calls in; without it all may come.
     """
-    interceptors = [] if config.gzip_above is None else [Gzip(config.gzip_above)]
+    interceptors: list[grpc.aio.ServerInterceptor] = []  # type: ignore[type-arg]  # it takes none when it runs
+    if gate is not None and gate.is_locked:
+        interceptors.append(Authentication(gate))
+    if config.gzip_above is not None:
+        interceptors.append(Gzip(config.gzip_above))
     server = grpc.aio.server(interceptors=interceptors, options=_options(config, limits))
     handlers = [generic_handler(service, servicer, trailers) for service, servicer in servicers.items()]
     server.add_generic_rpc_handlers(tuple(handlers))
@@ -123,6 +130,10 @@ def _options(config: RouterConfig, limits: LimitsConfig) -> list[tuple[str, int]
         ("grpc.max_receive_message_length", limits.max_message_bytes),
         ("grpc.max_send_message_length", limits.max_message_bytes),
         ("grpc.so_reuseport", int(config.reuse_port)),
+        # Above the first of these gRPC refuses at random, above the second always.
+        ("grpc.max_metadata_size", limits.max_header_bytes),
+        ("grpc.absolute_max_metadata_size", limits.max_header_bytes),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
         # By default gRPC cancels calls at random once 1,000 wait to be handled, and those that have waited for 30 s.
         # Here all are handled, and rejected with a reason if there is no room. Calls beyond a connection's limit wait
         # in the client.

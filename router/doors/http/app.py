@@ -22,6 +22,7 @@ from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.chat_answer import ChatPlan
 from holdfast.router.doors.http.answering import Endpoint, answering, headers_of, json_response, not_found, unless_gone
+from holdfast.router.doors.http.authentication import guarded
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from holdfast.router.doors.http.chat_completions import ChatChunks, chat_request, whole_chat
 from holdfast.router.doors.http.completions import Completions, completion_requests
@@ -47,6 +48,7 @@ from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.security.gate import Gate
 from holdfast.worker.errors import InvalidRequestError, ReplicaError
 
 TENANT: Final = "x-tenant"
@@ -65,8 +67,16 @@ class Door(Starlette):
 class HttpDoor:
     """The endpoints of one router. Errors are raised as `HoldfastError`."""
 
-    def __init__(self, request_processor: RequestProcessor, dispatch_host: DispatchHost, limits: LimitsConfig) -> None:
+    def __init__(
+        self,
+        request_processor: RequestProcessor,
+        dispatch_host: DispatchHost,
+        limits: LimitsConfig,
+        gate: Gate | None = None,
+    ) -> None:
+        """The `gate` lets requests in; without it all may come."""
         self._requests = request_processor
+        self._gate = gate or Gate()
         self._dispatch_host = dispatch_host
         self._limits = limits
         self._is_stopping = False
@@ -100,7 +110,9 @@ class HttpDoor:
         ]
         return Door(
             routes=[
-                Route(path, self._counting(path, answering(endpoint, shape)), methods=[method])
+                Route(
+                    path, self._counting(path, answering(guarded(endpoint, path, self._gate), shape)), methods=[method]
+                )
                 for shape, some in ((OPENAI, routes), (ANTHROPIC, of_anthropic))
                 for method, path, endpoint in some
             ],
@@ -230,7 +242,7 @@ class HttpDoor:
     # --- models and tokens ---
 
     async def models(self, request: Request) -> ASGIApp:
-        return json_response({"object": "list", "data": [self._model(model) for model in self._dispatch_host.models()]})
+        return json_response({"object": "list", "data": [self._model(model) for model in self._requests.models()]})
 
     async def model(self, request: Request) -> ASGIApp:
         return json_response(self._model(self._requests.model(request.path_params["model"])))

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.router.doors.http.errors import invalid_body
+from holdfast.router.doors.loggable import loggable
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import PARAMETERS
 
@@ -109,7 +110,7 @@ class Reads(BaseModel):
                     raise InvalidRequestError(name, value, "is not supported")
             elif name not in PARAMETERS and name not in _ACCEPTED and name not in _logged and len(_logged) < 1000:
                 _logged.add(name)
-                logger.warning("a request has a field that is not known here, %r: it is ignored", name[:100])
+                logger.warning("a request has a field that is not known here, %r: it is ignored", loggable(name))
 
 
 class Body(Reads):

@@ -10,12 +10,15 @@ from typing import Final
 from pydantic import ValidationError
 
 from holdfast.worker.errors import (
+    AuthenticationError,
     CallerError,
     CapacityError,
     DeadlineExceededError,
     HoldfastError,
     InvalidRequestError,
+    PermissionDeniedError,
     QueueFullError,
+    RateLimitError,
     ReplicaError,
     RequestAbortedError,
     RequestQuarantinedError,
@@ -41,8 +44,11 @@ class _Kind:
 _KINDS: Final[dict[type[HoldfastError], _Kind]] = {
     InvalidRequestError: _Kind(400, _BAD, "invalid_value"),
     UnknownModelError: _Kind(404, _BAD, "model_not_found"),
+    AuthenticationError: _Kind(401, _BAD, "invalid_api_key"),
+    PermissionDeniedError: _Kind(403, _BAD, "permission_denied"),
     CallerError: _Kind(400, _BAD, "invalid_request"),
     QueueFullError: _Kind(429, "rate_limit_error", "queue_full", may_retry=True),
+    RateLimitError: _Kind(429, "rate_limit_error", "rate_limit_exceeded", may_retry=True),
     CapacityError: _Kind(429, "rate_limit_error", "no_capacity", may_retry=True),
     ReplicaError: _Kind(503, "server_error", "replica_unavailable", may_retry=True),
     DeadlineExceededError: _Kind(504, "server_error", "deadline_exceeded"),
@@ -56,7 +62,14 @@ _PARAMS: Final = {"text": "prompt", "token_ids": "prompt", "chat": "messages", "
 """Fields of our own requests by their names in OpenAI's."""
 
 
-_ANTHROPIC: Final = {404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+_ANTHROPIC: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +113,11 @@ def http_error(error: HoldfastError) -> HttpError:
             message = error.limit[0].upper() + error.limit[1:]  # harnesses look for the sentence as vLLM writes it
     elif isinstance(error, UnknownModelError):
         param = "model"
+    elif isinstance(error, PermissionDeniedError):
+        param = _param(error.field)
     headers = {"x-should-retry": "true" if kind.may_retry else "false"}
+    if isinstance(error, AuthenticationError):
+        headers |= {"www-authenticate": "Bearer"}
     if error.retry_after_s is not None:
         headers |= {"retry-after": f"{max(1, round(error.retry_after_s))}"}
         headers |= {"retry-after-ms": str(round(error.retry_after_s * 1000))}

@@ -6,12 +6,15 @@ What may not live here: what is served (`app.py`).
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from holdfast.router.doors.http.connection import Connection
+from holdfast.router.config import LimitsConfig
+from holdfast.router.doors.http.protocol import BoundedProtocol
 
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
@@ -22,12 +25,16 @@ TICK_S = 1.0
 class HttpServer:
     """One ASGI application on one port. `start` binds it, and `stop` ends it once responses are out."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, tls: ssl.SSLContext | None = None, limits: LimitsConfig | None = None
+    ) -> None:
         """Binds `host:port`, where port 0 is any free one. Raises OSError if it is taken."""
         self._socket = _bound(host, port)
-        config = uvicorn.Config(
+        config = _Config(
             app,
-            http=Connection,
+            tls,
+            limits or LimitsConfig(),
+            http=BoundedProtocol,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -63,6 +70,19 @@ class HttpServer:
         except TimeoutError:
             self._server.force_exit = True
             await self._serving
+
+
+class _Config(uvicorn.Config):
+    """With a context for TLS that is made elsewhere, since its files may change, and bounds for connections."""
+
+    def __init__(self, app: ASGIApp, tls: ssl.SSLContext | None, limits: LimitsConfig, **options: Any) -> None:
+        super().__init__(app, **options)
+        self._tls = tls
+        self.limits = limits
+
+    def load(self) -> None:
+        super().load()
+        self.ssl = self._tls
 
 
 class _Embedded(uvicorn.Server):

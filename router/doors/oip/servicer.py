@@ -14,6 +14,7 @@ from holdfast.foreign import grpc_service_pb2
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.grpc.handlers import Context
 from holdfast.router.doors.grpc.request_ids import REQUEST_ID_HEADER, given_request_id
+from holdfast.router.doors.loggable import loggable
 from holdfast.router.doors.oip.infer_request import STREAM, InferRequest, check_version, infer_request
 from holdfast.router.doors.oip.infer_response import InferResponses, empty, failed, streamed
 from holdfast.router.doors.oip.interleaving import interleaved
@@ -85,7 +86,7 @@ class InferenceProtocolServicer:
     async def ModelStatistics(
         self, message: grpc_service_pb2.ModelStatisticsRequest, context: Context
     ) -> grpc_service_pb2.ModelStatisticsResponse:
-        models = [self._model(message.name, message.version)] if message.name else self._dispatch_host.models()
+        models = [self._model(message.name, message.version)] if message.name else self._request_processor.models()
         num_steps = dict.fromkeys((model.name for model in models), 0)
         for load in self._dispatch_host.loads():
             if load.model in num_steps and load.stats is not None:
@@ -182,7 +183,7 @@ class InferenceProtocolServicer:
         for name in request.unknown_parameters:
             if name not in self._noted and len(self._noted) < MAX_NOTED:
                 self._noted.add(name)
-                logger.info("request parameter %r has no meaning here, and is ignored", name[:MAX_NOTED])
+                logger.info("request parameter %r has no meaning here, and is ignored", loggable(name))
 
 
 async def _numbered(

@@ -91,7 +91,7 @@ def test_stats_shows_a_row_for_each_replica(capsys: pytest.CaptureFixture[str], 
         inference_pb2.ReplicaLoad(replica_id="r1", num_free_blocks=100, num_total_blocks=100),
     ]
 
-    async def load(server: str) -> inference_pb2.GetLoadResponse:
+    async def load(server: str, options: object) -> inference_pb2.GetLoadResponse:
         assert server == "host:1"
         return inference_pb2.GetLoadResponse(num_open=5, num_queued=3, replicas=replicas)
 
@@ -105,7 +105,7 @@ def test_stats_shows_a_row_for_each_replica(capsys: pytest.CaptureFixture[str], 
 
 
 def test_stats_without_a_replica_say_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    async def load(server: str) -> inference_pb2.GetLoadResponse:
+    async def load(server: str, options: object) -> inference_pb2.GetLoadResponse:
         return inference_pb2.GetLoadResponse(num_open=1, num_queued=1)
 
     monkeypatch.setattr(stats, "_load", load)

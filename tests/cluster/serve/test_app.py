@@ -15,7 +15,9 @@ def bound_replicas(application):
     return [replicas._bound_deployment for replicas in application._bound_deployment.init_args[3:]]
 
 
-ARGS = {"parallel": {"tensor_parallel_size": 2}, "cluster": {"replicas": 2}}
+OPEN = {"security": {"insecure": True}}
+"""An application listens on every interface."""
+ARGS = {"parallel": {"tensor_parallel_size": 2}, "cluster": {"replicas": 2}} | OPEN
 
 
 @pytest.fixture
@@ -40,14 +42,14 @@ def test_ranks_that_must_part_are_warned_of(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         build_app(ARGS)
         assert caplog.text == ""
-        build_app({"parallel": {"tensor_parallel_size": 8}})
+        build_app({"parallel": {"tensor_parallel_size": 8}} | OPEN)
     assert "do not fit on whole nodes" in caplog.text
 
 
 @pytest.mark.usefixtures("four_cpus")
 def test_resources_that_no_node_has_yet_are_warned_of(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
-        build_app({"cluster": {"rank_resources": {"fast_disk": 1}, "router_resources": {"front_door": 2}}})
+        build_app({"cluster": {"rank_resources": {"fast_disk": 1}, "router_resources": {"front_door": 2}}} | OPEN)
     assert "cluster.rank_resources: no node has 1 of fast_disk yet" in caplog.text
     assert "cluster.router_resources: no node has 2 of front_door yet" in caplog.text
 
@@ -55,8 +57,9 @@ def test_resources_that_no_node_has_yet_are_warned_of(caplog: pytest.LogCaptureF
 @pytest.mark.usefixtures("four_cpus")
 def test_every_rank_and_router_asks_for_its_resources():
     resources = {"rank_resources": {"fast_disk": 0.5}, "router_resources": {"front_door": 1}}
-    router = build_app({"parallel": {"tensor_parallel_size": 2}, "cluster": resources})._bound_deployment
-    (replica,) = bound_replicas(build_app({"parallel": {"tensor_parallel_size": 2}, "cluster": resources}))
+    args = {"parallel": {"tensor_parallel_size": 2}, "cluster": resources} | OPEN
+    router = build_app(args)._bound_deployment
+    (replica,) = bound_replicas(build_app(args))
     assert router.ray_actor_options == {"num_cpus": 1, "resources": {"front_door": 1.0}}
     assert replica._replica_config.placement_group_bundles == [{"CPU": 1.0, "fast_disk": 0.5}] * 2
 
@@ -64,7 +67,7 @@ def test_every_rank_and_router_asks_for_its_resources():
 @pytest.mark.usefixtures("four_cpus")
 def test_each_of_several_models_has_replicas_of_its_own():
     entries = [{"model": {"model": "./a"}, "replicas": 2}, {"model": {"model": "./b"}, "cpus_per_rank": 0.5}]
-    one, other = bound_replicas(build_app({"cluster": {"models": entries}}))
+    one, other = bound_replicas(build_app({"cluster": {"models": entries}} | OPEN))
     assert [one.name, other.name] == ["Replica:a", "Replica:b"]
     assert [one._deployment_config.num_replicas, other._deployment_config.num_replicas] == [2, 1]
     assert other._replica_config.placement_group_bundles == [{"CPU": 0.5}]
@@ -77,3 +80,23 @@ def test_one_more_model_is_an_application_that_names_its_cluster():
     assert (worker.model.name, directory) == ("b", "ours")
     with pytest.raises(ConfigurationError, match=r"cluster\.models: build_model makes the application of one model"):
         holdfast.build_model({"cluster": {"models": "./a,./b"}})
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_an_application_that_anybody_could_reach_is_refused_unless_it_asks_for_keys_or_is_wanted_so(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"cluster\.host = '0\.0\.0\.0'.*keys add.*--insecure.*127\.0\.0\.1"):
+        build_app({})
+    for fine in (OPEN, {"cluster": {"host": "127.0.0.1"}}, {"security": {"api_keys": str(tmp_path / "keys.json")}}):
+        assert build_app(fine)
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_the_token_of_a_cluster_is_handed_over_and_never_shown():
+    def security_of(application):
+        return application._bound_deployment.init_args[2]._bound_deployment.init_args[0]
+
+    one, other = security_of(build_app(OPEN)), security_of(build_app(OPEN))
+    assert one.token != other.token
+    assert len(one.token) >= 43
+    for text in (repr(one), str(one), repr(one.links)):
+        assert one.token not in text

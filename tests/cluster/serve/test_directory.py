@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.cluster.serve.directory import LEASE_S, SETTLED_S, Directory, DirectoryDeployment, Member, Role
+from holdfast.cluster.serve.security import ClusterSecurity
 from tests import loops
 
 REPLICA = Member(member_id="r1", role=Role.REPLICA, address="127.0.0.1:1", model="demo", model_path="/demo")
@@ -64,7 +65,7 @@ def test_a_young_directory_says_so():
 
 
 async def _watch_through_a_change() -> None:
-    hosted = DirectoryDeployment()
+    hosted = DirectoryDeployment(ClusterSecurity(token="t"))
     first = await hosted.watch(0)
     waiting = asyncio.create_task(hosted.watch(first.version))
     await asyncio.sleep(0)

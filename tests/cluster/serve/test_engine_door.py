@@ -13,13 +13,18 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.offline.llm import LLM
 from holdfast.cluster.serve.engine_door import DoorSettings, EngineDoor
+from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.foreign import health_pb2, health_pb2_grpc
+from holdfast.router.config import SecurityConfig
+from holdfast.router.security.api_keys import KeyRing
+from holdfast.router.security.key_file import write_keys
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.config import ParallelConfig, WorkerConfig
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.sampling_params import SamplingParams
 from tests.loops import on_a_loop
-from tests.router.site import eventually, refusal
+from tests.router.security.test_gate import key_of, secret_of
+from tests.router.site import eventually, refusal, with_key
 
 PROMPT = "The capital of France is"
 CONFIG = located(WorkerConfig(parallel=ParallelConfig(num_threads=1)))
@@ -73,6 +78,30 @@ async def test_a_gateway_drives_the_engine_and_gets_the_tokens_of_every_other_do
     assert info.served_model_name == "demo"
     assert list(info.architectures)
     assert list(info.eos_token_ids)
+
+
+@on_a_loop
+async def test_where_keys_are_asked_for_a_gateway_needs_one_or_the_clusters_token(replica, tmp_path):
+    write_keys(tmp_path / "keys.json", KeyRing([key_of("gateway")]))
+    settings = SecurityConfig(api_keys=tmp_path / "keys.json")
+    security = ClusterSecurity(token="token-of-the-cluster", settings=settings)
+    door = await EngineDoor.start(replica, DoorSettings(), CONFIG.scheduler, security)
+    async with grpc.aio.insecure_channel(door.address) as channel:
+        stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+        assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy
+        for wrong in ("", secret_of("gateway") + "x", "another-token"):
+            for call in (
+                collected(stub.Generate(pb.GenerateRequest(text=PROMPT), metadata=with_key(wrong))),
+                stub.Abort(pb.AbortRequest(), metadata=with_key(wrong)),
+                stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=with_key(wrong)),
+                stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=with_key(wrong)),
+                stub.GetLoads(pb.GetLoadsRequest(), metadata=with_key(wrong)),
+            ):
+                assert (await refusal(call)).code == "UNAUTHENTICATED"
+        for right in (secret_of("gateway"), "token-of-the-cluster"):
+            asked = pb.GenerateRequest(text=PROMPT, sampling_params=greedy(2))
+            assert await collected(stub.Generate(asked, metadata=with_key(right)))
+    await door.stop()
 
 
 @on_a_loop

@@ -12,6 +12,7 @@ import pytest
 from holdfast.cluster.serve import directory as directory_module
 from holdfast.cluster.serve.directory import DirectoryDeployment, Member, Role
 from holdfast.cluster.serve.membership import Lease
+from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.router.doors.http.server import _Embedded
 from holdfast.router.links.link_watch import LinkWatch
 from holdfast.worker.progress import ProgressCounter
@@ -105,7 +106,7 @@ def test_an_idle_directory_wakes_twice_in_five_seconds_for_each_watcher(monkeypa
 
     async def whole() -> float:
         monkeypatch.setattr(directory_module.time, "monotonic", asyncio.get_running_loop().time)
-        hosted = DirectoryDeployment()
+        hosted = DirectoryDeployment(ClusterSecurity(token="t"))
         return await count(members(hosted), watcher(hosted), watcher(hosted))
 
     assert run(whole()) <= 2 * 0.4 + 1 / directory_module.RENEW_S + 0.1

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from holdfast.router.wire import statuses
 from holdfast.router.wire.statuses import CallStatus, call_status, error_of
 from holdfast.worker.errors import (
+    AuthenticationError,
     CallerError,
     CapacityError,
     ConfigurationError,
@@ -17,7 +18,9 @@ from holdfast.worker.errors import (
     HoldfastError,
     InternalError,
     InvalidRequestError,
+    PermissionDeniedError,
     QueueFullError,
+    RateLimitError,
     ReplicaError,
     RequestAbortedError,
     RequestQuarantinedError,
@@ -33,6 +36,9 @@ STATUSES = [
     (ConfigurationError("x"), "FAILED_PRECONDITION", "CONFIGURATION"),
     (UnsupportedModelError("t", "r", "w"), "FAILED_PRECONDITION", "UNSUPPORTED_MODEL"),
     (QueueFullError("x", 2.5), "RESOURCE_EXHAUSTED", "QUEUE_FULL"),
+    (RateLimitError("x", 2.5), "RESOURCE_EXHAUSTED", "RATE_LIMIT"),
+    (AuthenticationError("x"), "UNAUTHENTICATED", "UNAUTHENTICATED"),
+    (PermissionDeniedError("model", "x"), "PERMISSION_DENIED", "PERMISSION_DENIED"),
     (CapacityError("x"), "RESOURCE_EXHAUSTED", "CAPACITY"),
     (ReplicaError("x"), "UNAVAILABLE", "REPLICA_UNAVAILABLE"),
     (DeadlineExceededError("x"), "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),

@@ -1,0 +1,71 @@
+"""Commands `holdfast keys add`, `list` and `revoke`: the file of API keys, which routers read again when it changes.
+
+What may not live here: what a key may do (`router/security/api_keys.py`).
+"""
+
+import secrets
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from cyclopts import Parameter
+
+from holdfast.router.security.api_keys import KEY_PREFIX, ApiKey, KeyRing, digest_of
+from holdfast.router.security.key_file import read_keys, write_keys
+from holdfast.worker.errors import ConfigurationError
+
+_File = Annotated[Path, Parameter(help="the file of keys, which routers are given by --api-keys")]
+_DEFAULT: Final = Path("keys.json")
+
+
+def add(
+    name: Annotated[str, Parameter(help="what the key is called, in lists and errors")],
+    *,
+    file: _File = _DEFAULT,
+    tenant: Annotated[str, Parameter(help="whom requests are charged to [default: the key's name]")] = "",
+    models: Annotated[list[str] | None, Parameter(help="a model that it may use; several: say it again [all]")] = None,
+    requests_per_minute: Annotated[float | None, Parameter(help="in each router [any number]")] = None,
+    tokens_per_minute: Annotated[float | None, Parameter(help="of prompts and outputs, in each router [any]")] = None,
+    max_priority: Annotated[
+        Literal["critical", "high", "normal", "low"], Parameter(help="the best class that it may ask for")
+    ] = "normal",
+    operator: Annotated[bool, Parameter(negative=(), help="it may see load, metrics and connections")] = False,
+) -> int:
+    """Make a key, and print it: this once, since the file has only its hash."""
+    ring = read_keys(file) if file.exists() else KeyRing()
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    try:
+        entry = ApiKey(
+            name=name,
+            sha256=digest_of(key).hex(),
+            tenant=tenant,
+            models=tuple(models or ()),
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+            max_priority=max_priority,
+            operator=operator,
+        )
+    except ValueError as error:
+        raise ConfigurationError(f"keys add: {' '.join(str(error).split())}") from None
+    write_keys(file, ring.with_key(entry))
+    print(key)
+    return 0
+
+
+def show(*, file: _File = _DEFAULT) -> int:
+    """List the keys, and what each may do."""
+    for key in read_keys(file).keys:
+        rates = [
+            f"{number:g} {unit} a minute"
+            for number, unit in ((key.requests_per_minute, "requests"), (key.tokens_per_minute, "tokens"))
+            if number is not None
+        ]
+        models = f"models {', '.join(key.models)}" if key.models else "all models"
+        rights = [f"tenant {key.charged_tenant}", models, *rates, f"up to {key.max_priority}"]
+        print(f"{key.name}: {', '.join(rights + (['operator'] if key.operator else []))}")
+    return 0
+
+
+def revoke(name: Annotated[str, Parameter(help="the key's name")], *, file: _File = _DEFAULT) -> int:
+    """Take a key away. Routers refuse it within a second or two; what runs may finish."""
+    write_keys(file, read_keys(file).without(name))
+    return 0

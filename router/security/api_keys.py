@@ -1,0 +1,122 @@
+"""API keys: what each may do, and the ring of them that a presented key is looked up in. Plain data, without IO.
+
+A file holds the SHA-256 of each key and never a key. Keys have 256 random bits, so nobody finds one by guessing, and a
+slow hash such as scrypt would protect nothing; it would cost tens of milliseconds for every request, also for those of
+strangers. What may not live here: files (`key_file.py`), what a caller has used up (`rates.py`), who asks (`gate.py`).
+"""
+
+import hashlib
+import hmac
+import json
+from collections.abc import Iterable
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.request import Priority
+
+KEY_PREFIX: Final = "hfk_"
+"""What keys begin with, so that scanners of source code find one that was committed by mistake."""
+
+MAX_PRESENTED: Final = 1024
+"""Longest text that is taken for a key."""
+
+
+class ApiKey(BaseModel):
+    """One key of the file: its hash, whose it is, and what it may do."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[\w.@-]+$")
+    """What people call it, in lists and logs."""
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
+    tenant: str = Field("", max_length=128)
+    """Whom its requests are charged to; empty: a tenant of the key's name."""
+    models: tuple[str, ...] = ()
+    """Those that it may use; empty: all."""
+    requests_per_minute: float | None = Field(None, gt=0)
+    tokens_per_minute: float | None = Field(None, gt=0)
+    """Of prompts and outputs together."""
+    max_priority: Literal["critical", "high", "normal", "low"] = "normal"
+    """The best class of service that it may ask for."""
+    operator: bool = False
+    """Whether it may see load, metrics and connections, of all tenants."""
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+    @property
+    def charged_tenant(self) -> str:
+        return self.tenant or self.name
+
+    @property
+    def priority(self) -> Priority:
+        return Priority[self.max_priority.upper()]
+
+
+class KeyRing:
+    """Keys by their hashes. Immutable."""
+
+    def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
+        self.keys = tuple(keys)
+        self._by_digest = {bytes.fromhex(key.sha256): key for key in self.keys}
+
+    @classmethod
+    def read(cls, text: str, source: str) -> "KeyRing":
+        """The keys of a file's content. Raises `ConfigurationError`, which tells no hash."""
+        try:
+            content = json.loads(text)
+            keys = [ApiKey.model_validate(entry) for entry in content["keys"]]
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            field = ".".join(map(str, first["loc"])) or "a key"
+            raise ConfigurationError(f"security.api_keys: {source}: {field}: {first['msg']}") from None
+        except (ValueError, TypeError, KeyError):
+            told = 'must be a JSON object with a list "keys", as `holdfast keys add` writes it'
+            raise ConfigurationError(f"security.api_keys: {source}: {told}") from None
+        for names in ([key.name for key in keys], [key.sha256 for key in keys]):
+            if len(set(names)) != len(names):
+                raise ConfigurationError(f"security.api_keys: {source}: two keys have the same name or the same hash")
+        return cls(keys)
+
+    def written(self) -> str:
+        """As the content of a file."""
+        entries = [key.model_dump(exclude_defaults=True) for key in self.keys]
+        return json.dumps({"keys": entries}, indent=2) + "\n"
+
+    def with_key(self, key: ApiKey) -> "KeyRing":
+        """And one more. Raises `ConfigurationError` for a name that is there already."""
+        if any(other.name == key.name for other in self.keys):
+            raise ConfigurationError(f"name = {key.name!r}: there is a key of this name; revoke it first")
+        return KeyRing((*self.keys, key))
+
+    def without(self, name: str) -> "KeyRing":
+        """Without one of them. Raises `ConfigurationError` for a name that is not there."""
+        left = [key for key in self.keys if key.name != name]
+        if len(left) == len(self.keys):
+            known = ", ".join(key.name for key in self.keys) or "none"
+            raise ConfigurationError(f"name = {name!r}: there is no key of this name; there are: {known}")
+        return KeyRing(left)
+
+    def find(self, presented: str) -> ApiKey | None:
+        """The key that was presented, or None.
+
+        Whatever is presented, it is hashed once, looked up once by its whole hash, and compared once in constant time:
+        what a caller could learn from the time of the look-up is about a hash, which it cannot steer.
+        """
+        digest = digest_of(presented)
+        found = self._by_digest.get(digest)
+        is_equal = hmac.compare_digest(digest, _NOBODY if found is None else bytes.fromhex(found.sha256))
+        return found if is_equal else None
+
+
+def digest_of(presented: str) -> bytes:
+    """The hash by which a key is known. 32 bytes."""
+    return hashlib.sha256(presented[:MAX_PRESENTED].encode(errors="surrogateescape")).digest()
+
+
+_NOBODY: Final = bytes(32)
+"""Compared with where there is no key: no text has this hash, as far as anybody knows."""

@@ -1,0 +1,171 @@
+"""Gate of a router: who calls, and what it may do. Every door asks it once for each request. A core without IO.
+
+A door hands over what was presented (`enter`); from there on the caller belongs to the task of the request, as a
+context variable, and whatever opens requests asks for it again (`caller`): a door that forgot to ask lets nobody in.
+What may not live here: metadata and headers (the doors), reading keys (`key_file.py`).
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+from holdfast.router.request import GenerationRequest
+from holdfast.router.security.api_keys import ApiKey, KeyRing, digest_of
+from holdfast.router.security.rates import Rates
+from holdfast.worker.errors import AuthenticationError, PermissionDeniedError, RateLimitError
+from holdfast.worker.request import Priority
+
+UNKNOWN: Final = "no valid API key was sent; send one as `authorization: Bearer KEY`"
+"""The same whether there was no key, one of another form, one that was revoked, or one that never was."""
+
+CLUSTER: Final = "cluster"
+"""The name of the caller that presents the cluster's own token: routers, replicas and the command that started them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who sends a request, and within which limits."""
+
+    name: str = ""
+    tenant: str | None = None
+    """Whom its requests are charged to; None: whom they name."""
+    models: frozenset[str] | None = None
+    """None: all."""
+    max_priority: Priority = Priority.CRITICAL
+    is_operator: bool = True
+    rates: Rates | None = field(default=None, repr=False)
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+    def check_model(self, model: str) -> None:
+        """Raises `PermissionDeniedError`. An empty name is that of the only one that it sees."""
+        if model and not self.may_use(model):
+            raise PermissionDeniedError("model", f"the key {self.name!r} may not use the model {model!r}")
+
+    def check_operator(self) -> None:
+        """Raises `PermissionDeniedError` for a key that is not an operator's."""
+        if not self.is_operator:
+            raise PermissionDeniedError("operator", f"the key {self.name!r} is no operator's")
+
+    def charged(self, request: GenerationRequest, now: float) -> GenerationRequest:
+        """The request with the tenant that it is charged to. Takes it off the rate of requests.
+
+        Raises `PermissionDeniedError`, `RateLimitError`.
+        """
+        self.check_model(request.model)
+        if request.priority < self.max_priority:
+            most = self.max_priority.name.lower()
+            told = f"the key {self.name!r} may ask for {most} at most, not for {request.priority.name.lower()}"
+            raise PermissionDeniedError("priority", told)
+        if self.tenant is not None and request.tenant not in ("", self.tenant):
+            raise PermissionDeniedError("tenant", f"the key {self.name!r} may not send requests of another tenant")
+        if self.rates is not None:
+            self._check_rates(self.rates, now)
+        return request if self.tenant is None else replace(request, tenant=self.tenant)
+
+    def took_tokens(self, number: int, now: float) -> None:
+        """Of a prompt, or of an output that has ended."""
+        if self.rates is not None:
+            self.rates.take_tokens(number, now)
+
+    def _check_rates(self, rates: Rates, now: float) -> None:
+        wait_s, name = rates.wait_s(now)
+        if wait_s > 0:
+            raise RateLimitError(f"the key {self.name!r} has used up its {name}", wait_s)
+        rates.take_request(now)
+
+
+ANYONE: Final = Caller()
+"""Where no keys are asked for."""
+
+TRUSTED: Final = Caller(name=CLUSTER)
+
+
+class KeySource(Protocol):
+    """Where keys come from."""
+
+    def ring(self) -> KeyRing:
+        """The keys as they are now."""
+
+
+_caller: ContextVar[Caller | None] = ContextVar("holdfast_caller", default=None)
+
+
+class Gate:
+    """Of one router, or of one replica's engine protocol."""
+
+    def __init__(
+        self,
+        keys: KeySource | None = None,
+        cluster_token: str | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Without `keys` everyone may come in. The `cluster_token` opens it as well."""
+        self._keys = keys
+        self._clock = clock
+        self._own = None if cluster_token is None else _of_cluster(cluster_token)
+        self._ring: KeyRing | None = None
+        self._with_own = KeyRing()
+        self._rates: dict[str, Rates] = {}
+
+    @property
+    def is_locked(self) -> bool:
+        """Whether a key is asked for."""
+        return self._keys is not None
+
+    def enter(self, presented: str | None) -> Caller:
+        """Who presents this; the caller of the running task from here on. Raises `AuthenticationError`."""
+        caller = self._who(presented or "") if self._keys is not None else ANYONE
+        _caller.set(caller)
+        return caller
+
+    def enter_trusted(self) -> None:
+        """The running task is one of this process's own."""
+        _caller.set(TRUSTED)
+
+    def caller(self) -> Caller:
+        """The caller of the running task. Raises `AuthenticationError` where no door has asked."""
+        if self._keys is None:
+            return ANYONE
+        caller = _caller.get()
+        if caller is None:
+            raise AuthenticationError(UNKNOWN)
+        return caller
+
+    def _who(self, presented: str) -> Caller:
+        assert self._keys is not None, "a gate that is not locked asks for no key"
+        ring = self._keys.ring()
+        if ring is not self._ring:
+            self._ring, self._with_own = ring, KeyRing([*ring.keys, *([] if self._own is None else [self._own])])
+            names = {key.name for key in ring.keys}
+            self._rates = {name: rates for name, rates in self._rates.items() if name in names}
+        found = self._with_own.find(presented)
+        if found is None:
+            raise AuthenticationError(UNKNOWN)
+        return TRUSTED if found is self._own else self._caller_of(found)
+
+    def _caller_of(self, key: ApiKey) -> Caller:
+        limits = key.requests_per_minute, key.tokens_per_minute
+        rates = self._rates.get(key.name)
+        if rates is None or rates.limits != limits:
+            rates = self._rates[key.name] = Rates(*limits, self._clock())
+        return Caller(
+            name=key.name,
+            tenant=key.charged_tenant,
+            models=frozenset(key.models) or None,
+            max_priority=key.priority,
+            is_operator=key.operator,
+            rates=rates,
+        )
+
+
+def _of_cluster(token: str) -> ApiKey:
+    return ApiKey(name=CLUSTER, sha256=digest_of(token).hex())
+
+
+def bearer(authorization: str) -> str:
+    """The key in an `authorization` header or metadata; empty if it has another form."""
+    scheme, _, key = authorization.partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
