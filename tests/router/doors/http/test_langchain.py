@@ -38,6 +38,7 @@ async def test_tools(script):  # noqa: F811
             whole = piece if whole is None else whole + piece
     for told in (answer, whole):
         assert [(call["name"], call["args"]) for call in told.tool_calls] == [("weather", {"city": "Oslo"})]
+        assert all(call["id"] for call in told.tool_calls), "LangChain answers calls by their ids"
 
 
 @on_a_loop
