@@ -24,13 +24,11 @@ _ACCEPTED = frozenset(
         "metadata",
         "service_tier",
         "safety_identifier",
-        "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
         "moderation",
         "verbosity",
         "request_id",
-        "session_id",
         "include_reasoning",
         "stream_interval",
         "return_prompt_text",
@@ -129,10 +127,19 @@ class Body(Reads):
     guided_grammar: str | None = None
     priority: int | Literal["critical", "high", "normal", "low"] | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
+    """The conversation, where a model is routed by session."""
+    prompt_cache_key: str | None = None
+    """OpenAI's word for nearly the same: requests with one key are sent to where their prompts are cached."""
     timeout: float | None = None
     """Seconds that the caller waits, as a deadline of the request."""
     return_token_ids: bool | None = None
     """Choices and chunks have the output's `token_ids`."""
+
+    @property
+    def session(self) -> str:
+        """What routing by session goes by; empty: nothing."""
+        return self.session_id or self.prompt_cache_key or ""
 
     @property
     def streams(self) -> bool:

@@ -34,6 +34,7 @@ def chat_request(body: ChatBody, tenant: str = "") -> GenerationRequest:
         priority=priority_of(body),
         timeout_s=body.timeout,
         cache_salt=body.cache_salt or "",
+        session_id=body.session,
         tenant=tenant,
     )
 

@@ -44,6 +44,7 @@ def completion_requests(body: CompletionBody, tenant: str = "") -> list[Generati
             priority=priority_of(body),
             timeout_s=body.timeout,
             cache_salt=body.cache_salt or "",
+            session_id=body.session,
             tenant=tenant,
         )
         for prompt in prompts
