@@ -10,6 +10,7 @@ import pytest
 from holdfast.cluster.commands.cli import run
 from holdfast.cluster.config.config import load_config
 from holdfast.cluster.serve import serving as launcher
+from holdfast.cluster.serve import supervisor
 from holdfast.cluster.serve.security import cluster_token, is_loopback
 from holdfast.router.config import SecurityConfig
 from holdfast.router.security.api_keys import KeyRing
@@ -31,6 +32,7 @@ def _no_ray(monkeypatch):
         raise RayHasStarted
 
     monkeypatch.setattr(launcher, "ray_connection", start)
+    monkeypatch.setattr(supervisor, "supervise", start)
 
 
 @pytest.fixture
