@@ -32,7 +32,7 @@ class Answering(Protocol):
         max_tokens: int,
         *,
         split: bool = False,
-        sampling: Mapping[str, float] = ...,
+        sampling: Mapping[str, float | str] = ...,
     ) -> Answer: ...
 
 

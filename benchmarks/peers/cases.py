@@ -21,9 +21,9 @@ class Case:
     max_tokens: int
     num_shared_tokens: int = 0
     """The first tokens of all prompts of a burst are the same."""
-    sampling: Mapping[str, float] = field(default_factory=dict)
+    sampling: Mapping[str, float | str] = field(default_factory=dict)
     """How tokens are drawn, by the names that drivers know: `temperature`, `top_p`, `logprobs`, `repetition_penalty`,
-    `frequency_penalty`. Each request has a seed of its own, its number. Empty: greedy."""
+    `frequency_penalty`, and `json_schema`, a text. Each request has a seed of its own, its number. Empty: greedy."""
     is_warm: bool = False
     """The shared tokens are the same in all bursts of the case as well: after the first one, a cache may hold them."""
 
@@ -32,7 +32,8 @@ class Case:
         shared = f"{self.num_shared_tokens} shared + " if self.num_shared_tokens else ""
         own = self.num_prompt_tokens - self.num_shared_tokens
         notes = [{"e_cold": "new prefix", "e_warm": "kept prefix"}.get(self.name, "")]
-        notes += [f"{name.replace('_', ' ')} {value:g}" for name, value in self.sampling.items()]
+        for name, value in self.sampling.items():
+            notes.append(name.replace("_", " ") + ("" if isinstance(value, str) else f" {value:g}"))
         return ", ".join(filter(None, [f"{self.num_requests} x {shared}{own} in / {self.max_tokens} out", *notes]))
 
     @property
@@ -45,6 +46,9 @@ _E_COLD: Final = Case(name="e_cold", num_requests=16, num_prompt_tokens=544, max
 _DRAWN: Final = Case(
     name="f8", num_requests=8, num_prompt_tokens=128, max_tokens=64, sampling={"temperature": 0.8, "top_p": 0.95}
 )
+
+_ENDLESS: Final = '{"type": "array", "items": {"type": "integer"}, "minItems": 200}'
+"""A schema whose answers are longer than any case asks for, so that all of them have the same length."""
 
 CASES: Final = {
     case.name: case
@@ -63,6 +67,7 @@ CASES: Final = {
             name="f_penalties",
             sampling={**_DRAWN.sampling, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
         ),
+        replace(_DRAWN, name="f_json", sampling={**_DRAWN.sampling, "json_schema": _ENDLESS}),
     )
 }
 
@@ -72,7 +77,7 @@ PROBE: Final = Case(name="probe", num_requests=1, num_prompt_tokens=128, max_tok
 CHECK: Final = Case(name="check", num_requests=4, num_prompt_tokens=128, max_tokens=16)
 """What is compared with the reference."""
 
-_GROUPS: Final = {"e": ("e_cold", "e_warm"), "f": ("f8", "f32", "f_logprobs", "f_penalties")}
+_GROUPS: Final = {"e": ("e_cold", "e_warm"), "f": ("f8", "f32", "f_logprobs", "f_penalties", "f_json")}
 _NUM_BYTES: Final = 256
 """Ids below are single bytes: as output they could leave half a character behind."""
 _NUM_SPECIAL: Final = 16

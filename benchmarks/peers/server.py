@@ -84,7 +84,7 @@ class Server:
         max_tokens: int,
         *,
         split: bool = False,
-        sampling: Mapping[str, float] = MappingProxyType({}),
+        sampling: Mapping[str, float | str] = MappingProxyType({}),
     ) -> Answer:
         """Raises `ServerError` if there is no answer, or another number of tokens than was asked for."""
         request = {"case": case, "prompts": prompts, "max_tokens": max_tokens, "split": split}

@@ -53,13 +53,18 @@ class Loss:
 
     def table(self, expected: Sequence[Stream]) -> Table:
         """Each stream against the one that nobody disturbed."""
-        table = Table("stream", "tokens", "longest pause", "against before", title=f"kill -9 {self.pid}")
-        for stream, other in zip(self.streams, expected, strict=True):
-            pause_s = stream.longest_pause_s(self.at_s)
-            pause = "had ended" if pause_s is None else f"{1000 * pause_s:.0f} ms"
-            verdict = "identical" if stream.is_same_as(other) else "DIFFERENT"
-            table.add_row(str(stream.number), str(stream.num_tokens), pause, verdict)
-        return table
+        return against(expected, self.streams, self.at_s, f"kill -9 {self.pid}")
+
+
+def against(expected: Sequence[Stream], streams: Sequence[Stream], at_s: float, title: str) -> Table:
+    """Streams beside those that nobody disturbed, with their longest pause since `at_s`."""
+    table = Table("stream", "tokens", "longest pause", "against before", title=title)
+    for stream, other in zip(streams, expected, strict=True):
+        pause_s = stream.longest_pause_s(at_s)
+        pause = "had ended" if pause_s is None else f"{1000 * pause_s:.0f} ms"
+        verdict = "identical" if stream.is_same_as(other) else "DIFFERENT"
+        table.add_row(str(stream.number), str(stream.num_tokens), pause, verdict)
+    return table
 
 
 async def stream_with_a_loss(

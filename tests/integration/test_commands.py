@@ -167,3 +167,13 @@ def test_a_cluster_that_has_lost_its_ray_is_started_again_and_its_streams_go_on(
     processes = command.descendants()
     command.process.kill()
     assert_all_gone(processes)
+
+
+@pytest.mark.slow
+def test_streams_outlive_the_end_of_every_process(start: Callable[..., Command]):
+    command = start("holdfast.cluster.commands.cli", "demo", "--blackout")
+    printed = command.finish()
+    assert command.process.returncode == 0, printed
+    assert re.search(r"kill -9 of all \d\d processes", printed)
+    assert printed.count("identical") == 4
+    assert "Traceback" not in printed

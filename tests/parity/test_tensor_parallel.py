@@ -41,7 +41,7 @@ EVERY_TIME = (
 )
 """One of each way to split. The layouts of all families are split every time in `worker/decoder/test_recognize.py`."""
 IN_ALL_WAYS = ("gpt_oss", "llama, one KV head", "mixtral")
-BITS_EVERY_TIME = ("gemma3_text", "gpt_oss", "llama, one KV head", "mixtral", "phi3")
+BITS_EVERY_TIME = ("gpt_oss", "llama, one KV head", "phi3")
 
 
 def executors(family: str, size: int) -> list[str]:
@@ -93,8 +93,13 @@ def test_experts_that_stay_hugging_faces_are_split_too(family, size, tiny_model,
     assert relative_difference(ours, expected(family)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("size", "executor"), [(2, "decoder"), (4, "decoder"), (4, "skeleton")])
-@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "llama", "llama, one KV head"])
+@pytest.mark.parametrize(
+    ("size", "executor"), [(2, "decoder"), pytest.param(4, "decoder", marks=pytest.mark.slow), (4, "skeleton")]
+)
+@pytest.mark.parametrize(
+    "family",
+    ["gpt_oss", "llama, one KV head", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma3_text", "llama"))],
+)
 def test_split_models_draw_the_tokens_of_whole_ones(family, size, executor, tiny_model, prompts):
     whole = greedy_tokens(load(worker_config(tiny_model(family), executor=executor)), prompts, num_new=16)
     config = worker_config(tiny_model(family), size, executor=executor)

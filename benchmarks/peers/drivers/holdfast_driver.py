@@ -6,7 +6,7 @@ from typing import Any
 
 from line_server import Generate, Output, Prompts, Sampling, serve, split_at
 
-from holdfast import LLM, SamplingParams
+from holdfast import LLM, SamplingParams, StructuredOutputs
 
 
 def load(model: str, settings: dict[str, Any]) -> Generate:
@@ -15,7 +15,10 @@ def load(model: str, settings: dict[str, Any]) -> Generate:
 
     def generate(prompts: Prompts, max_tokens: int, split: bool, sampling: Sampling) -> Output:
         plain = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        params = [plain.with_changes(seed=seed, **sampling) if sampling else plain for seed in range(len(prompts))]
+        given = dict(sampling)
+        if "json_schema" in given:
+            given["structured_outputs"] = StructuredOutputs(json=given.pop("json_schema"))
+        params = [plain.with_changes(seed=seed, **given) if given else plain for seed in range(len(prompts))]
         if split:
             return _watched(llm, prompts, params)
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)

@@ -33,7 +33,7 @@ class Output(NamedTuple):
     parts: dict[str, float]
 
 
-Sampling = dict[str, float]
+Sampling = dict[str, Any]
 Generate = Callable[[Prompts, int, bool, Sampling], Output]
 """(prompts, max_tokens, split, sampling): answers all prompts together, each with exactly `max_tokens` tokens."""
 Load = Callable[[str, dict[str, Any]], Generate]

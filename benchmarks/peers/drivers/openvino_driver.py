@@ -52,7 +52,10 @@ def _config(max_tokens: int, sampling: Sampling, seed: int) -> openvino_genai.Ge
     if sampling:
         config.rng_seed = seed
     for name, value in sampling.items():
-        setattr(config, name, int(value) if name == "logprobs" else value)
+        if name == "json_schema":
+            config.structured_output_config = openvino_genai.StructuredOutputConfig(json_schema=value)
+        else:
+            setattr(config, name, int(value) if name == "logprobs" else value)
     return config
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from line_server import Generate, Output, Prompts, Sampling, serve, split_at
 from vllm import LLM, SamplingParams, TokensPrompt
+from vllm.sampling_params import StructuredOutputsParams
 
 
 def load(model: str, settings: dict[str, Any]) -> Generate:
@@ -20,6 +21,8 @@ def load(model: str, settings: dict[str, Any]) -> Generate:
         given = {"temperature": 0, **sampling}
         if "logprobs" in given:
             given["logprobs"] = int(given["logprobs"])
+        if "json_schema" in given:
+            given["structured_outputs"] = StructuredOutputsParams(json=given.pop("json_schema"))
         params = [
             SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=seed if sampling else None, **given)
             for seed in range(len(prompts))
