@@ -63,7 +63,7 @@ class EngineStats(SchedulerStats):
     num_waiting_tokens: int
     """Tokens that alive requests still have to have computed before each draws its next one."""
     prefill_tokens_per_s: float
-    """Measured in the last steps that computed prompts for the most part; 0 before the first of them."""
+    """The best of the last steps that computed prompts for the most part; 0 before there were some."""
 
     @property
     def tokens_per_s(self) -> float:

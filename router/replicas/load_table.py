@@ -5,11 +5,8 @@ replica's load (`replica_registry.py`), and the choice (`policy.py`).
 """
 
 from holdfast.router.replicas.hash_ring import HashRing
-from holdfast.router.replicas.policy import CLOSED, RandomIndex, RoutingSnapshot, Slot
+from holdfast.router.replicas.policy import CLOSED, UNKNOWN_TOKEN_S, RandomIndex, RoutingSnapshot, Slot
 from holdfast.router.replicas.prefix_index import NO_MATCH, PrefixHolders, PrefixMatch
-
-UNKNOWN_TOKEN_S = 1e-3
-"""Before any replica of the model has reported its speed. Only ratios matter."""
 
 
 class LoadTable:
@@ -24,19 +21,19 @@ class LoadTable:
         self.num_open = 0
         self.total_score = 0.0
         """Exact: loads are multiples of 1 / `TOKENS_PER_SEQUENCE`."""
-        self._token_s: list[float] = []
+        self._token_s: list[float | None] = []
         self._has_ring = has_ring
         self._free: list[Slot] = []
         self._typical_token_s = UNKNOWN_TOKEN_S
+        """As last measured by any of them."""
 
     def add(self, replica_id: str) -> Slot:
         """A slot for a new replica, which is closed until its load is set."""
         if not self._free:
             self._free.append(len(self.scores))
             self.scores.append(CLOSED)
-            self._token_s.append(self._typical_token_s)
+            self._token_s.append(None)
         slot = self._free.pop()
-        self._token_s[slot] = self._typical_token_s
         if self._has_ring:
             self.ring.add(replica_id, slot)
         return slot
@@ -44,6 +41,7 @@ class LoadTable:
     def remove(self, slot: Slot) -> None:
         """The replica was lost. Another may get its slot."""
         self.set_score(slot, CLOSED)
+        self._token_s[slot] = None
         self._free.append(slot)
         if self._has_ring:
             self.ring.remove(slot)
@@ -59,7 +57,7 @@ class LoadTable:
         self.scores[slot] = score
 
     def set_speed(self, slot: Slot, tokens_per_s: float) -> None:
-        """Prompt tokens a second, as a replica has measured them; replicas that have not are taken to be as fast."""
+        """Prompt tokens a second, as a replica has measured them."""
         self._token_s[slot] = self._typical_token_s = 1 / tokens_per_s
 
     def snapshot(
@@ -71,6 +69,7 @@ class LoadTable:
             num_open=self.num_open,
             total_score=self.total_score,
             token_s=self._token_s,
+            typical_token_s=self._typical_token_s,
             ring=self.ring,
             last=self.last,
             random_index=random_index,

@@ -26,6 +26,9 @@ LOAD_BOUND: Final = 1.25
 CLOSED: Final = math.inf
 """The load of a replica that may not get the request."""
 
+UNKNOWN_TOKEN_S: Final = 1e-3
+"""While no replica of a model has measured its speed. Only ratios matter."""
+
 _NUM_TRIES: Final = 8
 
 Slot = int
@@ -58,8 +61,10 @@ class RoutingSnapshot:
     """Slots that are not closed: at least one."""
     total_score: float
     """Sum of the loads that are not closed."""
-    token_s: Sequence[float]
-    """Seconds that each replica takes to compute a prompt token, as measured; by slot."""
+    token_s: Sequence[float | None]
+    """Seconds that each replica takes to compute a prompt token, as measured; by slot. None: not measured yet."""
+    typical_token_s: float
+    """The same of a replica that has not measured it."""
     ring: HashRing
     """All replicas of the model, closed ones too; empty unless the policy uses it."""
     last: Slot
@@ -111,12 +116,17 @@ class RoutingSnapshot:
         A running sequence counts as `TOKENS_PER_SEQUENCE`: it shares every step with the prompt.
         """
         num_new = self.num_prompt_tokens - self.prefix.num_cached(slot)
-        return (self.scores[slot] * TOKENS_PER_SEQUENCE + num_new) * self.token_s[slot]
+        return (self.scores[slot] * TOKENS_PER_SEQUENCE + num_new) * self._token_s(slot)
 
     def copy_s(self, slot: Slot, holder: Slot) -> float:
         """What it costs all others that a replica computes what a holder has; nothing if it has as much itself."""
         is_copy = self.prefix.num_cached(slot) < self.prefix.num_cached(holder)
-        return COPY_TOKENS * self.token_s[slot] if is_copy else 0.0
+        return COPY_TOKENS * self._token_s(slot) if is_copy else 0.0
+
+    def _token_s(self, slot: Slot) -> float:
+        """What is not measured is taken to be as fast as the others."""
+        measured = self.token_s[slot]
+        return self.typical_token_s if measured is None else measured
 
     def _open_slots(self) -> list[Slot]:
         return [slot for slot, score in enumerate(self.scores) if score != CLOSED]

@@ -26,8 +26,11 @@ STATS_EVERY_STEPS: Final = 32
 MIN_PREFILL_TOKENS: Final = 64
 """Steps with fewer prompt tokens say little of the speed of prefill: their fixed costs are most of their time."""
 
-PREFILL_SPEED_SHARE: Final = 0.02
-"""The share of the newest step in the measured speed of prefill, once there were as many."""
+NUM_FIRST_PREFILLS: Final = 8
+"""So many such steps before a speed is told: the first ones after a load are slow, and nobody would ask again."""
+
+PREFILL_SPEED_LOSS: Final = 0.01
+"""The share of a speed that is forgotten with each such step that does not reach it."""
 
 
 class EngineCore:
@@ -41,7 +44,7 @@ class EngineCore:
         self._num_requests = 0
         self._num_tokens_generated = 0
         self._step_time_s = 0.0
-        self._prefill_tokens_per_s = 0.0
+        self._best_prefill_speed = 0.0
         self._num_prefills = 0
         self._step_id = 0
         self._told_step_id = 0  # of the step that listeners were last told of
@@ -215,13 +218,16 @@ class EngineCore:
             self._scheduler.tokens_per_s = max(num_tokens / step_s, self._scheduler.tokens_per_s or 0.0)
 
     def _note_prefill_speed(self, plan: StepPlan, step_s: float) -> None:
-        """A moving average over steps in which prompts have most of the tokens, and enough to fill the machine."""
+        """The best speed of late, of steps in which prompts have most of the tokens, and enough to fill the machine."""
         num_tokens = plan.num_tokens
         if step_s > 0 and num_tokens - len(plan.decodes) >= max(MIN_PREFILL_TOKENS, num_tokens // 2):
-            now, before = num_tokens / step_s, self._prefill_tokens_per_s
             self._num_prefills += 1
-            share = max(PREFILL_SPEED_SHARE, 1 / self._num_prefills)
-            self._prefill_tokens_per_s = before + share * (now - before)
+            self._best_prefill_speed *= 1 - PREFILL_SPEED_LOSS
+            self._best_prefill_speed = max(self._best_prefill_speed, num_tokens / step_s)
+
+    @property
+    def _prefill_tokens_per_s(self) -> float:
+        return self._best_prefill_speed if self._num_prefills >= NUM_FIRST_PREFILLS else 0.0
 
     def _stats_are_due(self) -> bool:
         if self._scheduler.has_work and self._step_id < self._stats_step_id + STATS_EVERY_STEPS:

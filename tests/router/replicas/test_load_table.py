@@ -2,8 +2,8 @@
 
 import pytest
 
-from holdfast.router.replicas.load_table import UNKNOWN_TOKEN_S, LoadTable
-from holdfast.router.replicas.policy import CLOSED
+from holdfast.router.replicas.load_table import LoadTable
+from holdfast.router.replicas.policy import CLOSED, UNKNOWN_TOKEN_S
 
 
 @pytest.fixture
@@ -11,8 +11,9 @@ def table() -> LoadTable:
     return LoadTable(has_ring=True)
 
 
-def speeds(table: LoadTable) -> list[float]:
-    return list(table.snapshot(lambda n: 0, 1).token_s)
+def speeds(table: LoadTable) -> tuple[list[float | None], float]:
+    shown = table.snapshot(lambda n: 0, 1)
+    return list(shown.token_s), shown.typical_token_s
 
 
 def test_a_slot_is_closed_until_its_load_is_set_and_after_its_replica_is_gone(table: LoadTable):
@@ -29,14 +30,14 @@ def test_a_slot_is_closed_until_its_load_is_set_and_after_its_replica_is_gone(ta
     table.check_integrity()
 
 
-def test_replicas_without_a_measured_speed_are_taken_to_be_as_fast_as_others(table: LoadTable):
+def test_speeds_are_those_that_replicas_have_measured(table: LoadTable):
     table.add("a")
-    assert speeds(table) == [UNKNOWN_TOKEN_S]
-    table.set_speed(0, 2000.0)
     table.add("b")
-    assert speeds(table) == [1 / 2000, 1 / 2000]
+    assert speeds(table) == ([None, None], UNKNOWN_TOKEN_S)
+    table.set_speed(0, 2000.0)
+    assert speeds(table) == ([1 / 2000, None], 1 / 2000)
     table.set_speed(1, 500.0)
-    assert speeds(table) == [1 / 2000, 1 / 500]
+    assert speeds(table) == ([1 / 2000, 1 / 500], 1 / 500)
     table.remove(0)
     table.add("c")
-    assert speeds(table) == [1 / 500, 1 / 500], "a new replica in an old slot has no past"
+    assert speeds(table) == ([None, 1 / 500], 1 / 500), "a new replica in an old slot has no past"

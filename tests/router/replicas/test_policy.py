@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.router.replicas.hash_ring import HashRing
-from holdfast.router.replicas.load_table import UNKNOWN_TOKEN_S
 from holdfast.router.replicas.policy import (
     CLOSED,
     COPY_TOKENS,
     LOAD_BOUND,
     POLICIES,
     TOKENS_PER_SEQUENCE,
+    UNKNOWN_TOKEN_S,
     RoutingSnapshot,
     least_loaded,
     load_score,
@@ -35,7 +35,8 @@ def snapshot(*scores: float, draws=None, ring: HashRing | None = None, token_s=N
         scores=scores,
         num_open=len(kept),
         total_score=sum(kept),
-        token_s=token_s or [UNKNOWN_TOKEN_S] * len(scores),
+        token_s=token_s or [None] * len(scores),
+        typical_token_s=fields.pop("typical_token_s", UNKNOWN_TOKEN_S),
         ring=ring or HashRing(),
         last=fields.pop("last", -1),
         random_index=scripted(draws) if draws is not None else random.Random(1).randrange,
@@ -187,6 +188,13 @@ def test_the_less_loaded_holder_and_the_next_shorter_prefix_where_all_holders_of
     prefix = PrefixMatch(((64, 0b0011), (32, 0b0111)))
     assert prefix_aware(snapshot(3, 2, 0, 0, prefix=prefix, num_prompt_tokens=65)) in (0, 1)
     assert prefix_aware(snapshot(CLOSED, CLOSED, 4, 4, prefix=prefix, num_prompt_tokens=65)) == 2
+
+
+@pytest.mark.parametrize("token_s", [[1e-4, None], [None, 1e-4], [None, None], [1e-4, 1e-4]])
+def test_a_replica_without_a_measured_speed_is_taken_to_be_as_fast_as_the_others(token_s):
+    for scores, chosen in (((2, 1), 1), ((1, 2), 0)):
+        one = snapshot(*scores, token_s=token_s, typical_token_s=1e-4, num_prompt_tokens=10, draws=[0, 0])
+        assert prefix_aware(one) == chosen
 
 
 def test_without_a_prefix_the_one_of_two_that_computes_the_prompt_sooner():

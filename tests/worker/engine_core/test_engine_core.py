@@ -2,7 +2,7 @@
 
 import pytest
 
-from holdfast.worker.engine_core.engine_core import EngineCore
+from holdfast.worker.engine_core.engine_core import NUM_FIRST_PREFILLS, EngineCore
 from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError
 from holdfast.worker.request import FinishReason
 from tests.worker.schedulers import BLOCK_SIZE, make_request, make_result, make_scheduler
@@ -132,3 +132,23 @@ def test_nothing_is_kept_of_the_cache_while_nobody_follows_it():
     core.attach(listener)
     core.submit(make_request("after", prompt_len=BLOCK_SIZE, max_tokens=1), listener, 0.0)
     assert not step(core)[listener].cache
+
+
+def test_the_speed_of_prefill_is_the_best_of_late_once_there_were_enough_steps():
+    core = EngineCore(make_scheduler(num_blocks=64, max_num_batched_tokens=128, max_num_seqs=4))
+    listener = Listener()
+    core.attach(listener)
+
+    def speed_after(number: int, step_s: float) -> float:
+        core.submit(make_request(f"{number}", prompt_len=80, max_tokens=1), listener, 0.0)
+        step(core, step_s=step_s)
+        return core.stats().prefill_tokens_per_s
+
+    assert [speed_after(number, 10.0) for number in range(NUM_FIRST_PREFILLS - 1)] == [0.0] * (NUM_FIRST_PREFILLS - 1)
+    assert speed_after(100, 0.1) == 800.0, "the first, slow ones are forgotten at once"
+    assert speed_after(101, 0.05) == 1600.0
+    assert 0.98 * 1600.0 < speed_after(102, 1.0) < 1600.0
+    core.submit(make_request("short", max_tokens=1), listener, 0.0)
+    before = core.stats().prefill_tokens_per_s
+    step(core, step_s=1e-6)
+    assert core.stats().prefill_tokens_per_s == before, "few tokens say nothing"
