@@ -18,11 +18,10 @@ from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.sources import Layer, Setting
 from holdfast.cluster.progress_bars import progress
+from holdfast.cluster.serve.stop_signals import STOP_SIGNALS, stop_signals
 
 if TYPE_CHECKING:
     from holdfast.cluster.serve.serving import Serving
-
-STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 SETTLE_S: Final = 0.3
 """Signals that come so soon after the first are no second one: `timeout` and terminals may send the same one twice."""
@@ -86,24 +85,11 @@ def host(config: HoldfastConfig) -> None:
 
 
 def wait_for_stop(settle_s: float = SETTLE_S) -> None:
-    """Returns after the first SIGINT or SIGTERM, with those of the next `settle_s` taken in too. On the main thread.
-
-    Signals come as bytes of a pipe: an exception out of a handler could strike inside of a lock and leave it broken.
-    """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    earlier_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    earlier = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
-    try:
-        while os.read(read_end, 1)[0] not in STOP_SIGNALS:
+    """Returns after the first SIGINT or SIGTERM, with those of the next `settle_s` taken in too. On the main thread."""
+    with stop_signals() as news:
+        while os.read(news, 1)[0] not in STOP_SIGNALS:
             pass
         time.sleep(settle_s)
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(earlier_fd)
-        os.close(read_end)
-        os.close(write_end)
 
 
 def _end_as_lost(process: str) -> None:

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from holdfast.cluster.demo.display import display, figures
 from holdfast.cluster.demo.loss import AFTER_TOKENS, against
-from holdfast.cluster.demo.streams import Show, Stream, are_under_way, stream_all
+from holdfast.cluster.demo.streams import Show, Stream, are_the_same, are_under_way, stream_all
 from holdfast.cluster.serve.reaper import descendants
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.sampling_params import SamplingParams
@@ -76,7 +76,7 @@ class Blackout:
 
     def is_unseen(self, expected: Sequence[Stream]) -> bool:
         """Whether every stream is as the one of the same number that nobody disturbed."""
-        return all(stream.is_same_as(other) for stream, other in zip(self.streams, expected, strict=True))
+        return are_the_same(self.streams, expected)
 
     def table(self, expected: Sequence[Stream]) -> Table:
         """Each stream against the one that nobody disturbed."""

@@ -14,7 +14,7 @@ from typing import Final
 from rich.table import Table
 
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.cluster.demo.streams import Show, Stream, are_under_way, stream_all
+from holdfast.cluster.demo.streams import Show, Stream, are_the_same, are_under_way, stream_all
 from holdfast.worker.sampling_params import SamplingParams
 
 AFTER_TOKENS: Final = 16
@@ -49,7 +49,7 @@ class Loss:
 
     def is_unseen(self, expected: Sequence[Stream]) -> bool:
         """Whether every stream is as the one of the same number that nobody disturbed."""
-        return all(stream.is_same_as(other) for stream, other in zip(self.streams, expected, strict=True))
+        return are_the_same(self.streams, expected)
 
     def table(self, expected: Sequence[Stream]) -> Table:
         """Each stream against the one that nobody disturbed."""

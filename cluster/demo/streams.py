@@ -64,6 +64,11 @@ def are_under_way(streams: Sequence[Stream], num_tokens: int) -> bool:
     return all(stream.is_finished or stream.num_tokens >= num_tokens for stream in streams)
 
 
+def are_the_same(streams: Sequence[Stream], expected: Sequence[Stream]) -> bool:
+    """Whether every stream is as the one of the same number that nobody disturbed."""
+    return all(stream.is_same_as(other) for stream, other in zip(streams, expected, strict=True))
+
+
 Show = Callable[[Sequence[Stream], Stream], None]
 """Called as `show(streams, grown)` after every chunk."""
 

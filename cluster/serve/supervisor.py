@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from holdfast.cluster.serve.reaper import adopt_orphans, kill_descendants
+from holdfast.cluster.serve.stop_signals import STOP_SIGNALS, stop_signals
 from holdfast.worker.errors import ReplicaError
 
 EXIT_LOST: Final = 75
@@ -52,7 +53,7 @@ def supervise(command: Sequence[str], line: str, stop_limit_s: float, say: Calla
     """
     adopt_orphans()
     policy = RestartPolicy()
-    with _signals() as news:
+    with stop_signals() as news:
         while True:
             started_s = time.monotonic()
             code, was_told = _run_once(command, line, stop_limit_s, news)
@@ -88,27 +89,9 @@ def _run_once(command: Sequence[str], line: str, stop_limit_s: float, news: int)
                 is_killed = True
                 reaper.stdin.close()  # which ends everything
                 continue
-            for number in os.read(news, 4096):
+            for number in set(os.read(news, 4096)).intersection(STOP_SIGNALS):
                 kill_at_s = kill_at_s or time.monotonic() + stop_limit_s
                 reaper.send_signal(number)
     finally:
         os.close(end)
         reaper.stdin.close()
-
-
-@contextmanager
-def _signals() -> Iterator[int]:
-    """SIGINT and SIGTERM as bytes of a pipe, for as long as the block lasts."""
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    earlier_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    earlier = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    try:
-        yield read_end
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(earlier_fd)
-        os.close(read_end)
-        os.close(write_end)

@@ -1,0 +1,30 @@
+"""Stop signals, SIGINT and SIGTERM, as bytes of a pipe.
+
+An exception out of a handler could strike inside of a lock and leave it broken. What may not live here: what a signal
+means to a process. On the main thread alone.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def stop_signals() -> Iterator[int]:
+    """The end to read of a pipe that gets a byte, the signal's number, for each signal that comes in the block."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    earlier_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    earlier = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+    try:
+        yield read_end
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(earlier_fd)
+        os.close(read_end)
+        os.close(write_end)
