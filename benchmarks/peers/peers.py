@@ -47,6 +47,8 @@ class Peer:
     """A library below its environment that is loaded first."""
     settings: Mapping[str, object] = field(default_factory=dict)
     """Passed to the driver beside those of all."""
+    serves: str = ""
+    """Name of the peer that does the same offline, of a server that is asked over a network."""
 
 
 ENVIRONMENTS: Final = {
@@ -140,6 +142,21 @@ PEERS: Final = {
             environment="openvino",
             driver="openvino_driver.py",
             settings={"kv_precision": "bf16"},
+        ),
+        Peer(
+            name="vllm-http",
+            environment="vllm",
+            driver="vllm_http_driver.py",
+            variables={**_VLLM, "NO_PROXY": "127.0.0.1"},
+            preload=_OPENMP,
+            serves="vllm",
+        ),
+        Peer(
+            name="holdfast-http",
+            environment="",
+            driver="holdfast_http_driver.py",
+            variables=OURS.variables,
+            serves=OURS.name,
         ),
     )
 }

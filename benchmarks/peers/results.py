@@ -106,7 +106,9 @@ class CaseResult:
 
     @property
     def best_peer(self) -> str | None:
-        rates = {name: one.rate.median for name, one in self.comparisons.items() if one.rate is not None}
+        """Of others: our own server may be beside them."""
+        others = {name: one for name, one in self.comparisons.items() if not name.startswith("holdfast")}
+        rates = {name: one.rate.median for name, one in others.items() if one.rate is not None}
         return max(rates, key=rates.__getitem__) if rates else None
 
 

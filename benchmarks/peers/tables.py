@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from benchmarks.peers.cases import CASES
+from benchmarks.peers.peers import PEERS
 from benchmarks.peers.results import CaseResult, Comparison, ModelResult, ServerFacts, Spread, parts_of
 
 _LEAST_FIRST_CHOICE = 0.9
@@ -41,6 +42,7 @@ def sheets(model: str, result: ModelResult, ours: str, bandwidth_gb_s: float | N
     made = [
         _rates(model, result, ours, bandwidth_gb_s),
         _ratios(model, result, ours),
+        _kept(model, result, ours),
         _splits(model, result, ours),
         _facts(model, result),
     ]
@@ -75,6 +77,24 @@ def _ratios(model: str, result: ModelResult, ours: str) -> Sheet:
     if peers:
         rows.append(["**best peer**", *(_best(case) for case in result.cases.values())])
     return Sheet(f"{model}: {ours} over each peer, run beside run", ["peer", *result.cases], rows)
+
+
+def _kept(model: str, result: ModelResult, ours: str) -> Sheet:
+    """Of servers on a network: their rates over the offline rates of the same engines, each as a ratio to ours."""
+    rows = []
+    for name in result.servers:
+        offline = PEERS[name].serves if name in PEERS else ""
+        if offline == ours or offline in result.servers:
+            rows.append([name, offline, *(_share(case, name, offline) for case in result.cases.values())])
+    return Sheet(f"{model}: share of its offline rate that a server keeps", ["server", "offline", *result.cases], rows)
+
+
+def _share(case: CaseResult, server: str, offline: str) -> str:
+    """A server's ratio to ours, over that of its engine offline (1, where that is ours)."""
+    served, alone = case.comparisons.get(server), case.comparisons.get(offline)
+    if served is None or served.ratio is None or (alone is not None and alone.ratio is None):
+        return ""
+    return f"{(alone.ratio.median if alone is not None and alone.ratio else 1.0) / served.ratio.median:.0%}"
 
 
 def _splits(model: str, result: ModelResult, ours: str) -> Sheet:

@@ -17,8 +17,8 @@ from benchmarks.peers.folders import Folders
 from benchmarks.peers.install import install, installed
 from benchmarks.peers.launch import start
 from benchmarks.peers.machine import NoiseWatch, describe_machine, peak_memory_mib
-from benchmarks.peers.peers import ENVIRONMENTS, OURS, Environment, Peer, chosen_peers
-from benchmarks.peers.results import ModelResult
+from benchmarks.peers.peers import ENVIRONMENTS, OURS, PEERS, Environment, Peer
+from benchmarks.peers.results import CaseResult, Comparison, ModelResult, Pair, Run, ServerFacts
 from benchmarks.peers.server import ServerError
 from benchmarks.peers.session import Session
 from benchmarks.peers.tables import legend, sheets
@@ -203,11 +203,42 @@ def test_bad_arguments_are_refused_before_anything_runs(monkeypatch, capsys, arg
 
 def test_the_table_of_peers_is_whole():
     drivers = Path(command_line.__file__).parent / "drivers"
-    for peer in (OURS, *chosen_peers("vllm,openvino,llamacpp,transformers,vllm-process,openvino-bf16kv")):
+    for peer in (OURS, *PEERS.values()):
+        assert not peer.serves or peer.serves in (OURS.name, *PEERS)
         assert (drivers / peer.driver).exists()
         assert not peer.environment or peer.environment in ENVIRONMENTS
     for environment in ENVIRONMENTS.values():
         assert not environment.converter or (drivers / environment.converter).exists()
+
+
+def test_a_server_on_a_network_keeps_a_share_of_the_offline_rate():
+    def run(seconds):
+        return Run(seconds=seconds, num_tokens=100, others=0.0)
+
+    def beside_ours(seconds):
+        return Comparison(pairs=[Pair(theirs=run(seconds), ours=run(1.0))])
+
+    comparisons = {"vllm": beside_ours(2.0), "vllm-http": beside_ours(4.0), "holdfast-http": beside_ours(1.25)}
+    result = ModelResult(
+        servers={name: ServerFacts() for name in ("holdfast", *comparisons)},
+        cases={"a": CaseResult(comparisons=comparisons, num_bursts=1)},
+    )
+    (page,) = [sheet.rows for sheet in sheets("X", result, "holdfast", None) if "keeps" in sheet.title]
+    assert page == [["vllm-http", "vllm", "50%"], ["holdfast-http", "holdfast", "80%"]]
+    assert result.cases["a"].best_peer == "vllm", "our own server is no peer"
+
+
+@pytest.mark.slow
+def test_our_http_driver_gives_the_ids_of_our_offline_one(folders, open_server):
+    folders.model("demo").symlink_to(bundled_path("demo"))
+    ours = {"max_model_len": 256, "kv_cache_memory": "64MiB"}
+    offline, served = open_server(OURS, "demo", ours), open_server(PEERS["holdfast-http"], "demo")
+    for server in (offline, served):
+        assert server.await_ready().keys() >= {"holdfast", "torch"}
+    asked = [[5, 6, 7, 8], [9, 10, 11]]
+    answer = served.ask("a", asked, 8)
+    assert answer.ids == offline.ask("a", asked, 8).ids
+    assert answer.parts.keys() == {"prefill", "decode"}
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan
 
 IntArray = NDArray[np.int64]
 
-_HEADER_WORDS: Final = 7
+_HEADER_WORDS: Final = 8
 _WORD_BYTES: Final = 8
 
 Column: TypeAlias = "array[int] | bytes | memoryview"
@@ -57,6 +57,8 @@ class StepBatch:
     that tell prompt logprobs."""
     with_logits: bool = True
     """False: their argmax is enough."""
+    with_masses: bool = False
+    """Whether log-probabilities will be made of them."""
 
     @property
     def positions(self) -> IntArray:
@@ -70,7 +72,7 @@ class StepBatch:
         return blocks
 
     @staticmethod
-    def pack(plan: StepPlan, *, with_logits: bool = True) -> IntArray:
+    def pack(plan: StepPlan, *, with_logits: bool = True, with_masses: bool = False) -> IntArray:
         """The array that `unpack` reads. Its first word is at least 1: other messages may begin with 0 or less."""
         rows, others = plan.decodes, plan.others
         of_others = _columns(others) if others else _NO_COLUMNS
@@ -84,6 +86,7 @@ class StepBatch:
             len(prompt_rows),
             plan.step_id,
             with_logits,
+            with_masses,
         )
         both = chain.from_iterable(zip(_columns_of_rows(rows), of_others, strict=True))
         return np.frombuffer(bytearray().join((array("q", header), *both, copies, prompt_rows)), np.int64)
@@ -92,7 +95,8 @@ class StepBatch:
     def unpack(cls, packed: IntArray) -> "StepBatch":
         """The step that was packed. Its fields are views of `packed` where they can be."""
         header = packed[:_HEADER_WORDS].tolist()
-        num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, step_id, with_logits = header
+        num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, step_id, *flags = header
+        with_logits, with_masses = flags
         sizes = (num_sequences,) * 4 + (total_tokens, total_blocks, 3 * num_copies, num_prompt_rows)
         parts, start = [], _HEADER_WORDS
         for size in sizes:
@@ -113,7 +117,8 @@ class StepBatch:
             num_blocks=num_blocks,
             block_copies=copies.reshape(3, num_copies),
             logits_rows=np.concatenate((drawn_rows, prompt_rows)) if num_prompt_rows else drawn_rows,
-            with_logits=bool(with_logits),
+            with_logits=with_logits != 0,
+            with_masses=with_masses != 0,
         )
 
 

@@ -32,7 +32,7 @@ from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling.grammar_masks import GrammarMasks
-from holdfast.worker.sampling.head_output import HeadOutput, needs_logits
+from holdfast.worker.sampling.head_output import HeadOutput, asks_for_logprobs, needs_logits
 from holdfast.worker.sampling.step_sampler import StepSampler
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,8 @@ class LeaderRunner:
         drafts = self._runner.draft.guess(plan) if self._runner.draft is not None else ()
         plan = plan.with_drafts(drafts)
         waiting = self._grammars.start(plan)
-        output = self._execute(plan, with_logits=needs_logits(plan))
+        with_logits = needs_logits(plan)
+        output = self._execute(plan, with_logits=with_logits, with_masses=with_logits and asks_for_logprobs(plan))
         self._runner.progress.tick()
         masks = self._masks(waiting) if waiting is not None else None
         result = step_result(plan, output, self._runner.sampler, masks)
@@ -158,8 +159,8 @@ class LeaderRunner:
         assert logits is not None, "rank 0 is the leader"
         return logits.clone()
 
-    def _execute(self, plan: StepPlan, *, with_logits: bool) -> HeadOutput:
-        message = self._group.broadcast(StepBatch.pack(plan, with_logits=with_logits))
+    def _execute(self, plan: StepPlan, *, with_logits: bool, with_masses: bool = False) -> HeadOutput:
+        message = self._group.broadcast(StepBatch.pack(plan, with_logits=with_logits, with_masses=with_masses))
         return self._runner.execute(StepBatch.unpack(message))
 
     def _masks(self, waiting: "Future[dict[int, bytes]]") -> dict[int, bytes]:

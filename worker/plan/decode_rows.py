@@ -17,6 +17,7 @@ class DecodeColumns:
     """What stays as it is while the same sequences decode. Nothing of it changes once it is made."""
 
     __slots__ = (
+        "ask_for_logprobs",
         "draws",
         "first_output_indices",
         "first_positions",
@@ -42,6 +43,7 @@ class DecodeColumns:
         """At any output position; all of them without logits settings."""
         self.need_logits = any(draw.needs_logits for draw in draws)
         """Whether some draw takes more than the argmax of its row."""
+        self.ask_for_logprobs = any(draw.num_logprobs is not None for draw in draws)
         self.ones = array("q", (1,)) * len(first_positions)
         """How many tokens each row computes, and how many it draws."""
         self.num_context_tokens = sum(first_positions) + len(first_positions)

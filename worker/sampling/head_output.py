@@ -21,6 +21,17 @@ class HeadOutput:
     block_best: Tensor | None = None
     """[rows wanted, ceil(vocab / 64)], float32: the largest of each 64 logits in turn, NaN where one is not finite.
     None where the head does not tell; it spares a sampler one reading of the logits."""
+    block_mass: Tensor | None = None
+    """Of each 64 logits in turn the sum of exp(logit - the largest), float32. Log-probabilities are made of them and
+    of `block_best`, beside which they stand. None where no row asks for any."""
+
+
+def asks_for_logprobs(plan: StepPlan) -> bool:
+    """Whether a step reports log-probabilities of any token."""
+    return plan.decodes.columns.ask_for_logprobs or any(
+        sequence.prompt_logprobs is not None or (sequence.draw is not None and sequence.draw.num_logprobs is not None)
+        for sequence in plan.others
+    )
 
 
 def needs_logits(plan: StepPlan) -> bool:

@@ -65,7 +65,7 @@ class CpuExecutor:
         self._layers_done = ctypes.c_long(0)
         self._own_logits = _Room()
         self._all_logits = _Room()
-        self._block_best = _Room()
+        self._block_best, self._block_mass = _Room(), _Room()
 
     def make_sampler(self) -> NativeSampler:
         """A sampler on the threads of this executor. It is closed before this is."""
@@ -115,7 +115,8 @@ class CpuExecutor:
 
     def free_logits(self) -> None:
         """Frees the memory of the last step's logits, which the next step would use again."""
-        self._own_logits, self._all_logits, self._block_best = _Room(), _Room(), _Room()
+        self._own_logits, self._all_logits = _Room(), _Room()
+        self._block_best, self._block_mass = _Room(), _Room()
 
     def drop_cache(self) -> None:
         self._drop_decoder()
@@ -167,7 +168,10 @@ class CpuExecutor:
         if with_logits or not self._in_one_call:
             step.ask_for_logits(self._own_logits.of(step.native.num_wanted, self._rows))
         if with_logits and self._group.size == 1:
-            step.ask_for_block_best(self._block_best.of(step.native.num_wanted, self.packed.model.head.groups))
+            blocks = step.native.num_wanted, self.packed.model.head.groups
+            step.ask_for_block_best(self._block_best.of(*blocks))
+            if batch.with_masses:
+                step.ask_for_block_mass(self._block_mass.of(*blocks))
         if with_logits and self._exchange is not None:
             step.ask_for_all_logits(self._all_logits.of(step.native.num_wanted, self._vocab_size))
         step.native.first_layer = first_layer
@@ -178,7 +182,7 @@ class CpuExecutor:
         if step.logits is None:
             return HeadOutput(None, step.best.tolist())
         if self._in_one_call:
-            return HeadOutput(step.logits, None, step.block_best)
+            return HeadOutput(step.logits, None, step.block_best, step.block_mass)
         return HeadOutput(self._group.all_gather(step.logits)[:, : self._vocab_size], None)
 
     @property
@@ -238,6 +242,7 @@ class _Step:
         num_wanted = len(batch.logits_rows)
         self.logits: Tensor | None = None
         self.block_best: Tensor | None = None
+        self.block_mass: Tensor | None = None
         self.best = np.empty(num_wanted, dtype=np.int32)
         self._batch = batch
         self.native = HfStep(
@@ -247,6 +252,7 @@ class _Step:
             _address(batch.num_blocks),
             _address(batch.block_ids),
             _address(batch.logits_rows),
+            None,
             None,
             None,
             None,
@@ -266,6 +272,11 @@ class _Step:
         """Of a model on one rank: [rows wanted, groups]."""
         self.block_best = out
         self.native.block_best = out.data_ptr()
+
+    def ask_for_block_mass(self, out: Tensor) -> None:
+        """As `ask_for_block_best`."""
+        self.block_mass = out
+        self.native.block_mass = out.data_ptr()
 
     def ask_for_all_logits(self, out: Tensor) -> None:
         """Those of all ranks: [rows wanted, vocab size]."""

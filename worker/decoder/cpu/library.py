@@ -122,7 +122,7 @@ def _declared(library: CDLL) -> CDLL:
     _declare(
         library,
         "hf_sample",
-        *(c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int),
+        *(c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int),
         *(POINTER(HfEdits), POINTER(HfDrawn), c_void_p, c_void_p, c_int),
     )
     _declare(library, "hf_product", None, POINTER(HfLinear), c_int, c_void_p, c_long, c_int, c_void_p)

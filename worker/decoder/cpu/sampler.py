@@ -32,7 +32,7 @@ _NO_EDITS: Final = (HfEdits * 0)()
 class NativeSampler:
     """Draws on the threads of a pool, a row on one thread. Used by one thread at a time."""
 
-    numerics: Final = "draws-2"
+    numerics: Final = "draws-3"
 
     def __init__(self, library: CDLL, pool: int) -> None:
         """`pool` outlives this."""
@@ -73,13 +73,14 @@ class NativeSampler:
         prompts: Sequence[PromptLogprobParams] = (),
     ) -> Sampled:
         """As `StepSampler.sample`. Raises `ReplicaError` in a child of the process that made the pool."""
-        logits, block_best = output.logits, output.block_best
+        logits, best, mass = output.logits, output.block_best, output.block_mass
         assert logits is not None, "a step that is drawn from asks for logits"
         logits = logits.contiguous()  # those of a split vocabulary may be cut out of a padded one
         rows = _Rows(draws, masks or {}, prompts)
         told = _Told(rows.count, rows.most_logprobs)
         outcome = self._library.hf_sample(
-            *(self._sampler, logits.data_ptr(), logits.shape[1], None if block_best is None else block_best.data_ptr()),
+            *(self._sampler, logits.data_ptr(), logits.shape[1]),
+            *(None if known is None else known.data_ptr() for known in (best, mass)),
             *(rows.packed, rows.count, rows.edits, told.drawn),
             *(told.top_ids.ctypes.data, told.top_logprobs.ctypes.data, rows.most_logprobs),
         )

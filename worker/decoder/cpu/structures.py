@@ -120,6 +120,7 @@ class HfStep(Structure):
         ("wanted", c_void_p),
         ("logits", c_void_p),
         ("block_best", c_void_p),
+        ("block_mass", c_void_p),
         ("all_logits", c_void_p),
         ("best", c_void_p),
         ("progress", c_void_p),

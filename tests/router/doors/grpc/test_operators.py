@@ -6,12 +6,14 @@ from contextlib import suppress
 import grpc
 import pytest
 from google.protobuf.message import Message
+from grpc._cython import cygrpc
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpclib.client import Channel, ServiceMethod, StreamStreamMethod, UnaryStreamMethod, UnaryUnaryMethod
 from grpclib.exceptions import GRPCError
 
 from holdfast.foreign import grpc_service_pb2, health_pb2, health_pb2_grpc, orca_load_report_pb2
 from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.doors.grpc.channelz import ChannelzServicer
 from holdfast.router.doors.grpc.load_reports import LoadReports
 from holdfast.router.links.replica_directory import StaticDirectory
 from holdfast.router.router import Router
@@ -141,6 +143,14 @@ async def test_channelz_knows_the_routers_servers_and_connections_and_only_the_a
         assert refused.code == "UNIMPLEMENTED"
     await router.stop()
     await replica.kill()
+
+
+@on_a_loop
+async def test_what_the_core_tells_beyond_the_definitions_is_left_out(monkeypatch):
+    told = b'{"server": [], "end": true, "told_by_a_later_core": {"a": 1}}'
+    monkeypatch.setattr(cygrpc, "channelz_get_servers", lambda start: told)
+    answer = await ChannelzServicer().GetServers(channelz_pb2.GetServersRequest(), None)
+    assert answer == channelz_pb2.GetServersResponse(end=True)
 
 
 @on_a_loop

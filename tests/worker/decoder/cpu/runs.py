@@ -1,7 +1,7 @@
 """The native executor on tiny models: sequences that go through steps in chunks, with their blocks anywhere."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from holdfast.worker.decoder.recognize import recognize
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.plan.step_plan import BlockCopy, ScheduledSequence, StepPlan
+from holdfast.worker.sampling.head_output import HeadOutput
 from tests.worker.decoder.cpu.native import BF16, library_or_skip
 from tests.worker.decoder.models import config_of, parallelized
 
@@ -77,6 +78,10 @@ class Runner:
         """The logits of all tokens, by sequence."""
         output = self.executor.run(self._batch(parts, copies), with_logits=True)
         return list(output.logits.clone().split([len(part.token_ids) for part in parts]))
+
+    def head(self, *parts: Part) -> HeadOutput:
+        """All that the head tells of the tokens; the next step writes over it."""
+        return self.executor.run(replace(self._batch(parts), with_masses=True), with_logits=True)
 
     def chosen(self, token_ids: Sequence[int], blocks: Sequence[int]) -> list[int]:
         """The token that the head chooses after each."""

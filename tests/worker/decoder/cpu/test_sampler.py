@@ -1,6 +1,7 @@
 """The native sampler draws what PyTorch's draws, with the same bits in every class and on any number of threads."""
 
 import hashlib
+import math
 from array import array
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from holdfast.worker.sampling.sampler import keep_min_p, keep_top_k, keep_top_p,
 from holdfast.worker.sampling.step_sampler import Sampled, TorchSampler
 from tests.examples import examples
 from tests.worker.decoder.cpu.native import CLASSES, library_or_skip
+from tests.worker.decoder.cpu.runs import Part, Runner, layout_of, tokens
 from tests.worker.decoder.cpu.test_known_answers import whole_numbers
 
 INF, NAN = float("inf"), float("nan")
@@ -227,6 +229,25 @@ def test_what_the_head_knows_of_blocks_changes_nothing(native, vocab):
     assert repr(told) == repr(sampled(native, logits, draws))
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_log_probabilities_are_of_the_heads_own_sums_to_the_same_bits(name):
+    library_or_skip(name)
+    runner, ids = Runner(layout_of("llama"), name=name), tokens(30)
+    output = runner.head(Part(0, ids, runner.blocks(30)))
+    padded = torch.nn.functional.pad(output.logits, (0, -output.logits.shape[1] % 64), value=-INF).view(30, -1, 64)
+    exact = (padded.double() - padded.double().amax(2, keepdim=True)).exp().sum(2)
+    assert torch.allclose(output.block_mass.double(), exact, rtol=1e-6)
+    sampler = runner.executor.make_sampler()
+    draws = seeded(replace(FILTERS["top-p"], num_logprobs=5), 30)
+    assert repr(sampler.sample(output, draws)) == repr(sampled(sampler, output.logits, draws))
+    doubled = replace(output, block_mass=2 * output.block_mass)  # they are what is used
+    told, more = sampler.sample(output, draws), sampler.sample(doubled, draws)
+    gap = [one.logprob - other.logprob for one, other in zip(told.logprobs, more.logprobs, strict=True)]
+    assert gap == pytest.approx([math.log(2)] * 30, abs=1e-5)
+    sampler.close()
+    runner.close()
+
+
 def test_no_rows_are_no_error(native):
     assert sampled(native, torch.empty(0, 100), []) == Sampled([], [], [])
 
@@ -248,5 +269,5 @@ def test_every_class_gives_the_answers_that_are_stored(name, threads):
     """A change of them changes completions: it takes the next `NativeSampler.numerics`."""
     library_or_skip(name)
     sampler = NativeSampler.with_threads(threads, name)
-    assert answers(sampler) == "12f1bf82d37b5ef2"
+    assert answers(sampler) == "930332d199308820"
     sampler.close()

@@ -59,6 +59,13 @@ HF_INLINE Lanes gelu_tanh_of(Lanes x) {
   return x * all(0.5f) * (all(1.0f) + tanh_of(inner));
 }
 
+// The exponentials of the 64 logits of a block less the best of them, summed; -inf adds nothing. `best` is finite.
+HF_INLINE float block_mass(const Lanes* logits, float best) {
+  Lanes part[4];
+  for (int i = 0; i < 4; i++) part[i] = exp2_of((logits[i] - all(best)) * all(LOG2_E));
+  return sum_of((part[0] + part[1]) + (part[2] + part[3]));
+}
+
 // Sine and cosine of a float angle, computed in double precision and rounded once.
 HF_INLINE void sine_cosine(float angle, float* sine, float* cosine) {
   double x = angle, n = _mm_cvtsd_f64(_mm_round_sd(_mm_set_sd(0), _mm_set_sd(x * 0.63661977236758134), 8));

@@ -24,6 +24,7 @@ template <class W> bool Decoder<W>::head_part(Thread& t) {
 
 template <class W> void Decoder<W>::logits_of(int g, int row, const float* sums) {
   alignas(64) float out[GROUP];
+  Lanes reals[GROUP / 16] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
   int columns = std::min((int)GROUP, m.vocab_rows - g * GROUP), tokens = std::min(columns, num_tokens - g * GROUP);
   Lanes best = all(-INFINITY), broken = zero();
   for (int j = 0; j < columns; j += 16) {
@@ -32,8 +33,8 @@ template <class W> void Decoder<W>::logits_of(int g, int row, const float* sums)
     v = v * all(m.logit_scale);
     if (m.logit_softcap > 0) v = tanh_of(v * all(1.0f / m.logit_softcap)) * all(m.logit_softcap);
     store(out + j, v);
-    Lanes real = keep_range(v, 0, tokens - j, all(-INFINITY));
-    best = larger(best, real);
+    reals[j / 16] = keep_range(v, 0, tokens - j, all(-INFINITY));
+    best = larger(best, reals[j / 16]);
     broken = broken + keep_range(v - v, 0, tokens - j, zero());  // NaN where not finite
   }
   if (step.logits) memcpy(step.logits + (long)row * m.vocab_rows + g * GROUP, out, columns * 4);
@@ -42,6 +43,7 @@ template <class W> void Decoder<W>::logits_of(int g, int row, const float* sums)
   if (doubt == 0.0f && tokens > 0)
     while (out[at] != value) at++;
   if (step.block_best) step.block_best[(long)row * m.head.groups + g] = doubt == 0.0f ? value : NAN;
+  if (step.block_mass) step.block_mass[(long)row * m.head.groups + g] = doubt == 0.0f ? block_mass(reals, value) : NAN;
   group_best.row(row)[g] = value, group_at.row(row)[g] = doubt == 0.0f ? g * GROUP + at : -1;
 }
 

@@ -42,6 +42,8 @@ struct Scratch {
   alignas(64) float widened[PIECE_TILES * 2 * TILE];
   float* floats = nullptr;
   long num_floats = 0;
+  long call = 0;  // whose rows are in `floats`, and which of them
+  const void* rows = nullptr;
   float* floats_of(long count) {
     if (num_floats < count) {
       free(floats);
@@ -208,16 +210,19 @@ template <class W> HF_INLINE bool uses_tiles(int count) {
 #endif
 }
 
+// `call`: numbers a product of many tasks, whose rows stay as they are: a thread widens them once. 0: there is one task.
 template <class W>
-InputRows<W> input_rows(Scratch& scratch, const typename InputOf<W>::Type* rows, long stride, int count, long length) {
+InputRows<W> input_rows(Scratch& scratch, const typename InputOf<W>::Type* rows, long stride, int count, long length,
+                        long call = 0) {
   InputRows<W> input = {rows, stride, count, nullptr, length};
   if constexpr (sizeof(*rows) == 4) {
     input.floats = rows, input.float_stride = stride;
   } else if (!uses_tiles<W>(count)) {
+    bool is_there = call && scratch.call == call && scratch.rows == rows;
     float* floats = scratch.floats_of(length * count);
-    for (int r = 0; r < count; r++)
+    for (int r = is_there ? count : 0; r < count; r++)
       for (long k = 0; k < length; k += 16) store(floats + r * length + k, load(rows + r * stride + k));
-    input.floats = floats;
+    input.floats = floats, scratch.call = call, scratch.rows = rows;
   }
   return input;
 }

@@ -8,6 +8,7 @@
 #include <functional>
 #include <vector>
 
+#include "functions.h"
 #include "words.h"
 
 namespace {
@@ -19,21 +20,23 @@ struct Row {
   const float* logits = nullptr;
   int vocab = 0, blocks = 0;
   std::vector<float> best;  // [blocks]
+  const float* known_mass = nullptr;  // [blocks], or null where the head did not tell
   alignas(64) float tail[BLOCK];
   float largest = 0;
   bool is_broken = false;
 
   const float* block(int b) const { return (b + 1) * BLOCK <= vocab ? logits + (long)b * BLOCK : tail; }
 
-  // `known`: the best of each block, NaN where one is not finite; or null.
-  void read(const float* from, int count, const float* known) {
-    logits = from, vocab = count, blocks = (count + BLOCK - 1) / BLOCK;
+  // `known`: the best of each block, NaN where one is not finite, or null; `mass` as `block_mass` of each, or null.
+  void read(const float* from, int count, const float* known, const float* mass = nullptr) {
+    known_mass = nullptr, logits = from, vocab = count, blocks = (count + BLOCK - 1) / BLOCK;
     best.resize(blocks);
     if (count % BLOCK) {
       std::fill(tail, tail + BLOCK, -INFINITY);
       memcpy(tail, from + count / BLOCK * BLOCK, count % BLOCK * sizeof(float));
     }
     if (!known || !take_over(known)) find_best();
+    else known_mass = mass;
   }
   // The same logits, of which some have changed since the other row was read.
   void read_again(const Row& other, const std::vector<int>& changed) {
@@ -72,6 +75,14 @@ struct Row {
   }
 
  public:
+  // The exponentials of a block's logits less its best one, summed. The same bits as the head's.
+  float mass(int b) const {
+    if (known_mass) return known_mass[b];
+    if (best[b] == -INFINITY) return 0.0f;
+    const float* p = block(b);
+    Lanes v[4] = {load(p), load(p + 16), load(p + 32), load(p + 48)};
+    return block_mass(v, best[b]);
+  }
   // Of equal ones the first.
   int first_best() const {
     for (int b = 0; b < blocks; b++)

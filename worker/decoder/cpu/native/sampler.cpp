@@ -150,6 +150,21 @@ double mass_above(const Row& row, float scale, float bar) {
   return sum_of(sum);
 }
 
+// The logarithm of the sum of all exponentials of logits less the largest one, from the masses of blocks.
+double log_mass_of(const Row& row) {
+  Doubles sum = no_doubles();
+  alignas(64) float masses[16], gaps[16];
+  for (int first = 0; first < row.blocks; first += 16) {
+    for (int i = 0; i < 16; i++) {
+      int b = first + i;
+      bool counts = b < row.blocks && row.best[b] - row.largest > LEAST_EXPONENT;
+      masses[i] = counts ? row.mass(b) : 0.0f, gaps[i] = counts ? row.best[b] : row.largest;
+    }
+    add(sum, exponentials(load(gaps), row.largest) * load(masses));
+  }
+  return log_of(sum_of(sum));
+}
+
 // The smallest float that is no smaller.
 float raised(double x) {
   float f = (float)x;
@@ -201,7 +216,7 @@ struct Report {
 };
 
 void report(const Row& row, const HfDraw& draw, Scratch& scratch, const Report& to) {
-  double log_sum = log_of(mass_of(row, 1.0f, -INFINITY, INFINITY).all), top = row.largest;
+  double log_sum = log_mass_of(row), top = row.largest;
   auto logprob = [&](int token) { return (float)((double)row.logits[token] - top - log_sum); };
   to.drawn->rank = rank_of(row, to.drawn->token), to.drawn->logprob = logprob(to.drawn->token);
   int count = std::min(draw.num_logprobs, row.vocab);
@@ -231,9 +246,9 @@ int drawn_from_edited(float* logits, const HfDraw& draw, const HfEdits& edits, S
   return token;
 }
 
-void sample_row(float* logits, int vocab, const float* block_best, const HfDraw& draw, const HfEdits* edits, Scratch& s,
-                const Report& to) {
-  s.given.read(logits, vocab, block_best);
+void sample_row(float* logits, int vocab, const float* block_best, const float* mass, const HfDraw& draw,
+                const HfEdits* edits, Scratch& s, const Report& to) {
+  s.given.read(logits, vocab, block_best, mass);
   *to.drawn = {-1, 1, 0.0f, 0};
   if (s.given.is_broken) return;
   to.drawn->token = draw.token;
@@ -257,7 +272,7 @@ struct Sampler {
 struct Job {
   Sampler* sampler;
   float* logits;
-  const float* block_best;
+  const float *block_best, *block_mass;
   int vocab, count, top_stride;
   const HfDraw* draws;
   const HfEdits* edits;
@@ -273,7 +288,7 @@ void sample_all(const void* argument, holdfast::Run& run) {
     const HfDraw& draw = job.draws[r];
     long at = (long)r * job.top_stride, blocks = (job.vocab + BLOCK - 1) / BLOCK;
     sample_row(job.logits + (long)r * job.vocab, job.vocab, job.block_best ? job.block_best + r * blocks : nullptr,
-               draw, draw.edits < 0 ? nullptr : job.edits + draw.edits, *job.sampler->scratch[run.tid],
+               job.block_mass ? job.block_mass + r * blocks : nullptr, draw, draw.edits < 0 ? nullptr : job.edits + draw.edits, *job.sampler->scratch[run.tid],
                {job.out + r, job.top_tokens + at, job.top_logprobs + at});
   });
 }
@@ -295,11 +310,11 @@ void hf_sampler_destroy(void* sampler) {
   delete (Sampler*)sampler;
 }
 // Draws a token from each of `count` rows of logits. `block_best`: the largest of each 64 of them, NaN where one is not
-// finite; or null. `top` is for up to `top_stride` tokens of each row.
-int hf_sample(void* sampler, float* logits, int vocab, const float* block_best, const HfDraw* draws, int count,
-              const HfEdits* edits, HfDrawn* out, int* top_tokens, float* top_logprobs, int top_stride) {
-  Job job = {(Sampler*)sampler, logits,      block_best, vocab, count, top_stride, draws, edits, out,
-             top_tokens,        top_logprobs};
+// finite; or null. `block_mass`: as the function of that name, of each; or null. `top` is for up to `top_stride` tokens of each row.
+int hf_sample(void* sampler, float* logits, int vocab, const float* block_best, const float* block_mass,
+              const HfDraw* draws, int count, const HfEdits* edits, HfDrawn* out, int* top_tokens, float* top_logprobs, int top_stride) {
+  Job job = {(Sampler*)sampler, logits, block_best, block_mass, vocab,      count,
+             top_stride,        draws,  edits,      out,        top_tokens, top_logprobs};
   return holdfast::run(job.sampler->pool, sample_all, &job);
 }
 }

@@ -155,6 +155,7 @@ template <class W> class Decoder {
     QueryRows<W> rows;
     Buffer<Input> normed;
     Buffer<float> head;
+    long calls = 0;
     Exchange::Waiter peers{SPIN_FOR_PEERS, SPIN_FOR_PEERS};
     std::vector<float> of_experts;
     float* expert_sums(long count) {
@@ -269,9 +270,11 @@ template <class W> class Decoder {
     Packed<W> w = packed<W>(linear);
     int chunk = rows_per_task(w, num_rows), chunks = (num_rows + chunk - 1) / chunk;
     int each = groups_per_task(w, num_rows, chunks), runs = (w.groups + each - 1) / each;
+    long call = ++own.calls;
     return holdfast::tasks(thread.run, chunks * runs, [&](int task) {
       int first_row = task / runs * chunk, rows = std::min(chunk, num_rows - first_row), group = task % runs * each;
-      InputRows<W> input = input_rows<W>(own.scratch, in.data + first_row * in.stride, in.stride, rows, w.row_length());
+      InputRows<W> input =
+          input_rows<W>(own.scratch, in.data + first_row * in.stride, in.stride, rows, w.row_length(), call);
       for (int g = group, end = std::min(group + each, w.groups); g < end; g++) {
         product(own.scratch, w, g, input, own.scratch.sums, g + 1 < end);
         out(g, first_row, rows, own.scratch.sums);

@@ -1,0 +1,44 @@
+"""Driver of Holdfast's HTTP door: a replica and a router, each in a process of its own.
+
+No Ray is started: no token passes through it.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from http_burst import generate_over_http
+from line_server import Generate, serve
+
+_PARTS = "benchmarks.router_parts"
+
+
+def load(model: str, settings: dict[str, Any]) -> Generate:
+    shared = {name: settings[name] for name in ("dtype", "max_model_len", "max_num_seqs", "num_threads")}
+    given = {**shared, "kv_cache_memory": settings["kv_cache_bytes"]}
+    replica = _start("model_replica", model, "--settings", json.dumps(given))
+    router = _start("served_router", replica, "--model", model, "--http")
+    return generate_over_http(int(router.rpartition(":")[2]), Path(model).name)
+
+
+def _start(part: str, *arguments: str) -> str:
+    """Starts a process that ends with this one's group; its address."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", f"{_PARTS}.{part}", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    if not line:
+        sys.exit(f"{part} has ended ({child.wait()})")
+    _children.append(child)
+    return str(json.loads(line)["address"])
+
+
+_children: list["subprocess.Popen[bytes]"] = []
+"""They end when their standard input does, so it is kept open."""
+
+
+if __name__ == "__main__":
+    serve(load, ["holdfast", "torch", "transformers"])
