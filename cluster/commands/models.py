@@ -28,10 +28,11 @@ _OF_ROUTERS = (
     "admin_port",
     "routers",
     "router_resources",
+    "router_labels",
     "object_store_memory",
     "models",
 )
-_NOT_WHICH = tuple(f"cluster.{name}" for name in (*_OF_ROUTERS, "replicas", "cpus_per_rank", "rank_resources"))
+_NOT_WHICH = tuple(f"cluster.{name}" for name in (*_OF_ROUTERS, "replicas", "cpus_per_rank", "rank_resources", "rank_labels", "span_nodes"))
 
 
 @takes_settings(*_REPLICA, "cluster", without=("model.model", *(f"cluster.{name}" for name in _OF_ROUTERS)))
