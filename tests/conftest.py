@@ -85,6 +85,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    beside = Path(__file__).parent.parent.parent / "shared" / "crds"
+    parser.addoption("--crds", default=beside, help="folder with the CRDs that manifests in k8s/ are checked against")
+
+
 _STDERR = pytest.StashKey[int]()
 
 

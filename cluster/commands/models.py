@@ -32,7 +32,8 @@ _OF_ROUTERS = (
     "object_store_memory",
     "models",
 )
-_NOT_WHICH = tuple(f"cluster.{name}" for name in (*_OF_ROUTERS, "replicas", "cpus_per_rank", "rank_resources", "rank_labels", "span_nodes"))
+_OF_REPLICAS = ("replicas", "cpus_per_rank", "rank_resources", "rank_labels", "span_nodes")
+_NOT_WHICH = tuple(f"cluster.{name}" for name in (*_OF_ROUTERS, *_OF_REPLICAS))
 
 
 @takes_settings(*_REPLICA, "cluster", without=("model.model", *(f"cluster.{name}" for name in _OF_ROUTERS)))

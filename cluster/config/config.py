@@ -73,7 +73,7 @@ def _read_labels(value: object) -> object:
 
 
 LabelSelector = Annotated[dict[str, str], BeforeValidator(_read_labels)]
-"""What the labels of a node must be, as in `ray start --labels`: a value, `!value`, or in a mapping `in(a,b)`, `!in(a,b)`."""
+"""What labels a node must have, as `ray start --labels` gave them: a value, `!value`, in a mapping also `in(a,b)`."""
 
 
 def _shifted(port: int | None, number: int) -> int | None:

@@ -74,7 +74,7 @@ class NodeDrain:
 
 
 def drain_this_node(notice_s: float, limit_s: float) -> bool:
-    """Of the Ray node of this pod or machine, as `NodeDrain.run` says. Ray's address is found as `ray.init` finds it."""
+    """Of the Ray node of this pod or machine, as `NodeDrain.run` says. Ray is found as `ray.init` finds it."""
     drain = NodeDrain(announce=_announce, num_other_nodes=_num_other_nodes, members=members_here, end=_end)
     return drain.run(notice_s, limit_s)
 
@@ -143,7 +143,7 @@ def _tell_ray(notice_s: float) -> bool:
 
 
 def _num_other_nodes() -> int:
-    """None where Ray has gone: nobody can be waited for."""
+    """0 as well where Ray has gone: then nobody can be waited for."""
     import ray
 
     try:
