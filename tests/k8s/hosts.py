@@ -21,7 +21,6 @@ import pytest
 
 USER: Final = 1000
 HOME: Final = "/home/holdfast"
-SUBNET: Final = "10.213.7"
 GONE_S: Final = 15.0
 
 _MOUNTS: Final = f"""
@@ -78,7 +77,7 @@ class Host:
 
     def run(self, command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
         """As `kubectl exec`, and as kubelet's probes and hooks."""
-        enter = ["nsenter", "--target", str(self.pid), "--net", "--mount", "--pid"]
+        enter = ["nsenter", "--target", str(self.pid), "--net", "--mount", "--uts", "--pid"]
         return subprocess.run(
             [*enter, *_as_user(), *command],
             env=dict(self.environment),
@@ -121,8 +120,9 @@ def _as_user() -> list[str]:
 class Hosts:
     """Made by `hosts`."""
 
-    def __init__(self, bridge: str, logs: Path, stack: ExitStack) -> None:
+    def __init__(self, bridge: str, subnet: str, logs: Path, stack: ExitStack) -> None:
         self._bridge = bridge
+        self._subnet = subnet
         self._logs = logs
         self._stack = stack
         self._numbers = itertools.count(2)
@@ -131,7 +131,7 @@ class Hosts:
         """Runs a command of bash as the first process of a host, as a user without rights."""
         number = next(self._numbers)
         namespace, link = f"{self._bridge}-{number}", f"{self._bridge}v{number}"
-        address = f"{SUBNET}.{number}"
+        address = f"{self._subnet}.{number}"
         self._connect(namespace, link, address)
         bin_folder = str(Path(sys.executable).parent)
         known = {
@@ -141,8 +141,8 @@ class Hosts:
             "OMP_NUM_THREADS": "1",
             "LANG": "C.UTF-8",
         } | dict(environment)
-        script = f"{_MOUNTS.format(shm=shm, opened=_opened())}\nexec {' '.join(_as_user())} bash -c -- \"$COMMAND\""
-        isolated = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        script = f'hostname {name}\n{_MOUNTS.format(shm=shm, opened=_opened())}\nexec {" ".join(_as_user())} bash -c -- "$COMMAND"'
+        isolated = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         log = self._stack.enter_context((self._logs / f"{name}.log").open("wb"))
         first = subprocess.Popen(
             ["ip", "netns", "exec", namespace, *isolated, "bash", "-ec", script],
@@ -160,7 +160,7 @@ class Hosts:
         """That of the host that is started next."""
         number = next(self._numbers)
         self._numbers = itertools.chain([number], self._numbers)  # type: ignore[assignment]
-        return f"{SUBNET}.{number}"
+        return f"{self._subnet}.{number}"
 
     def _connect(self, namespace: str, link: str, address: str) -> None:
         ip("netns", "add", namespace)
@@ -170,16 +170,16 @@ class Hosts:
         ip("-n", namespace, "link", "set", "lo", "up")
         ip("-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
         ip("-n", namespace, "link", "set", "eth0", "up")
-        ip("-n", namespace, "route", "add", "default", "via", f"{SUBNET}.1")
+        ip("-n", namespace, "route", "add", "default", "via", f"{self._subnet}.1")
 
 
 @contextmanager
 def hosts(logs: Path) -> Iterator[Hosts]:
     """No host yet. Whatever was started has ended afterwards, and its network is gone."""
-    bridge = f"hf{os.getpid() % 100_000}"
+    bridge, subnet = f"hf{os.getpid() % 100_000}", f"10.213.{os.getpid() % 250}"
     with ExitStack() as stack:
         ip("link", "add", bridge, "type", "bridge")
         stack.callback(lambda: ip("link", "del", bridge))
-        ip("address", "add", f"{SUBNET}.1/24", "dev", bridge)
+        ip("address", "add", f"{subnet}.1/24", "dev", bridge)
         ip("link", "set", bridge, "up")
-        yield Hosts(bridge, logs, stack)
+        yield Hosts(bridge, subnet, logs, stack)

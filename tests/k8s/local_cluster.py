@@ -1,12 +1,11 @@
 """A cluster from its own manifests, without Kubernetes: each pod is a host with the processes that KubeRay would start.
 
 As KubeRay does it: `ray start` of head and workers, then the Serve config through the dashboard's REST API. As kubelet
-does it: probes, and the hook before a pod ends. What may not live here: what is expected of it (`test_local_cluster.py`).
+does it: probes, and the hook before a pod ends. What may not live here: what is expected (`test_local_cluster.py`).
 """
 
 import json
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,16 +113,7 @@ class LocalCluster:
         return dict(self.ask("GET")["applications"])
 
     def ask(self, method: str, body: object = None) -> Any:
-        """Serve's REST API on the head."""
-        request = urllib.request.Request(
-            f"http://{self.head.host.address}:{DASHBOARD}/api/serve/applications/",
-            method=method,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            text = answer.read()
-        return json.loads(text) if text else None
+        return ask_serve(self.head.host, method, body)
 
     def until_running(self, condition: Callable[[], bool]) -> None:
         """Until this is so, Serve has done what it was told, and every pod is ready."""
@@ -140,6 +130,19 @@ class LocalCluster:
     def not_ready(self) -> dict[str, str]:
         told = {one.host.name: one.probe("readinessProbe") for one in self.running}
         return {name: why for name, why in told.items() if why}
+
+
+def ask_serve(head: Host, method: str, body: object = None) -> Any:
+    """Serve's REST API on the head. Raises `OSError`."""
+    request = urllib.request.Request(
+        f"http://{head.address}:{DASHBOARD}/api/serve/applications/",
+        method=method,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None
 
 
 def until(condition: Callable[[], bool], tell: Callable[[], str]) -> None:
@@ -161,5 +164,5 @@ def local_cluster(build: str, logs: Path) -> Iterator[LocalCluster]:
         for pod in workers:
             cluster.start(pod)
         cluster.deploy()
-        cluster.until_ready()
+        cluster.until_running(lambda: True)
         yield cluster
