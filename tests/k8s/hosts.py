@@ -24,7 +24,9 @@ HOME: Final = "/home/holdfast"
 GONE_S: Final = 15.0
 
 _MOUNTS: Final = f"""
+hostname {{name}}
 mount -t tmpfs tmpfs /run
+printf '127.0.0.1 localhost\n{{address}} {{name}}\n' > /run/hosts && mount --bind /run/hosts /etc/hosts
 {{opened}}
 mount -t tmpfs -o mode=1777 tmpfs /tmp
 mount -t tmpfs -o mode=1777,size={{shm}} tmpfs /dev/shm
@@ -141,7 +143,8 @@ class Hosts:
             "OMP_NUM_THREADS": "1",
             "LANG": "C.UTF-8",
         } | dict(environment)
-        script = f'hostname {name}\n{_MOUNTS.format(shm=shm, opened=_opened())}\nexec {" ".join(_as_user())} bash -c -- "$COMMAND"'
+        mounts = _MOUNTS.format(shm=shm, opened=_opened(), name=name, address=address)
+        script = f'{mounts}\nexec {" ".join(_as_user())} bash -c -- "$COMMAND"'
         isolated = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         log = self._stack.enter_context((self._logs / f"{name}.log").open("wb"))
         first = subprocess.Popen(
