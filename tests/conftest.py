@@ -30,7 +30,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-STARTS_RAY = ("tests/integration/", "tests/chaos/test_steady_load.py", "tests/chaos/test_node_loss.py")
+STARTS_RAY = (
+    "tests/integration/",
+    "tests/chaos/test_steady_load.py",
+    "tests/chaos/test_node_loss.py",
+    "tests/k8s/test_local_cluster.py",
+    "tests/k8s/test_hosts.py",
+)
 """What `pytest -n` runs in one process, and first: it takes longest, and one machine has room for one Ray."""
 
 
