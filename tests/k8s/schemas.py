@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import yaml
 from jsonschema import Draft202012Validator
+from kubernetes_validate.utils import schema_contents
+from referencing import Registry, Resource
 
 VERSION = "1.34"
+SCHEMAS = "v1.34.0-local-strict"
 CORE = ("", "apps", "batch", "policy", "networking.k8s.io")
 
 Schema = dict[str, Any]
@@ -25,6 +27,20 @@ def group_of(manifest: Manifest) -> str:
     return str(manifest["apiVersion"].rpartition("/")[0])
 
 
+@functools.cache
+def _core_schema(name: str) -> Schema:
+    """Of kubernetes-validate's, whose own `validate` reads all of them for each manifest."""
+    return dict(schema_contents(f"kubernetes-json-schema/{SCHEMAS}/{name}.json", VERSION))
+
+
+@functools.cache
+def _core_validator(kind: str, version: str) -> Draft202012Validator:
+    group, _, name = version.rpartition("/")
+    schema = _core_schema("-".join(filter(None, [kind.lower(), group.split(".")[0], name])))
+    registry = Resource.from_contents(schema) @ (Resource.from_contents(_core_schema("_definitions")) @ Registry())
+    return Draft202012Validator(schema, registry=registry)
+
+
 def core_errors(manifest: Manifest) -> list[str]:
     return _core_errors(json.dumps(manifest, sort_keys=True))
 
@@ -32,11 +48,9 @@ def core_errors(manifest: Manifest) -> list[str]:
 @functools.cache
 def _core_errors(manifest: str) -> list[str]:
     """Overlays have most of their manifests in common."""
-    try:
-        kubernetes_validate.validate(json.loads(manifest), VERSION, strict=True)
-    except kubernetes_validate.ValidationError as error:
-        return [f"{list(error.path)}: {error.message}"]
-    return []
+    made = json.loads(manifest)
+    errors = _core_validator(made["kind"], made["apiVersion"]).iter_errors(made)
+    return [f"{'/'.join(map(str, one.absolute_path))}: {one.message}" for one in errors]
 
 
 @functools.cache
