@@ -30,7 +30,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-STARTS_RAY = ("tests/integration/", "tests/chaos/test_steady_load.py", "tests/chaos/test_node_loss.py")
+STARTS_RAY = (
+    "tests/integration/",
+    "tests/chaos/test_steady_load.py",
+    "tests/chaos/test_node_loss.py",
+    "tests/k8s/test_local_cluster.py",
+    "tests/k8s/test_hosts.py",
+)
 """What `pytest -n` runs in one process, and first: it takes longest, and one machine has room for one Ray."""
 
 
@@ -83,6 +89,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    beside = Path(__file__).parent.parent.parent / "shared" / "crds"
+    parser.addoption("--crds", default=beside, help="folder with the CRDs that manifests in k8s/ are checked against")
 
 
 _STDERR = pytest.StashKey[int]()

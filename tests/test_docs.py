@@ -11,7 +11,7 @@ from holdfast.cluster.commands.cli import app
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {page.name: page.read_text() for page in PAGES}
-FOLDERS = ("worker", "router", "cluster", "proto", "tests", "docs", "benchmarks", "scripts")
+FOLDERS = ("worker", "router", "cluster", "proto", "tests", "docs", "benchmarks", "scripts", "k8s")
 
 
 def mentions(pattern: str) -> set[str]:

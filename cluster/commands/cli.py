@@ -48,6 +48,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 models_app = App(name="models", help="Add models to a running cluster, remove and list them.", group=_MORE)
+_DRAIN_NODE = "End what Holdfast runs on this machine's Ray node in peace."
 keys_app = App(name="keys", help="Make API keys, list and revoke them.", group=_MORE)
 config_app = App(name="config", help="Look at the settings.", group=_MORE)
 app["--help"].group = app["--version"].group = _MORE
@@ -62,6 +63,7 @@ _COMMANDS = (
 )
 for _order, (_name, _group, _help) in enumerate(_COMMANDS):
     app.command(f"holdfast.cluster.commands.{_name}:{_name}", name=_name, group=_group, help=_help, sort_key=_order)
+app.command("holdfast.cluster.commands.drain_node:drain_node", name="drain-node", group=_MORE, help=_DRAIN_NODE)
 app.command(models_app)
 app.command(config_app)
 app.command(keys_app)

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
-from holdfast.cluster.config.config import load_config
+from holdfast.cluster.config.config import ClusterConfig, load_config
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.sources import Layer, Setting
 from holdfast.worker.config import WorkerConfig
+from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from holdfast.worker.model.memory import MemoryEstimator
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-@takes_settings("model", "parallel", "cache", without=("model.model",))
+_NOT_WHICH = tuple(f"cluster.{name}" for name in ClusterConfig.model_fields if name != "cpus_per_rank")
+
+
+@takes_settings("model", "parallel", "cache", "cluster", without=("model.model", *_NOT_WHICH))
 def estimate(
     model: Annotated[
         str | None, Parameter(help="a Hugging Face folder, a hub id, or the bundled demo [default]")
@@ -27,6 +32,8 @@ def estimate(
     /,
     *,
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
+    k8s: Annotated[bool, Parameter(name="--k8s", negative=(), help="as resources of a RayService's pods")] = False,
+    ranks_per_host: Annotated[int, Parameter(validator=Number(gte=1), help="with --k8s: GPUs that a host has")] = 8,
     settings: Layer,
 ) -> int:
     """Say how much memory a model needs, without loading it.
@@ -37,8 +44,38 @@ def estimate(
 
     if model is not None:
         settings = {**settings, "model.model": Setting(model, "MODEL")}
-    _print_estimate(located(load_config(settings, config).config.worker))
+    loaded = load_config(settings, config).config
+    worker = located(loaded.worker)
+    if k8s:
+        _print_resources(worker, loaded.cluster.cpus_per_rank, ranks_per_host)
+    else:
+        _print_estimate(worker)
     return 0
+
+
+def _print_resources(config: WorkerConfig, cpus_per_rank: float, ranks_per_host: int) -> None:
+    """With device `auto` for GPUs: a machine that asks this need have none."""
+    import yaml
+
+    from holdfast.cluster.commands.pod_resources import PodResources, RankNeeds, serve_args
+    from holdfast.worker.model.memory import CPU_CACHE_LIMIT, MemoryEstimator
+
+    on_cpu = config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})
+    needs, has_gpu = MemoryEstimator(on_cpu), config.model.device != "cpu"
+    cache_bytes = needs.default_cache_bytes(config, CPU_CACHE_LIMIT, is_gpu=False)
+    rank = RankNeeds(weight_bytes=needs.weight_bytes, cache_bytes=cache_bytes, cpus=cpus_per_rank, has_gpu=has_gpu)
+    try:
+        pod = PodResources.of(rank, config.parallel.tensor_parallel_size, ranks_per_host)
+    except ValueError as error:
+        raise ConfigurationError(f"--ranks-per-host = {ranks_per_host}: {error}") from None
+    kept = "" if has_gpu else f" and {_readable(cache_bytes)} of KV cache"
+    print(f"# {_readable(needs.weight_bytes)} of weights{kept} a rank{' in the memory of its GPU' if has_gpu else ''}")
+    print("# workerGroupSpecs, the group of replicas:")
+    print(yaml.safe_dump([pod.group()], sort_keys=False), end="")
+    print("# serveConfigV2, args:")
+    print(yaml.safe_dump(serve_args(pod, rank), sort_keys=False), end="")
+    if pod.num_hosts > 1:
+        print("# a replica over several hosts: every layer waits for the network twice")
 
 
 def _print_estimate(config: WorkerConfig) -> None:

@@ -28,10 +28,12 @@ _OF_ROUTERS = (
     "admin_port",
     "routers",
     "router_resources",
+    "router_labels",
     "object_store_memory",
     "models",
 )
-_NOT_WHICH = tuple(f"cluster.{name}" for name in (*_OF_ROUTERS, "replicas", "cpus_per_rank", "rank_resources"))
+_OF_REPLICAS = ("replicas", "cpus_per_rank", "rank_resources", "rank_labels", "span_nodes")
+_NOT_WHICH = tuple(f"cluster.{name}" for name in (*_OF_ROUTERS, *_OF_REPLICAS))
 
 
 @takes_settings(*_REPLICA, "cluster", without=("model.model", *(f"cluster.{name}" for name in _OF_ROUTERS)))

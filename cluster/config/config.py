@@ -62,6 +62,20 @@ CustomResources = Annotated[dict[str, Amount], BeforeValidator(_read_resources),
 """Amounts by name, as in `ray start --resources`. Ray adds some of its own, such as `accelerator_type:H100`."""
 
 
+def _read_labels(value: object) -> object:
+    """`"pool=chat,zone=!a"` as a mapping. Other values are left to the validator."""
+    if not isinstance(value, str):
+        return value
+    pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+    if not all(name.strip() and equals for name, equals, _ in pairs):
+        raise ValueError(f"{value!r} names no labels; write it like pool=chat,zone=!a")
+    return {name.strip(): wanted.strip() for name, _, wanted in pairs}
+
+
+LabelSelector = Annotated[dict[str, str], BeforeValidator(_read_labels)]
+"""What labels a node must have, as `ray start --labels` gave them: a value, `!value`, in a mapping also `in(a,b)`."""
+
+
 def _shifted(port: int | None, number: int) -> int | None:
     """The port of the router of a number: 0, any free one, and none are the same for all."""
     return port + number if port else port
@@ -106,6 +120,17 @@ class ClusterConfig(Settings):
     )
     router_resources: CustomResources = Field(
         {}, description="custom Ray resources of each router, besides one CPU, e.g. front_door=1"
+    )
+    rank_labels: LabelSelector = Field(
+        {}, description="labels that a node must have for ranks to run there, e.g. pool=chat; values as Ray selects by"
+    )
+    router_labels: LabelSelector = Field(
+        {}, description="labels that a node must have for routers to run there, e.g. pool=routers"
+    )
+    span_nodes: bool = Field(
+        False,
+        description="let one replica's ranks lie on several nodes where no node has room for all of them: slow links "
+        "between nodes slow down every step",
     )
     object_store_memory: Bytes = Field(
         100 * 2**20, ge=80 * 2**20, description="object store of a Ray that is started here; no token is stored there"

@@ -8,23 +8,24 @@ live here: what the deployments do, and starting Ray or Serve.
 """
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from ray import serve
 
 from holdfast.cluster.config.chat_templates import with_template_texts
-from holdfast.cluster.config.config import HoldfastConfig, load_config
+from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig, load_config
 from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.serve.directory import DIRECTORY, DirectoryDeployment
 from holdfast.cluster.serve.engine_door import DoorSettings
 from holdfast.cluster.serve.placement_groups import (
     ANY_INTERFACE,
     Resources,
-    choose_strategy,
+    check_labels,
     node_resources,
     rank_bundle,
     unmet,
+    whole_replicas,
 )
 from holdfast.cluster.serve.replica_deployment import ReplicaDeployment
 from holdfast.cluster.serve.router_deployment import RouterDeployment
@@ -104,17 +105,24 @@ def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: s
     nodes = node_resources()
     _warn_of_unmet("rank", config.cluster.rank_resources, nodes)
     bundle = rank_bundle(config.worker, config.cluster, nodes)
-    num_ranks = config.parallel.tensor_parallel_size
-    strategy = choose_strategy(bundle, num_ranks, config.cluster.replicas, nodes)
-    if strategy == "PACK":
-        logger.warning(
-            "%d replicas of %d ranks do not fit on whole nodes: ranks of one replica may talk over the network, "
-            "which is slow",
-            config.cluster.replicas,
-            num_ranks,
-        )
-    placed = _replica(config, name, [bundle] * num_ranks, strategy)
+    check_labels("cluster.rank_labels", config.cluster.rank_labels)
+    bundles = [bundle] * config.parallel.tensor_parallel_size
+    _warn_of_room(config.cluster, bundles, nodes)
+    placed = _replica(config, name, bundles)
     return placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory, _door(config, default_host))
+
+
+def _warn_of_room(cluster: ClusterConfig, bundles: Sequence[Resources], nodes: Collection[Resources]) -> None:
+    """No error, as above. A replica of one rank lies on one node anyway, and waits for it."""
+    num_ranks, num_whole = len(bundles), whole_replicas(bundles[0], len(bundles), nodes)
+    if num_ranks == 1 or num_whole >= cluster.replicas:
+        return
+    told = "%d replicas of %d ranks do not fit on whole nodes, which have room for %d: "
+    if cluster.span_nodes:
+        told += "ranks of one replica may talk over the network in every layer, which is slow unless it is very fast"
+    else:
+        told += "the others wait for nodes (cluster.span_nodes lets a replica lie on several)"
+    logger.warning(told, cluster.replicas, num_ranks, num_whole)
 
 
 def _door(config: HoldfastConfig, default_host: str) -> DoorSettings | None:
@@ -167,13 +175,15 @@ def known_token(namespace: str) -> str | None:
     return str(known.token)
 
 
-def _replica(config: HoldfastConfig, name: str, bundles: list[dict[str, float]], strategy: str) -> serve.Deployment:
+def _replica(config: HoldfastConfig, name: str, bundles: list[dict[str, float]]) -> serve.Deployment:
+    labels = config.cluster.rank_labels
     return serve.deployment(
         ReplicaDeployment,
         name=name,
         num_replicas=config.cluster.replicas,
         placement_group_bundles=bundles,
-        placement_group_strategy=strategy,
+        placement_group_strategy="PACK" if config.cluster.span_nodes else "STRICT_PACK",
+        placement_group_bundle_label_selector=[labels] * len(bundles) if labels else None,
         ray_actor_options={"num_cpus": bundles[0].get("CPU", 0), "num_gpus": bundles[0].get("GPU", 0)},
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + _SHUTDOWN_SLACK_S,
@@ -183,13 +193,19 @@ def _replica(config: HoldfastConfig, name: str, bundles: list[dict[str, float]],
     )
 
 
+def _router_options(cluster: ClusterConfig) -> dict[str, Any]:
+    check_labels("cluster.router_labels", cluster.router_labels)
+    labels = {"label_selector": cluster.router_labels} if cluster.router_labels else {}
+    return {"num_cpus": 1, "resources": cluster.router_resources, **labels}
+
+
 def _router(config: HoldfastConfig) -> serve.Deployment:
     return serve.deployment(
         RouterDeployment,
         name=ROUTER,
         num_replicas=config.cluster.routers,
         max_ongoing_requests=_MANY,  # calls through handles: a router bounds what waits by itself
-        ray_actor_options={"num_cpus": 1, "resources": config.cluster.router_resources},
+        ray_actor_options=_router_options(config.cluster),
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + _SHUTDOWN_SLACK_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,

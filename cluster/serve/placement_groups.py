@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from holdfast.cluster.config.config import ClusterConfig
 from holdfast.worker.config import WorkerConfig
+from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.replica.rank import run_rank
 from holdfast.worker.supervision.process_id import ProcessId
 
@@ -25,6 +26,7 @@ Resources = Mapping[str, float]
 """What Ray counts: `CPU`, `GPU`, and custom resources by name."""
 
 Strategy = Literal["STRICT_PACK", "PACK"]
+"""All ranks of a replica on one node, or on as few as there is room on."""
 
 SLOW_IMPORTS: Final = ("torch", "transformers.modeling_utils", "holdfast.worker.engine.model_runner")
 KILL_WAIT_S: Final = 5.0
@@ -45,17 +47,25 @@ def unmet(resources: Resources, nodes: Iterable[Resources]) -> list[str]:
     return [name for name, amount in resources.items() if all(node.get(name, 0) < amount for node in nodes)]
 
 
-def choose_strategy(bundle: Resources, num_ranks: int, num_replicas: int, nodes: Iterable[Resources]) -> Strategy:
-    """STRICT_PACK where whole replicas fit on single nodes; otherwise PACK, which may split a replica over nodes.
+def whole_replicas(bundle: Resources, num_ranks: int, nodes: Iterable[Resources]) -> int:
+    """How many replicas fit on single nodes with all of their ranks.
 
     `nodes` are the resources of each node, used or not: a rolling update frees what it takes.
     """
-    whole_replicas = sum(_ranks_that_fit(node, bundle) // num_ranks for node in nodes)
-    return "STRICT_PACK" if whole_replicas >= num_replicas else "PACK"
+    return sum(_ranks_that_fit(node, bundle) // num_ranks for node in nodes)
 
 
 def _ranks_that_fit(node: Resources, bundle: Resources) -> int:
     return int(min(node.get(kind, 0) // amount for kind, amount in bundle.items()))
+
+
+def check_labels(setting: str, selector: Mapping[str, str]) -> None:
+    """Raises `ConfigurationError` for what Ray cannot select nodes by."""
+    from ray._private.label_utils import validate_label_selector
+
+    problem = validate_label_selector(dict(selector))
+    if problem:
+        raise ConfigurationError(f"{setting} = {dict(selector)}: {problem}")
 
 
 def node_resources() -> list[dict[str, float]]:

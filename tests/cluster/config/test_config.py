@@ -154,6 +154,18 @@ def test_bad_resources_are_refused_by_the_name_of_the_setting(setting, resources
         load(flag(setting, resources))
 
 
+def test_labels_of_nodes_are_written_as_text_or_as_a_mapping():
+    labels = {"holdfast/pool": "chat", "zone": "!a"}
+    assert load(flag("cluster.rank_labels", " holdfast/pool=chat, zone=!a")).config.cluster.rank_labels == labels
+    assert load(flag("cluster.router_labels", labels)).config.cluster.router_labels == labels
+
+
+@pytest.mark.parametrize("labels", ["chat", "=chat", {"pool": 1}])
+def test_bad_labels_are_refused_by_the_name_of_the_setting(labels):
+    with pytest.raises(ConfigurationError, match=r"cluster.rank_labels.*from --flag"):
+        load(flag("cluster.rank_labels", labels))
+
+
 def test_every_bad_value_gets_a_line():
     bad = flag("model.dtype", "int3", "--dtype") | flag("cache.kv_cache_memory", "lots", "--kv-cache-memory")
     with pytest.raises(ConfigurationError) as raised:

@@ -37,13 +37,38 @@ def test_wrong_args_are_refused_by_name():
         build_app({"cluster": {"replica": 2}})
 
 
+def strategy_of(args):
+    (replica,) = bound_replicas(build_app(args | OPEN))
+    return replica._replica_config.placement_group_strategy
+
+
 @pytest.mark.usefixtures("four_cpus")
-def test_ranks_that_must_part_are_warned_of(caplog: pytest.LogCaptureFixture):
+def test_a_replica_lies_on_one_node_and_waits_for_it(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
-        build_app(ARGS)
+        assert strategy_of(ARGS) == "STRICT_PACK"
         assert caplog.text == ""
-        build_app({"parallel": {"tensor_parallel_size": 8}} | OPEN)
-    assert "do not fit on whole nodes" in caplog.text
+        assert strategy_of({"parallel": {"tensor_parallel_size": 8}}) == "STRICT_PACK"
+    assert "1 replicas of 8 ranks do not fit on whole nodes, which have room for 0: the others wait" in caplog.text
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_a_replica_spans_nodes_only_if_asked_and_slow_links_are_warned_of(caplog: pytest.LogCaptureFixture):
+    spanning = {"cluster": {"span_nodes": True}}
+    with caplog.at_level(logging.WARNING):
+        assert strategy_of({"parallel": {"tensor_parallel_size": 4}} | spanning) == "PACK"
+        assert caplog.text == ""
+        assert strategy_of({"parallel": {"tensor_parallel_size": 8}} | spanning) == "PACK"
+    assert "may talk over the network in every layer, which is slow" in caplog.text
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_ranks_and_routers_go_to_nodes_with_their_labels():
+    labels = {"rank_labels": {"pool": "replicas", "zone": "!a"}, "router_labels": {"pool": "routers"}}
+    args = {"parallel": {"tensor_parallel_size": 2}, "cluster": labels} | OPEN
+    router = build_app(args)._bound_deployment
+    (replica,) = bound_replicas(build_app(args))
+    assert router.ray_actor_options["label_selector"] == {"pool": "routers"}
+    assert replica._replica_config.placement_group_bundle_label_selector == [{"pool": "replicas", "zone": "!a"}] * 2
 
 
 @pytest.mark.usefixtures("four_cpus")

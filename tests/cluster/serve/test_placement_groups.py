@@ -1,31 +1,30 @@
 import pytest
 
 from holdfast.cluster.config.config import ClusterConfig
-from holdfast.cluster.serve.placement_groups import choose_strategy, rank_bundle, unmet
+from holdfast.cluster.serve.placement_groups import check_labels, rank_bundle, unmet, whole_replicas
 from holdfast.worker.config import ModelConfig, WorkerConfig
+from holdfast.worker.errors import ConfigurationError
 
 CPU_RANK = {"CPU": 1.0}
 GPU_RANK = {"CPU": 1.0, "GPU": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_replicas", "nodes", "expected"),
+    ("num_ranks", "nodes", "expected"),
     [
-        (2, 2, [{"CPU": 4.0}], "STRICT_PACK"),
-        (2, 2, [{"CPU": 2.0}, {"CPU": 2.0}], "STRICT_PACK"),
-        (2, 2, [{"CPU": 3.0}, {"CPU": 1.0}], "PACK"),
-        (4, 1, [{"CPU": 2.0}, {"CPU": 2.0}], "PACK"),
-        (1, 1, [{"memory": 1e9}], "PACK"),
+        (2, [{"CPU": 4.0}], 2),
+        (2, [{"CPU": 2.0}, {"CPU": 2.0}], 2),
+        (2, [{"CPU": 3.0}, {"CPU": 1.0}], 1),
+        (4, [{"CPU": 2.0}, {"CPU": 2.0}], 0),
+        (1, [{"memory": 1e9}], 0),
     ],
 )
-def test_replicas_stay_whole_where_they_fit(num_ranks, num_replicas, nodes, expected):
-    assert choose_strategy(CPU_RANK, num_ranks, num_replicas, nodes) == expected
+def test_whole_replicas_are_counted_node_by_node(num_ranks, nodes, expected):
+    assert whole_replicas(CPU_RANK, num_ranks, nodes) == expected
 
 
 def test_the_scarcest_resource_decides():
-    node = {"CPU": 64.0, "GPU": 4.0}
-    assert choose_strategy(GPU_RANK, 4, 1, [node]) == "STRICT_PACK"
-    assert choose_strategy(GPU_RANK, 4, 2, [node]) == "PACK"
+    assert whole_replicas(GPU_RANK, 4, [{"CPU": 64.0, "GPU": 4.0}]) == 1
 
 
 @pytest.mark.parametrize(
@@ -63,11 +62,21 @@ def test_a_rank_asks_for_custom_resources_and_for_a_gpu_where_nodes_with_these_h
 def test_custom_resources_limit_how_many_replicas_stay_whole():
     bundle = {"CPU": 1.0, H100: 0.5}
     nodes = [{"CPU": 64.0, H100: 1.0}, {"CPU": 64.0}]
-    assert choose_strategy(bundle, 2, 1, nodes) == "STRICT_PACK"
-    assert choose_strategy(bundle, 2, 2, nodes) == "PACK"
+    assert whole_replicas(bundle, 2, nodes) == 1
 
 
 def test_what_no_single_node_has_is_told():
     nodes = [{"CPU": 4.0, "quiet": 1.0}, {"CPU": 4.0, "quiet": 1.0}]
     assert unmet({"quiet": 1.0}, nodes) == []
     assert unmet({"quiet": 2.0, H100: 0.001}, nodes) == ["quiet", H100]
+
+
+@pytest.mark.parametrize("value", ["chat", "!chat", "in(chat,code)", "!in(chat)"])
+def test_nodes_are_selected_by_labels_as_ray_does(value):
+    check_labels("cluster.rank_labels", {"holdfast/pool": value})
+
+
+@pytest.mark.parametrize("labels", [{"pool": "a b"}, {"a/b/c": "d"}, {"pool": "near(chat)"}])
+def test_labels_that_ray_cannot_select_by_are_refused_by_name(labels):
+    with pytest.raises(ConfigurationError, match=r"cluster\.router_labels = "):
+        check_labels("cluster.router_labels", labels)

@@ -1,0 +1,29 @@
+"""Command `holdfast drain-node`: what a pod runs before it ends.
+
+What may not live here: draining (`cluster/serve/node_drain.py`).
+"""
+
+from typing import Annotated
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+Seconds = Annotated[float, Parameter(validator=Number(gte=0))]
+
+
+def drain_node(*, notice_s: Seconds = 30.0, limit_s: Seconds = 600.0) -> int:
+    """End the routers and replicas of the Ray node on this machine in peace, before the machine or pod goes away.
+
+    Parameters
+    ----------
+    notice_s
+        Seconds that Serve has to start successors on other nodes. What still runs here then is told to end.
+    limit_s
+        Seconds that all of it may take; longer than cluster.drain_timeout_s. The head waits for all other nodes.
+    """
+    from holdfast.cluster.serve.node_drain import drain_this_node
+
+    if drain_this_node(notice_s, limit_s):
+        return 0
+    print(f"holdfast: after {limit_s:g} s something still runs on this node")
+    return 1

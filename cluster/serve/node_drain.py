@@ -1,0 +1,153 @@
+"""Drain of the Ray node that this process runs on: what a pod does before it ends.
+
+Ray is told that the node goes, so nothing is placed there any more and Serve starts successors elsewhere; then the
+routers and replicas here end in peace. The head, which does nothing but control, waits for all other nodes. Whatever
+Ray does not answer, the processes themselves are told. One Ray node per pod or machine is assumed.
+What may not live here: how routers and replicas end (`termination.py`, the deployments).
+"""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from holdfast.worker.supervision.process_id import ProcessId
+
+logger = logging.getLogger(__name__)
+
+POLL_S: Final = 0.2
+REQUEST_S: Final = 20.0
+"""How long Ray may take to answer. Its head may be gone already, where all pods of a cluster end together."""
+
+_HEAD: Final = "node:__internal_head__"
+_SERVE_REPLICA: Final = b"ray::ServeReplica:"
+_MEMBERS: Final = (b":Router", b":Replica")
+"""How the processes of `app.ROUTER` and `app.REPLICA` are titled; a model's name may follow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeDrain:
+    """One drain. Everything outside of it is passed in."""
+
+    announce: Callable[[float], bool]
+    """Tells Ray that this node goes within so many seconds, and returns whether it is the head."""
+    num_other_nodes: Callable[[], int]
+    """How many other nodes there are that live. Of the head."""
+    members: Callable[[], Sequence[ProcessId]]
+    """The routers and leaders that run here."""
+    end: Callable[[ProcessId], None]
+    """Sends SIGTERM."""
+    now_s: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def run(self, notice_s: float, limit_s: float) -> bool:
+        """True once nothing serves here any more; False if that takes longer than `limit_s`.
+
+        Serve has `notice_s` of it to start successors and end what is here; what is left then gets SIGTERM.
+        """
+        deadline_s = self.now_s() + limit_s
+        try:
+            is_head = self.announce(notice_s)
+        except Exception as error:  # Ray raises many kinds
+            logger.warning("Ray does not hear that this node goes: %s", error)
+            is_head, notice_s = False, 0.0
+        if is_head:
+            return self._until(lambda: self.num_other_nodes() == 0, deadline_s)
+        notice_until_s = min(self.now_s() + notice_s, deadline_s)
+        if self._until(lambda: not self.members(), notice_until_s):
+            return True
+        for process in self.members():
+            self.end(process)
+        return self._until(lambda: not self.members(), deadline_s)
+
+    def _until(self, condition: Callable[[], bool], deadline_s: float) -> bool:
+        while not condition():
+            if self.now_s() >= deadline_s:
+                return False
+            self.sleep(POLL_S)
+        return True
+
+
+def drain_this_node(notice_s: float, limit_s: float) -> bool:
+    """Of the Ray node of this pod or machine, as `NodeDrain.run` says. Ray is found as `ray.init` finds it."""
+    drain = NodeDrain(announce=_announce, num_other_nodes=_num_other_nodes, members=members_here, end=_end)
+    return drain.run(notice_s, limit_s)
+
+
+def members_here(proc: Path = Path("/proc")) -> list[ProcessId]:
+    """The routers and replicas' leaders among the processes of this pod or machine, by their titles."""
+    found = []
+    for path in proc.glob("[0-9]*/cmdline"):
+        try:
+            title = path.read_bytes()
+            if title.startswith(_SERVE_REPLICA) and any(name in title for name in _MEMBERS):
+                found.append(ProcessId.of(int(path.parent.name)))
+        except (OSError, ProcessLookupError):
+            continue  # it has ended
+    return found
+
+
+def _end(process: ProcessId) -> None:
+    try:
+        descriptor = process.open()
+    except ProcessLookupError:
+        return
+    try:
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+    finally:
+        os.close(descriptor)
+
+
+def _announce(notice_s: float) -> bool:
+    """Raises whatever keeps Ray from answering, and `TimeoutError`."""
+    answers: list[bool | Exception] = []
+
+    def ask() -> None:
+        try:
+            answers.append(_tell_ray(notice_s))
+        except Exception as error:
+            answers.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(REQUEST_S)
+    if not answers:
+        raise TimeoutError(f"no answer within {REQUEST_S:g} s")
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
+
+
+def _tell_ray(notice_s: float) -> bool:
+    import ray
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    ray.init(address="auto", log_to_driver=False, configure_logging=False)
+    context = ray.get_runtime_context()
+    node_id = context.get_node_id()
+    if any(node["NodeID"] == node_id and _HEAD in node["Resources"] for node in ray.nodes()):
+        return True
+    gcs: Any = GcsClient(address=context.gcs_address)
+    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline_ms = round((time.time() + notice_s) * 1000)
+    is_accepted, why_not = gcs.drain_node(node_id, reason, "this node is to end", deadline_ms)
+    if not is_accepted:
+        raise RuntimeError(why_not)
+    return False
+
+
+def _num_other_nodes() -> int:
+    """0 as well where Ray has gone: then nobody can be waited for."""
+    import ray
+
+    try:
+        return sum(node["Alive"] for node in ray.nodes()) - 1
+    except Exception as error:  # Ray raises many kinds
+        logger.warning("Ray does not answer: %s", error)
+        return 0
