@@ -5,7 +5,7 @@ What may live here: the state of replicas and models, and the choice of a replic
 (`router/dispatch/`), dialling (`router/links/link.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from holdfast.router.config import PolicyName, RouterConfig
@@ -148,6 +148,7 @@ class ReplicaRegistry:
         """Of replicas that are up, and of lost ones with recent failures."""
         self._retiring: dict[str, ReplicaState] = {}
         self._removed_models: frozenset[str] = frozenset()
+        self._asleep: Mapping[str, float] = {}
 
     def add(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> None:
         """A replica came up. It must not be up already."""
@@ -246,6 +247,20 @@ class ReplicaRegistry:
     def is_removed(self, name: str) -> bool:
         """Whether a model was taken away."""
         return name in self._removed_models
+
+    def set_asleep(self, waits_s: Mapping[str, float]) -> None:
+        """These models may be without replicas by decision; requests for one that is wait for so many seconds."""
+        self._asleep = waits_s
+
+    def asleep_wait_s(self, name: str) -> float | None:
+        """How long requests wait for a model that may be without replicas by decision; None for any other."""
+        return self._asleep.get(name)
+
+    def note_wake(self, name: str, now: float) -> None:
+        """A request came for a model: if it has no replica, it is without one as of now."""
+        model = self._models.get(name)
+        if model is not None and not model.replicas:
+            model.down_since = now
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
         return tuple(
