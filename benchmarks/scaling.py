@@ -60,12 +60,19 @@ def load(name: str, duration_s: float) -> list[Arrival]:
 def policies() -> dict[str, Policy]:
     ongoing = 0.7 * MAX_NUM_SEQS
     ours = ScalingConfig(max_replicas=MAX_REPLICAS, target_ttft_s=SLO_TTFT_S, startup_s=STARTUP_S)
-    quick = {"upscale_delay_s": 5.0, "downscale_delay_s": ours.downscale_after_s, "look_back_period_s": 10.0}
     return {
         "ours": Autoscaler(ours, MAX_NUM_SEQS),
         "serve": ServeDefault(ServeSettings(max_replicas=MAX_REPLICAS)),
         "serve 70 %": ServeDefault(ServeSettings(max_replicas=MAX_REPLICAS, target_ongoing_requests=ongoing)),
-        "serve quick": ServeDefault(ServeSettings(max_replicas=MAX_REPLICAS, target_ongoing_requests=ongoing, **quick)),
+        "serve quick": ServeDefault(
+            ServeSettings(
+                max_replicas=MAX_REPLICAS,
+                target_ongoing_requests=ongoing,
+                upscale_delay_s=5.0,
+                downscale_delay_s=ours.downscale_after_s,
+                look_back_period_s=10.0,
+            )
+        ),
     }
 
 

@@ -48,9 +48,6 @@ class ScalingConfig(Settings):
 
     @model_validator(mode="after")
     def _check_limits(self) -> "ScalingConfig":
-        if self.max_replicas is None:
-            if self.min_replicas != 1:
-                raise ValueError(f"min_replicas = {self.min_replicas} needs max_replicas, which is not set")
-        elif self.max_replicas < self.min_replicas:
+        if self.max_replicas is not None and self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas = {self.max_replicas} must be at least min_replicas = {self.min_replicas}")
         return self

@@ -11,7 +11,9 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
+import ray
 from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from holdfast.cluster.config.chat_templates import with_template_texts
 from holdfast.cluster.config.config import HoldfastConfig, load_config
@@ -28,6 +30,7 @@ from holdfast.cluster.serve.placement_groups import (
 )
 from holdfast.cluster.serve.replica_deployment import ReplicaDeployment
 from holdfast.cluster.serve.router_deployment import RouterDeployment
+from holdfast.cluster.serve.scaling_policy import ScalingPolicy
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed, cluster_token
 from holdfast.worker.errors import ConfigurationError
 
@@ -105,12 +108,12 @@ def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: s
     _warn_of_unmet("rank", config.cluster.rank_resources, nodes)
     bundle = rank_bundle(config.worker, config.cluster, nodes)
     num_ranks = config.parallel.tensor_parallel_size
-    strategy = choose_strategy(bundle, num_ranks, config.cluster.replicas, nodes)
+    strategy = choose_strategy(bundle, num_ranks, config.most_replicas, nodes)
     if strategy == "PACK":
         logger.warning(
             "%d replicas of %d ranks do not fit on whole nodes: ranks of one replica may talk over the network, "
             "which is slow",
-            config.cluster.replicas,
+            config.most_replicas,
             num_ranks,
         )
     placed = _replica(config, name, [bundle] * num_ranks, strategy)
@@ -153,8 +156,6 @@ def _directory(config: HoldfastConfig) -> serve.Application:
 
 def known_token(namespace: str) -> str | None:
     """The token of the cluster that runs under this name; None if there is none, or its directory does not answer."""
-    import ray
-
     if not ray.is_initialized():
         return None
     try:
@@ -171,7 +172,7 @@ def _replica(config: HoldfastConfig, name: str, bundles: list[dict[str, float]],
     return serve.deployment(
         ReplicaDeployment,
         name=name,
-        num_replicas=config.cluster.replicas,
+        **number_of_replicas(config),
         placement_group_bundles=bundles,
         placement_group_strategy=strategy,
         ray_actor_options={"num_cpus": bundles[0].get("CPU", 0), "num_gpus": bundles[0].get("GPU", 0)},
@@ -180,6 +181,50 @@ def _replica(config: HoldfastConfig, name: str, bundles: list[dict[str, float]],
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         logging_config=_QUIET,
+    )
+
+
+def number_of_replicas(config: HoldfastConfig) -> dict[str, Any]:
+    """What Serve is told of the number of replicas: that it is fixed, or that our policy decides it, without delay.
+
+    A deployment that runs already keeps the number that it has.
+    """
+    scaling = config.scaling
+    if not scaling.is_on:
+        return {"num_replicas": config.cluster.replicas}
+    policy = AutoscalingPolicy(
+        policy_function=ScalingPolicy,
+        policy_kwargs={
+            "model": config.model.name,
+            "namespace": config.cluster.namespace,
+            "max_num_seqs": config.scheduler.max_num_seqs,
+            "settings": scaling.model_dump(mode="json"),
+        },
+    )
+    runs = ray.is_initialized() and _runs_already(config)
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=scaling.min_replicas,
+            initial_replicas=None if runs else config.first_replicas,
+            max_replicas=scaling.max_replicas,
+            upscale_delay_s=0.0,
+            downscale_delay_s=0.0,
+            downscale_to_zero_delay_s=0.0,
+            policy=policy,
+        )
+    }
+
+
+def _runs_already(config: HoldfastConfig) -> bool:
+    """Whether the application of the model, or the one with all models, is there."""
+    try:
+        applications = serve.status().applications
+    except Exception as error:  # Ray raises many kinds
+        logger.info("Serve does not tell what runs: %s", error)
+        return False
+    return f"{config.cluster.namespace}:{config.model.name}" in applications or bool(
+        config.cluster.namespace in applications
+        and any(name.startswith(REPLICA) for name in applications[config.cluster.namespace].deployments)
     )
 
 

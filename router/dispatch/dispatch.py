@@ -266,7 +266,13 @@ class Dispatch:
 
     def demands(self, now: float) -> tuple[ModelDemand, ...]:
         """The load of every model that was served here, for who decides how many replicas it has."""
-        return demands(self.models(), self._requests, self._registry, self._first_tokens, now)
+        known = demands(self.models(), self._requests, self._registry, self._first_tokens, now)
+        # Of a model at rest that this router has never seen, it cannot even read a prompt: one replica tells it how.
+        return (*known, *(ModelDemand(model=name, num_open=1) for name in self._registry.unknown_sleepers()))
+
+    def is_unknown_sleeper(self, model: str) -> bool:
+        """Whether it is a model at rest that was never served here."""
+        return model in self._registry.unknown_sleepers()
 
     def check_integrity(self) -> None:
         """Asserts that all tables agree: every request is either queued or running on a replica that is up."""

@@ -155,6 +155,11 @@ class DispatchHost:
     def models_asleep(self, waits_s: Mapping[str, float]) -> None:
         """As `Dispatch.models_asleep`."""
         self._dispatch.models_asleep(waits_s)
+        self._on_models_changed()
+
+    def is_starting(self, model: str) -> bool:
+        """Whether a model that is not known here is one at rest: asking again soon finds it."""
+        return self._dispatch.is_unknown_sleeper(model)
 
     def is_busy(self, replica_id: str) -> bool:
         """Whether a replica has attempts of this router."""

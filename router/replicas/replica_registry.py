@@ -235,7 +235,7 @@ class ReplicaRegistry:
     def models(self) -> tuple[ModelStatus, ...]:
         """Every model that has been served here and was not taken away, in the order in which they first appeared."""
         return tuple(
-            ModelStatus(name=name, facts=model.facts, num_replicas=len(model.replicas))
+            ModelStatus(name=name, facts=model.facts, num_replicas=len(model.replicas), wakes=name in self._asleep)
             for name, model in self._models.items()
             if name not in self._removed_models
         )
@@ -255,6 +255,10 @@ class ReplicaRegistry:
     def asleep_wait_s(self, name: str) -> float | None:
         """How long requests wait for a model that may be without replicas by decision; None for any other."""
         return self._asleep.get(name)
+
+    def unknown_sleepers(self) -> tuple[str, ...]:
+        """Models that may be at rest, and have never been served here."""
+        return tuple(name for name in self._asleep if name not in self._models and name not in self._removed_models)
 
     def note_wake(self, name: str, now: float) -> None:
         """A request came for a model: if it has no replica, it is without one as of now."""
