@@ -10,6 +10,7 @@ the successor's process shows itself, and each phase that it tells. Printed: sec
 import argparse
 import json
 import os
+import random
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve import models
+from holdfast.cluster.serve.app import HEALTH_CHECK_PERIOD_S
 from holdfast.cluster.serve.directory import Role, Snapshot
 from holdfast.cluster.serve.serving import serving
 from holdfast.worker.config import ModelConfig
@@ -64,6 +66,16 @@ def follow(directory: Any, killed_at: float, known: set[str], num_replicas: int)
     return times
 
 
+def until_serve_knows(config: HoldfastConfig) -> None:
+    """Serve sees a replica that it still takes to be starting sooner than one that runs."""
+    from ray import serve
+
+    name = models.application_name(config.cluster.namespace, config.model.name)
+    while serve.status().applications[name].status != "RUNNING":
+        time.sleep(0.1)
+    time.sleep(2 * HEALTH_CHECK_PERIOD_S)
+
+
 def rounds(model: str, num_rounds: int) -> list[Times]:
     config = HoldfastConfig(
         model=ModelConfig(model=model), cluster=ClusterConfig(replicas=2, routers=1, port=0, http_port=None)
@@ -72,6 +84,8 @@ def rounds(model: str, num_rounds: int) -> list[Times]:
     with serving(config, lambda phase, done, total: None):
         directory = models.directory_of(config.cluster.namespace)
         for _ in range(num_rounds):
+            until_serve_knows(config)
+            time.sleep(random.uniform(0.0, HEALTH_CHECK_PERIOD_S))  # at any moment between two of Serve's checks
             snapshot: Snapshot = directory.watch.remote(0).result(timeout_s=TIMEOUT_S)
             known = {member.member_id for member in snapshot.members}
             killed_at = time.monotonic()

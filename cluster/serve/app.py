@@ -42,8 +42,8 @@ ANSWER_S: Final = 5.0
 REPLICA: Final = "Replica"
 ROUTER: Final = "Router"
 
-HEALTH_CHECK_PERIOD_S: Final = 2.0
-"""Serve notices a process that has ended at its next check."""
+HEALTH_CHECK_PERIOD_S: Final = 1.0
+"""Serve notices a process that has ended at its next check, and only then starts another."""
 
 HEALTH_CHECK_TIMEOUT_S: Final = 3.0
 """A process that has not answered for so long, three times in a row, is asked to drain, and ended by Serve after that.

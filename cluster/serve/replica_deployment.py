@@ -8,13 +8,12 @@ once, and Serve starts another. What may not live here: what a replica does (`wo
 import asyncio
 import time
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ray import serve
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.directory import Member, Role
-from holdfast.cluster.serve.engine_door import DoorSettings, EngineDoor
 from holdfast.cluster.serve.log_lines import date_log_lines
 from holdfast.cluster.serve.membership import Lease, cluster_security, found
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
@@ -25,6 +24,9 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.replica.replica import Replica
+
+if TYPE_CHECKING:
+    from holdfast.cluster.serve.engine_door import DoorSettings, EngineDoor
 
 FLUSH_S: Final = 0.5
 """How long a failed replica may take to say so before its process ends."""
@@ -44,7 +46,7 @@ class ReplicaDeployment:
         bundle: Resources,
         drain_timeout_s: float,
         directory: Any,
-        door: DoorSettings | None = None,
+        door: "DoorSettings | None" = None,
     ) -> None:
         date_log_lines()
         end_when_out_of_memory()
@@ -69,6 +71,8 @@ class ReplicaDeployment:
             self._replica, replica_id=_replica_id(), host=launcher.host, security=security.links
         )
         if door is not None:
+            from holdfast.cluster.serve.engine_door import EngineDoor  # what it loads takes time, and few need it
+
             self._door = await EngineDoor.start(self._replica, door, config.scheduler, security)
         self._replica.on_failure(ProcessEnd(self._close_soon).because)
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
