@@ -6,7 +6,6 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
@@ -73,6 +72,8 @@ class WatchedDirectory:
         self._handle = handle
         self.followed: Followed = ()
         """Models that are scaled by their load, as last heard."""
+        self.has_followed = asyncio.Event()
+        """Whether there are any."""
 
     async def watch(self) -> AsyncIterator[DirectoryView]:
         """Every view once. A directory that was replaced may add replicas at first, not take any away; and it does not
@@ -82,7 +83,8 @@ class WatchedDirectory:
         seen_version = 0
         while True:
             snapshot = await self._next(seen_version)
-            seen_version, self.followed = snapshot.version, snapshot.followed
+            seen_version = snapshot.version
+            self._note_followed(snapshot)
             endpoints, removed = _endpoints(snapshot), snapshot.removed_models
             if known is not None:
                 endpoints |= frozenset() if snapshot.is_settled else known.endpoints
@@ -94,6 +96,13 @@ class WatchedDirectory:
             if found != known:
                 known = found
                 yield known
+
+    def _note_followed(self, snapshot: Snapshot) -> None:
+        self.followed = snapshot.followed
+        if self.followed:
+            self.has_followed.set()
+        else:
+            self.has_followed.clear()
 
     async def _next(self, seen_version: int) -> Snapshot:
         while True:
@@ -115,10 +124,11 @@ async def tell_demand(handle: Any, router_id: str, directory: WatchedDirectory, 
     told: Demands = ()
     told_s = 0.0
     while True:
+        await directory.has_followed.wait()
         await asyncio.sleep(TELL_S)
         followed = {model for model, _ in directory.followed}
-        demands = tuple(one for one in read() if one.model in followed) if followed else ()
-        now_s = time.monotonic()
+        demands = tuple(one for one in read() if one.model in followed)
+        now_s = asyncio.get_running_loop().time()
         if not demands or (demands == told and now_s - told_s < TELL_AGAIN_S):
             continue
         try:
