@@ -36,6 +36,9 @@ CHANCE: Final = 0.5
 MAX_GROWTH: Final = 0.5
 """A trend adds at most this share of the load to it: what is a trend over seconds may be chance."""
 
+PATIENCE: Final = 4
+"""A start that takes so many times what starts take is not waited for."""
+
 STARTUP_SMOOTHING: Final = 0.3
 SPEED_LOSS_PER_S: Final = 0.002
 """How fast the best speed that a replica has shown is forgotten: requests change."""
@@ -80,6 +83,7 @@ class Autoscaler:
         """Requests a second that one replica has served at best, of late."""
         self._ordered = deque[float]()
         """When each replica was asked for that does not serve yet."""
+        self._asked_s = -math.inf
         self._num_serving = 0
         self._busy_s: float | None = None
         self._last_s: float | None = None
@@ -95,6 +99,7 @@ class Autoscaler:
         least, most = self._settings.min_replicas, self._max_replicas
         num_replicas = min(max(decision.num_replicas, least), most)
         if num_replicas > seen.num_wanted:
+            self._asked_s = seen.now_s
             self._ordered.extend([seen.now_s] * (num_replicas - seen.num_wanted))
         elif num_replicas < seen.num_wanted:
             self._ordered.clear()
@@ -208,13 +213,18 @@ class Autoscaler:
         after_s = self._settings.downscale_after_s
         is_calm = self.queue_s(demand) <= QUEUE_SHARE * self._settings.target_ttft_s
         is_young = self._need.mean(-math.inf, seen.now_s - 0.9 * after_s) is None
-        if not is_calm or is_young or len(demand.replicas) < seen.num_wanted:
+        if not is_calm or is_young or self._is_starting(seen, demand):
             return stay
         greatest = self._need.greatest(seen.now_s - after_s)
         enough = max(1, math.ceil(greatest + SPARE))
         if enough >= seen.num_wanted:
             return stay
         return Decision(num_replicas=enough, reason=f"at most {greatest:.1f} replicas were needed for {after_s:g} s")
+
+    def _is_starting(self, seen: Seen, demand: ModelDemand) -> bool:
+        """A start under way is not taken back, unless it has taken so long that it may never come."""
+        is_recent = seen.now_s - self._asked_s < PATIENCE * self._startup_s
+        return len(demand.replicas) < seen.num_wanted and is_recent
 
 
 def _number(decision: Decision) -> int:

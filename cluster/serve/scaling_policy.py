@@ -4,6 +4,7 @@ Serve sends this module's class to its controller by value, so what it uses is i
 not pass through Serve, whose own counts are therefore zero. What may not live here: decisions (`cluster/scaling/`).
 """
 
+import dataclasses
 import logging
 import threading
 import time
@@ -39,7 +40,8 @@ class ScalingPolicy:
         if heard is None:
             return wanted, {}
         try:
-            decision = self._core.decide(Seen(now_s=time.monotonic(), num_wanted=wanted, demand=heard[0]))
+            seen = Seen(now_s=time.monotonic(), num_wanted=wanted, demand=_own(heard[0], context.running_replicas))
+            decision = self._core.decide(seen)
         except Exception:  # the controller has others to look after
             logger.exception("no decision about the replicas of %s", self._model)
             return wanted, {}
@@ -48,6 +50,14 @@ class ScalingPolicy:
                 "model %s: from %d to %d replicas: %s", self._model, wanted, decision.num_replicas, decision.reason
             )
         return decision.num_replicas, {}
+
+
+def _own(demand: Any, running: Any) -> Any:
+    """The demand with the replicas of this deployment alone: during an update another one serves the same model."""
+    if demand is None:
+        return None
+    own = {replica.unique_id for replica in running}
+    return dataclasses.replace(demand, replicas=tuple(one for one in demand.replicas if one.replica_id in own))
 
 
 def _follow(ended: Any, latest: dict[str, Any], model: str, namespace: str, wait_s: float | None) -> None:

@@ -151,6 +151,17 @@ def test_fewer_only_after_they_were_enough_for_the_whole_while():
     assert decided[-1] == 2
 
 
+def test_a_start_that_is_under_way_is_not_taken_back_but_not_waited_for_without_end():
+    model = Model(1, downscale_after_s=5.0)
+    model.starts_at_once = False
+    model.running = 8
+    model.run(10)
+    assert model.wanted == 2
+    model.running = 1
+    assert set(model.run(25)) == {2}
+    assert model.run(60)[-1] == 1
+
+
 def test_a_load_around_the_edge_does_not_flap():
     model = Model(2, downscale_after_s=30.0)
     changes = 0

@@ -33,6 +33,7 @@ def context(target: int, config: AutoscalingConfig | None = None) -> SimpleNames
     return SimpleNamespace(
         target_num_replicas=target,
         current_num_replicas=target,
+        running_replicas=[SimpleNamespace(unique_id="r")] * min(target, 1),
         total_num_requests=0,
         policy_state={},
         config=config,
@@ -56,6 +57,15 @@ def test_each_thing_that_is_heard_is_decided_about_once(policy, config):
     assert decide(context(1, config))[0] == 1, "nothing new was heard"
     policy._latest["heard"] = (None,)
     assert decide(context(3, config))[0] == 3
+
+
+def test_replicas_of_another_deployment_of_the_model_are_not_its_own(policy, config):
+    """Their load is theirs: an update has two deployments of one model for a while."""
+    busy = ReplicaDemand(replica_id="other", num_running=64, num_waiting=0, num_waiting_tokens=0, kv_use=1.0)
+    own = ReplicaDemand(replica_id="r", num_running=1, num_waiting=0, num_waiting_tokens=0, kv_use=0.0)
+    for _ in range(5):
+        policy._latest["heard"] = (ModelDemand(model="demo", num_open=65, replicas=(busy, own)),)
+        assert policy(context(1, config))[0] == 1
 
 
 def test_a_fault_of_ours_changes_nothing(policy, config):
