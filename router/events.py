@@ -147,6 +147,13 @@ class ModelStatus:
     """What every replica that is up supports: the smallest length and cache; row-invariant only if all are."""
     num_replicas: int
     """Replicas that are up."""
+    wakes: bool = False
+    """It may be without replicas by decision: a request brings one."""
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request is served, at once or after a cold start."""
+        return self.num_replicas > 0 or self.wakes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from functools import partial
 import grpc
 
 from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
@@ -149,6 +150,10 @@ class Router:
     def num_open(self) -> int:
         """Open requests, queued ones included."""
         return self._dispatch_host.num_open
+
+    def demands(self) -> tuple[ModelDemand, ...]:
+        """The load of every model here, for who decides how many replicas it has."""
+        return self._dispatch_host.demands()
 
     def check_integrity(self) -> None:
         """Asserts that the router's tables agree with each other."""

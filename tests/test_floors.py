@@ -21,7 +21,7 @@ PROCESS = (
 ROOMS = {  # from the ground up: a room imports from those before it
     "worker": (*POLICY, *DEVICE, *PROCESS),
     "router": ("wire", "text", "tools", "replicas", "dispatch", "security", "requests", "links", "doors", "router"),
-    "cluster": ("config", "bundled_model", "client", "offline", "serve", "simulate", "demo", "commands"),
+    "cluster": ("scaling", "config", "bundled_model", "client", "offline", "serve", "simulate", "demo", "commands"),
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
     "worker.decoder": ("cpu", "program"),  # an executor knows the layout; only the program knows an executor
 }
@@ -31,7 +31,7 @@ DOORS = {  # what a package may import of those below it
     "cluster.simulate": {
         "worker": ("words", *POLICY),
         "router": ("words", "text", "replicas", "dispatch", "requests"),
-        "cluster": ("words",),
+        "cluster": ("words", "scaling"),
     },
     "worker.decoder": {"worker": ("words", *POLICY, *DEVICE[: DEVICE.index("decoder")])},
 }
@@ -53,6 +53,7 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     "router.replicas": TENSORS | IO,
     "router.dispatch": TENSORS | IO,
     "router.security": TENSORS | IO,  # keys are made by a command, and looked up at the time that is passed in
+    "cluster.scaling": TENSORS | IO,
     "cluster.simulate": TENSORS | (IO - {"random"}),
 }
 STUBS = ("worker.wire", "worker.replica", "router.wire", "router.links", "router.doors", "cluster.client")

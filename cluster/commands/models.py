@@ -20,7 +20,7 @@ from holdfast.cluster.progress_bars import progress
 
 Pid = Annotated[int | None, Parameter(help="the process of `holdfast serve`, where several clusters run here")]
 
-_REPLICA = ("model", "parallel", "cache", "scheduler", "health", "speculation")
+_REPLICA = ("model", "parallel", "cache", "scheduler", "health", "speculation", "scaling")
 _OF_ROUTERS = (
     "host",
     "port",

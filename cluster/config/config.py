@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_va
 
 from holdfast.cluster.config.models import ModelEntries
 from holdfast.cluster.config.sources import Layer, Setting, environment_layer, file_layer, resolve
+from holdfast.cluster.scaling.settings import ScalingConfig
 from holdfast.router.config import LimitsConfig, RouterConfig, SecurityConfig
 from holdfast.worker.config import (
     Bytes,
@@ -193,14 +194,33 @@ class HoldfastConfig(Settings):
     security: SecurityConfig = SecurityConfig()
     client: ClientConfig = ClientConfig()
     cluster: ClusterConfig = ClusterConfig()
+    scaling: ScalingConfig = ScalingConfig()
 
     @model_validator(mode="after")
     def _check_names(self) -> "HoldfastConfig":
-        names = [one.model.name for one in self.each_model]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"cluster.models: two models are named {name!r}; give one a model.served_model_name")
+        each = self.each_model
+        names = [one.model.name for one in each]
+        for one in each:
+            if names.count(one.model.name) > 1:
+                named = f"two models are named {one.model.name!r}; give one a model.served_model_name"
+                raise ValueError(f"cluster.models: {named}")
+            if not one.scaling.is_on and one.scaling.min_replicas != 1:
+                told = f"scaling.min_replicas = {one.scaling.min_replicas} of model {one.model.name!r}"
+                raise ValueError(f"{told} needs scaling.max_replicas, which is not set")
+            if one.scaling.max_replicas is not None and one.cluster.replicas > one.scaling.max_replicas:
+                told = f"must be at most scaling.max_replicas = {one.scaling.max_replicas}"
+                raise ValueError(f"cluster.replicas = {one.cluster.replicas} of model {one.model.name!r} {told}")
         return self
+
+    @property
+    def first_replicas(self) -> int:
+        """Replicas of the model at first. Routers learn of a model from a replica: one at rest begins with one."""
+        return max(self.cluster.replicas, self.scaling.min_replicas) if self.scaling.is_on else self.cluster.replicas
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas of the model at most."""
+        return self.scaling.max_replicas or self.cluster.replicas
 
     @property
     def each_model(self) -> tuple["HoldfastConfig", ...]:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field
 
+from holdfast.cluster.scaling.settings import ScalingConfig
 from holdfast.worker.config import (
     CacheConfig,
     HealthConfig,
@@ -32,6 +33,7 @@ class ModelEntry(Settings):
     scheduler: SchedulerConfig = SchedulerConfig()
     health: HealthConfig = HealthConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    scaling: ScalingConfig = ScalingConfig()
     replicas: int = Field(1, ge=1, description="number of replicas of this model")
     cpus_per_rank: float = Field(1.0, gt=0, description="as cluster.cpus_per_rank, for this model")
     rank_resources: dict[str, float] = Field({}, description="as cluster.rank_resources, for this model")

@@ -11,7 +11,9 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
+import ray
 from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from holdfast.cluster.config.chat_templates import with_template_texts
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig, load_config
@@ -29,6 +31,7 @@ from holdfast.cluster.serve.placement_groups import (
 )
 from holdfast.cluster.serve.replica_deployment import ReplicaDeployment
 from holdfast.cluster.serve.router_deployment import RouterDeployment
+from holdfast.cluster.serve.scaling_policy import ScalingPolicy
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed, cluster_token
 from holdfast.worker.errors import ConfigurationError
 
@@ -40,8 +43,8 @@ ANSWER_S: Final = 5.0
 REPLICA: Final = "Replica"
 ROUTER: Final = "Router"
 
-HEALTH_CHECK_PERIOD_S: Final = 2.0
-"""Serve notices a process that has ended at its next check."""
+HEALTH_CHECK_PERIOD_S: Final = 1.0
+"""Serve notices a process that has ended at its next check, and only then starts another."""
 
 HEALTH_CHECK_TIMEOUT_S: Final = 3.0
 """A process that has not answered for so long, three times in a row, is asked to drain, and ended by Serve after that.
@@ -107,22 +110,22 @@ def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: s
     bundle = rank_bundle(config.worker, config.cluster, nodes)
     check_labels("cluster.rank_labels", config.cluster.rank_labels)
     bundles = [bundle] * config.parallel.tensor_parallel_size
-    _warn_of_room(config.cluster, bundles, nodes)
+    _warn_of_room(config, bundles, nodes)
     placed = _replica(config, name, bundles)
     return placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory, _door(config, default_host))
 
 
-def _warn_of_room(cluster: ClusterConfig, bundles: Sequence[Resources], nodes: Collection[Resources]) -> None:
+def _warn_of_room(config: HoldfastConfig, bundles: Sequence[Resources], nodes: Collection[Resources]) -> None:
     """No error, as above. A replica of one rank lies on one node anyway, and waits for it."""
     num_ranks, num_whole = len(bundles), whole_replicas(bundles[0], len(bundles), nodes)
-    if num_ranks == 1 or num_whole >= cluster.replicas:
+    if num_ranks == 1 or num_whole >= config.most_replicas:
         return
     told = "%d replicas of %d ranks do not fit on whole nodes, which have room for %d: "
-    if cluster.span_nodes:
+    if config.cluster.span_nodes:
         told += "ranks of one replica may talk over the network in every layer, which is slow unless it is very fast"
     else:
         told += "the others wait for nodes (cluster.span_nodes lets a replica lie on several)"
-    logger.warning(told, cluster.replicas, num_ranks, num_whole)
+    logger.warning(told, config.most_replicas, num_ranks, num_whole)
 
 
 def _door(config: HoldfastConfig, default_host: str) -> DoorSettings | None:
@@ -161,8 +164,6 @@ def _directory(config: HoldfastConfig) -> serve.Application:
 
 def known_token(namespace: str) -> str | None:
     """The token of the cluster that runs under this name; None if there is none, or its directory does not answer."""
-    import ray
-
     if not ray.is_initialized():
         return None
     try:
@@ -180,7 +181,7 @@ def _replica(config: HoldfastConfig, name: str, bundles: list[dict[str, float]])
     return serve.deployment(
         ReplicaDeployment,
         name=name,
-        num_replicas=config.cluster.replicas,
+        **number_of_replicas(config),
         placement_group_bundles=bundles,
         placement_group_strategy="PACK" if config.cluster.span_nodes else "STRICT_PACK",
         placement_group_bundle_label_selector=[labels] * len(bundles) if labels else None,
@@ -197,6 +198,50 @@ def _router_options(cluster: ClusterConfig) -> dict[str, Any]:
     check_labels("cluster.router_labels", cluster.router_labels)
     labels = {"label_selector": cluster.router_labels} if cluster.router_labels else {}
     return {"num_cpus": 1, "resources": cluster.router_resources, **labels}
+
+
+def number_of_replicas(config: HoldfastConfig) -> dict[str, Any]:
+    """What Serve is told of the number of replicas: that it is fixed, or that our policy decides it, without delay.
+
+    A deployment that runs already keeps the number that it has.
+    """
+    scaling = config.scaling
+    if not scaling.is_on:
+        return {"num_replicas": config.cluster.replicas}
+    policy = AutoscalingPolicy(
+        policy_function=ScalingPolicy,
+        policy_kwargs={
+            "model": config.model.name,
+            "namespace": config.cluster.namespace,
+            "max_num_seqs": config.scheduler.max_num_seqs,
+            "settings": scaling.model_dump(mode="json"),
+        },
+    )
+    runs = ray.is_initialized() and _runs_already(config)
+    return {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=scaling.min_replicas,
+            initial_replicas=None if runs else config.first_replicas,
+            max_replicas=scaling.max_replicas,
+            upscale_delay_s=0.0,
+            downscale_delay_s=0.0,
+            downscale_to_zero_delay_s=0.0,
+            policy=policy,
+        )
+    }
+
+
+def _runs_already(config: HoldfastConfig) -> bool:
+    """Whether the application of the model, or the one with all models, is there."""
+    try:
+        applications = serve.status().applications
+    except Exception as error:  # Ray raises many kinds
+        logger.info("Serve does not tell what runs: %s", error)
+        return False
+    return f"{config.cluster.namespace}:{config.model.name}" in applications or bool(
+        config.cluster.namespace in applications
+        and any(name.startswith(REPLICA) for name in applications[config.cluster.namespace].deployments)
+    )
 
 
 def _router(config: HoldfastConfig) -> serve.Deployment:

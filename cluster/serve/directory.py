@@ -9,11 +9,14 @@ members renew every five seconds, routers wait for changes. What may not live he
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from holdfast.cluster.scaling.demand_book import DemandBook, Followed
 from holdfast.cluster.serve.security import ClusterSecurity
+from holdfast.router.demand import ModelDemand
 
 DIRECTORY: Final = "Directory"
 """The name of its deployment."""
@@ -76,6 +79,8 @@ class Snapshot:
     """False while the directory is so young that members may not have told it of themselves."""
     removed_models: frozenset[str] = frozenset()
     """Models that someone has taken away, and that no replica has begun to serve since."""
+    followed: Followed = ()
+    """Models that are scaled by their load: routers tell of it."""
 
     def serving(self, role: Role) -> tuple[Member, ...]:
         """Those with an address."""
@@ -91,6 +96,7 @@ class Directory:
         self._members: dict[str, Member] = {}
         self._renewed_s: dict[str, float] = {}
         self._removed_models: set[str] = set()
+        self._demands = DemandBook()
 
     def renew(self, member: Member, now_s: float) -> bool:
         """Adds a member or renews its lease. Only a change of what it says makes a new version: True."""
@@ -120,6 +126,17 @@ class Directory:
         for member_id, renewed_s in list(self._renewed_s.items()):
             if now_s - renewed_s > LEASE_S:
                 self.remove(member_id)
+        self._version += self._demands.expire(now_s)
+
+    def note_demand(self, router_id: str, demands: Sequence[ModelDemand], now_s: float) -> None:
+        """What a router sees of the models that are followed. It makes no new version."""
+        self._demands.note(router_id, demands, now_s)
+
+    def demand(self, model: str, cold_start_wait_s: float | None, now_s: float) -> tuple[ModelDemand | None, bool]:
+        """What routers see of a model, which is followed from now on. True: that makes a new version."""
+        is_news = self._demands.follow(model, cold_start_wait_s, now_s)
+        self._version += is_news
+        return self._demands.demand(model, now_s), is_news
 
     def snapshot(self, now_s: float) -> Snapshot:
         is_settled = now_s - self._started_s > SETTLED_S
@@ -128,6 +145,7 @@ class Directory:
             members=tuple(self._members.values()),
             is_settled=is_settled,
             removed_models=frozenset(self._removed_models),
+            followed=self._demands.followed,
         )
 
 
@@ -155,6 +173,16 @@ class DirectoryDeployment:
     async def remove_model(self, name: str) -> None:
         self._directory.remove_model(name)
         self._tell()
+
+    async def note_demand(self, router_id: str, demands: Sequence[ModelDemand]) -> None:
+        self._directory.note_demand(router_id, demands, time.monotonic())
+
+    async def demand(self, model: str, cold_start_wait_s: float | None) -> ModelDemand | None:
+        """What routers see of a model. Who asks about it scales it, and asks again every second or so."""
+        demand, is_news = self._directory.demand(model, cold_start_wait_s, time.monotonic())
+        if is_news:
+            self._tell()
+        return demand
 
     async def watch(self, seen_version: int) -> Snapshot:
         """All members, as soon as there is something that `seen_version` did not have, or after `WATCH_S`."""

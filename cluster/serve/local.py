@@ -88,8 +88,8 @@ def share_cores(config: HoldfastConfig) -> HoldfastConfig:
 
 
 def _num_ranks(config: HoldfastConfig) -> int:
-    """Of all replicas of one model."""
-    return config.cluster.replicas * config.parallel.tensor_parallel_size
+    """Of all replicas of one model, as many as there may be."""
+    return config.most_replicas * config.parallel.tensor_parallel_size
 
 
 def num_cores() -> int:

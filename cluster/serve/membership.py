@@ -6,19 +6,26 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from holdfast.cluster.scaling.demand_book import Followed
 from holdfast.cluster.serve.directory import DIRECTORY, RENEW_S, Member, Role, Snapshot
 from holdfast.cluster.serve.security import ClusterSecurity
+from holdfast.router.demand import ModelDemand
 from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 1.0
+
+TELL_S: Final = 0.5
+TELL_AGAIN_S: Final = 2.0
+
+Demands = tuple[ModelDemand, ...]
 
 
 class Lease:
@@ -63,6 +70,10 @@ class WatchedDirectory:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
+        self.followed: Followed = ()
+        """Models that are scaled by their load, as last heard."""
+        self.has_followed = asyncio.Event()
+        """Whether there are any."""
 
     async def watch(self) -> AsyncIterator[DirectoryView]:
         """Every view once. A directory that was replaced may add replicas at first, not take any away; and it does not
@@ -73,14 +84,25 @@ class WatchedDirectory:
         while True:
             snapshot = await self._next(seen_version)
             seen_version = snapshot.version
+            self._note_followed(snapshot)
             endpoints, removed = _endpoints(snapshot), snapshot.removed_models
             if known is not None:
                 endpoints |= frozenset() if snapshot.is_settled else known.endpoints
                 removed |= known.removed_models - {endpoint.model for endpoint in endpoints}
-            found = DirectoryView(endpoints=endpoints, removed_models=removed)
+            cold_starts = tuple((model, wait_s) for model, wait_s in snapshot.followed if wait_s is not None)
+            if known is not None and not snapshot.is_settled:
+                cold_starts = tuple((dict(known.cold_starts) | dict(cold_starts)).items())
+            found = DirectoryView(endpoints=endpoints, removed_models=removed, cold_starts=cold_starts)
             if found != known:
                 known = found
                 yield known
+
+    def _note_followed(self, snapshot: Snapshot) -> None:
+        self.followed = snapshot.followed
+        if self.followed:
+            self.has_followed.set()
+        else:
+            self.has_followed.clear()
 
     async def _next(self, seen_version: int) -> Snapshot:
         while True:
@@ -92,6 +114,28 @@ class WatchedDirectory:
             else:
                 assert isinstance(snapshot, Snapshot)
                 return snapshot
+
+
+async def tell_demand(handle: Any, router_id: str, directory: WatchedDirectory, read: Callable[[], Demands]) -> None:
+    """Tells the directory what a router sees of the models that are followed, until it is cancelled.
+
+    What has not changed is told now and then, so that it is known to be true still.
+    """
+    told: Demands = ()
+    told_s = 0.0
+    while True:
+        await directory.has_followed.wait()
+        await asyncio.sleep(TELL_S)
+        followed = {model for model, _ in directory.followed}
+        demands = tuple(one for one in read() if one.model in followed)
+        now_s = asyncio.get_running_loop().time()
+        if not demands or (demands == told and now_s - told_s < TELL_AGAIN_S):
+            continue
+        try:
+            await asyncio.wait_for(_call(handle.note_demand, router_id, demands), _TIMEOUT_S)
+            told, told_s = demands, now_s
+        except Exception as error:  # as in `Lease`
+            logger.info("the directory did not answer: %s", error)
 
 
 async def has_other_routers(handle: Any, member_id: str) -> bool:

@@ -53,7 +53,7 @@ def deploy(configs: Sequence[HoldfastConfig], namespace: str, directory: Any) ->
             target=model_application(config, default_host(config.cluster), directory),
             name=application_name(namespace, config.model.name),
             route_prefix=None,
-            external_scaler_enabled=True,
+            external_scaler_enabled=not config.scaling.is_on,  # Serve refuses both for one application
         )
         for config in configs
     ]

@@ -8,23 +8,25 @@ once, and Serve starts another. What may not live here: what a replica does (`wo
 import asyncio
 import time
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ray import serve
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.directory import Member, Role
-from holdfast.cluster.serve.engine_door import DoorSettings, EngineDoor
 from holdfast.cluster.serve.log_lines import date_log_lines
 from holdfast.cluster.serve.membership import Lease, cluster_security, found
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
-from holdfast.cluster.serve.security import check_exposed
+from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.cluster.serve.termination import end_on_sigterm
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.replica.replica import Replica
+
+if TYPE_CHECKING:
+    from holdfast.cluster.serve.engine_door import DoorSettings, EngineDoor
 
 FLUSH_S: Final = 0.5
 """How long a failed replica may take to say so before its process ends."""
@@ -44,7 +46,7 @@ class ReplicaDeployment:
         bundle: Resources,
         drain_timeout_s: float,
         directory: Any,
-        door: DoorSettings | None = None,
+        door: "DoorSettings | None" = None,
     ) -> None:
         date_log_lines()
         end_when_out_of_memory()
@@ -69,7 +71,7 @@ class ReplicaDeployment:
             self._replica, replica_id=_replica_id(), host=launcher.host, security=security.links
         )
         if door is not None:
-            self._door = await EngineDoor.start(self._replica, door, config.scheduler, security)
+            self._door = await _opened(self._replica, door, config, security)
         self._replica.on_failure(ProcessEnd(self._close_soon).because)
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
         self._beating = None if heartbeat_pipe is None else self._loop.create_task(heartbeat_pipe.keep_beating())
@@ -124,6 +126,14 @@ class ReplicaDeployment:
         assert self._server is not None, "its failures are heard of once it serves"
         await self._server.stop()
         await self._lease.end()
+
+
+async def _opened(
+    replica: Replica, door: "DoorSettings", config: WorkerConfig, security: ClusterSecurity
+) -> "EngineDoor":
+    from holdfast.cluster.serve.engine_door import EngineDoor  # what it loads takes time, and few need it
+
+    return await EngineDoor.start(replica, door, config.scheduler, security)
 
 
 def _starting(config: WorkerConfig) -> Member:

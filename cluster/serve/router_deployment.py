@@ -17,7 +17,13 @@ from holdfast.cluster.client.async_client import submission
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.log_lines import date_log_lines
-from holdfast.cluster.serve.membership import Lease, WatchedDirectory, cluster_security, has_other_routers
+from holdfast.cluster.serve.membership import (
+    Lease,
+    WatchedDirectory,
+    cluster_security,
+    has_other_routers,
+    tell_demand,
+)
 from holdfast.cluster.serve.placement_groups import reachable
 from holdfast.cluster.serve.process_end import end_when_out_of_memory
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
@@ -53,13 +59,17 @@ class RouterDeployment:
         end_on_sigterm(self.__del__, limit_s=self._drain_timeout_s + STOP_S)
         try:
             security = await cluster_security(directory)
-            self._router = await _start(config, host, WatchedDirectory(directory), security, self._say_linked)
+            watched = WatchedDirectory(directory)
+            self._router = await _start(config, host, watched, security, self._say_linked)
         except ConfigurationError as error:
             self._lease.update(replace(self._lease.member, error=str(error)))
             await self._lease.flush()
             raise
         address, http_address = reachable(self._router.address), reachable(self._router.http_address)
         self._lease.update(replace(self._lease.member, phase="serving", address=address, http_address=http_address))
+        self._telling = asyncio.create_task(
+            tell_demand(directory, self._lease.member.member_id, watched, self._router.demands)
+        )
         if config.health.hangs_after_s is not None:
             self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
             self._beating = asyncio.create_task(self._heartbeat_pipe.keep_beating())

@@ -69,7 +69,7 @@ def serving(
         check_resources(config.cluster)
         directory = _deploy(config, report)
         try:
-            wanted = {one.model.name: one.cluster.replicas for one in config.each_model}
+            wanted = {one.model.name: one.first_replicas for one in config.each_model}
             yield _wait_until_up(config, wanted, directory, report)
         finally:
             models.delete([config.cluster.namespace], config.cluster.drain_timeout_s)
@@ -89,7 +89,7 @@ def add_model(config: HoldfastConfig, report: Report) -> int:
         config = _fitted(share_cores(config))
     models.add(config)
     try:
-        wanted = {name: config.cluster.replicas}
+        wanted = {name: config.first_replicas}
         return _wait_until_up(config, wanted, models.directory_of(namespace), report).num_replicas[name]
     except BaseException:  # an interrupt as well
         models.remove(namespace, name, config.cluster.drain_timeout_s)
@@ -100,7 +100,7 @@ def _fitted(config: HoldfastConfig) -> HoldfastConfig:
     """Our own Ray counts CPUs for the models that it was started with. Another one shares what they have."""
     import ray
 
-    wanted = config.cluster.replicas * config.parallel.tensor_parallel_size * config.cluster.cpus_per_rank
+    wanted = config.most_replicas * config.parallel.tensor_parallel_size * config.cluster.cpus_per_rank
     if ray.available_resources().get("CPU", 0.0) >= wanted:
         return config
     resources = config.cluster.rank_resources | room_of_our_own()

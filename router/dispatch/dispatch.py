@@ -13,8 +13,13 @@ it. The text state is kept. A retiring replica is drained the same way. Clients 
 """
 
 import logging
+from collections import defaultdict
+from collections.abc import Mapping
 
 from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.demand import ModelDemand
+from holdfast.router.dispatch.demands import demands
+from holdfast.router.dispatch.first_tokens import FirstTokens
 from holdfast.router.dispatch.placement import Placement
 from holdfast.router.dispatch.request_state import RequestEvent, RequestState
 from holdfast.router.dispatch.request_table import RequestTable
@@ -66,6 +71,7 @@ class Dispatch:
         self._placement = Placement(config, limits, order or ServiceOrderConfig(), self._registry, self._requests)
         self._queue = self._placement.queue
         self._num_submitted = 0
+        self._first_tokens = defaultdict[str, FirstTokens](FirstTokens)
 
     # --- events from clients ---
 
@@ -87,12 +93,15 @@ class Dispatch:
         again when told to. Raises the following errors and then keeps no state: `UnknownModelError`, `QueueFullError`,
         `ReplicaError` (no replica for too long), `DeadlineExceededError`.
         """
+        self._note_wake(model, now)
         self._check_admissible(model, deadline, now)
         self._num_submitted += 1
         urgency = (min(deadline, now + DUE_AFTER_S), self._num_submitted)
         state = RequestState.opened(request, model, text, caught_up, client_attempt, urgency)
+        state.opened_s = now
         replica = self._placement.admit(state, now)
         self._requests.add(state, deadline)
+        self._first_tokens[model].num_arrived += 1
         actions = [] if replica is None else [self._placement.send(state, replica, now)]
         return actions + self._placement.drain_all(now)  # a submission adds to the retry budget of all models
 
@@ -157,6 +166,10 @@ class Dispatch:
         self._registry.set_removed(names)
         return [action for name in sorted(names) for action in self._fail_removed(name)]
 
+    def models_asleep(self, waits_s: Mapping[str, float]) -> None:
+        """These models have no replica at rest, by decision: a request wakes one, and waits for so many seconds."""
+        self._registry.set_asleep(waits_s)
+
     def step(self, replica_id: str, update: StepUpdate, now: float) -> list[Action]:
         """Takes the result of one engine step. What comes from a lost replica or for an old attempt is dropped."""
         replica = self._registry.get(replica_id)
@@ -201,8 +214,8 @@ class Dispatch:
         while (late := self._requests.deadlines.pop(now)) is not None:
             actions += self._expire(self._requests[late])
         for model, down_since in self._registry.outages():
-            if now >= down_since + self._replica_wait_s:
-                actions += self._fail_all(list(self._queue.waiting(model)), _no_replica(model))
+            if now >= down_since + self._wait_s(model):
+                actions += self._fail_all(list(self._queue.waiting(model)), self._no_replica(model))
         self._placement.refresh(now)
         return actions + self._placement.drain_all(now)
 
@@ -210,7 +223,7 @@ class Dispatch:
     def next_tick(self) -> float | None:
         """When `tick` will next have something to do, or None."""
         waits = [
-            down_since + self._replica_wait_s
+            down_since + self._wait_s(model)
             for model, down_since in self._registry.outages()
             if self._queue.has_any(model)
         ]
@@ -251,6 +264,16 @@ class Dispatch:
         """The replicas that are up."""
         return self._registry.loads()
 
+    def demands(self, now: float) -> tuple[ModelDemand, ...]:
+        """The load of every model that was served here, for who decides how many replicas it has."""
+        known = demands(self.models(), self._requests, self._registry, self._first_tokens, now)
+        # Of a model at rest that this router has never seen, it cannot even read a prompt: one replica tells it how.
+        return (*known, *(ModelDemand(model=name, num_open=1) for name in self._registry.unknown_sleepers()))
+
+    def is_unknown_sleeper(self, model: str) -> bool:
+        """Whether it is a model at rest that was never served here."""
+        return model in self._registry.unknown_sleepers()
+
     def check_integrity(self) -> None:
         """Asserts that all tables agree: every request is either queued or running on a replica that is up."""
         self._registry.check_integrity()
@@ -269,10 +292,27 @@ class Dispatch:
 
     def _check_admissible(self, model: str, deadline: float, now: float) -> None:
         down_since = self._registry.model(model).down_since
-        if down_since is not None and now >= down_since + self._replica_wait_s:
-            raise _no_replica(model)
+        if down_since is not None and now >= down_since + self._wait_s(model):
+            raise self._no_replica(model)
         if now >= deadline:
             raise DeadlineExceededError("the request's time was up before it could be queued")
+
+    def _note_wake(self, model: str, now: float) -> None:
+        """The first request that waits for a model at rest wakes it: the wait for a replica begins with it."""
+        if self._registry.asleep_wait_s(model) is not None and not self._queue.has_any(model):
+            self._registry.note_wake(model, now)
+
+    def _wait_s(self, model: str) -> float:
+        """How long requests wait for a replica of a model that has none."""
+        cold_start_s = self._registry.asleep_wait_s(model)
+        return self._replica_wait_s if cold_start_s is None else cold_start_s
+
+    def _no_replica(self, model: str) -> ReplicaError:
+        cold_start_s = self._registry.asleep_wait_s(model)
+        if cold_start_s is None:
+            return ReplicaError(f"no replica of model {model!r} is up")
+        told = f"none has started within {cold_start_s:g} s (scaling.cold_start_wait_s)"
+        return ReplicaError(f"model {model!r} had no replica at rest, and {told}")
 
     def _fail_unreadable(self, state: RequestState, bug: Exception, *, replica_has_it: bool) -> list[Action]:
         logger.error("request %s: its tokens could not be turned into text", state.request_id, exc_info=bug)
@@ -289,6 +329,7 @@ class Dispatch:
         if delta.finish_reason is FinishReason.ABORT:
             return self._refuse(state, ReplicaError("the replica gave the request up"), now)
         if not state.output_token_ids:
+            self._first_tokens[state.model].note(state.opened_s, now)
             state.num_cached_tokens = delta.num_cached_tokens
         try:
             token_ids, logprobs = delta.token_ids[num_seen:], delta.logprobs[num_seen:]
@@ -350,7 +391,3 @@ def _quarantined(state: RequestState, error: HoldfastError) -> RequestQuarantine
         f"{num_lost} replicas were lost while they ran this request, which has {num_tokens} output tokens; it is not "
         f"tried again (router.max_replicas_lost). The last one: {error}"
     )
-
-
-def _no_replica(model: str) -> ReplicaError:
-    return ReplicaError(f"no replica of model {model!r} is up")

@@ -7,9 +7,10 @@ under any clock, a simulated one included.
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
+from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.events import (
@@ -151,6 +152,15 @@ class DispatchHost:
         self._see_through("taking models away", lambda: self._dispatch.models_removed(names))
         self._on_models_changed()
 
+    def models_asleep(self, waits_s: Mapping[str, float]) -> None:
+        """As `Dispatch.models_asleep`."""
+        self._dispatch.models_asleep(waits_s)
+        self._on_models_changed()
+
+    def is_starting(self, model: str) -> bool:
+        """Whether a model that is not known here is one at rest: asking again soon finds it."""
+        return self._dispatch.is_unknown_sleeper(model)
+
     def is_busy(self, replica_id: str) -> bool:
         """Whether a replica has attempts of this router."""
         return self._dispatch.is_busy(replica_id)
@@ -190,6 +200,10 @@ class DispatchHost:
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
         return self._dispatch.loads()
+
+    def demands(self) -> tuple[ModelDemand, ...]:
+        """As `Dispatch.demands`, now."""
+        return self._dispatch.demands(self.now())
 
     def check_integrity(self) -> None:
         """Asserts that there is one stream for each open request, and one port for each replica that is up."""

@@ -43,6 +43,7 @@ class LinkPool:
             try:
                 async for view in directory.watch():
                     self._dispatch_host.models_removed(view.removed_models)
+                    self._dispatch_host.models_asleep(dict(view.cold_starts))
                     await self.update(view.endpoints)
             except Exception:  # any directory may fail, Ray's too: a router with a stale view is better than none
                 logger.exception("the replica directory failed; the links stay as they are until it answers again")

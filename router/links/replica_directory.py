@@ -31,6 +31,8 @@ class DirectoryView:
     removed_models: frozenset[str] = frozenset()
     """Models that were served here and are not to be any more. A model that is in neither set has only lost its
     replicas."""
+    cold_starts: tuple[tuple[str, float], ...] = ()
+    """Models that may be without replicas by decision, and how many seconds requests wait for the first one."""
 
 
 class ReplicaDirectory(Protocol):

@@ -5,7 +5,7 @@ What may live here: the state of replicas and models, and the choice of a replic
 (`router/dispatch/`), dialling (`router/links/link.py`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from holdfast.router.config import PolicyName, RouterConfig
@@ -148,6 +148,7 @@ class ReplicaRegistry:
         """Of replicas that are up, and of lost ones with recent failures."""
         self._retiring: dict[str, ReplicaState] = {}
         self._removed_models: frozenset[str] = frozenset()
+        self._asleep: Mapping[str, float] = {}
 
     def add(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> None:
         """A replica came up. It must not be up already."""
@@ -234,7 +235,7 @@ class ReplicaRegistry:
     def models(self) -> tuple[ModelStatus, ...]:
         """Every model that has been served here and was not taken away, in the order in which they first appeared."""
         return tuple(
-            ModelStatus(name=name, facts=model.facts, num_replicas=len(model.replicas))
+            ModelStatus(name=name, facts=model.facts, num_replicas=len(model.replicas), wakes=name in self._asleep)
             for name, model in self._models.items()
             if name not in self._removed_models
         )
@@ -246,6 +247,24 @@ class ReplicaRegistry:
     def is_removed(self, name: str) -> bool:
         """Whether a model was taken away."""
         return name in self._removed_models
+
+    def set_asleep(self, waits_s: Mapping[str, float]) -> None:
+        """These models may be without replicas by decision; requests for one that is wait for so many seconds."""
+        self._asleep = waits_s
+
+    def asleep_wait_s(self, name: str) -> float | None:
+        """How long requests wait for a model that may be without replicas by decision; None for any other."""
+        return self._asleep.get(name)
+
+    def unknown_sleepers(self) -> tuple[str, ...]:
+        """Models that may be at rest, and have never been served here."""
+        return tuple(name for name in self._asleep if name not in self._models and name not in self._removed_models)
+
+    def note_wake(self, name: str, now: float) -> None:
+        """A request came for a model: if it has no replica, it is without one as of now."""
+        model = self._models.get(name)
+        if model is not None and not model.replicas:
+            model.down_since = now
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
         return tuple(

@@ -284,6 +284,8 @@ class RequestProcessor:
         """
         self._gate.caller().check_model(name)
         models = {model.name: model for model in self.models()}
+        if name not in models and self._dispatch_host.is_starting(name):
+            raise ReplicaError(f"model {name!r} was at rest; it is being started")
         if not models:
             raise ReplicaError("no replica is up yet")
         if not name and len(models) > 1:

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import functools
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -13,12 +14,12 @@ from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.offline.llm import LLM
 from holdfast.cluster.serve import models
 from holdfast.cluster.serve.directory import SETTLED_S
-from holdfast.cluster.serve.serving import Serving
+from holdfast.cluster.serve.serving import Serving, add_model
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.request import FinishReason
 from holdfast.worker.sampling_params import SamplingParams
+from tests.integration import elastic, stock_clients
 from tests.integration import models_at_run_time as run_time
-from tests.integration import stock_clients
 from tests.integration.processes import processes_named, ray_processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -255,6 +256,21 @@ def test_a_model_comes_and_goes_while_the_others_serve(cluster: Serving, alone: 
     assert asyncio.run(run_time.served_models(cluster.routers)) == [{"demo": 2}, {"demo": 2}]
     again = run_time.models("remove", "other")
     assert (again.returncode, "'other' is not served here; served: demo" in again.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_replicas_follow_the_load_and_no_stream_notices(cluster: Serving, alone: Callable[[SamplingParams], str]):
+    """1 to 3 to 1 to 0 to 1 under traffic: every stream is whole, and as one process answers."""
+    right = functools.cache(alone)
+    right(elastic.GREEDY), right(elastic.DRAWN)
+    assert add_model(elastic.config(), lambda phase, done, total: None) == 1
+    try:
+        traffic, times = asyncio.run(elastic.grows_and_shrinks(cluster.routers, right))
+    finally:
+        models.remove("holdfast", elastic.NAME, 60.0)
+    print("seconds:", {name: round(value, 1) for name, value in times.items()}, traffic.num_whole, "streams")
+    assert traffic.wrong == []
+    assert traffic.num_whole > elastic.NUM_CLIENTS
 
 
 def test_gateways_drive_each_replica(cluster: Serving):

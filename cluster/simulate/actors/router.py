@@ -118,6 +118,15 @@ class SimulatedRouter(Process):
             self.kill()
             self.timeline.after(RESTART_S, self.revive)
 
+    def join(self, replica: SimulatedReplica) -> None:
+        """A replica that was not there has started: the router dials it."""
+        self._replicas.append(replica)
+        self._dial(replica, Backoff(max_pause_s=self._config.max_reconnect_s))
+
+    def leave(self, replica: SimulatedReplica) -> None:
+        """A replica has ended for good: once its link is lost, it is not dialled again."""
+        self._replicas.remove(replica)
+
     def jump_clock(self, seconds: float) -> None:
         """The clock is set, forwards or backwards."""
         self.clock_offset_s += seconds
@@ -154,7 +163,8 @@ class SimulatedRouter(Process):
             link.backoff.note_failure()
         else:
             self.dispatch_host.replica_down(link.replica_id, ReplicaError(f"replica {link.replica_id} was lost"))
-        self.after(link.backoff.pause_s(self._rng.random()), self._dial, link.replica, link.backoff)
+        if link.replica in self._replicas:
+            self.after(link.backoff.pause_s(self._rng.random()), self._dial, link.replica, link.backoff)
 
     # --- calls ---
 

@@ -163,7 +163,7 @@ def serve(
     rng = random.Random(seed)
     timeline = Timeline()
     network = Network(timeline, rng, LATENCY_S)
-    replicas = [SimulatedReplica(f"replica-{i}", network, _replica_shape(shape)) for i in range(shape.num_replicas)]
+    replicas = [SimulatedReplica(f"replica-{i}", network, replica_shape(shape)) for i in range(shape.num_replicas)]
     router = SimulatedRouter(
         "router",
         network,
@@ -194,7 +194,7 @@ def serve(
     )
 
 
-def _replica_shape(shape: ClusterShape) -> ReplicaShape:
+def replica_shape(shape: ClusterShape) -> ReplicaShape:
     return ReplicaShape(
         scheduler=shape.scheduler,
         num_blocks=shape.num_blocks,

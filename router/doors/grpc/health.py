@@ -1,8 +1,8 @@
 """gRPC health servicer (grpc.health.v1): whether this router can serve, overall and per model.
 
-The empty name and the names of services are SERVING while any model has a replica up; a model's name is SERVING while
-that model has one. gRPC's own asyncio servicer drops the other watchers of a name when one disconnects, and has no
-List.
+The empty name and the names of services are SERVING while any model is; a model's name is SERVING while that model has
+a replica up, or is at rest and woken by a request. gRPC's own asyncio servicer drops the other watchers of a name when
+one disconnects, and has no List.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class HealthServicer:
 
     def publish(self, models: Iterable[ModelStatus]) -> None:
         """Sets the state and wakes the watchers."""
-        serving = {model.name: model.num_replicas > 0 for model in models}
+        serving = {model.name: model.takes_requests for model in models}
         self._serving = dict.fromkeys(self._overall, any(serving.values())) | serving
         self._wake()
 

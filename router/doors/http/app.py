@@ -288,7 +288,7 @@ class HttpDoor:
 
     async def health(self, request: Request) -> ASGIApp:
         """200 while any model has a replica up."""
-        if self._is_stopping or not any(model.num_replicas for model in self._dispatch_host.models()):
+        if self._is_stopping or not any(model.takes_requests for model in self._dispatch_host.models()):
             raise ReplicaError("no replica is up" if not self._is_stopping else "this router is stopping")
         return Response()
 

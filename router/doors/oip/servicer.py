@@ -176,7 +176,7 @@ class InferenceProtocolServicer:
         return self._request_processor.model(name)
 
     def _is_ready(self, model: ModelStatus) -> bool:
-        return model.num_replicas > 0 and not self._request_processor.is_closed
+        return model.takes_requests and not self._request_processor.is_closed
 
     def _note_unknown(self, request: InferRequest) -> None:
         """Clients send parameters for other servers too; they are taken, and named in the log once."""

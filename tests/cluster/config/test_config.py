@@ -245,3 +245,21 @@ def test_two_models_of_one_name_are_refused_by_name():
 def test_a_wrong_entry_is_told_by_its_place(entry, told):
     with pytest.raises(ConfigurationError, match=told):
         load(flag("cluster.models", [entry]))
+
+
+def test_scaling_is_for_all_models_or_for_one():
+    tree = {
+        "scaling": {"max_replicas": 4},
+        "cluster": {"models": [{"model": {"model": "a"}}, {"model": {"model": "b"}, "scaling": {"min_replicas": 0}}]},
+    }
+    one, two = HoldfastConfig.model_validate(tree).each_model
+    assert (one.scaling.min_replicas, one.first_replicas, one.most_replicas) == (1, 1, 4)
+    assert (two.scaling.min_replicas, two.scaling.sleeps, two.first_replicas) == (0, True, 1)
+
+
+def test_more_replicas_than_scaling_allows_are_refused():
+    tree = {"scaling": {"max_replicas": 2}, "cluster": {"replicas": 3}}
+    with pytest.raises(
+        ValueError, match=r"cluster.replicas = 3 of model 'demo' must be at most scaling.max_replicas = 2"
+    ):
+        HoldfastConfig.model_validate(tree)

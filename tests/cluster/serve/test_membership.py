@@ -4,9 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.cluster.serve.directory import Directory, Member, Role, Snapshot
-from holdfast.cluster.serve.membership import Lease, WatchedDirectory, has_other_routers
+from holdfast.cluster.serve.membership import Lease, WatchedDirectory, has_other_routers, tell_demand
+from holdfast.router.demand import ModelDemand
 from holdfast.router.links.replica_directory import ReplicaEndpoint
-from tests import loops
+from tests import loops, virtual_loop
 
 
 def replica(number: int) -> Member:
@@ -196,3 +197,54 @@ def test_a_replaced_directory_that_knows_of_no_removal_does_not_undo_one():
     seen = loops.run(asyncio.wait_for(_first_removed(handle, 3), 10.0))
     assert seen == [frozenset(), {"demo"}, frozenset()]
     assert handle.seen == [0, 1, 2, 100, 101]
+
+
+class TellingHandle:
+    """A directory that hears what routers see."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, tuple[ModelDemand, ...]]] = []
+        self.note_demand = self
+
+    def remote(self, router_id: str, demands: tuple[ModelDemand, ...]) -> Any:
+        async def note() -> None:
+            self.told.append((router_id, demands))
+
+        return note()
+
+
+def test_routers_tell_of_models_that_are_scaled_and_of_no_others():
+    """Only what has changed, now and then what has not, and nothing at all where nobody asks."""
+
+    async def scenario() -> None:
+        handle, directory = TellingHandle(), WatchedDirectory(None)
+        seen = [ModelDemand(model="a", num_open=1), ModelDemand(model="b", num_open=9)]
+        task = asyncio.create_task(tell_demand(handle, "r", directory, lambda: tuple(seen)))
+        await asyncio.sleep(10.0)
+        assert handle.told == []
+        directory.followed = (("a", 60.0),)
+        directory.has_followed.set()
+        await asyncio.sleep(1.1)
+        assert handle.told == [("r", (ModelDemand(model="a", num_open=1),))]
+        seen[0] = ModelDemand(model="a", num_open=2)
+        await asyncio.sleep(0.6)
+        assert [demands[0].num_open for _, demands in handle.told] == [1, 2]
+        await asyncio.sleep(6.0)
+        assert 4 <= len(handle.told) <= 6
+        task.cancel()
+
+    virtual_loop.run(scenario())
+
+
+def test_a_router_hears_which_models_may_be_at_rest():
+    async def scenario() -> None:
+        handle = FakeHandle()
+        handle.directory.demand("sleeps", 60.0, 0.0)
+        handle.directory.demand("stays", None, 0.0)
+        directory = WatchedDirectory(handle)
+        view = await anext(directory.watch())
+        assert view.cold_starts == (("sleeps", 60.0),)
+        assert directory.followed == (("sleeps", 60.0), ("stays", None))
+        assert directory.has_followed.is_set()
+
+    run(scenario())

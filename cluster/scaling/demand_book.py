@@ -1,0 +1,56 @@
+"""Demand book: which models are scaled by their load, and what each router has told of them lately. A core.
+
+Time is passed in, in seconds of any one clock. What may not live here: the actor that keeps it
+(`cluster/serve/directory.py`), and what is decided by it (`autoscaler.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from holdfast.router.demand import ModelDemand, merged
+
+FRESH_S: Final = 5.0
+"""What a router has told counts for so long: it tells every second or so."""
+
+FOLLOWED_S: Final = 30.0
+"""A model that nobody has asked about for so long is scaled no more."""
+
+Followed = tuple[tuple[str, float | None], ...]
+"""Names of models, in order, and how long requests wait for one at rest; None: it is never at rest."""
+
+
+class DemandBook:
+    """Kept by the directory, which every router and every autoscaler reaches."""
+
+    def __init__(self) -> None:
+        self._followed: dict[str, tuple[float | None, float]] = {}
+        self._told: dict[str, tuple[float, Sequence[ModelDemand]]] = {}
+
+    def follow(self, model: str, cold_start_wait_s: float | None, now_s: float) -> bool:
+        """An autoscaler asks about a model. Returns whether routers have to hear of it."""
+        before = self._followed.get(model)
+        self._followed[model] = cold_start_wait_s, now_s
+        return before is None or before[0] != cold_start_wait_s
+
+    def note(self, router_id: str, demands: Sequence[ModelDemand], now_s: float) -> None:
+        """What a router sees now, of all models that are followed."""
+        self._told[router_id] = now_s, demands
+
+    def demand(self, model: str, now_s: float) -> ModelDemand | None:
+        """What routers see of a model together; None if none has told of it lately."""
+        fresh = [demands for told_s, demands in self._told.values() if now_s - told_s <= FRESH_S]
+        found = [one for demands in fresh for one in demands if one.model == model]
+        return merged(model, found) if found else None
+
+    def expire(self, now_s: float) -> bool:
+        """Forgets what is old. Returns whether routers have to hear of it."""
+        self._told = {name: told for name, told in self._told.items() if now_s - told[0] <= FRESH_S}
+        kept = {model: one for model, one in self._followed.items() if now_s - one[1] <= FOLLOWED_S}
+        has_changed = kept.keys() != self._followed.keys()
+        self._followed = kept
+        return has_changed
+
+    @property
+    def followed(self) -> Followed:
+        """The models that are scaled by their load."""
+        return tuple((model, self._followed[model][0]) for model in sorted(self._followed))

@@ -1,0 +1,65 @@
+"""Demand for a model, as routers see it: what waits, how long, and how busy its replicas are. What an autoscaler reads.
+
+What may live here: the figures, and how those of several routers add up. What may not: reading them
+(`router/dispatch/dispatch.py`), decisions (`cluster/scaling/`), clocks.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaDemand:
+    """One replica that is up and takes requests, as it has last told a router."""
+
+    replica_id: str
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    """Tokens not yet computed for its waiting and running sequences."""
+    kv_use: float
+    """Share of its KV blocks that sequences hold; cached ones do not count. 0 to 1."""
+    num_prefill_tokens: int = 0
+    """Prompt tokens that it has computed since its start."""
+    prefill_tokens_per_s: float = 0.0
+    """As it has measured them; 0: not known yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelDemand:
+    """The requests of one model, and its replicas."""
+
+    model: str
+    num_open: int = 0
+    """Requests that have not ended."""
+    num_queued: int = 0
+    """Those of them that wait in routers."""
+    num_queued_tokens: int = 0
+    """Prompt and output tokens of the queued requests, which their next replica has to compute."""
+    longest_wait_s: float = 0.0
+    """The longest that an open request has been here without its first token."""
+    num_arrived: int = 0
+    """Requests since the routers' starts."""
+    num_first_tokens: int = 0
+    """Requests that have had their first token, since the routers' starts."""
+    ttft_s: float = 0.0
+    """The time to the first token that nine of ten recent requests kept to; 0 without any."""
+    replicas: tuple[ReplicaDemand, ...] = ()
+
+
+def merged(model: str, demands: Iterable[ModelDemand]) -> ModelDemand:
+    """The demand that several routers see together. Every replica tells all routers the same of itself."""
+    total, replicas = ModelDemand(model=model), dict[str, ReplicaDemand]()
+    for one in demands:
+        replicas |= {replica.replica_id: replica for replica in one.replicas}
+        total = replace(
+            total,
+            num_open=total.num_open + one.num_open,
+            num_queued=total.num_queued + one.num_queued,
+            num_queued_tokens=total.num_queued_tokens + one.num_queued_tokens,
+            longest_wait_s=max(total.longest_wait_s, one.longest_wait_s),
+            num_arrived=total.num_arrived + one.num_arrived,
+            num_first_tokens=total.num_first_tokens + one.num_first_tokens,
+            ttft_s=max(total.ttft_s, one.ttft_s),
+        )
+    return replace(total, replicas=tuple(replicas.values()))
