@@ -21,6 +21,8 @@ from holdfast.router.doors.oip import servicer as open_inference
 from holdfast.router.events import ModelStatus
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import ReplicaDirectory
+from holdfast.router.orders import NO_ORDERS, Orders
+from holdfast.router.replicas.versions import VersionCounts
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer
@@ -32,6 +34,9 @@ from holdfast.worker.security.tls import ServerTls, add_port
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+
+PACKAGE = "holdfast"
+"""The logger above all of ours."""
 
 CLOSE_GRACE_S = 1.0
 """Seconds that the server waits for the ended calls to send their status."""
@@ -59,7 +64,9 @@ class Router:
         self._dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), self._publish_health)
         tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
         self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits, gate)
-        self._link_pool = LinkPool(self._dispatch_host, tokenizers, config, links)
+        self._link_pool = LinkPool(self._dispatch_host, tokenizers, config, links, self._obey)
+        self.orders = NO_ORDERS
+        """What its operators have ordered."""
         parts = self._request_processor, self._dispatch_host
         servicers = {
             server.SERVICE: server.InferenceServicer(*parts),
@@ -153,6 +160,17 @@ class Router:
     def check_integrity(self) -> None:
         """Asserts that the router's tables agree with each other."""
         self._dispatch_host.check_integrity()
+
+    def version_counts(self) -> tuple[VersionCounts, ...]:
+        """What came of requests, by model and version."""
+        return self._dispatch_host.version_counts()
+
+    def _obey(self, orders: Orders) -> None:
+        self.orders = orders
+        self._dispatch_host.set_orders(orders)
+        self._request_processor.pauses.set(orders.pauses)
+        if orders.log_level is not None:
+            logging.getLogger(PACKAGE).setLevel(orders.log_level)
 
     async def _listen(self, host: str, port: int) -> None:
         bound = add_port(self._server, f"{host}:{port}", self._tls)

@@ -21,6 +21,8 @@ from holdfast.router.events import (
     SendAbort,
     SendSubmit,
 )
+from holdfast.router.orders import Orders
+from holdfast.router.replicas.versions import VersionCounts
 from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import HoldfastError, InternalError
 from holdfast.worker.model_info import ReplicaFacts
@@ -151,6 +153,10 @@ class DispatchHost:
         self._see_through("taking models away", lambda: self._dispatch.models_removed(names))
         self._on_models_changed()
 
+    def set_orders(self, orders: Orders) -> None:
+        """Operators have ordered something."""
+        self._see_through("obeying operators", lambda: self._dispatch.set_orders(orders, self.now()))
+
     def is_busy(self, replica_id: str) -> bool:
         """Whether a replica has attempts of this router."""
         return self._dispatch.is_busy(replica_id)
@@ -190,6 +196,9 @@ class DispatchHost:
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
         return self._dispatch.loads()
+
+    def version_counts(self) -> tuple[VersionCounts, ...]:
+        return self._dispatch.version_counts()
 
     def check_integrity(self) -> None:
         """Asserts that there is one stream for each open request, and one port for each replica that is up."""
