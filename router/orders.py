@@ -49,6 +49,8 @@ class Orders:
     """One for a model at most."""
     retired: frozenset[tuple[str, str]] = frozenset()
     """Models and versions that will not be served again: what is bound to one that has no replica any more ends."""
+    held: frozenset[str] = frozenset()
+    """Applications whose replicas get nothing yet: they have just come, and are looked at first."""
     log_level: LogLevel | None = None
     """None: as routers were started."""
 
@@ -76,6 +78,9 @@ class Orders:
         one = (model, version)
         return self._next(retired=self.retired | {one} if is_retired else self.retired - {one})
 
+    def with_held(self, application: str, is_held: bool) -> "Orders":
+        return self._next(held=self.held | {application} if is_held else self.held - {application})
+
     def with_log_level(self, level: str) -> "Orders":
         """Raises `InvalidRequestError` for a level that there is not."""
         for known in LOG_LEVELS:
@@ -88,3 +93,20 @@ class Orders:
 
 
 NO_ORDERS: Final = Orders()
+
+_CHANGES: Final = ("with_drained", "with_pause", "with_canary", "with_retired", "with_held", "with_log_level")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of orders, as it travels: the name of a method of `Orders`, and its arguments."""
+
+    name: str
+    arguments: tuple[object, ...]
+
+    def applied_to(self, orders: Orders) -> Orders:
+        """What holds after it. Raises `InvalidRequestError`."""
+        if self.name not in _CHANGES:
+            raise InvalidRequestError("change", self.name, f"must be one of {', '.join(_CHANGES)}")
+        changed: Orders = getattr(orders, self.name)(*self.arguments)
+        return changed

@@ -47,7 +47,7 @@ app = App(
     group_commands=_MORE,
     suppress_keyboard_interrupt=False,
 )
-models_app = App(name="models", help="Add models to a running cluster, remove and list them.", group=_MORE)
+models_app = App(name="models", help="Add models to a running cluster, update, remove and list them.", group=_MORE)
 keys_app = App(name="keys", help="Make API keys, list and revoke them.", group=_MORE)
 config_app = App(name="config", help="Look at the settings.", group=_MORE)
 app["--help"].group = app["--version"].group = _MORE
@@ -56,6 +56,7 @@ _COMMANDS = (
     ("serve", _FIRST, "Start a cluster, or join one, and serve models over gRPC and HTTP."),
     ("generate", _FIRST, "Complete a prompt, in this process or on a server."),
     ("demo", _FIRST, "Start a local cluster, stream four prompts at once, and stop it."),
+    ("apply", _MORE, "Show how a running cluster's models differ from a configuration, and change them."),
     ("stats", _MORE, "Show how busy a running cluster's replicas are, and what their caches do."),
     ("simulate", _MORE, "Run the cluster's deciders in virtual time under faults, and check every token."),
     ("estimate", _MORE, "Say how much memory a model needs, without loading it."),
@@ -65,6 +66,8 @@ for _order, (_name, _group, _help) in enumerate(_COMMANDS):
 app.command(models_app)
 app.command(config_app)
 app.command(keys_app)
+for _name in ("update", "rollback"):
+    models_app.command(f"holdfast.cluster.commands.updates:{_name}", name=_name, sort_key=_order)
 for _name, _function in (("add", "add"), ("remove", "remove"), ("list", "show")):
     models_app.command(f"holdfast.cluster.commands.models:{_function}", name=_name, sort_key=_order)
 for _name, _function in (("add", "add"), ("list", "show"), ("revoke", "revoke")):

@@ -66,18 +66,20 @@ class WatchedDirectory:
 
     async def watch(self) -> AsyncIterator[DirectoryView]:
         """Every view once. A directory that was replaced may add replicas at first, not take any away; and it does not
-        know which models were removed, which therefore stay so until a replica serves them again.
+        know which models were removed, which therefore stay so until a replica serves them again, nor what was
+        ordered, which therefore holds on.
         """
         known: DirectoryView | None = None
         seen_version = 0
         while True:
             snapshot = await self._next(seen_version)
             seen_version = snapshot.version
-            endpoints, removed = _endpoints(snapshot), snapshot.removed_models
+            endpoints, removed, orders = _endpoints(snapshot), snapshot.removed_models, snapshot.orders
             if known is not None:
                 endpoints |= frozenset() if snapshot.is_settled else known.endpoints
                 removed |= known.removed_models - {endpoint.model for endpoint in endpoints}
-            found = DirectoryView(endpoints=endpoints, removed_models=removed)
+                orders = max(known.orders, orders, key=lambda one: one.revision)
+            found = DirectoryView(endpoints=endpoints, removed_models=removed, orders=orders)
             if found != known:
                 known = found
                 yield known
@@ -136,7 +138,7 @@ def _endpoints(snapshot: Snapshot) -> frozenset[ReplicaEndpoint]:
             replica_id=member.member_id, address=member.address, model=member.model, model_path=member.model_path
         )
         for member in snapshot.serving(Role.REPLICA)
-        if member.address is not None
+        if member.address is not None and member.application not in snapshot.orders.held
     )
 
 

@@ -8,6 +8,7 @@ once, and Serve starts another. What may not live here: what a replica does (`wo
 import asyncio
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 from ray import serve
@@ -21,6 +22,7 @@ from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reac
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
 from holdfast.cluster.serve.security import check_exposed
 from holdfast.cluster.serve.termination import end_on_sigterm
+from holdfast.cluster.serve.tokenizer_files import tokenizer_digest
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
 from holdfast.worker.replica.link import LinkServer
@@ -81,6 +83,8 @@ class ReplicaDeployment:
             engine_address=engine,
             model=info.model,
             model_path=info.path,
+            version=info.version,
+            tokenizer_digest=await asyncio.to_thread(tokenizer_digest, Path(info.path)),
         )
 
     async def check_health(self) -> None:
@@ -127,7 +131,13 @@ class ReplicaDeployment:
 
 
 def _starting(config: WorkerConfig) -> Member:
-    return Member(member_id=_replica_id(), role=Role.REPLICA, model=config.model.name)
+    return Member(
+        member_id=_replica_id(),
+        role=Role.REPLICA,
+        model=config.model.name,
+        application=serve.get_replica_context().app_name,
+        settings=config.model_dump_json(),
+    )
 
 
 def _replica_id() -> str:

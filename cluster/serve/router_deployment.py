@@ -34,6 +34,9 @@ from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 ALL_END_S: Final = 0.5
 """Where all routers end, each has left the directory so long after the first."""
 
+TELL_EVERY_S: Final = 2.0
+"""A router that serves tells the directory news of its requests so often."""
+
 STOP_S: Final = 5.0
 """How long a router may take to end once it has nothing to wait for."""
 
@@ -60,6 +63,7 @@ class RouterDeployment:
             raise
         address, http_address = reachable(self._router.address), reachable(self._router.http_address)
         self._lease.update(replace(self._lease.member, phase="serving", address=address, http_address=http_address))
+        self._telling = asyncio.create_task(self._keep_telling(self._router))
         if config.health.hangs_after_s is not None:
             self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
             self._beating = asyncio.create_task(self._heartbeat_pipe.keep_beating())
@@ -68,6 +72,14 @@ class RouterDeployment:
         """Tells the directory which replicas this router reaches, so that nobody has to call it to find out."""
         linked = tuple((model.name, model.num_replicas) for model in models)
         self._lease.update(replace(self._lease.member, linked=linked))
+
+    async def _keep_telling(self, router: Router) -> None:
+        """Tells the directory what this router obeys, and what came of requests, by version."""
+        while True:
+            await asyncio.sleep(TELL_EVERY_S)
+            told, orders, counts = self._lease.member, router.orders, router.version_counts()
+            if (told.orders, told.counts) != (orders, counts):
+                self._lease.update(replace(told, orders=orders, counts=counts))
 
     async def generate(
         self,
@@ -112,6 +124,8 @@ class RouterDeployment:
         If it ends alone, clients that come again take their streams elsewhere at once; others, and all where every
         router ends, have time for their open requests.
         """
+        if self._router is not None:
+            self._telling.cancel()
         await self._lease.end()
         if self._router is None:  # SIGTERM has come before it was up
             return

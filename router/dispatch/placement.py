@@ -203,7 +203,7 @@ class Placement:
             state.request.session_id,
             is_trial=is_trial,
             version=version,
-            key=state.request.group_id or state.request_id,
+            key=str(state.request.group_id or state.request_id),
         )
 
     def _version(self, state: RequestState) -> str:

@@ -181,9 +181,8 @@ class ReplicaRegistry:
 
     def is_gone(self, model: str, version: str, now: float) -> bool:
         """Whether a version has no replica, and will not or did not get one in time."""
-        since = self._models[model].missing.get(version)
-        is_retired = (model, version) in self._orders.retired
-        return since is not None and (is_retired or now >= since + self._config.replica_wait_s)
+        gone_at = self.gone_at(model, version)
+        return gone_at is not None and now >= gone_at
 
     def is_mixed(self, model: str, version: str) -> bool:
         """Whether a request that is bound to a version may find no replica where others do."""
@@ -199,9 +198,11 @@ class ReplicaRegistry:
                 del state.missing[next(iter(state.missing))]
 
     def gone_at(self, model: str, version: str) -> float | None:
-        """When a version that no replica has is given up; None for one that a replica has."""
+        """When a version that no replica has is given up, a retired one at once; None for one that a replica has."""
         since = self._models[model].missing.get(version)
-        return None if since is None else since + self._config.replica_wait_s
+        if since is None or (model, version) in self._orders.retired:
+            return since
+        return since + self._config.replica_wait_s
 
     def outages(self) -> Iterator[tuple[str, float]]:
         """The models without a replica, and the times of their loss."""

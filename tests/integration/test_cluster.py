@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import json
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from holdfast.cluster.bundled_model import bundled_model
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.offline.llm import LLM
 from holdfast.cluster.serve import models
@@ -19,6 +21,7 @@ from holdfast.worker.request import FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from tests.integration import models_at_run_time as run_time
 from tests.integration import stock_clients
+from tests.integration import updates_at_run_time as updates
 from tests.integration.processes import processes_named, ray_processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -255,6 +258,49 @@ def test_a_model_comes_and_goes_while_the_others_serve(cluster: Serving, alone: 
     assert asyncio.run(run_time.served_models(cluster.routers)) == [{"demo": 2}, {"demo": 2}]
     again = run_time.models("remove", "other")
     assert (again.returncode, "'other' is not served here; served: demo" in again.stderr) == (2, True)
+
+
+def tokens_of(folder: str, streams: Sequence[updates.Stream]) -> list[list[int]]:
+    """What one process gives for the same requests."""
+    with LLM(folder, num_threads=1) as llm:
+        outputs = llm.generate([one.prompt for one in streams], [one.params for one in streams])
+        return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.slow
+def test_an_update_ends_no_stream_and_changes_none(cluster: Serving, tmp_path: Path):
+    """Other weights under a name while streams run: each is of one version. Then a canary that answers wrongly."""
+    folders = [str(Path(bundled_model.__file__).parent / name) for name in ("model", "draft")]
+    added = run_time.models("add", "demo", "--served-model-name", "other", "--replicas", "2")
+    assert added.returncode == 0, added.stderr
+    try:
+        command = ("update", "other", "--model", folders[1])
+        said, streams = asyncio.run(updates.traffic_during(cluster.routers, "other", *command))
+        assert said.returncode == 0, said.stderr
+        print(f"{said.stdout}{len(streams)} streams")
+        assert [one.error for one in streams if one.error is not None] == []
+        assert all(len(one.versions) == 1 and one.is_guaranteed for one in streams)
+        old, new = streams[0].version, streams[-1].version
+        assert {one.version for one in streams} == {old, new}
+        assert old != new
+        assert f"version {new} serves with 2 replicas; it was {old}" in said.stdout
+        for version, folder in zip((old, new), folders, strict=True):
+            of_version = [one for one in streams if one.version == version]
+            assert [one.token_ids for one in of_version] == tokens_of(folder, of_version)
+        right = updates.answer(cluster.routers[0], "other")
+        known = tmp_path / "known.json"
+        known.write_text(json.dumps([{"prompt": run_time.PROMPT, "starts_with": "no such answer"}]))
+        canary = ("--canary", "0.5", "--known-answers", str(known))
+        command = ("update", "other", "--model", folders[0], *canary)
+        said, streams = asyncio.run(updates.traffic_during(cluster.routers, "other", *command))
+        assert (said.returncode, "was taken back: 1 wrong known answers" in said.stderr) == (1, True), said.stderr
+        assert [one.error for one in streams if one.error is not None] == []
+        assert all(len(one.versions) == 1 and one.is_guaranteed for one in streams)
+        assert updates.answer(cluster.routers[1], "other") == right
+        assert streams[-1].version == new
+    finally:
+        removed = run_time.models("remove", "other")
+    assert removed.returncode == 0, removed.stderr
 
 
 def test_gateways_drive_each_replica(cluster: Serving):
