@@ -17,6 +17,7 @@ EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
 _FIRST = Group.create_ordered("Essentials")
+_OPERATE = Group.create_ordered("Operations")
 _MORE = Group.create_ordered("More")
 
 _EXAMPLES = """\
@@ -52,6 +53,14 @@ keys_app = App(name="keys", help="Make API keys, list and revoke them.", group=_
 config_app = App(name="config", help="Look at the settings.", group=_MORE)
 app["--help"].group = app["--version"].group = _MORE
 
+_ADMIN = (
+    ("drain", "drain", "Take a replica out of service."),
+    ("undrain", "undrain", "Put a replica back into service."),
+    ("pause", "pause", "Let new requests of a model wait, or refuse them."),
+    ("resume", "resume", "End a pause of a model."),
+    ("log-level", "log_level", "Change what routers log."),
+    ("dump", "dump", "Write what routers know, for a bug report."),
+)
 _COMMANDS = (
     ("serve", _FIRST, "Start a cluster, or join one, and serve models over gRPC and HTTP."),
     ("generate", _FIRST, "Complete a prompt, in this process or on a server."),
@@ -63,6 +72,8 @@ _COMMANDS = (
 )
 for _order, (_name, _group, _help) in enumerate(_COMMANDS):
     app.command(f"holdfast.cluster.commands.{_name}:{_name}", name=_name, group=_group, help=_help, sort_key=_order)
+for _name, _function, _help in _ADMIN:
+    app.command(f"holdfast.cluster.commands.admin:{_function}", name=_name, group=_OPERATE, help=_help)
 app.command(models_app)
 app.command(config_app)
 app.command(keys_app)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, Final, Unpack
 
 from ray import serve
+from ray.exceptions import RayError, RayTaskError
 
 from holdfast.cluster.call_options import CallOptions
 from holdfast.cluster.client.async_client import submission
@@ -23,11 +24,13 @@ from holdfast.cluster.serve.process_end import end_when_out_of_memory
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.cluster.serve.termination import end_on_sigterm
 from holdfast.router.chat import Message
+from holdfast.router.doors.grpc.admin import SendChange
 from holdfast.router.events import ModelStatus
 from holdfast.router.generation import Chunk, Generation
+from holdfast.router.orders import Change, Orders
 from holdfast.router.request import GenerationRequest
 from holdfast.router.router import Router
-from holdfast.worker.errors import ConfigurationError, InvalidRequestError
+from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, ReplicaError
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 
@@ -56,7 +59,8 @@ class RouterDeployment:
         end_on_sigterm(self.__del__, limit_s=self._drain_timeout_s + STOP_S)
         try:
             security = await cluster_security(directory)
-            self._router = await _start(config, host, WatchedDirectory(directory), security, self._say_linked)
+            watched = WatchedDirectory(directory)
+            self._router = await _start(config, host, watched, security, self._say_linked, self._send_change)
         except ConfigurationError as error:
             self._lease.update(replace(self._lease.member, error=str(error)))
             await self._lease.flush()
@@ -72,6 +76,18 @@ class RouterDeployment:
         """Tells the directory which replicas this router reaches, so that nobody has to call it to find out."""
         linked = tuple((model.name, model.num_replicas) for model in models)
         self._lease.update(replace(self._lease.member, linked=linked))
+
+    async def _send_change(self, change: Change) -> Orders:
+        """To all routers. Raises `CallerError`, and `ReplicaError` where the directory does not answer."""
+        try:
+            orders: Orders = await self._directory.order.remote(change)
+        except RayTaskError as error:
+            if isinstance(error.cause, HoldfastError):
+                raise error.cause from None
+            raise
+        except RayError as error:
+            raise ReplicaError(f"the cluster's directory does not answer ({type(error).__name__})") from error
+        return orders
 
     async def _keep_telling(self, router: Router) -> None:
         """Tells the directory what this router obeys, and what came of requests, by version."""
@@ -165,6 +181,7 @@ async def _start(
     directory: WatchedDirectory,
     security: ClusterSecurity,
     on_models: Callable[[Sequence[ModelStatus]], None],
+    send_change: SendChange,
 ) -> Router:
     """On the first free port of as many as there are routers, since several may share a machine."""
     check_exposed(security.settings, host)
@@ -185,6 +202,7 @@ async def _start(
                 tls=tls,
                 links=security.links,
                 on_models=on_models,
+                send_change=send_change,
             )
         except RuntimeError as taken:
             error = taken

@@ -37,6 +37,7 @@ class LinkPool:
         """`on_orders` is told what operators have ordered, when that changes."""
         self._on_orders = on_orders
         self._orders = NO_ORDERS
+        self._endpoints: frozenset[ReplicaEndpoint] = frozenset()
         self._security = security
         self._dispatch_host = dispatch_host
         self._tokenizers = tokenizers
@@ -49,9 +50,8 @@ class LinkPool:
             try:
                 async for view in directory.watch():
                     self._dispatch_host.models_removed(view.removed_models)
-                    self._obey(view.orders)
-                    drained = view.orders.drained
-                    await self.update(frozenset(one for one in view.endpoints if one.replica_id not in drained))
+                    self._endpoints = view.endpoints
+                    await self.obey(max(self._orders, view.orders, key=lambda orders: orders.revision))
             except Exception:  # any directory may fail, Ray's too: a router with a stale view is better than none
                 logger.exception("the replica directory failed; the links stay as they are until it answers again")
             await asyncio.sleep(WATCH_AGAIN_S)
@@ -76,12 +76,14 @@ class LinkPool:
         await asyncio.gather(*(link.stop() for link in self._links.values()))
         self._links.clear()
 
-    # --- inside ---
-
-    def _obey(self, orders: Orders) -> None:
+    async def obey(self, orders: Orders) -> None:
+        """What operators have ordered from now on: drained replicas retire, as if the directory did not name them."""
         if orders != self._orders and self._on_orders is not None:
             self._on_orders(orders)
         self._orders = orders
+        await self.update(frozenset(one for one in self._endpoints if one.replica_id not in orders.drained))
+
+    # --- inside ---
 
     async def _prepare(self, endpoint: ReplicaEndpoint, facts: ReplicaFacts) -> None:
         """Loads the model's tokenizer. A replica is up only then, so that every known model can be used."""

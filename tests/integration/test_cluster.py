@@ -261,10 +261,12 @@ def test_a_model_comes_and_goes_while_the_others_serve(cluster: Serving, alone: 
 
 
 def tokens_of(folder: str, streams: Sequence[updates.Stream]) -> list[list[int]]:
-    """What one process gives for the same requests."""
+    """What one process gives for the same requests, of which there are a few different ones."""
+    wishes = list({(one.prompt, one.params) for one in streams})
     with LLM(folder, num_threads=1) as llm:
-        outputs = llm.generate([one.prompt for one in streams], [one.params for one in streams])
-        return [output.outputs[0].token_ids for output in outputs]
+        outputs = llm.generate([prompt for prompt, _ in wishes], [params for _, params in wishes])
+    found = {wish: output.outputs[0].token_ids for wish, output in zip(wishes, outputs, strict=True)}
+    return [found[one.prompt, one.params] for one in streams]
 
 
 @pytest.mark.slow
