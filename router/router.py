@@ -19,12 +19,12 @@ from holdfast.router.doors.http.app import HttpDoor
 from holdfast.router.doors.http.server import HttpServer
 from holdfast.router.doors.in_process import InProcessDoor
 from holdfast.router.doors.oip import servicer as open_inference
+from holdfast.router.doors.recent_errors import RecentErrors
 from holdfast.router.doors.state_dump import state_dump
 from holdfast.router.events import ModelStatus
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import ReplicaDirectory
 from holdfast.router.orders import NO_ORDERS, Change, Orders
-from holdfast.router.recent_errors import RecentErrors
 from holdfast.router.replicas.versions import VersionCounts
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate

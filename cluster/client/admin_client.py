@@ -3,19 +3,26 @@
 What may not live here: retries, which operators decide, and what is printed (`cluster/commands/admin.py`).
 """
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import grpc
 
 from holdfast.router.wire.statuses import CallStatus, error_of
-from holdfast.v1 import admin_pb2_grpc
+from holdfast.v1 import admin_pb2, admin_pb2_grpc
 from holdfast.worker.security.tls import Tls
 
 TIMEOUT_S: Final = 30.0
 
 
-def call_admin(server: str, method: str, request: Any, api_key: str = "", tls: Tls | None = None) -> Any:
-    """The answer of the router at `server` (`host:port`) to a method. Blocking. Raises `HoldfastError`."""
+def call_admin(
+    server: str, method: str, fields: Mapping[str, object], api_key: str = "", tls: Tls | None = None
+) -> Any:
+    """The answer of the router at `server` (`host:port`) to a method, whose request has these fields. Blocking.
+
+    Raises `HoldfastError`.
+    """
+    request = getattr(admin_pb2, f"{method}Request")(**fields)
     channel = grpc.insecure_channel(server) if tls is None else grpc.secure_channel(server, tls.channel_credentials())
     metadata = [("authorization", f"Bearer {api_key}")] if api_key else []
     with channel:

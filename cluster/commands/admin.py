@@ -93,7 +93,5 @@ def dump(
 
 def _ask(server: str, settings: Layer, method: str, **fields: object) -> Any:
     from holdfast.cluster.client.admin_client import call_admin
-    from holdfast.v1 import admin_pb2
 
-    request = getattr(admin_pb2, f"{method}Request")(**fields)
-    return call_admin(server, method, request, **load_config(settings).config.client.options)
+    return call_admin(server, method, fields, **load_config(settings).config.client.options)

@@ -61,7 +61,8 @@ def update(
             watch_s=canary_for,
             min_requests=min_requests,
         )
-        updated = update_model(_over(running_settings(loaded.config.cluster.namespace, name), loaded), plan, report)
+        wanted = _over(running_settings(loaded.config.cluster.namespace, name), loaded)
+        updated = update_model(wanted, plan, report, answers)
     print(f"{name}: version {updated.new_version} serves with {updated.num_replicas} replicas; it was", end=" ")
     print(f"{updated.old_version}" if updated.old_version != updated.new_version else "the same before")
     return 0

@@ -42,7 +42,7 @@ class KnownAnswer(BaseModel):
 
     prompt: str = Field(min_length=1)
     starts_with: str = Field(min_length=1)
-    max_tokens: int = Field(16, ge=1)
+    num_tokens: int = Field(16, ge=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ def since(now: VersionCounts, before: VersionCounts) -> VersionCounts:
 
 
 def read_known_answers(path: Path) -> list[KnownAnswer]:
-    """A JSON file: a list of objects with `prompt`, `starts_with` and, if wanted, `max_tokens`.
+    """A JSON file: a list of objects with `prompt`, `starts_with` and, if wanted, `num_tokens`.
 
     Raises `ConfigurationError`.
     """

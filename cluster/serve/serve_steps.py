@@ -91,7 +91,7 @@ class ServeSteps:
 
     def _wrong(self, client: Any, version: str, known: KnownAnswer) -> str:
         """What is wrong with one answer; empty if nothing is, or if only others had room to answer."""
-        params = SamplingParams(temperature=0.0, max_tokens=known.max_tokens)
+        params = SamplingParams(temperature=0.0, max_tokens=known.num_tokens)
         for _ in range(_NUM_ASKED):
             try:
                 answer = client.generate(known.prompt, params, model=self._model, request_id=self._own_id())

@@ -20,6 +20,7 @@ from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.request import FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from tests.integration import models_at_run_time as run_time
+from tests.integration import operations_at_run_time as operations
 from tests.integration import stock_clients
 from tests.integration import updates_at_run_time as updates
 from tests.integration.processes import processes_named, ray_processes
@@ -303,6 +304,44 @@ def test_an_update_ends_no_stream_and_changes_none(cluster: Serving, tmp_path: P
     finally:
         removed = run_time.models("remove", "other")
     assert removed.returncode == 0, removed.stderr
+
+
+@pytest.mark.slow
+def test_operators_are_obeyed_by_all_routers(cluster: Serving, tmp_path: Path):
+    """A pause and a drain are ordered at one router and hold at the other; a configuration is shown, then applied."""
+    first, second = cluster.routers
+    text = updates.answer(second, "demo")
+    assert asyncio.run(operations.asked_while_paused(cluster.routers, "demo")) == (True, text)
+    name = operations.dumped(first)["replicas"][0]["replica_id"]
+    assert operations.holdfast("drain", name, "--server", first).returncode == 0
+    asyncio.run(operations.until_all(cluster.routers, lambda state: retiring(state) == {name}))
+    assert updates.answer(second, "demo") == text
+    assert operations.holdfast("undrain", name, "--server", second).returncode == 0
+    asyncio.run(operations.until_all(cluster.routers, lambda state: retiring(state) == set()))
+    refused = operations.holdfast("drain", "nobody", "--server", first)
+    assert (refused.returncode, "replica_id = 'nobody': must be one of" in refused.stderr) == (2, True)
+    entries = [{"model": {"model": "demo"}, "replicas": 2, "parallel": {"tensor_parallel_size": 2}}]
+    wanted = tmp_path / "wanted.yaml"
+    wanted.write_text(json.dumps({"cluster": {"models": entries}}))
+    assert operations.apply(str(wanted), "--dry-run").stdout == "nothing differs\n"
+    entries.append({"model": {"model": "demo", "served_model_name": "other"}})
+    wanted.write_text(json.dumps({"cluster": {"models": entries}}))
+    shown = operations.apply(str(wanted), "--dry-run")
+    assert (shown.returncode, ["other", "add"]) == (0, shown.stdout.split("\n")[1].split()[:2]), shown.stdout
+    unsure = operations.apply(str(wanted))
+    assert (unsure.returncode, "--yes" in unsure.stderr) == (2, True)
+    done = operations.apply(str(wanted), "--yes")
+    assert (done.returncode, "done: add other" in done.stdout) == (0, True), done.stderr
+    assert updates.answer(first, "other") == updates.answer(second, "other")
+    entries.pop()
+    wanted.write_text(json.dumps({"cluster": {"models": entries}}))
+    done = operations.apply(str(wanted), "--yes")
+    assert (done.returncode, "done: remove other" in done.stdout) == (0, True), done.stderr
+    assert asyncio.run(run_time.served_models(cluster.routers)) == [{"demo": 2}, {"demo": 2}]
+
+
+def retiring(state: dict) -> set[str]:
+    return {one["replica_id"] for one in state["replicas"] if one["is_retiring"]}
 
 
 def test_gateways_drive_each_replica(cluster: Serving):

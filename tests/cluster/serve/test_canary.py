@@ -82,7 +82,7 @@ def test_known_answers_are_read_and_refused_with_the_field(tmp_path: Path):
     path = tmp_path / "known.json"
     path.write_text(json.dumps([{"prompt": "a", "starts_with": "b"}]))
     (known,) = read_known_answers(path)
-    assert (known.prompt, known.starts_with, known.max_tokens) == ("a", "b", 16)
+    assert (known.prompt, known.starts_with, known.num_tokens) == ("a", "b", 16)
     for text, told in (('[{"prompt": "a"}]', "starts_with"), ("[]", "one at least"), ("{", "--known-answers")):
         path.write_text(text)
         with pytest.raises(ConfigurationError, match=told):
