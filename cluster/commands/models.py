@@ -85,7 +85,8 @@ def show(*, pid: Pid = None, settings: Layer) -> int:
             engines = f"engines={','.join(model.engines)}" if model.engines else ""
             versions = ",".join(f"{version}:{number}" for version, number in sorted(model.versions.items()))
             shown = f"version={next(iter(model.versions), '')}" if len(model.versions) == 1 else f"versions={versions}"
-            row = model.name, model.status.lower(), f"replicas={model.num_replicas}", shown, engines, model.doing
+            disks = f"on full disks={model.num_on_full_disks}" if model.num_on_full_disks else ""
+            row = model.name, model.status.lower(), f"replicas={model.num_replicas}", shown, engines, disks, model.doing
             print("  ".join(filter(None, row)))
     return 0
 

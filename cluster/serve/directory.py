@@ -70,6 +70,8 @@ class Member:
     """Of a replica: its `WorkerConfig` as JSON, which holds no secrets."""
     counts: tuple[VersionCounts, ...] = ()
     """Of a router: what came of its requests, by version."""
+    is_disk_full: bool = False
+    """There is little room under Ray's session folder of its node."""
     orders: Orders = NO_ORDERS
     """Of a router: what it obeys. A directory that was replaced learns the orders from it."""
     model_path: str = ""

@@ -40,6 +40,8 @@ class ModelState:
     """`host:port` of the engine protocol of each replica that speaks it."""
     versions: Mapping[str, int] = field(default_factory=dict)
     """The replicas that serve, by version: more than one while it is updated."""
+    num_on_full_disks: int = 0
+    """Replicas on nodes without room under Ray's session folder, where nothing that ends is replaced."""
     doing: str = ""
     """What the replicas that do not serve yet are doing, or why they cannot."""
 
@@ -142,6 +144,7 @@ def list_models(namespace: str) -> list[ModelState]:
             num_replicas=sum(one.model == name and one.address is not None for one in replicas),
             engines=tuple(one.engine_address for one in replicas if one.model == name and one.engine_address),
             versions=Counter(one.version for one in replicas if one.model == name and one.version),
+            num_on_full_disks=sum(one.model == name and one.is_disk_full for one in replicas),
             doing=", ".join({one.error or one.phase for one in replicas if one.model == name and one.address is None}),
         )
         for name in names

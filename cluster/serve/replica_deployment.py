@@ -6,6 +6,7 @@ once, and Serve starts another. What may not live here: what a replica does (`wo
 """
 
 import asyncio
+import logging
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from ray import serve
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.directory import Member, Role
+from holdfast.cluster.serve.disk_guard import LOOK_EVERY_S, DiskGuard, session_folder
 from holdfast.cluster.serve.engine_door import DoorSettings, EngineDoor
 from holdfast.cluster.serve.log_lines import date_log_lines
 from holdfast.cluster.serve.membership import Lease, cluster_security, found
@@ -27,6 +29,8 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.replica.replica import Replica
+
+logger = logging.getLogger(__name__)
 
 FLUSH_S: Final = 0.5
 """How long a failed replica may take to say so before its process ends."""
@@ -75,6 +79,7 @@ class ReplicaDeployment:
         self._replica.on_failure(ProcessEnd(self._close_soon).because)
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
         self._beating = None if heartbeat_pipe is None else self._loop.create_task(heartbeat_pipe.keep_beating())
+        self._looking = self._loop.create_task(self._keep_looking())
         info = self._replica.info
         engine = "" if self._door is None else reachable(self._door.address)
         self._say(
@@ -87,6 +92,15 @@ class ReplicaDeployment:
             tokenizer_digest=await asyncio.to_thread(tokenizer_digest, Path(info.path)),
         )
 
+    async def _keep_looking(self) -> None:
+        """Says when there is little room on this node."""
+        guard = DiskGuard(session_folder(), logger.error)
+        while True:
+            is_full = await asyncio.to_thread(guard.look)
+            if is_full != self._lease.member.is_disk_full:
+                self._say(is_disk_full=is_full)
+            await asyncio.sleep(LOOK_EVERY_S)
+
     async def check_health(self) -> None:
         """Raises once the engine has failed. Serve then replaces this replica."""
         if self._replica.engine.failure is not None:
@@ -94,6 +108,8 @@ class ReplicaDeployment:
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica is to end in peace: takes nothing new, lets what runs finish, stops."""
+        if self._server is not None:
+            self._looking.cancel()
         await self._lease.end()
         if self._server is None:  # SIGTERM has come before it was up
             return

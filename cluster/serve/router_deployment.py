@@ -5,6 +5,7 @@ Serve handle as well. What may not live here: what a router does (`router/router
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -17,6 +18,7 @@ from holdfast.cluster.call_options import CallOptions
 from holdfast.cluster.client.async_client import submission
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.directory import Member, Role
+from holdfast.cluster.serve.disk_guard import DiskGuard, session_folder
 from holdfast.cluster.serve.log_lines import date_log_lines
 from holdfast.cluster.serve.membership import Lease, WatchedDirectory, cluster_security, has_other_routers
 from holdfast.cluster.serve.placement_groups import reachable
@@ -33,6 +35,8 @@ from holdfast.router.router import Router
 from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, ReplicaError
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
+
+logger = logging.getLogger(__name__)
 
 ALL_END_S: Final = 0.5
 """Where all routers end, each has left the directory so long after the first."""
@@ -91,11 +95,14 @@ class RouterDeployment:
 
     async def _keep_telling(self, router: Router) -> None:
         """Tells the directory what this router obeys, and what came of requests, by version."""
+        guard = DiskGuard(session_folder(), logger.error)
         while True:
             await asyncio.sleep(TELL_EVERY_S)
-            told, orders, counts = self._lease.member, router.orders, router.version_counts()
-            if (told.orders, told.counts) != (orders, counts):
-                self._lease.update(replace(told, orders=orders, counts=counts))
+            is_disk_full = await asyncio.to_thread(guard.look)
+            told, counts = self._lease.member, router.version_counts()
+            news = replace(told, orders=router.orders, counts=counts, is_disk_full=is_disk_full)
+            if news != told:
+                self._lease.update(news)
 
     async def generate(
         self,

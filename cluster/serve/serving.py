@@ -5,6 +5,7 @@ What may live here: driving Ray and Serve from outside. What may not: what runs 
 
 import json
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from holdfast.cluster.serve import models
 from holdfast.cluster.serve.canary import KnownAnswer
 from holdfast.cluster.serve.difference import Running
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
+from holdfast.cluster.serve.disk_guard import RESERVE_BYTES, DiskGuard, guarded_disk, session_folder
 from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
 from holdfast.cluster.serve.preflight import check_folders, check_here
 from holdfast.cluster.serve.ray_watch import watched_ray
@@ -72,6 +74,9 @@ def serving(
         report("starting Ray", 1, 1)
         if on_ray_lost is not None and config.cluster.address is None:
             stack.enter_context(watched_ray(on_ray_lost))
+        if config.cluster.address is None:
+            guard = DiskGuard(session_folder(), _warn, reserve_bytes=RESERVE_BYTES)
+            stack.enter_context(guarded_disk(guard))
         check_resources(config.cluster)
         directory = _deploy(config, report)
         try:
@@ -80,6 +85,10 @@ def serving(
         finally:
             models.delete([config.cluster.namespace], config.cluster.drain_timeout_s)
             models.remove_all(config.cluster.namespace, config.cluster.drain_timeout_s)
+
+
+def _warn(text: str) -> None:
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 def add_model(config: HoldfastConfig, report: Report) -> int:
