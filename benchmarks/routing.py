@@ -24,7 +24,8 @@ from rich.table import Table
 
 from holdfast.router.config import PolicyName, RouterConfig
 from holdfast.router.replicas.prefix_index import PromptPrefix
-from holdfast.router.replicas.replica_registry import ReplicaRegistry, ReplicaState
+from holdfast.router.replicas.replica_registry import ReplicaRegistry
+from holdfast.router.replicas.replica_state import ReplicaState
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.request import EngineLoad, EngineRequest
 from holdfast.worker.sampling_params import SamplingParams

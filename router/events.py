@@ -165,3 +165,7 @@ class ReplicaLoad:
     load: EngineLoad
     stats: EngineStats | None = None
     """None before its first report."""
+    version: str = ""
+    """`ModelInfo.version`."""
+    is_retiring: bool = False
+    """It gets no new requests."""

@@ -13,15 +13,20 @@ from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.doors.grpc import health, server
+from holdfast.router.doors.grpc import admin, health, server
+from holdfast.router.doors.grpc.admin import SendChange
 from holdfast.router.doors.grpc.load_reports import LoadReports
 from holdfast.router.doors.http.app import HttpDoor
 from holdfast.router.doors.http.server import HttpServer
 from holdfast.router.doors.in_process import InProcessDoor
 from holdfast.router.doors.oip import servicer as open_inference
+from holdfast.router.doors.recent_errors import RecentErrors
+from holdfast.router.doors.state_dump import state_dump
 from holdfast.router.events import ModelStatus
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import ReplicaDirectory
+from holdfast.router.orders import NO_ORDERS, Change, Orders
+from holdfast.router.replicas.versions import VersionCounts
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer
@@ -33,6 +38,9 @@ from holdfast.worker.security.tls import ServerTls, add_port
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+
+PACKAGE = "holdfast"
+"""The logger above all of ours."""
 
 CLOSE_GRACE_S = 1.0
 """Seconds that the server waits for the ended calls to send their status."""
@@ -51,6 +59,7 @@ class Router:
         tls: ServerTls | None = None,
         links: LinkSecurity = UNSECURED,
         on_models: Callable[[Sequence[ModelStatus]], None] | None = None,
+        send_change: SendChange | None = None,
     ) -> None:
         self._tls, self._limits = tls, limits
         self._on_models = on_models
@@ -60,9 +69,15 @@ class Router:
         self._dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), self._publish_health)
         tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
         self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits, gate)
-        self._link_pool = LinkPool(self._dispatch_host, tokenizers, config, links)
+        self._link_pool = LinkPool(self._dispatch_host, tokenizers, config, links, self._obey)
+        self.orders = NO_ORDERS
+        """What its operators have ordered."""
         parts = self._request_processor, self._dispatch_host
+        self._recent_errors = RecentErrors()
+        logging.getLogger(PACKAGE).addHandler(self._recent_errors)
+        dump = partial(self._dump, config)
         servicers = {
+            admin.SERVICE: admin.AdminServicer(*parts, gate, send_change or self._alone, lambda: self.orders, dump),
             server.SERVICE: server.InferenceServicer(*parts),
             open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts),
             health.SERVICE: self._health,
@@ -99,16 +114,18 @@ class Router:
         tls: ServerTls | None = None,
         links: LinkSecurity = UNSECURED,
         on_models: Callable[[Sequence[ModelStatus]], None] | None = None,
+        send_change: SendChange | None = None,
     ) -> "Router":
         """A router that listens on `host:port` (port 0 picks a free one) and dials the replicas of `directory`.
 
         With an `http_port` it serves HTTP as well, with an `admin_port` channelz on loopback. Does not wait for
         replicas: until one is up, requests are UNAVAILABLE and health is NOT_SERVING. The `gate` lets callers in at
         every port; without it all may come. gRPC and HTTP are served over `tls`, if it is given, and `links` says how
-        replicas are dialled. `on_models` is told the models that are served here, when they change. Raises
-        `RuntimeError` if a port is taken.
+        replicas are dialled. `on_models` is told the models that are served here, when they change. `send_change` has
+        what operators order obeyed by all routers; without it, this one obeys alone. Raises `RuntimeError` if a port is
+        taken.
         """
-        router = cls(config, limits, load_tokenizer, order, gate, tls, links, on_models)
+        router = cls(config, limits, load_tokenizer, order, gate, tls, links, on_models, send_change)
         await router._listen(host, port)
         if http_port is not None:
             await router._listen_http(host, http_port)
@@ -145,6 +162,7 @@ class Router:
             self._following.cancel()
             await asyncio.wait([self._following])
         await self._link_pool.stop()
+        logging.getLogger(PACKAGE).removeHandler(self._recent_errors)
 
     @property
     def num_open(self) -> int:
@@ -158,6 +176,28 @@ class Router:
     def check_integrity(self) -> None:
         """Asserts that the router's tables agree with each other."""
         self._dispatch_host.check_integrity()
+
+    def version_counts(self) -> tuple[VersionCounts, ...]:
+        """What came of requests, by model and version."""
+        return self._dispatch_host.version_counts()
+
+    def _dump(self, config: RouterConfig) -> str:
+        num_paused = self._request_processor.pauses.num_waiting
+        errors = self._recent_errors.lines
+        return state_dump(self._dispatch_host, self.orders, config, self._limits, errors, num_paused)
+
+    async def _alone(self, change: Change) -> Orders:
+        """For a router without a cluster."""
+        orders = change.applied_to(self.orders)
+        await self._link_pool.obey(orders)
+        return orders
+
+    def _obey(self, orders: Orders) -> None:
+        self.orders = orders
+        self._dispatch_host.set_orders(orders)
+        self._request_processor.pauses.set(orders.pauses)
+        if orders.log_level is not None:
+            logging.getLogger(PACKAGE).setLevel(orders.log_level)
 
     async def _listen(self, host: str, port: int) -> None:
         bound = add_port(self._server, f"{host}:{port}", self._tls)

@@ -15,6 +15,8 @@ to gRPC or HTTP codes (`router/wire/statuses.py`), and anything that imports tor
     │   ├── QueueFullError
     │   └── RateLimitError           the caller's own rate is used up
     ├── ReplicaError             a replica was lost or is not there yet; try again after `retry_after_s`
+    │   ├── VersionGoneError         the model's version that the output came from is not served any more
+    │   └── ModelPausedError         operators have paused the model
     ├── DeadlineExceededError    the caller's own deadline passed
     ├── RequestAbortedError      the caller went away, or the server is stopping
     │   └── RequestSupersededError   the same request id was submitted again
@@ -125,6 +127,30 @@ class ReplicaError(HoldfastError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class VersionGoneError(ReplicaError):
+    """The model's version that the output so far came from is not served any more, so that output is all there is.
+
+    Another version would go on with other tokens. The request may be made anew, without its output.
+    """
+
+    def __init__(self, model: str, version: str, reason: str) -> None:
+        super().__init__(
+            f"model {model!r}: version {version} is not served any more ({reason}); "
+            "what has come stays as it is, and the request can be made anew"
+        )
+        self.model = model
+        self.version = version
+        self.reason = reason
+
+
+class ModelPausedError(ReplicaError):
+    """Operators have paused a model. Requests that run go on."""
+
+    def __init__(self, model: str, retry_after_s: float) -> None:
+        super().__init__(f"model {model!r} is paused by its operators", retry_after_s)
+        self.model = model
 
 
 class DeadlineExceededError(HoldfastError):

@@ -1,7 +1,11 @@
 """Model info: facts of a loaded model, and what a replica reports of itself. Plain data, no torch."""
 
+import hashlib
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Final, Self
+
+VERSION_LENGTH: Final = 8
+"""Hexadecimal digits of a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,8 @@ class ModelInfo:
     """What the caller who has put other weights in place calls them; empty for those of the start."""
     chat_template: str = ""
     """The chat template that its settings give; empty: the tokenizer's own."""
+    release: str = ""
+    """The release of the code that runs it."""
     answers_digest: bytes = b""
     """Of the answer to a fixed question, which differs where weights or arithmetic do; empty where it was not asked."""
 
@@ -48,12 +54,22 @@ class ModelInfo:
         return "/".join(filter(None, (self.dtype, self.device, self.executor, *weights)))
 
     @property
+    def version(self) -> str:
+        """A digest of what an update exchanges: weights, code, and the settings that a completion depends on.
+
+        Replicas of one version serve the same requests alike, but for what was measured on their machines.
+        """
+        lengths = (self.max_model_len, self.vocab_size, sorted(self.eos_token_ids))
+        parts = (self.release, self.model_type, self.tensor_parallel_size, self.numerics, *lengths)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:VERSION_LENGTH]
+
+    @property
     def fingerprint(self) -> str:
-        """Names all that a completion is a function of, the request aside. Equal fingerprints, equal tokens, if
-        arithmetic is row-invariant.
+        """Names all that a completion is a function of, the request aside, and ends with the version. Equal
+        fingerprints, equal tokens, if arithmetic is row-invariant.
         """
         arithmetic = "row-invariant" if self.row_invariant else "row-variant"
-        measured = (self.answers_digest.hex(), arithmetic)
+        measured = (self.answers_digest.hex(), arithmetic, self.version)
         return "/".join(filter(None, (self.model, f"tp{self.tensor_parallel_size}", self.numerics, *measured)))
 
     @property
@@ -71,3 +87,10 @@ class ReplicaFacts(ModelInfo):
     @classmethod
     def of(cls, replica_id: str, info: ModelInfo) -> Self:
         return cls(replica_id=replica_id, **{item.name: getattr(info, item.name) for item in fields(ModelInfo)})
+
+
+def version_of(fingerprint: str) -> str:
+    """The version that a fingerprint ends with; empty where it has none, or is none."""
+    last = fingerprint.rpartition("/")[2]
+    is_version = len(last) == VERSION_LENGTH and not set(last) - set("0123456789abcdef")
+    return last if is_version and last != fingerprint else ""

@@ -17,6 +17,7 @@ EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
 _FIRST = Group.create_ordered("Essentials")
+_OPERATE = Group.create_ordered("Operations")
 _MORE = Group.create_ordered("More")
 
 _EXAMPLES = """\
@@ -47,16 +48,25 @@ app = App(
     group_commands=_MORE,
     suppress_keyboard_interrupt=False,
 )
-models_app = App(name="models", help="Add models to a running cluster, remove and list them.", group=_MORE)
+models_app = App(name="models", help="Add models to a running cluster, update, remove and list them.", group=_MORE)
 _DRAIN_NODE = "End what Holdfast runs on this machine's Ray node in peace."
 keys_app = App(name="keys", help="Make API keys, list and revoke them.", group=_MORE)
 config_app = App(name="config", help="Look at the settings.", group=_MORE)
 app["--help"].group = app["--version"].group = _MORE
 
+_ADMIN = (
+    ("drain", "drain", "Take a replica out of service."),
+    ("undrain", "undrain", "Put a replica back into service."),
+    ("pause", "pause", "Let new requests of a model wait, or refuse them."),
+    ("resume", "resume", "End a pause of a model."),
+    ("log-level", "log_level", "Change what routers log."),
+    ("dump", "dump", "Write what routers know, for a bug report."),
+)
 _COMMANDS = (
     ("serve", _FIRST, "Start a cluster, or join one, and serve models over gRPC and HTTP."),
     ("generate", _FIRST, "Complete a prompt, in this process or on a server."),
     ("demo", _FIRST, "Start a local cluster, stream four prompts at once, and stop it."),
+    ("apply", _MORE, "Show how a running cluster's models differ from a configuration, and change them."),
     ("stats", _MORE, "Show how busy a running cluster's replicas are, and what their caches do."),
     ("simulate", _MORE, "Run the cluster's deciders in virtual time under faults, and check every token."),
     ("estimate", _MORE, "Say how much memory a model needs, without loading it."),
@@ -64,9 +74,13 @@ _COMMANDS = (
 for _order, (_name, _group, _help) in enumerate(_COMMANDS):
     app.command(f"holdfast.cluster.commands.{_name}:{_name}", name=_name, group=_group, help=_help, sort_key=_order)
 app.command("holdfast.cluster.commands.drain_node:drain_node", name="drain-node", group=_MORE, help=_DRAIN_NODE)
+for _name, _function, _help in _ADMIN:
+    app.command(f"holdfast.cluster.commands.admin:{_function}", name=_name, group=_OPERATE, help=_help)
 app.command(models_app)
 app.command(config_app)
 app.command(keys_app)
+for _name in ("update", "rollback"):
+    models_app.command(f"holdfast.cluster.commands.updates:{_name}", name=_name, sort_key=_order)
 for _name, _function in (("add", "add"), ("remove", "remove"), ("list", "show")):
     models_app.command(f"holdfast.cluster.commands.models:{_function}", name=_name, sort_key=_order)
 for _name, _function in (("add", "add"), ("list", "show"), ("revoke", "revoke")):

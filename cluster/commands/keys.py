@@ -28,7 +28,7 @@ def add(
     max_priority: Annotated[
         Literal["critical", "high", "normal", "low"], Parameter(help="the best class that it may ask for")
     ] = "normal",
-    operator: Annotated[bool, Parameter(negative=(), help="it may see load, metrics and connections")] = False,
+    operator: Annotated[bool, Parameter(negative=(), help="it may see load and metrics, and give orders")] = False,
 ) -> int:
     """Make a key, and print it: this once, since the file has only its hash."""
     ring = read_keys(file) if file.exists() else KeyRing()

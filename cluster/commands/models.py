@@ -20,8 +20,8 @@ from holdfast.cluster.progress_bars import progress
 
 Pid = Annotated[int | None, Parameter(help="the process of `holdfast serve`, where several clusters run here")]
 
-_REPLICA = ("model", "parallel", "cache", "scheduler", "health", "speculation", "scaling")
-_OF_ROUTERS = (
+OF_REPLICA = ("model", "parallel", "cache", "scheduler", "health", "speculation", "scaling")
+OF_ROUTERS = (
     "host",
     "port",
     "http_port",
@@ -32,11 +32,11 @@ _OF_ROUTERS = (
     "object_store_memory",
     "models",
 )
-_OF_REPLICAS = ("replicas", "cpus_per_rank", "rank_resources", "rank_labels", "span_nodes")
-_NOT_WHICH = tuple(f"cluster.{name}" for name in (*_OF_ROUTERS, *_OF_REPLICAS))
+OF_REPLICAS = ("replicas", "cpus_per_rank", "rank_resources", "rank_labels", "span_nodes")
+NOT_WHICH = tuple(f"cluster.{name}" for name in (*OF_ROUTERS, *OF_REPLICAS))
 
 
-@takes_settings(*_REPLICA, "cluster", without=("model.model", *(f"cluster.{name}" for name in _OF_ROUTERS)))
+@takes_settings(*OF_REPLICA, "cluster", without=("model.model", *(f"cluster.{name}" for name in OF_ROUTERS)))
 def add(
     model: Annotated[str, Parameter(help="a Hugging Face folder, a hub id, or `demo`")],
     /,
@@ -50,7 +50,7 @@ def add(
     The cluster is that of `holdfast serve` on this machine, or the one on the Ray at --address.
     """
     loaded = load_config({**settings, "model.model": Setting(model, "MODEL")}, config).config
-    with _connected(loaded, pid), progress(sys.stderr) as report:
+    with connected(loaded, pid), progress(sys.stderr) as report:
         from holdfast.cluster.serve.serving import add_model
 
         num_replicas = add_model(loaded, report)
@@ -58,7 +58,7 @@ def add(
     return 0
 
 
-@takes_settings("cluster", without=_NOT_WHICH)
+@takes_settings("cluster", without=NOT_WHICH)
 def remove(
     name: Annotated[str, Parameter(help="the model's name in the API")], /, *, pid: Pid = None, settings: Layer
 ) -> int:
@@ -68,7 +68,7 @@ def remove(
     (drain_timeout_s).
     """
     loaded = load_config(settings).config
-    with _connected(loaded, pid):
+    with connected(loaded, pid):
         from holdfast.cluster.serve import models
 
         models.remove(loaded.cluster.namespace, name, loaded.cluster.drain_timeout_s)
@@ -76,22 +76,25 @@ def remove(
     return 0
 
 
-@takes_settings("cluster", without=(*_NOT_WHICH, "cluster.drain_timeout_s"))
+@takes_settings("cluster", without=(*NOT_WHICH, "cluster.drain_timeout_s"))
 def show(*, pid: Pid = None, settings: Layer) -> int:
     """List the models of a running cluster: each one's state, replicas that serve, and what the others are doing."""
     loaded = load_config(settings).config
-    with _connected(loaded, pid):
+    with connected(loaded, pid):
         from holdfast.cluster.serve import models
 
         for model in models.list_models(loaded.cluster.namespace):
             engines = f"engines={','.join(model.engines)}" if model.engines else ""
-            row = model.name, model.status.lower(), f"replicas={model.num_replicas}", engines, model.doing
+            versions = ",".join(f"{version}:{number}" for version, number in sorted(model.versions.items()))
+            shown = f"version={next(iter(model.versions), '')}" if len(model.versions) == 1 else f"versions={versions}"
+            disks = f"on full disks={model.num_on_full_disks}" if model.num_on_full_disks else ""
+            row = model.name, model.status.lower(), f"replicas={model.num_replicas}", shown, engines, disks, model.doing
             print("  ".join(filter(None, row)))
     return 0
 
 
 @contextmanager
-def _connected(config: HoldfastConfig, pid: int | None) -> Iterator[None]:
+def connected(config: HoldfastConfig, pid: int | None) -> Iterator[None]:
     """A connection to the Ray of the cluster."""
     from holdfast.cluster.serve.local import running_ray
 

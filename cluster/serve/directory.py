@@ -17,6 +17,9 @@ from typing import Final
 from holdfast.cluster.scaling.demand_book import DemandBook, Followed
 from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.router.demand import ModelDemand
+from holdfast.router.orders import NO_ORDERS, Change, Orders
+from holdfast.router.replicas.versions import VersionCounts
+from holdfast.worker.errors import InternalError
 
 DIRECTORY: Final = "Directory"
 """The name of its deployment."""
@@ -32,6 +35,8 @@ SETTLED_S: Final = 8.0
 
 WATCH_S: Final = 20.0
 """A watch without news answers after this long, so that nobody waits on a directory that has been replaced."""
+
+_SETTLE_CHECK_S: Final = 0.2
 
 _EXPIRE_EVERY_S: Final = 2.5
 """While there is a watch. A lease ends so much later at most."""
@@ -58,6 +63,20 @@ class Member:
     """Of a router: each model that it has links for, and the number of its replicas that are up."""
     model: str = ""
     """The name that clients use. Of a replica."""
+    application: str = ""
+    """The Serve application that it belongs to. Of a replica."""
+    version: str = ""
+    """`ModelInfo.version`, of a replica that serves."""
+    tokenizer_digest: str = ""
+    """Of the files that routers read its tokenizer from, of a replica that serves."""
+    settings: str = ""
+    """Of a replica: its `WorkerConfig` as JSON, which holds no secrets."""
+    counts: tuple[VersionCounts, ...] = ()
+    """Of a router: what came of its requests, by version."""
+    is_disk_full: bool = False
+    """There is little room under Ray's session folder of its node."""
+    orders: Orders = NO_ORDERS
+    """Of a router: what it obeys. A directory that was replaced learns the orders from it."""
     model_path: str = ""
     """The folder of the model, of a replica that serves. Routers read the tokenizer there: it is the same on every
     node."""
@@ -81,6 +100,8 @@ class Snapshot:
     """Models that someone has taken away, and that no replica has begun to serve since."""
     followed: Followed = ()
     """Models that are scaled by their load: routers tell of it."""
+    orders: Orders = NO_ORDERS
+    """What the operators have ordered."""
 
     def serving(self, role: Role) -> tuple[Member, ...]:
         """Those with an address."""
@@ -97,9 +118,16 @@ class Directory:
         self._renewed_s: dict[str, float] = {}
         self._removed_models: set[str] = set()
         self._demands = DemandBook()
+        self.orders = NO_ORDERS
 
     def renew(self, member: Member, now_s: float) -> bool:
-        """Adds a member or renews its lease. Only a change of what it says makes a new version: True."""
+        """Adds a member or renews its lease. Only a change of what it says makes a new version: True.
+
+        Orders that a router obeys and that are newer than those known here are taken over.
+        """
+        if member.orders.revision > self.orders.revision:
+            self.orders = member.orders
+            self._version += 1
         self._renewed_s[member.member_id] = now_s
         before = self._members.get(member.member_id)
         if before == member:
@@ -113,6 +141,13 @@ class Directory:
     def remove_model(self, name: str) -> None:
         """A model is served no more: routers refuse it by name, until another replica begins to serve it."""
         self._removed_models.add(name)
+        self._version += 1
+
+    def order(self, orders: Orders) -> None:
+        """What operators want from now on. Raises `InternalError` where someone else has ordered meanwhile."""
+        if orders.revision != self.orders.revision + 1:
+            raise InternalError(f"order {orders.revision} came after order {self.orders.revision}")
+        self.orders = orders
         self._version += 1
 
     def remove(self, member_id: str) -> None:
@@ -146,6 +181,7 @@ class Directory:
             is_settled=is_settled,
             removed_models=frozenset(self._removed_models),
             followed=self._demands.followed,
+            orders=self.orders,
         )
 
 
@@ -183,6 +219,17 @@ class DirectoryDeployment:
         if is_news:
             self._tell()
         return demand
+
+    async def order(self, change: Change) -> Orders:
+        """Applies one of `Orders`' changes and returns what holds now. Raises `CallerError` for one that cannot be.
+
+        A directory that has just been replaced waits until routers have told it what held before.
+        """
+        while not self._directory.snapshot(time.monotonic()).is_settled:
+            await asyncio.sleep(_SETTLE_CHECK_S)
+        self._directory.order(change.applied_to(self._directory.orders))
+        self._tell()
+        return self._directory.orders
 
     async def watch(self, seen_version: int) -> Snapshot:
         """All members, as soon as there is something that `seen_version` did not have, or after `WATCH_S`."""

@@ -77,7 +77,8 @@ class WatchedDirectory:
 
     async def watch(self) -> AsyncIterator[DirectoryView]:
         """Every view once. A directory that was replaced may add replicas at first, not take any away; and it does not
-        know which models were removed, which therefore stay so until a replica serves them again.
+        know which models were removed, which therefore stay so until a replica serves them again, nor what was
+        ordered, which therefore holds on.
         """
         known: DirectoryView | None = None
         seen_version = 0
@@ -85,14 +86,15 @@ class WatchedDirectory:
             snapshot = await self._next(seen_version)
             seen_version = snapshot.version
             self._note_followed(snapshot)
-            endpoints, removed = _endpoints(snapshot), snapshot.removed_models
+            endpoints, removed, orders = _endpoints(snapshot), snapshot.removed_models, snapshot.orders
+            cold_starts = tuple((model, wait_s) for model, wait_s in snapshot.followed if wait_s is not None)
             if known is not None:
                 endpoints |= frozenset() if snapshot.is_settled else known.endpoints
                 removed |= known.removed_models - {endpoint.model for endpoint in endpoints}
-            cold_starts = tuple((model, wait_s) for model, wait_s in snapshot.followed if wait_s is not None)
-            if known is not None and not snapshot.is_settled:
-                cold_starts = tuple((dict(known.cold_starts) | dict(cold_starts)).items())
-            found = DirectoryView(endpoints=endpoints, removed_models=removed, cold_starts=cold_starts)
+                orders = max(known.orders, orders, key=lambda one: one.revision)
+                if not snapshot.is_settled:
+                    cold_starts = tuple((dict(known.cold_starts) | dict(cold_starts)).items())
+            found = DirectoryView(endpoints=endpoints, removed_models=removed, cold_starts=cold_starts, orders=orders)
             if found != known:
                 known = found
                 yield known
@@ -180,7 +182,7 @@ def _endpoints(snapshot: Snapshot) -> frozenset[ReplicaEndpoint]:
             replica_id=member.member_id, address=member.address, model=member.model, model_path=member.model_path
         )
         for member in snapshot.serving(Role.REPLICA)
-        if member.address is not None
+        if member.address is not None and member.application not in snapshot.orders.held
     )
 
 

@@ -7,19 +7,24 @@ not: what an application consists of (`app.py`), and connecting (`local.py`, `ru
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve.directory import DIRECTORY, Role, Snapshot
 from holdfast.cluster.serve.local import LOOPBACK
+from holdfast.router.orders import Change, Orders
 from holdfast.worker.errors import ConfigurationError, UnknownModelError
 
 logger = logging.getLogger(__name__)
 
 _SEPARATOR: Final = ":"
+_GENERATION: Final = "#"
 _ANSWER_S: Final = 10.0
+_ORDER_S: Final = 20.0
+"""A directory that has just been replaced answers after a while."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,16 +38,38 @@ class ModelState:
     """Those that serve."""
     engines: tuple[str, ...] = ()
     """`host:port` of the engine protocol of each replica that speaks it."""
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """The replicas that serve, by version: more than one while it is updated."""
+    num_on_full_disks: int = 0
+    """Replicas on nodes without room under Ray's session folder, where nothing that ends is replaced."""
     doing: str = ""
     """What the replicas that do not serve yet are doing, or why they cannot."""
 
 
-def application_name(namespace: str, model: str) -> str:
-    """The name of a model's application."""
-    return f"{namespace}{_SEPARATOR}{model}"
+def application_name(namespace: str, model: str, generation: int = 1) -> str:
+    """The name of a model's application. Every update is a further generation of it."""
+    suffix = "" if generation == 1 else f"{_GENERATION}{generation}"
+    return f"{namespace}{_SEPARATOR}{model}{suffix}"
 
 
-def deploy(configs: Sequence[HoldfastConfig], namespace: str, directory: Any) -> None:
+def generation_of(application: str) -> int:
+    """The generation that the name of an application ends with."""
+    _, mark, number = application.rpartition(_GENERATION)
+    return int(number) if mark and number.isdecimal() else 1
+
+
+def applications_of(namespace: str, model: str) -> list[str]:
+    """Those of one model, the oldest generation first: two while it is updated."""
+    return sorted((name for name in _applications(namespace) if _model_of(namespace, name) == model), key=generation_of)
+
+
+def _model_of(namespace: str, application: str) -> str:
+    name = application.removeprefix(application_name(namespace, ""))
+    generation = generation_of(application)
+    return name if generation == 1 else name.removesuffix(f"{_GENERATION}{generation}")
+
+
+def deploy(configs: Sequence[HoldfastConfig], namespace: str, directory: Any, generation: int = 1) -> None:
     """Hands models to Serve, which goes on by itself. Each of `configs` is of one model."""
     from ray import serve
 
@@ -51,7 +78,7 @@ def deploy(configs: Sequence[HoldfastConfig], namespace: str, directory: Any) ->
     targets = [
         serve.RunTarget(
             target=model_application(config, default_host(config.cluster), directory),
-            name=application_name(namespace, config.model.name),
+            name=application_name(namespace, config.model.name, generation),
             route_prefix=None,
             external_scaler_enabled=not config.scaling.is_on,  # Serve refuses both for one application
         )
@@ -88,12 +115,13 @@ def remove(namespace: str, name: str, timeout_s: float) -> None:
     directory, models = directory_of(namespace), list_models(namespace)
     if name not in {model.name for model in models}:
         raise UnknownModelError(name, tuple(model.name for model in models))
-    if application_name(namespace, name) not in _applications(namespace):
+    applications = applications_of(namespace, name)
+    if not applications:
         raise ConfigurationError(
             f"model {name!r} is part of the application {namespace!r}: take it out of that application's settings"
         )
     _tell_removed(directory, name)
-    delete([application_name(namespace, name)], timeout_s)
+    delete(applications, timeout_s)
     _tell_removed(directory, name)  # once more, for a replica that began to serve meanwhile
 
 
@@ -107,7 +135,7 @@ def list_models(namespace: str) -> list[ModelState]:
     snapshot: Snapshot = directory_of(namespace).watch.remote(0).result(timeout_s=_ANSWER_S)
     replicas = [member for member in snapshot.members if member.role is Role.REPLICA]
     applications = _applications(namespace)
-    statuses = {name.removeprefix(application_name(namespace, "")): str(one) for name, one in applications.items()}
+    statuses = {_model_of(namespace, name): str(applications[name]) for name in sorted(applications, key=generation_of)}
     names = [*statuses, *sorted({one.model for one in replicas if one.model} - set(statuses))]
     return [
         ModelState(
@@ -115,10 +143,18 @@ def list_models(namespace: str) -> list[ModelState]:
             status=statuses.get(name, "RUNNING"),
             num_replicas=sum(one.model == name and one.address is not None for one in replicas),
             engines=tuple(one.engine_address for one in replicas if one.model == name and one.engine_address),
+            versions=Counter(one.version for one in replicas if one.model == name and one.version),
+            num_on_full_disks=sum(one.model == name and one.is_disk_full for one in replicas),
             doing=", ".join({one.error or one.phase for one in replicas if one.model == name and one.address is None}),
         )
         for name in names
     ]
+
+
+def settings_of(namespace: str) -> Mapping[str, str]:
+    """How each model that serves was started, as its replicas say it: a `WorkerConfig` as JSON, by the model's name."""
+    snapshot: Snapshot = directory_of(namespace).watch.remote(0).result(timeout_s=_ANSWER_S)
+    return {one.model: one.settings for one in snapshot.serving(Role.REPLICA)}
 
 
 def directory_of(namespace: str) -> Any:
@@ -132,6 +168,25 @@ def directory_of(namespace: str) -> Any:
     except RayServeException as error:
         logger.info("Serve does not run: %s", error)
     raise ConfigurationError(f"cluster.namespace = {namespace!r}: no cluster of this name runs on this Ray")
+
+
+def scale(application: str, num_replicas: int) -> None:
+    """Sets the number of replicas of an application, which Serve starts or ends by itself."""
+    import ray
+    from ray.serve._private.common import DeploymentID
+    from ray.serve.context import _get_global_client
+
+    from holdfast.cluster.serve.app import REPLICA
+
+    controller = _get_global_client()._controller
+    replica = DeploymentID(name=REPLICA, app_name=application)
+    ray.get(controller.update_deployment_replicas.remote(replica, num_replicas), timeout=_ANSWER_S)
+
+
+def order(directory: Any, change: Change) -> Orders:
+    """Changes what all routers of a cluster obey. Raises `CallerError` for a change that cannot be."""
+    orders: Orders = directory.order.remote(change).result(timeout_s=_ORDER_S)
+    return orders
 
 
 def delete(applications: Sequence[str], timeout_s: float) -> None:

@@ -6,20 +6,24 @@ once, and Serve starts another. What may not live here: what a replica does (`wo
 """
 
 import asyncio
+import logging
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ray import serve
 
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.directory import Member, Role
+from holdfast.cluster.serve.disk_guard import LOOK_EVERY_S, DiskGuard, session_folder
 from holdfast.cluster.serve.log_lines import date_log_lines
 from holdfast.cluster.serve.membership import Lease, cluster_security, found
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.cluster.serve.termination import end_on_sigterm
+from holdfast.cluster.serve.tokenizer_files import tokenizer_digest
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
 from holdfast.worker.replica.link import LinkServer
@@ -27,6 +31,8 @@ from holdfast.worker.replica.replica import Replica
 
 if TYPE_CHECKING:
     from holdfast.cluster.serve.engine_door import DoorSettings, EngineDoor
+
+logger = logging.getLogger(__name__)
 
 FLUSH_S: Final = 0.5
 """How long a failed replica may take to say so before its process ends."""
@@ -75,6 +81,7 @@ class ReplicaDeployment:
         self._replica.on_failure(ProcessEnd(self._close_soon).because)
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
         self._beating = None if heartbeat_pipe is None else self._loop.create_task(heartbeat_pipe.keep_beating())
+        self._looking = self._loop.create_task(self._keep_looking())
         info = self._replica.info
         engine = "" if self._door is None else reachable(self._door.address)
         self._say(
@@ -83,7 +90,18 @@ class ReplicaDeployment:
             engine_address=engine,
             model=info.model,
             model_path=info.path,
+            version=info.version,
+            tokenizer_digest=await asyncio.to_thread(tokenizer_digest, Path(info.path)),
         )
+
+    async def _keep_looking(self) -> None:
+        """Says when there is little room on this node."""
+        guard = DiskGuard(session_folder(), logger.error)
+        while True:
+            is_full = await asyncio.to_thread(guard.look)
+            if is_full != self._lease.member.is_disk_full:
+                self._say(is_disk_full=is_full)
+            await asyncio.sleep(LOOK_EVERY_S)
 
     async def check_health(self) -> None:
         """Raises once the engine has failed. Serve then replaces this replica."""
@@ -92,6 +110,8 @@ class ReplicaDeployment:
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica is to end in peace: takes nothing new, lets what runs finish, stops."""
+        if self._server is not None:
+            self._looking.cancel()
         await self._lease.end()
         if self._server is None:  # SIGTERM has come before it was up
             return
@@ -137,7 +157,13 @@ async def _opened(
 
 
 def _starting(config: WorkerConfig) -> Member:
-    return Member(member_id=_replica_id(), role=Role.REPLICA, model=config.model.name)
+    return Member(
+        member_id=_replica_id(),
+        role=Role.REPLICA,
+        model=config.model.name,
+        application=serve.get_replica_context().app_name,
+        settings=config.model_dump_json(),
+    )
 
 
 def _replica_id() -> str:

@@ -5,17 +5,20 @@ Serve handle as well. What may not live here: what a router does (`router/router
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Final, Unpack
 
 from ray import serve
+from ray.exceptions import RayError, RayTaskError
 
 from holdfast.cluster.call_options import CallOptions
 from holdfast.cluster.client.async_client import submission
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.directory import Member, Role
+from holdfast.cluster.serve.disk_guard import DiskGuard, session_folder
 from holdfast.cluster.serve.log_lines import date_log_lines
 from holdfast.cluster.serve.membership import (
     Lease,
@@ -29,16 +32,23 @@ from holdfast.cluster.serve.process_end import end_when_out_of_memory
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.cluster.serve.termination import end_on_sigterm
 from holdfast.router.chat import Message
+from holdfast.router.doors.grpc.admin import SendChange
 from holdfast.router.events import ModelStatus
 from holdfast.router.generation import Chunk, Generation
+from holdfast.router.orders import Change, Orders
 from holdfast.router.request import GenerationRequest
 from holdfast.router.router import Router
-from holdfast.worker.errors import ConfigurationError, InvalidRequestError
+from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, ReplicaError
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 
+logger = logging.getLogger(__name__)
+
 ALL_END_S: Final = 0.5
 """Where all routers end, each has left the directory so long after the first."""
+
+TELL_EVERY_S: Final = 2.0
+"""A router that serves tells the directory news of its requests so often."""
 
 STOP_S: Final = 5.0
 """How long a router may take to end once it has nothing to wait for."""
@@ -60,16 +70,15 @@ class RouterDeployment:
         try:
             security = await cluster_security(directory)
             watched = WatchedDirectory(directory)
-            self._router = await _start(config, host, watched, security, self._say_linked)
+            self._router = await _start(config, host, watched, security, self._say_linked, self._send_change)
         except ConfigurationError as error:
             self._lease.update(replace(self._lease.member, error=str(error)))
             await self._lease.flush()
             raise
         address, http_address = reachable(self._router.address), reachable(self._router.http_address)
         self._lease.update(replace(self._lease.member, phase="serving", address=address, http_address=http_address))
-        self._telling = asyncio.create_task(
-            tell_demand(directory, self._lease.member.member_id, watched, self._router.demands)
-        )
+        demand = tell_demand(directory, self._lease.member.member_id, watched, self._router.demands)
+        self._telling = [asyncio.create_task(told) for told in (demand, self._keep_telling(self._router))]
         if config.health.hangs_after_s is not None:
             self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
             self._beating = asyncio.create_task(self._heartbeat_pipe.keep_beating())
@@ -78,6 +87,29 @@ class RouterDeployment:
         """Tells the directory which replicas this router reaches, so that nobody has to call it to find out."""
         linked = tuple((model.name, model.num_replicas) for model in models)
         self._lease.update(replace(self._lease.member, linked=linked))
+
+    async def _send_change(self, change: Change) -> Orders:
+        """To all routers. Raises `CallerError`, and `ReplicaError` where the directory does not answer."""
+        try:
+            orders: Orders = await self._directory.order.remote(change)
+        except RayTaskError as error:
+            if isinstance(error.cause, HoldfastError):
+                raise error.cause from None
+            raise
+        except RayError as error:
+            raise ReplicaError(f"the cluster's directory does not answer ({type(error).__name__})") from error
+        return orders
+
+    async def _keep_telling(self, router: Router) -> None:
+        """Tells the directory what this router obeys, and what came of requests, by version."""
+        guard = DiskGuard(session_folder(), logger.error)
+        while True:
+            await asyncio.sleep(TELL_EVERY_S)
+            is_disk_full = await asyncio.to_thread(guard.look)
+            told, counts = self._lease.member, router.version_counts()
+            news = replace(told, orders=router.orders, counts=counts, is_disk_full=is_disk_full)
+            if news != told:
+                self._lease.update(news)
 
     async def generate(
         self,
@@ -122,6 +154,9 @@ class RouterDeployment:
         If it ends alone, clients that come again take their streams elsewhere at once; others, and all where every
         router ends, have time for their open requests.
         """
+        if self._router is not None:
+            for telling in self._telling:
+                telling.cancel()
         await self._lease.end()
         if self._router is None:  # SIGTERM has come before it was up
             return
@@ -161,6 +196,7 @@ async def _start(
     directory: WatchedDirectory,
     security: ClusterSecurity,
     on_models: Callable[[Sequence[ModelStatus]], None],
+    send_change: SendChange,
 ) -> Router:
     """On the first free port of as many as there are routers, since several may share a machine."""
     check_exposed(security.settings, host)
@@ -181,6 +217,7 @@ async def _start(
                 tls=tls,
                 links=security.links,
                 on_models=on_models,
+                send_change=send_change,
             )
         except RuntimeError as taken:
             error = taken

@@ -3,7 +3,9 @@
 What may live here: driving Ray and Serve from outside. What may not: what runs inside them (`app.py`).
 """
 
+import json
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,12 +17,18 @@ from holdfast.cluster.config.chat_templates import with_template_texts
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.progress_bars import Report
 from holdfast.cluster.serve import models
+from holdfast.cluster.serve.canary import KnownAnswer
+from holdfast.cluster.serve.difference import Running
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
+from holdfast.cluster.serve.disk_guard import RESERVE_BYTES, DiskGuard, guarded_disk, session_folder
 from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
 from holdfast.cluster.serve.preflight import check_folders, check_here
 from holdfast.cluster.serve.ray_watch import watched_ray
 from holdfast.cluster.serve.security import check_exposed
-from holdfast.worker.errors import ConfigurationError, ReplicaError
+from holdfast.cluster.serve.serve_steps import ServeSteps
+from holdfast.cluster.serve.updates import Update, Updated, UpdatePlan
+from holdfast.router.orders import Canary, Change
+from holdfast.worker.errors import ConfigurationError, ReplicaError, UnknownModelError
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +74,9 @@ def serving(
         report("starting Ray", 1, 1)
         if on_ray_lost is not None and config.cluster.address is None:
             stack.enter_context(watched_ray(on_ray_lost))
+        if config.cluster.address is None:
+            guard = DiskGuard(session_folder(), _warn, reserve_bytes=RESERVE_BYTES)
+            stack.enter_context(guarded_disk(guard))
         check_resources(config.cluster)
         directory = _deploy(config, report)
         try:
@@ -74,6 +85,10 @@ def serving(
         finally:
             models.delete([config.cluster.namespace], config.cluster.drain_timeout_s)
             models.remove_all(config.cluster.namespace, config.cluster.drain_timeout_s)
+
+
+def _warn(text: str) -> None:
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 def add_model(config: HoldfastConfig, report: Report) -> int:
@@ -90,10 +105,76 @@ def add_model(config: HoldfastConfig, report: Report) -> int:
     models.add(config)
     try:
         wanted = {name: config.first_replicas}
-        return _wait_until_up(config, wanted, models.directory_of(namespace), report).num_replicas[name]
+        return _wait_until_up(_of_any_routers(config), wanted, models.directory_of(namespace), report).num_replicas[
+            name
+        ]
     except BaseException:  # an interrupt as well
         models.remove(namespace, name, config.cluster.drain_timeout_s)
         raise
+
+
+def update_model(
+    config: HoldfastConfig, plan: UpdatePlan, report: Report, known_answers: Sequence[KnownAnswer] = ()
+) -> Updated:
+    """Replaces a model of the running cluster by what `config` says, replica by replica, under the same name.
+
+    Returns when the old version has drained. Raises `ConfigurationError` for what cannot work, and
+    `UpdateRolledBackError` where the new version was taken back; the old one serves on then.
+    """
+    config = with_template_texts(config)
+    if config.cluster.address is None:
+        check_folders(config)
+        config = _fitted(config)
+    return Update(ServeSteps(config, known_answers, plan.share), plan, report).run()
+
+
+def running_models(namespace: str) -> dict[str, Running]:
+    """The models that a cluster serves. Raises `ConfigurationError` without such a cluster."""
+    settings = models.settings_of(namespace)
+    return {
+        one.name: Running(settings=json.loads(settings[one.name]), num_replicas=one.num_replicas)
+        for one in models.list_models(namespace)
+        if one.name in settings
+    }
+
+
+def scale_model(config: HoldfastConfig, report: Report) -> int:
+    """Gives a model of the running cluster `cluster.replicas` replicas, and waits until so many serve.
+
+    Returns their number. Raises `UnknownModelError`, and `ReplicaError` where Serve gives up.
+    """
+    namespace, name = config.cluster.namespace, config.model.name
+    applications = models.applications_of(namespace, name)
+    if not applications:
+        raise UnknownModelError(name, tuple(models.settings_of(namespace)))
+    models.scale(applications[-1], config.cluster.replicas)
+    wanted = {name: config.cluster.replicas}
+    config = _of_any_routers(config)
+    return _wait_until_up(config, wanted, models.directory_of(namespace), report).num_replicas[name]
+
+
+def _of_any_routers(config: HoldfastConfig) -> HoldfastConfig:
+    """The routers run already, however many there are: the settings of a model do not say."""
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"routers": 1})})
+
+
+def rollback_model(namespace: str, name: str, timeout_s: float) -> list[str]:
+    """Takes away whatever an update that was cut off has left beside a model's oldest application.
+
+    Returns what was taken away.
+    """
+    directory, applications = models.directory_of(namespace), models.applications_of(namespace, name)
+    snapshot: Snapshot = directory.watch.remote(0).result(timeout_s=LINK_TIMEOUT_S)
+    serving = snapshot.serving(Role.REPLICA)
+    kept = {one.version for one in serving if one.application in applications[:1]}
+    for version in {one.version for one in serving if one.application in applications[1:]} - kept:
+        models.order(directory, Change("with_canary", (name, Canary(model=name, version=version, share=0.0))))
+        models.order(directory, Change("with_retired", (name, version, True)))
+    models.delete(applications[1:], timeout_s)
+    models.order(directory, Change("with_canary", (name, None)))
+    for application in applications:
+        models.order(directory, Change("with_held", (application, False)))
+    return applications[1:]
 
 
 def _fitted(config: HoldfastConfig) -> HoldfastConfig:

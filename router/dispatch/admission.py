@@ -4,8 +4,9 @@ The order is the worker's (`worker/service_order/`): by priority class, which im
 due time. Between class and tenant, requests that lost their replica go first, then those resumed after the loss of
 their router, then new ones. The first have no bound and the second have their own, so that new requests cannot shut
 them out. Nor can one tenant's requests shut out another's: a full queue still takes those of a tenant with less than
-its share of it. Quarantine suspects that wait for a trial are held aside, unordered. What may live here: the bounds,
-and the estimate of when there is room. What may not: when a request may leave (`placement.py`), clocks.
+its share of it. Quarantine suspects that wait for a trial are held aside, unordered; requests that wait for a replica
+of their version while other versions serve are parked, in the order in which they would have left. What may live here:
+the bounds, and the estimate of when there is room. What may not: when a request may leave (`placement.py`), clocks.
 """
 
 from collections import Counter
@@ -35,6 +36,8 @@ class AdmissionQueue:
         self._order = order
         self._queues: dict[str, WaitingQueue[RequestState]] = {}
         self._held: dict[str, dict[RequestState, None]] = {}
+        self._parked: dict[str, dict[str, dict[RequestState, None]]] = {}
+        """By model and version."""
         self._num_waiting = 0
         self._num_resumed = 0
         self._num_of_tenant = Counter[str]()
@@ -72,10 +75,23 @@ class AdmissionQueue:
         self.remove(state)
         self._note_departure(now)
 
+    def park(self, state: RequestState, version: str) -> None:
+        """Lets others go before a request of the queue until there is room for it at a replica of its version."""
+        self._queues[state.model].remove(state)
+        self._parked.setdefault(state.model, {}).setdefault(version, {})[state] = None
+        state.parked_for = version
+
+    def first_parked(self, model: str) -> list[RequestState]:
+        """Of each version, the request that has been parked the longest."""
+        return [next(iter(states)) for states in self._parked.get(model, {}).values()]
+
     def remove(self, state: RequestState) -> None:
         """Takes out a request. Its status must still be a waiting one."""
         if state.status is RequestStatus.HELD:
             del self._held[state.model][state]
+        elif state.parked_for:
+            self._unpark(state)
+            self._num_resumed -= state.standing is Standing.RESUMED
         else:
             self._queues[state.model].remove(state)
             self._num_resumed -= state.standing is Standing.RESUMED
@@ -97,12 +113,22 @@ class AdmissionQueue:
 
     def has_any(self, model: str) -> bool:
         """Whether a request of a model is here, held or not."""
-        return self.first(model) is not None or self.first_held(model) is not None
+        return any((self.first(model), self.first_held(model), self._parked.get(model)))
 
     def waiting(self, model: str) -> Iterator[RequestState]:
-        """The requests of a model in the order in which they leave, then the held ones."""
+        """The requests of a model in the order in which they leave, then those that stand aside."""
         yield from self._queues.get(model, ())
+        yield from self.aside(model)
+
+    def models_aside(self) -> list[str]:
+        """The models of which any request stands aside."""
+        return [model for model in {**self._held, **self._parked} if self._held.get(model) or self._parked.get(model)]
+
+    def aside(self, model: str) -> Iterator[RequestState]:
+        """Those that are held or parked."""
         yield from self._held.get(model, ())
+        for states in self._parked.get(model, {}).values():
+            yield from states
 
     def retry_after_s(self) -> float:
         """Seconds until half of the waiting requests will have left, at the recent rate."""
@@ -116,6 +142,10 @@ class AdmissionQueue:
         for model in {*self._queues, *self._held}:
             waiting = list(self.waiting(model))
             assert all(state.model == model and state.status.is_waiting for state in waiting)
+            parked = self._parked.get(model, {})
+            assert all(states for states in parked.values()), f"{model}: nobody waits for a version: {parked}"
+            for version, states in parked.items():
+                assert all(state.parked_for == version for state in states)
             assert all(state.status is RequestStatus.HELD for state in self._held.get(model, ()))
             found += waiting
         for queue in self._queues.values():
@@ -135,6 +165,13 @@ class AdmissionQueue:
         queue.add(state)
         self._num_resumed += state.standing is Standing.RESUMED
         self._count(state, 1)
+
+    def _unpark(self, state: RequestState) -> None:
+        of_model = self._parked[state.model]
+        del of_model[state.parked_for][state]
+        if not of_model[state.parked_for]:
+            del of_model[state.parked_for]
+        state.parked_for = ""
 
     def _count(self, state: RequestState, change: int) -> None:
         tenant = state.request.tenant

@@ -9,7 +9,8 @@ from holdfast.router.demand import ModelDemand, ReplicaDemand
 from holdfast.router.dispatch.first_tokens import FirstTokens
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.events import ModelStatus
-from holdfast.router.replicas.replica_registry import ReplicaRegistry, ReplicaState
+from holdfast.router.replicas.replica_registry import ReplicaRegistry
+from holdfast.router.replicas.replica_state import ReplicaState
 
 
 def demands(

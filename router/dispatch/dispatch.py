@@ -15,6 +15,7 @@ it. The text state is kept. A retiring replica is drained the same way. Clients 
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Final
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.demand import ModelDemand
@@ -33,16 +34,21 @@ from holdfast.router.events import (
     SendAbort,
     TextState,
 )
+from holdfast.router.orders import Orders
 from holdfast.router.replicas.policy import RandomIndex
 from holdfast.router.replicas.replica_registry import ReplicaRegistry
+from holdfast.router.replicas.replica_state import ReplicaState
+from holdfast.router.replicas.versions import VersionCounts, VersionLedger
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import (
     DeadlineExceededError,
+    Fault,
     HoldfastError,
     InternalError,
     ReplicaError,
     RequestQuarantinedError,
     RequestSupersededError,
+    VersionGoneError,
 )
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
@@ -51,6 +57,8 @@ from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR
 
 logger = logging.getLogger(__name__)
+
+_OF_SERVERS: Final = {Fault.REPLICA, Fault.BUG}
 
 
 class Dispatch:
@@ -72,6 +80,7 @@ class Dispatch:
         self._queue = self._placement.queue
         self._num_submitted = 0
         self._first_tokens = defaultdict[str, FirstTokens](FirstTokens)
+        self._ledger = VersionLedger()
 
     # --- events from clients ---
 
@@ -91,7 +100,7 @@ class Dispatch:
         A request with output continues after it: that output was pushed into `text`, and `caught_up` is the result.
         Its id must not be open: see `supersede`. `client_attempt` is above 0 if the client submits
         again when told to. Raises the following errors and then keeps no state: `UnknownModelError`, `QueueFullError`,
-        `ReplicaError` (no replica for too long), `DeadlineExceededError`.
+        `ReplicaError` (no replica for too long), `VersionGoneError`, `DeadlineExceededError`.
         """
         self._note_wake(model, now)
         self._check_admissible(model, deadline, now)
@@ -99,6 +108,10 @@ class Dispatch:
         urgency = (min(deadline, now + DUE_AFTER_S), self._num_submitted)
         state = RequestState.opened(request, model, text, caught_up, client_attempt, urgency)
         state.opened_s = now
+        if state.version:
+            self._registry.want_version(model, state.version, now)
+            if self._registry.is_gone(model, state.version, now):
+                raise _version_gone(state)
         replica = self._placement.admit(state, now)
         self._requests.add(state, deadline)
         self._first_tokens[model].num_arrived += 1
@@ -157,6 +170,8 @@ class Dispatch:
         if replica is None:
             return []
         actions: list[Action] = []
+        if not replica.is_retiring:
+            self._note_lost(replica)
         for state in self._placement.lose_all(replica, now):
             actions += self._fail(state, _quarantined(state, error), replica_has_it=False)
         return actions + self._drain(replica.facts.model, now)
@@ -169,6 +184,11 @@ class Dispatch:
     def models_asleep(self, waits_s: Mapping[str, float]) -> None:
         """These models have no replica at rest, by decision: a request wakes one, and waits for so many seconds."""
         self._registry.set_asleep(waits_s)
+
+    def set_orders(self, orders: Orders, now: float) -> list[Action]:
+        """Operators have ordered something: what waits for a version that is retired ends, and shares may be others."""
+        self._registry.set_orders(orders)
+        return [*self._fail_gone(now), *self._placement.drain_all(now)]
 
     def step(self, replica_id: str, update: StepUpdate, now: float) -> list[Action]:
         """Takes the result of one engine step. What comes from a lost replica or for an old attempt is dropped."""
@@ -216,6 +236,7 @@ class Dispatch:
         for model, down_since in self._registry.outages():
             if now >= down_since + self._wait_s(model):
                 actions += self._fail_all(list(self._queue.waiting(model)), self._no_replica(model))
+        actions += self._fail_gone(now)
         self._placement.refresh(now)
         return actions + self._placement.drain_all(now)
 
@@ -228,6 +249,7 @@ class Dispatch:
             if self._queue.has_any(model)
         ]
         waits += self._placement.wake_ups()
+        waits += self._placement.ends_of_versions()
         deadline = self._requests.deadlines.next
         return min(waits if deadline is None else [*waits, deadline], default=None)
 
@@ -274,6 +296,10 @@ class Dispatch:
         """Whether it is a model at rest that was never served here."""
         return model in self._registry.unknown_sleepers()
 
+    def version_counts(self) -> tuple[VersionCounts, ...]:
+        """What came of requests, by model and version."""
+        return tuple(self._ledger.counts.values())
+
     def check_integrity(self) -> None:
         """Asserts that all tables agree: every request is either queued or running on a replica that is up."""
         self._registry.check_integrity()
@@ -282,10 +308,20 @@ class Dispatch:
 
     # --- inside ---
 
+    def _note_lost(self, replica: ReplicaState) -> None:
+        self._ledger.note_lost(replica.facts.model, replica.version)
+        for _ in replica.attempts:
+            self._ledger.note_failed(replica.facts.model, replica.version)
+
     def _drain(self, model: str, now: float) -> list[Action]:
         """Sends what waits for a model while there is room; where it was taken away, nothing of it waits on."""
         drained = self._placement.drain(model, now)
         return drained + self._fail_removed(model) if self._registry.is_removed(model) else drained
+
+    def _fail_gone(self, now: float) -> list[Action]:
+        """Ends what waits for a version that will not come."""
+        gone = self._placement.bound_in_vain(now)
+        return [action for state in gone for action in self._fail(state, _version_gone(state))]
 
     def _fail_removed(self, model: str) -> list[Action]:
         return self._fail_all(list(self._queue.waiting(model)), self._registry.unknown(model))
@@ -338,6 +374,9 @@ class Dispatch:
             return self._fail_unreadable(state, bug, replica_has_it=replica_has_it)
         if delivery is None:
             return []
+        if not state.num_steps and state.attempt is not None:
+            first_token_s = now - state.attempt.sent_at
+            self._ledger.note_first_token(state.model, state.attempt.replica.version, first_token_s)
         self._placement.note_step(state, len(delivery.token_ids))
         if delivery.finish_reason is None:
             return [delivery]
@@ -345,7 +384,10 @@ class Dispatch:
 
     def _refuse(self, state: RequestState, error: HoldfastError, now: float) -> list[Action]:
         """A replica that is up refused an attempt or gave it up. The request is retried elsewhere if that may help."""
+        attempt = state.attempt
         is_taken_back = self._placement.take_back(state, error, now)
+        if is_taken_back and attempt is not None and error.fault is Fault.REPLICA:
+            self._ledger.note_failed(state.model, attempt.replica.version)
         return [] if is_taken_back else self._fail(state, error, replica_has_it=False)
 
     def _expire(self, state: RequestState) -> list[Action]:
@@ -367,6 +409,10 @@ class Dispatch:
         *,
         replica_has_it: bool = True,
     ) -> list[Action]:
+        is_told = event is RequestEvent.FAIL and state.attempt is not None
+        if is_told and (error.fault in _OF_SERVERS or isinstance(error, DeadlineExceededError)):
+            assert state.attempt is not None
+            self._ledger.note_failed(state.model, state.attempt.replica.version)
         closing = self._close(state, event, replica_has_it=replica_has_it)
         return [Fail(request_id=state.request_id, error=error), *closing]
 
@@ -377,6 +423,8 @@ class Dispatch:
             self._queue.remove(state)
         else:
             attempt = self._requests.end_attempt(state)
+            if event is RequestEvent.FINISH:
+                self._ledger.note_finished(state.model, attempt.replica.version)
             if replica_has_it:
                 actions.append(SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number))
         self._placement.quarantine.end_trial(state)
@@ -391,3 +439,8 @@ def _quarantined(state: RequestState, error: HoldfastError) -> RequestQuarantine
         f"{num_lost} replicas were lost while they ran this request, which has {num_tokens} output tokens; it is not "
         f"tried again (router.max_replicas_lost). The last one: {error}"
     )
+
+
+def _version_gone(state: RequestState) -> VersionGoneError:
+    reason = f"the cluster was updated, and no replica of it is left to continue {len(state.output_token_ids)} tokens"
+    return VersionGoneError(state.model, state.version, reason)

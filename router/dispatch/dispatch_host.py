@@ -22,6 +22,8 @@ from holdfast.router.events import (
     SendAbort,
     SendSubmit,
 )
+from holdfast.router.orders import Orders
+from holdfast.router.replicas.versions import VersionCounts
 from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import HoldfastError, InternalError
 from holdfast.worker.model_info import ReplicaFacts
@@ -161,6 +163,10 @@ class DispatchHost:
         """Whether a model that is not known here is one at rest: asking again soon finds it."""
         return self._dispatch.is_unknown_sleeper(model)
 
+    def set_orders(self, orders: Orders) -> None:
+        """Operators have ordered something."""
+        self._see_through("obeying operators", lambda: self._dispatch.set_orders(orders, self.now()))
+
     def is_busy(self, replica_id: str) -> bool:
         """Whether a replica has attempts of this router."""
         return self._dispatch.is_busy(replica_id)
@@ -204,6 +210,9 @@ class DispatchHost:
     def demands(self) -> tuple[ModelDemand, ...]:
         """As `Dispatch.demands`, now."""
         return self._dispatch.demands(self.now())
+
+    def version_counts(self) -> tuple[VersionCounts, ...]:
+        return self._dispatch.version_counts()
 
     def check_integrity(self) -> None:
         """Asserts that there is one stream for each open request, and one port for each replica that is up."""

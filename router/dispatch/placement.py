@@ -5,6 +5,7 @@ back. What may not: how a request ends and what its client gets (`dispatch.py`),
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Final
 
 from holdfast.router.config import LimitsConfig, RouterConfig
@@ -15,7 +16,8 @@ from holdfast.router.dispatch.request_state import RequestEvent, RequestState, R
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.dispatch.retry_budget import RetryBudget
 from holdfast.router.events import Action, SendAbort, SendSubmit
-from holdfast.router.replicas.replica_registry import ReplicaRegistry, ReplicaState
+from holdfast.router.replicas.replica_registry import ReplicaRegistry
+from holdfast.router.replicas.replica_state import ReplicaState
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import CapacityError, Fault, HoldfastError
 from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR
@@ -160,6 +162,23 @@ class Placement:
             yield self._budget.ready_at
         yield from self._registry.rests()
 
+    def bound_in_vain(self, now: float) -> list[RequestState]:
+        """What waits for a version that has no replica and gets none."""
+        return [
+            state
+            for model in self.queue.models_aside()
+            for state in self.queue.aside(model)
+            if (version := self._version(state)) and self._registry.is_gone(model, version, now)
+        ]
+
+    def ends_of_versions(self) -> Iterator[float]:
+        """The times at which waiting requests are given up because their version has no replica."""
+        for model in self.queue.models_aside():
+            for version in {self._version(state) for state in self.queue.aside(model)} - {""}:
+                gone_at = self._registry.gone_at(model, version)
+                if gone_at is not None:
+                    yield gone_at
+
     def check_integrity(self) -> None:
         """Asserts that every request is either queued or running on a replica that is up."""
         self.queue.check_integrity()
@@ -177,45 +196,70 @@ class Placement:
         return RequestEvent.SUSPECT if is_new else RequestEvent.LOSE
 
     def _choose(self, state: RequestState) -> ReplicaState | None:
-        is_trial = self.quarantine.is_suspect(state)
-        return self._beside(state, is_trial) or self._registry.choose(
-            state.model, state.prefix, state.request.session_id, is_trial=is_trial
+        is_trial, version = self.quarantine.is_suspect(state), self._version(state)
+        return self._beside(state, is_trial, version) or self._registry.choose(
+            state.model,
+            state.prefix,
+            state.request.session_id,
+            is_trial=is_trial,
+            version=version,
+            key=str(state.request.group_id or state.request_id),
         )
 
-    def _beside(self, state: RequestState, is_trial: bool) -> ReplicaState | None:
+    def _version(self, state: RequestState) -> str:
+        """The version that must run it: that of its output, or of its siblings', which are the same client's."""
+        return state.version or self._requests.version_of_group(state.request.group_id)
+
+    def _beside(self, state: RequestState, is_trial: bool, version: str) -> ReplicaState | None:
         """The replica of the request's first sibling, if it has room: siblings share the prompt's KV cache there."""
         group_id = state.request.group_id
         first = self._requests.get(first_sibling_id(group_id)) if group_id else None
         home = None if first is None or first.attempt is None else first.attempt.replica
-        return home if home is not None and home.takes_more(is_trial=is_trial) else None
+        if home is None or version not in ("", home.version):
+            return None
+        return home if home.takes_more(is_trial=is_trial) else None
 
     def _next(self, model: str, now: float) -> tuple[RequestState, ReplicaState] | None:
         """The request that leaves the queue now, and its replica.
 
         Retries go before new requests, even if the retry budget then makes all of them wait. A suspect for which no
-        replica is eligible does not block the others.
+        replica is eligible does not block the others, nor does a request whose version has no room: it is parked.
         """
         suspect = self.queue.first_held(model) if self.quarantine.is_free(model) else None
-        for state in (suspect, self.queue.first(model)):
-            if state is None:
+        waiting = chain((suspect, *self.queue.first_parked(model)), iter(lambda: self.queue.first(model), None))
+        for state in waiting:
+            if state is None or (state.parked_for and self._choose(state) is None):
                 continue
             if state.status.is_retry and not self._budget.has_token(now):
                 return None
             replica = self._choose(state)
             if replica is not None:
                 return state, replica
+            if state.status is RequestStatus.HELD:
+                continue
+            version = self._version(state)
+            if not version or not self._registry.is_mixed(model, version):
+                return None
+            self.queue.park(state, version)
         return None
 
     def _vacate(self, model: str, now: float) -> list[Action]:
         """Moves requests off retiring replicas. Where no other replica has room, they stay.
 
-        A suspect for which no replica is eligible does not block the others.
+        A suspect for which no replica is eligible does not block the others, nor what is bound to a version.
         """
         actions: list[Action] = []
+        full: set[str] = set()
         for replica in self._registry.retiring(model):
             for state in self._requests.on(replica):
+                version = self._version(state)
+                if version in full:
+                    continue
                 target = self._choose(state)
                 if target is None and state.status is RequestStatus.ON_TRIAL:
+                    continue
+                if target is None and version and self._registry.is_mixed(model, version):
+                    full.add(version)
                     continue
                 if target is None:
                     return actions

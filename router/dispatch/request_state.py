@@ -23,9 +23,9 @@ from typing import Final
 
 from holdfast.router.events import CaughtUp, Deliver, TextState, Usage
 from holdfast.router.replicas.prefix_index import PromptPrefix
-from holdfast.router.replicas.replica_registry import ReplicaState
+from holdfast.router.replicas.replica_state import ReplicaState
 from holdfast.worker.errors import InternalError
-from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.model_info import ModelInfo, version_of
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenLogprob
 from holdfast.worker.service_order.tenants import Tenant
 from holdfast.worker.suspicion import Suspicion
@@ -181,6 +181,10 @@ class RequestState:
     fingerprint: str = ""
     """Model fingerprint of the last replica that it ran on; of a resumed request, perhaps behind another router."""
     identity_guaranteed: bool = True
+    bound_version: str = ""
+    """Of a resumed request: the version of the output that its client has, of other sequences of it too."""
+    parked_for: str = ""
+    """The version whose replicas it waits for, beside the queue; empty while it is not parked."""
     num_steps: int = 0
     """Steps with output in the last attempt, as far as they matter: up to `NUM_STEPS_TO_CLEAR`."""
     num_refusals: int = 0
@@ -214,6 +218,7 @@ class RequestState:
             output_token_ids=list(request.output_token_ids),
             unsent_text=caught_up.unsent_text,
             fingerprint=caught_up.fingerprint,
+            bound_version=version_of(caught_up.fingerprint),
         )
 
     @property
@@ -226,6 +231,11 @@ class RequestState:
         if self.status is not RequestStatus.QUEUED:
             return Standing.RETURNED
         return Standing.RESUMED if self.output_token_ids else Standing.ARRIVED
+
+    @property
+    def version(self) -> str:
+        """The version that its output comes from, which alone may continue it; empty while there is none."""
+        return version_of(self.fingerprint) if self.output_token_ids else self.bound_version
 
     def note(self, event: RequestEvent) -> None:
         """Makes the transition. Raises `InternalError` for an event that is not in the table."""

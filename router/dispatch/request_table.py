@@ -8,8 +8,28 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 
 from holdfast.router.dispatch.request_state import Attempt, RequestEvent, RequestState, RequestStatus
-from holdfast.router.replicas.replica_registry import ReplicaState
+from holdfast.router.replicas.replica_state import ReplicaState
 from holdfast.worker.service_order.timers import Timers
+
+
+class _Group:
+    """The open siblings of one request. They all run on one version: their client sees one answer."""
+
+    def __init__(self) -> None:
+        self.open: dict[RequestState, None] = {}
+        self._ended = ""
+        """The version of one that has ended with output."""
+
+    def remove(self, state: RequestState) -> None:
+        del self.open[state]
+        self._ended = self._ended or state.version
+
+    @property
+    def version(self) -> str:
+        """That of output, or else of an attempt that may bring some."""
+        with_output = self._ended or next((state.version for state in self.open if state.version), "")
+        running = (state.attempt.replica.version for state in self.open if state.attempt is not None)
+        return with_output or next(running, "")
 
 
 class RequestTable:
@@ -23,6 +43,7 @@ class RequestTable:
         self._last_attempt = 0
         self._siblings = Counter[tuple[Hashable, str]]()
         """Attempts of each group of siblings on each replica."""
+        self._groups: dict[Hashable, _Group] = {}
 
     def __len__(self) -> int:
         return len(self._states)
@@ -43,11 +64,22 @@ class RequestTable:
         assert state.request_id not in self._states, f"{state.request_id} is open already"
         self._states[state.request_id] = state
         self.deadlines.set(state.request_id, deadline)
+        if state.request.group_id:
+            self._groups.setdefault(state.request.group_id, _Group()).open[state] = None
 
     def remove(self, state: RequestState) -> None:
         assert state.attempt is None, "an attempt ends before its request does"
         del self._states[state.request_id]
         self.deadlines.drop(state.request_id)
+        if state.request.group_id:
+            self._groups[state.request.group_id].remove(state)
+            if not self._groups[state.request.group_id].open:
+                del self._groups[state.request.group_id]
+
+    def version_of_group(self, group_id: Hashable) -> str:
+        """The version that siblings of a group run on, or have run on; empty where none has yet, or without a group."""
+        group = self._groups.get(group_id) if group_id else None
+        return "" if group is None else group.version
 
     def begin_attempt(self, state: RequestState, replica: ReplicaState, now: float) -> Attempt:
         """Binds a request that has left the queue, or another replica, to a replica under a new attempt number."""

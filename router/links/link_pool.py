@@ -6,12 +6,14 @@ dispatch host.
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Final
 
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.links.link import ReplicaLink
 from holdfast.router.links.replica_directory import ReplicaDirectory, ReplicaEndpoint
+from holdfast.router.orders import NO_ORDERS, Orders
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
@@ -30,7 +32,12 @@ class LinkPool:
         tokenizers: TokenizerRegistry,
         config: RouterConfig,
         security: LinkSecurity = UNSECURED,
+        on_orders: Callable[[Orders], None] | None = None,
     ) -> None:
+        """`on_orders` is told what operators have ordered, when that changes."""
+        self._on_orders = on_orders
+        self._orders = NO_ORDERS
+        self._endpoints: frozenset[ReplicaEndpoint] = frozenset()
         self._security = security
         self._dispatch_host = dispatch_host
         self._tokenizers = tokenizers
@@ -44,7 +51,8 @@ class LinkPool:
                 async for view in directory.watch():
                     self._dispatch_host.models_removed(view.removed_models)
                     self._dispatch_host.models_asleep(dict(view.cold_starts))
-                    await self.update(view.endpoints)
+                    self._endpoints = view.endpoints
+                    await self.obey(max(self._orders, view.orders, key=lambda orders: orders.revision))
             except Exception:  # any directory may fail, Ray's too: a router with a stale view is better than none
                 logger.exception("the replica directory failed; the links stay as they are until it answers again")
             await asyncio.sleep(WATCH_AGAIN_S)
@@ -68,6 +76,13 @@ class LinkPool:
         """Closes all links."""
         await asyncio.gather(*(link.stop() for link in self._links.values()))
         self._links.clear()
+
+    async def obey(self, orders: Orders) -> None:
+        """What operators have ordered from now on: drained replicas retire, as if the directory did not name them."""
+        if orders != self._orders and self._on_orders is not None:
+            self._on_orders(orders)
+        self._orders = orders
+        await self.update(frozenset(one for one in self._endpoints if one.replica_id not in orders.drained))
 
     # --- inside ---
 

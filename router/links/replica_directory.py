@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from holdfast.router.orders import NO_ORDERS, Orders
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaEndpoint:
@@ -33,6 +35,8 @@ class DirectoryView:
     replicas."""
     cold_starts: tuple[tuple[str, float], ...] = ()
     """Models that may be without replicas by decision, and how many seconds requests wait for the first one."""
+    orders: Orders = NO_ORDERS
+    """What the cluster's operators want of its routers."""
 
 
 class ReplicaDirectory(Protocol):
@@ -52,9 +56,13 @@ class StaticDirectory:
         self._view = DirectoryView(endpoints=frozenset(endpoints))
         self._changed = asyncio.Event()
 
-    def set(self, endpoints: Iterable[ReplicaEndpoint], removed_models: Iterable[str] = ()) -> None:
+    def set(
+        self, endpoints: Iterable[ReplicaEndpoint], removed_models: Iterable[str] = (), orders: Orders | None = None
+    ) -> None:
         """Replaces the view. To be called on the event loop of the watchers."""
-        self._view = DirectoryView(endpoints=frozenset(endpoints), removed_models=frozenset(removed_models))
+        self._view = DirectoryView(
+            endpoints=frozenset(endpoints), removed_models=frozenset(removed_models), orders=orders or NO_ORDERS
+        )
         self._changed.set()
         self._changed = asyncio.Event()
 

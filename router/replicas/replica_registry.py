@@ -1,139 +1,27 @@
 """Replica registry: the replicas that are up, their last reported load, and this router's attempts on each.
 
 A replica is *up* from its hello to the loss of its link, and *retiring* while it is up but accepts no new requests.
-What may live here: the state of replicas and models, and the choice of a replica. What may not: requests
-(`router/dispatch/`), dialling (`router/links/link.py`).
+What may live here: the table of replicas and models, and the choice of a replica. What may not: the state of each
+(`replica_state.py`), requests (`router/dispatch/`), dialling (`router/links/link.py`).
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from typing import Final
 
-from holdfast.router.config import PolicyName, RouterConfig
+from holdfast.router.config import RouterConfig
 from holdfast.router.events import ModelStatus, ReplicaLoad
+from holdfast.router.orders import NO_ORDERS, Orders
 from holdfast.router.replicas.circuit_breaker import CircuitBreaker
-from holdfast.router.replicas.load_table import LoadTable
-from holdfast.router.replicas.policy import CLOSED, POLICIES, RandomIndex, Slot, load_score
-from holdfast.router.replicas.prefix_index import NO_MATCH, PrefixIndex, PromptPrefix
+from holdfast.router.replicas.policy import CLOSED, POLICIES, RandomIndex, RoutingSnapshot
+from holdfast.router.replicas.prefix_index import NO_MATCH, PromptPrefix
+from holdfast.router.replicas.replica_state import ModelState, ReplicaState
+from holdfast.router.replicas.versions import position
 from holdfast.worker.errors import UnknownModelError
-from holdfast.worker.model_info import ModelInfo, ReplicaFacts
+from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import EngineLoad
-from holdfast.worker.stats import EngineStats
-from holdfast.worker.step_update import StepUpdate
 
-
-class ReplicaState:
-    """One replica that is up. Whatever changes its load or whether it is open is told to its model's load table."""
-
-    def __init__(
-        self, facts: ReplicaFacts, load: EngineLoad, breaker: CircuitBreaker, table: LoadTable, max_waiting: int
-    ) -> None:
-        self.facts = facts
-        self.load = load
-        self.breaker = breaker
-        self.stats: EngineStats | None = None
-        """As last reported; None before the first report."""
-        self.slot = table.add(facts.replica_id)
-        """Its place in the load table."""
-        self.cached = PrefixIndex(facts.block_size, table.holders, self.slot)
-        """Its prefix cache; empty unless this router follows cache events."""
-        self.attempts: set[int] = set()
-        """Attempts of this router that run or wait there."""
-        self._is_up = True
-        self._is_retiring = False
-        self._num_sent = 0
-        self._num_sent_tokens = 0
-        self._table = table
-        self._max_waiting = max_waiting
-        breaker.on_change = self._refresh
-        self._refresh()
-
-    def leave(self) -> None:
-        """The replica was lost. What is still noted of it changes nothing: its slot may be another's."""
-        self._is_up = False
-        self.breaker.on_change = None
-        self.cached.close()
-        self._table.remove(self.slot)
-
-    @property
-    def score(self) -> float:
-        """Its load, as `policy.py` compares it."""
-        return load_score(self.load, self._num_sent, self._num_sent_tokens, len(self.attempts))
-
-    @property
-    def is_retiring(self) -> bool:
-        return self._is_retiring
-
-    @is_retiring.setter
-    def is_retiring(self, value: bool) -> None:
-        self._is_retiring = value
-        self._refresh()
-
-    def note_sent(self, attempt: int, num_tokens: int) -> None:
-        """An attempt with `num_tokens` to compute was sent there; the next report is expected to include it."""
-        self.attempts.add(attempt)
-        self._num_sent += 1
-        self._num_sent_tokens += num_tokens
-        self._refresh()
-
-    def note_end(self, attempt: int) -> None:
-        """An attempt is no longer this router's."""
-        self.attempts.remove(attempt)
-        self._refresh()
-
-    def note_report(self, load: EngineLoad) -> None:
-        self.load = load
-        self._num_sent = 0
-        self._num_sent_tokens = 0
-        self._refresh()
-
-    def note_memory(self, update: StepUpdate) -> None:
-        """Takes the cache events and the stats of an update, if it has any."""
-        if update.cache.stored or update.cache.evicted:
-            self.cached.apply(update.cache.stored, update.cache.evicted)
-        if update.stats is not None:
-            self.stats = update.stats
-            if update.stats.prefill_tokens_per_s > 0:
-                self._table.set_speed(self.slot, update.stats.prefill_tokens_per_s)
-
-    def takes_more(self, *, is_trial: bool = False) -> bool:
-        """Whether it may get a new attempt. A trial proves nothing on a replica with suspects of other routers."""
-        is_fit = not is_trial or self.load.num_foreign_suspects == 0
-        return is_fit and not self._is_retiring and self.breaker.rests_until is None and self._has_room()
-
-    def _has_room(self) -> bool:
-        """Whether a request sent now would find fewer than the configured number ahead of it.
-
-        A replica without attempts of this router always has room: its load may be stale, and only steps refresh it.
-        """
-        return not self.attempts or self.load.num_waiting + self._num_sent < self._max_waiting
-
-    def _refresh(self) -> None:
-        if self._is_up:
-            self._table.set_score(self.slot, self.score if self.takes_more() else CLOSED)
-
-
-class ModelState:
-    """One model that has been served here at least once."""
-
-    def __init__(self, facts: ModelInfo, policy: PolicyName) -> None:
-        self.facts = facts
-        self.policy = policy
-        self.table = LoadTable(has_ring=policy == "session_affinity")
-        self.replicas: list[ReplicaState] = []
-        self.by_slot: dict[Slot, ReplicaState] = {}
-        self.down_since: float | None = None
-        """When the last replica was lost; None while one is up."""
-
-    def refresh_facts(self) -> None:
-        """Sets the facts to what every replica that is up supports; with none up, keeps the last ones."""
-        all_facts = [replica.facts for replica in self.replicas]
-        if all_facts:
-            smallest = min(all_facts, key=lambda facts: facts.num_blocks * facts.block_size)
-            self.facts = replace(
-                smallest,
-                max_model_len=min(facts.max_model_len for facts in all_facts),
-                row_invariant=all(facts.row_invariant for facts in all_facts),
-            )
+MAX_MISSING: Final = 100
+"""Versions without a replica that a model remembers."""
 
 
 class ReplicaRegistry:
@@ -149,6 +37,7 @@ class ReplicaRegistry:
         self._retiring: dict[str, ReplicaState] = {}
         self._removed_models: frozenset[str] = frozenset()
         self._asleep: Mapping[str, float] = {}
+        self._orders = NO_ORDERS
 
     def add(self, facts: ReplicaFacts, load: EngineLoad, now: float) -> None:
         """A replica came up. It must not be up already."""
@@ -162,8 +51,7 @@ class ReplicaRegistry:
         replica = ReplicaState(facts, load, breaker, model.table, self._config.max_waiting_per_replica)
         self._replicas[facts.replica_id] = model.by_slot[replica.slot] = replica
         model.replicas.append(replica)
-        model.down_since = None
-        model.refresh_facts()
+        model.refresh(now)
 
     def remove(self, replica_id: str, now: float) -> ReplicaState | None:
         """A replica was lost. Returns its state, or None if it was not up."""
@@ -174,8 +62,7 @@ class ReplicaRegistry:
             model.replicas.remove(replica)
             del model.by_slot[replica.slot]
             replica.leave()
-            model.down_since = None if model.replicas else now
-            model.refresh_facts()
+            model.refresh(now)
         return replica
 
     def __iter__(self) -> Iterator[ReplicaState]:
@@ -185,15 +72,31 @@ class ReplicaRegistry:
         return self._replicas.get(replica_id)
 
     def choose(
-        self, model: str, prefix: PromptPrefix, session_id: str = "", *, is_trial: bool = False
+        self,
+        model: str,
+        prefix: PromptPrefix,
+        session_id: str = "",
+        *,
+        is_trial: bool = False,
+        version: str = "",
+        key: str = "",
     ) -> ReplicaState | None:
-        """The replica for a request by its model's routing policy, or None if none is up and has room."""
+        """The replica for a request by its model's routing policy, or None if none is up and has room.
+
+        With a `version`, one of that version alone. A request that is bound to none has a `key`, by which a canary gets
+        its share; what finds no room there goes to the others, and the rest never goes to the canary unless it is all
+        that there is.
+        """
         state = self._models[model]
         table = state.table
         match = table.holders.match(prefix) if state.policy == "prefix_aware" else NO_MATCH
         snapshot = table.snapshot(self._random_index, prefix.num_prompt_tokens, match, session_id)
         if is_trial:
             snapshot = snapshot.without([one.slot for one in state.replicas if not one.takes_more(is_trial=True)])
+        if version and state.versions != {version}:
+            snapshot = snapshot.without(state.others_than(version))
+        elif key and len(state.versions) > 1:
+            snapshot = self._shared(state, snapshot, key)
         if not snapshot.num_open:
             return None
         table.last = POLICIES[state.policy](snapshot)
@@ -268,9 +171,57 @@ class ReplicaRegistry:
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
         return tuple(
-            ReplicaLoad(replica_id=replica_id, model=replica.facts.model, load=replica.load, stats=replica.stats)
+            ReplicaLoad(
+                replica_id=replica_id,
+                model=replica.facts.model,
+                load=replica.load,
+                stats=replica.stats,
+                version=replica.version,
+                is_retiring=replica.is_retiring,
+            )
             for replica_id, replica in self._replicas.items()
         )
+
+    def _shared(self, state: ModelState, snapshot: RoutingSnapshot, key: str) -> RoutingSnapshot:
+        """What is left of a model's replicas for a request, where a canary gets a share."""
+        canary = self._orders.canary_of(state.facts.model)
+        if canary is None or canary.version not in state.versions:
+            return snapshot
+        others = state.others_than(canary.version)
+        if position(key) < canary.share:
+            chosen = snapshot.without(others)
+            if chosen.num_open:
+                return chosen
+        return snapshot.without([one.slot for one in state.replicas if one.slot not in others])
+
+    def set_orders(self, orders: Orders) -> None:
+        """Takes what holds from now on."""
+        self._orders = orders
+
+    def is_gone(self, model: str, version: str, now: float) -> bool:
+        """Whether a version has no replica, and will not or did not get one in time."""
+        gone_at = self.gone_at(model, version)
+        return gone_at is not None and now >= gone_at
+
+    def is_mixed(self, model: str, version: str) -> bool:
+        """Whether a request that is bound to a version may find no replica where others do."""
+        versions = self._models[model].versions
+        return bool(versions) and versions != {version}
+
+    def want_version(self, model: str, version: str, now: float) -> None:
+        """A request is bound to this version: if no replica has it, one is waited for from now on."""
+        state = self._models[model]
+        if version not in state.versions and version not in state.missing:
+            state.missing[version] = now
+            if len(state.missing) > MAX_MISSING:
+                del state.missing[next(iter(state.missing))]
+
+    def gone_at(self, model: str, version: str) -> float | None:
+        """When a version that no replica has is given up, a retired one at once; None for one that a replica has."""
+        since = self._models[model].missing.get(version)
+        if since is None or (model, version) in self._orders.retired:
+            return since
+        return since + self._config.replica_wait_s
 
     def outages(self) -> Iterator[tuple[str, float]]:
         """The models without a replica, and the times of their loss."""

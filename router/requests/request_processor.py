@@ -23,6 +23,7 @@ from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.beam_search import BeamSearch
 from holdfast.router.requests.open_answers import OpenAnswers
 from holdfast.router.requests.output_signal import OutputSignal
+from holdfast.router.requests.pauses import Pauses
 from holdfast.router.requests.request_stats import RequestStats, RequestWatch, watching
 from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence, received_delivery
 from holdfast.router.security.gate import Caller, Gate
@@ -77,6 +78,8 @@ class RequestProcessor:
         self._is_closed = False
         self._chat_styles: dict[str, tuple[Tokenizer, ChatStyle]] = {}
         self._open_answers = OpenAnswers()
+        self.pauses = Pauses(limits.max_queued)
+        """Which models take no new requests for now."""
         self.stats = RequestStats()
 
     @property
@@ -304,6 +307,8 @@ class RequestProcessor:
         self._check_tenant(request.request_id, request.tenant)
         deadline = now + self._timeout_s(request, time_remaining_s)
         model = self.model(request.model)
+        if request.resume is None:  # what has begun goes on
+            await self.pauses.pass_by(model.name, deadline - now)
         engine_request = await self._engine_request(request, model)
         caller.took_tokens(len(engine_request.prompt_token_ids), now)
         echo = await self._echo(request, model.name, engine_request) if engine_request.sampling_params.echo else ""

@@ -26,6 +26,7 @@ from holdfast.worker.errors import (
     HoldfastError,
     InternalError,
     InvalidRequestError,
+    ModelPausedError,
     PermissionDeniedError,
     QueueFullError,
     RateLimitError,
@@ -35,6 +36,7 @@ from holdfast.worker.errors import (
     RequestSupersededError,
     UnknownModelError,
     UnsupportedModelError,
+    VersionGoneError,
     shortened,
 )
 
@@ -69,6 +71,9 @@ KINDS: Final[dict[type[HoldfastError], Kind]] = {
     QueueFullError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     RateLimitError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMIT"),
     CapacityError: Kind(grpc.StatusCode.RESOURCE_EXHAUSTED, "CAPACITY"),
+    # ABORTED is gRPC's word for "try again, but from the start": sent again as it is, it would end in the same way.
+    VersionGoneError: Kind(grpc.StatusCode.ABORTED, "VERSION_GONE", ("model", "version", "reason")),
+    ModelPausedError: Kind(grpc.StatusCode.UNAVAILABLE, "MODEL_PAUSED", ("model",)),
     ReplicaError: Kind(grpc.StatusCode.UNAVAILABLE, "REPLICA_UNAVAILABLE"),
     DeadlineExceededError: Kind(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     RequestSupersededError: Kind(grpc.StatusCode.ABORTED, "SUPERSEDED"),

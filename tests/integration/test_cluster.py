@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import functools
+import json
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from holdfast.cluster.bundled_model import bundled_model
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.offline.llm import LLM
 from holdfast.cluster.serve import models
@@ -20,6 +22,8 @@ from holdfast.worker.request import FinishReason
 from holdfast.worker.sampling_params import SamplingParams
 from tests.integration import elastic, stock_clients
 from tests.integration import models_at_run_time as run_time
+from tests.integration import operations_at_run_time as operations
+from tests.integration import updates_at_run_time as updates
 from tests.integration.processes import processes_named, ray_processes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -271,6 +275,89 @@ def test_replicas_follow_the_load_and_no_stream_notices(cluster: Serving, alone:
     print("seconds:", {name: round(value, 1) for name, value in times.items()}, traffic.num_whole, "streams")
     assert traffic.wrong == []
     assert traffic.num_whole > elastic.NUM_CLIENTS
+
+
+def tokens_of(folder: str, streams: Sequence[updates.Stream]) -> list[list[int]]:
+    """What one process gives for the same requests, of which there are a few different ones."""
+    wishes = list({(one.prompt, one.params) for one in streams})
+    with LLM(folder, num_threads=1) as llm:
+        outputs = llm.generate([prompt for prompt, _ in wishes], [params for _, params in wishes])
+    found = {wish: output.outputs[0].token_ids for wish, output in zip(wishes, outputs, strict=True)}
+    return [found[one.prompt, one.params] for one in streams]
+
+
+@pytest.mark.slow
+def test_an_update_ends_no_stream_and_changes_none(cluster: Serving, tmp_path: Path):
+    """Other weights under a name while streams run: each is of one version. Then a canary that answers wrongly."""
+    folders = [str(Path(bundled_model.__file__).parent / name) for name in ("model", "draft")]
+    added = run_time.models("add", "demo", "--served-model-name", "other", "--replicas", "2")
+    assert added.returncode == 0, added.stderr
+    try:
+        command = ("update", "other", "--model", folders[1])
+        said, streams = asyncio.run(updates.traffic_during(cluster.routers, "other", *command))
+        assert said.returncode == 0, said.stderr
+        print(f"{said.stdout}{len(streams)} streams")
+        assert [one.error for one in streams if one.error is not None] == []
+        assert all(len(one.versions) == 1 and one.is_guaranteed for one in streams)
+        old, new = streams[0].version, streams[-1].version
+        assert {one.version for one in streams} == {old, new}
+        assert old != new
+        assert f"version {new} serves with 2 replicas; it was {old}" in said.stdout
+        for version, folder in zip((old, new), folders, strict=True):
+            of_version = [one for one in streams if one.version == version]
+            assert [one.token_ids for one in of_version] == tokens_of(folder, of_version)
+        right = updates.answer(cluster.routers[0], "other")
+        known = tmp_path / "known.json"
+        known.write_text(json.dumps([{"prompt": run_time.PROMPT, "starts_with": "no such answer"}]))
+        canary = ("--canary", "0.5", "--known-answers", str(known))
+        command = ("update", "other", "--model", folders[0], *canary)
+        said, streams = asyncio.run(updates.traffic_during(cluster.routers, "other", *command))
+        assert (said.returncode, "was taken back: 1 wrong known answers" in said.stderr) == (1, True), said.stderr
+        assert [one.error for one in streams if one.error is not None] == []
+        assert all(len(one.versions) == 1 and one.is_guaranteed for one in streams)
+        assert updates.answer(cluster.routers[1], "other") == right
+        assert streams[-1].version == new
+    finally:
+        removed = run_time.models("remove", "other")
+    assert removed.returncode == 0, removed.stderr
+
+
+@pytest.mark.slow
+def test_operators_are_obeyed_by_all_routers(cluster: Serving, tmp_path: Path):
+    """A pause and a drain are ordered at one router and hold at the other; a configuration is shown, then applied."""
+    first, second = cluster.routers
+    text = updates.answer(second, "demo")
+    assert asyncio.run(operations.asked_while_paused(cluster.routers, "demo")) == (True, text)
+    name = operations.dumped(first)["replicas"][0]["replica_id"]
+    assert operations.holdfast("drain", name, "--server", first).returncode == 0
+    asyncio.run(operations.until_all(cluster.routers, lambda state: retiring(state) == {name}))
+    assert updates.answer(second, "demo") == text
+    assert operations.holdfast("undrain", name, "--server", second).returncode == 0
+    asyncio.run(operations.until_all(cluster.routers, lambda state: retiring(state) == set()))
+    refused = operations.holdfast("drain", "nobody", "--server", first)
+    assert (refused.returncode, "replica_id = 'nobody': must be one of" in refused.stderr) == (2, True)
+    entries = [{"model": {"model": "demo"}, "replicas": 2, "parallel": {"tensor_parallel_size": 2}}]
+    wanted = tmp_path / "wanted.yaml"
+    wanted.write_text(json.dumps({"cluster": {"models": entries}}))
+    assert operations.apply(str(wanted), "--dry-run").stdout == "nothing differs\n"
+    entries.append({"model": {"model": "demo", "served_model_name": "other"}})
+    wanted.write_text(json.dumps({"cluster": {"models": entries}}))
+    shown = operations.apply(str(wanted), "--dry-run")
+    assert (shown.returncode, ["other", "add"]) == (0, shown.stdout.split("\n")[1].split()[:2]), shown.stdout
+    unsure = operations.apply(str(wanted))
+    assert (unsure.returncode, "--yes" in unsure.stderr) == (2, True)
+    done = operations.apply(str(wanted), "--yes")
+    assert (done.returncode, "done: add other" in done.stdout) == (0, True), done.stderr
+    assert updates.answer(first, "other") == updates.answer(second, "other")
+    entries.pop()
+    wanted.write_text(json.dumps({"cluster": {"models": entries}}))
+    done = operations.apply(str(wanted), "--yes")
+    assert (done.returncode, "done: remove other" in done.stdout) == (0, True), done.stderr
+    assert asyncio.run(run_time.served_models(cluster.routers)) == [{"demo": 2}, {"demo": 2}]
+
+
+def retiring(state: dict) -> set[str]:
+    return {one["replica_id"] for one in state["replicas"] if one["is_retiring"]}
 
 
 def test_gateways_drive_each_replica(cluster: Serving):

@@ -7,6 +7,7 @@ requests (`worker/engine/model_runner.py`).
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -82,8 +83,17 @@ def load_model(
         device=device.type if device.type == "cpu" else torch.cuda.get_device_name(device),
         executor=f"{program.numerics}+{program.sampler.numerics}",
         checkpoint_digest=checkpoint_digest(folder, config.model.hf_overrides),
+        release=_release(),
     )
     return LoadedModel(program=program, cache=cache, info=info, draft=draft)
+
+
+def _release() -> str:
+    """The release of this code; empty in a checkout that is not installed."""
+    try:
+        return version("holdfast")
+    except PackageNotFoundError:
+        return ""
 
 
 def reloaded_config(config: WorkerConfig, info: ModelInfo, folder: str) -> WorkerConfig:

@@ -12,7 +12,7 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import FINEST_S, DispatchHost
 from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
-from holdfast.worker.errors import HoldfastError, ReplicaError, RequestQuarantinedError
+from holdfast.worker.errors import HoldfastError, ReplicaError, RequestQuarantinedError, VersionGoneError
 from holdfast.worker.step_update import StepUpdate
 
 
@@ -74,6 +74,9 @@ class AuditedDispatchHost(DispatchHost):
     def _check_excuse(self, failure: Fail) -> None:
         """Checks that the router gave up only for lack of replicas, or after several had died under the request."""
         match failure.error:
+            case VersionGoneError():
+                served = {load.version for load in self.loads()}
+                require(failure.error.version not in served, f"{self._owner}: {failure}, and it is served")
             case ReplicaError():
                 require(not self._ports, f"{self._owner}: {failure}, and {len(self._ports)} replicas are up")
             case RequestQuarantinedError():

@@ -26,7 +26,9 @@ from holdfast.worker.errors import (
     RequestQuarantinedError,
     RequestSupersededError,
     UnknownModelError,
+    VersionGoneError,
 )
+from holdfast.worker.model_info import version_of
 from holdfast.worker.request import EngineRequest
 
 SITE: Final = "clients"
@@ -95,6 +97,10 @@ class SimulatedClient:
         self._max_model_len = max_model_len
         self._sequences: list[CheckedSequence] = []
         self._fingerprint = ""
+        self.num_begun_anew = 0
+        """Times that its version was gone before the end."""
+        self._is_new = True
+        """It has nothing to resume."""
         self._connection: Connection | None = None
         self._deadline_s = 0.0
         self.clock_error_s = 0.0
@@ -106,10 +112,7 @@ class SimulatedClient:
         """The request is made."""
         self._deadline_s = self._timeline.now + self.planned.timeout_s
         self._timeline.at(self._deadline_s + self.planned.grace_s, self._time_up)
-        self._sequences = [
-            CheckedSequence(expected_completion(sibling, self._max_model_len))
-            for sibling in siblings(self.planned.request)
-        ]
+        self._expect_all()
         if self.planned.cancel_after == 0:
             self._timeline.after(0.05, self._leave)
         self._connect()
@@ -123,6 +126,13 @@ class SimulatedClient:
     def is_wronged(self) -> bool:
         """Whether it was taken for a poison, and is none."""
         return self.outcome == "quarantined" and not self.planned.is_poison
+
+    def _expect_all(self) -> None:
+        self._sequences = [
+            CheckedSequence(expected_completion(sibling, self._max_model_len))
+            for sibling in siblings(self.planned.request)
+        ]
+        self._fingerprint, self._is_new = "", True
 
     # --- as an endpoint ---
 
@@ -155,6 +165,7 @@ class SimulatedClient:
             timeout_s=self._left_s(),
             attempt=self.num_connections,
         )
+        self._is_new = False
         if not self.planned.is_poison and self._network.rng.random() < HELD_UP_SHARE:
             self._leave_behind(Straggler(call, self._network, path, router))
         else:
@@ -176,7 +187,7 @@ class SimulatedClient:
         self._timeline.after(after_s, self._connect)
 
     def _resume(self) -> Resume | None:
-        if self.num_connections == 1:
+        if self._is_new:
             return None
         sequences = tuple(sequence.progress for sequence in self._sequences)
         return Resume(sequences=sequences, fingerprint=self._fingerprint)
@@ -207,6 +218,8 @@ class SimulatedClient:
         self._check_reports(expected, delivery)
         sequence.num_tokens = end
         sequence.text += delivery.text
+        if self._fingerprint and version_of(delivery.fingerprint) != version_of(self._fingerprint):
+            raise Violation(f"{self}: {delivery} is of another version than what has come: {self._fingerprint}")
         self._fingerprint = delivery.fingerprint
         if not delivery.identity_guaranteed:
             raise Violation(f"{self}: {delivery} says that it may differ")
@@ -250,6 +263,11 @@ class SimulatedClient:
                 self._over("quarantined")
             case RequestSupersededError():
                 raise Violation(f"{self}: {error}, and it was the newest")
+            case VersionGoneError():
+                require(self.num_tokens > 0, f"{self}: {error}, and it could have begun on any version")
+                self.num_begun_anew += 1
+                self._expect_all()
+                self._reconnect()
             case ReplicaError() | UnknownModelError() | RequestAbortedError():
                 self._reconnect()
             case _:

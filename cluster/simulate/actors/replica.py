@@ -5,6 +5,7 @@ to which listener: that is the engine core's (`worker/engine_core/engine_core.py
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -39,6 +40,8 @@ class SimulatedReplica(Process):
         self.max_num_waiting = shape.scheduler.max_num_waiting + shape.scheduler.max_num_seqs
         self.slowness = 1.0
         """Factor on the time of a step."""
+        self.next_release = self.release = ""
+        """Of the code and weights: what the next life runs, and what this one does."""
         self.num_condemned = 0
         """Times it was killed because it was frozen."""
         self.num_poisoned = 0
@@ -52,6 +55,7 @@ class SimulatedReplica(Process):
 
     def on_start(self) -> None:
         shape = self.shape
+        self.release = self.next_release
         self.core = EngineCore(shape.make_scheduler())
         self.verdict = FrozenVerdict()
         self.is_retiring = False
@@ -86,6 +90,12 @@ class SimulatedReplica(Process):
     def _go(self) -> None:
         if self.is_retiring:
             self._restart()
+
+    def update(self, release: str) -> None:
+        """The last of a rolling update: it goes, whatever still runs there, and comes again with another release."""
+        self.next_release = release
+        if self.is_up:
+            self._do(self._restart)
 
     def recover(self) -> None:
         """It is as fast as ever again."""
@@ -185,12 +195,17 @@ class SimulatedReplica(Process):
         if not self._inbox:
             assert self.core.listeners == list(self._links.values()), "the engine and the links differ"
 
+    def version_of(self, release: str) -> str:
+        """The version of its lives with this release."""
+        return replace(self._facts(), release=release).version
+
     def _facts(self) -> ReplicaFacts:
         return ReplicaFacts(
             replica_id=f"{self.site}.{self.num_lives}",
             model=MODEL,
             path="",
             model_type=MODEL,
+            release=self.release,
             dtype="",
             kv_bytes_per_token=0,
             eos_token_ids=frozenset(),

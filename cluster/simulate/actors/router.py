@@ -24,6 +24,7 @@ from holdfast.router.dispatch.call import Call, open_call, stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import Fail, SendAbort, SendSubmit, TextState
+from holdfast.router.orders import NO_ORDERS, Orders
 from holdfast.router.replicas.backoff import Backoff
 from holdfast.router.resume import new_sequence
 from holdfast.worker.config import ServiceOrderConfig
@@ -77,11 +78,13 @@ class SimulatedRouter(Process):
         self._order = order
         self._rng = random.Random(seed)
         self._max_lag_s = max_lag_s
+        self._orders = NO_ORDERS
 
     def on_start(self) -> None:
         dispatch = Dispatch(self._config, self._limits, self._rng.randrange, order=self._order)
         self._clock = SettableClock(self)
         self.dispatch_host = AuditedDispatchHost(self, dispatch, self._clock, self._config)
+        self.dispatch_host.set_orders(self._orders)
         self._links: dict[Connection, SimulatedLink] = {}
         self._calls: dict[Connection, Call] = {}
         self._unread: dict[Connection, None] = {}
@@ -132,6 +135,12 @@ class SimulatedRouter(Process):
         self.clock_offset_s += seconds
         if self.is_up:
             self._do(self._clock.note_set)
+
+    def order(self, orders: Orders) -> None:
+        """The directory tells what operators have ordered; a router that starts later learns it then."""
+        self._orders = orders
+        if self.is_up:
+            self._do(lambda: self.dispatch_host.set_orders(self._orders))
 
     # --- links ---
 

@@ -26,6 +26,8 @@ class SimulatedFault:
     replica: int
     size: float
     """In 0..1: how bad it is."""
+    release: str = ""
+    """Of an update: what replicas run after it."""
 
 
 class Cluster(Protocol):
@@ -38,10 +40,14 @@ class Cluster(Protocol):
 
     def note_clock_jump(self, seconds: float) -> None: ...
 
+    def retire_versions(self) -> None:
+        """Tells routers which versions no replica will serve again."""
+
 
 def draw_faults(rng: random.Random, span_s: float, num_routers: int, num_replicas: int) -> list[SimulatedFault]:
     """From none to a dozen faults, of few kinds or of many."""
-    kinds = rng.sample(tuple(KINDS), rng.randint(1, len(KINDS)))
+    drawn = tuple(kind for kind in KINDS if kind != UPDATE)
+    kinds = rng.sample(drawn, rng.randint(1, len(drawn)))
     faults = [
         SimulatedFault(
             kind=rng.choice(kinds),
@@ -54,6 +60,22 @@ def draw_faults(rng: random.Random, span_s: float, num_routers: int, num_replica
         for _ in range(rng.choice((0, 1, 2, 4, 8, 12)))
     ]
     return sorted(faults, key=lambda fault: fault.time_s)
+
+
+def draw_updates(rng: random.Random, span_s: float, num_replicas: int) -> list[SimulatedFault]:
+    """In one simulation of four a rolling update, in some of these a second one that may begin before its end."""
+    return [
+        SimulatedFault(
+            kind=UPDATE,
+            time_s=rng.uniform(0, span_s),
+            duration_s=num_replicas * rng.choice((0.2, 1.0, 3.0)) * rng.uniform(0.5, 1.5),
+            router=0,
+            replica=0,
+            size=rng.random(),
+            release=f"release {number}",
+        )
+        for number in range(1, 1 + rng.choices((0, 1, 2), weights=(9, 2, 1))[0])
+    ]
 
 
 def strike(cluster: Cluster, fault: SimulatedFault) -> None:
@@ -89,6 +111,15 @@ def _drain_replica(cluster: Cluster, fault: SimulatedFault) -> None:
         cluster.timeline.after(fault.duration_s, replica.retire, False)
     else:
         cluster.timeline.after(fault.duration_s, replica.replace)
+
+
+def _update_replicas(cluster: Cluster, fault: SimulatedFault) -> None:
+    """Replica after replica drains for its share of the time, and comes again with another release."""
+    share_s = fault.duration_s / len(cluster.replicas)
+    for number, replica in enumerate(cluster.replicas):
+        cluster.timeline.after(number * share_s, replica.retire, True)
+        cluster.timeline.after((number + 1) * share_s, replica.update, fault.release)
+    cluster.timeline.after(fault.duration_s, cluster.retire_versions)
 
 
 def _slow_replica(cluster: Cluster, fault: SimulatedFault) -> None:
@@ -163,11 +194,14 @@ def _calls(cluster: Cluster, fault: SimulatedFault) -> Path:
     return cluster.network.path(CLIENTS, cluster.routers[fault.router].site)
 
 
+UPDATE: Final = "update replicas"
+
 KINDS: Final[dict[str, Callable[[Cluster, SimulatedFault], None]]] = {
     "kill replica": _kill_replica,
     "freeze replica": _freeze_replica,
     "drain replica": _drain_replica,
     "slow replica": _slow_replica,
+    UPDATE: _update_replicas,
     "kill router": _kill_router,
     "freeze router": _freeze_router,
     "drain router": _drain_router,

@@ -33,6 +33,7 @@ def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
         ("reconnects", f"{tally.num_reconnects:,}, with what a client had received until then"),
         ("stragglers", f"{tally.num_stragglers:,} calls, {tally.num_turned_away:,} turned away for a newer one"),
         ("condemned", f"{tally.num_condemned:,} frozen replicas"),
+        ("begun anew", f"{tally.num_begun_anew:,} requests, whose version an update had taken away"),
         ("poisoned", f"{tally.num_poisoned:,} replicas, by requests that kill whoever runs them"),
         ("wronged", f"{tally.num_wronged:,} requests, quarantined for deaths that were not their fault"),
         ("promises broken", str(len(campaign.failures))),

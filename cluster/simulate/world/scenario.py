@@ -11,7 +11,7 @@ from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
 from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, VOCAB_SIZE
 from holdfast.cluster.simulate.oracle.pseudo_runner import PseudoRunner
-from holdfast.cluster.simulate.world.faults import SimulatedFault, draw_faults
+from holdfast.cluster.simulate.world.faults import SimulatedFault, draw_faults, draw_updates
 from holdfast.cluster.simulate.world.traffic import draw_requests, draw_storm
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.worker.config import SchedulerConfig
@@ -65,7 +65,13 @@ def draw_scenario(seed: int) -> Scenario:
             *draw_requests(rng, rng.randint(60, 160), span_s, replica.max_model_len),
             *draw_storm(random.Random(f"storm {seed}"), span_s),
         ],
-        faults=draw_faults(rng, span_s, num_routers, num_replicas),
+        faults=sorted(
+            [
+                *draw_faults(rng, span_s, num_routers, num_replicas),
+                *draw_updates(random.Random(f"update {seed}"), span_s, num_replicas),
+            ],
+            key=lambda fault: fault.time_s,
+        ),
     )
 
 

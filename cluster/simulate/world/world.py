@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from holdfast.cluster.simulate.actors.client import SimulatedClient
-from holdfast.cluster.simulate.actors.replica import SimulatedReplica
+from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
 from holdfast.cluster.simulate.kernel.network import KEEPALIVE_S, Network
 from holdfast.cluster.simulate.kernel.promises import Violation, require
@@ -19,14 +19,15 @@ from holdfast.cluster.simulate.kernel.timeline import Event, Timeline
 from holdfast.cluster.simulate.oracle.proposers import PROPOSERS
 from holdfast.cluster.simulate.oracle.pseudo_model import pseudo_tokenizer
 from holdfast.cluster.simulate.world.checks import Checks
-from holdfast.cluster.simulate.world.faults import SimulatedFault, slowness, strike
+from holdfast.cluster.simulate.world.faults import UPDATE, SimulatedFault, slowness, strike
 from holdfast.cluster.simulate.world.scenario import Scenario, draw_scenario
 from holdfast.cluster.simulate.world.traffic import LONGEST_S
+from holdfast.router.orders import Orders
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.tuning.step_time import StepShape
 
 LOSSES: Final = frozenset(
-    {"kill replica", "freeze replica", "drain replica", "cut link", "partition link", "freeze router"}
+    {"kill replica", "freeze replica", "drain replica", "cut link", "partition link", "freeze router", UPDATE}
 )
 """Faults that take a replica from a router, so that whatever ran there may come under suspicion."""
 ANSWER_S: Final = 60.0
@@ -58,6 +59,8 @@ class Tally:
     num_turned_away: int = 0
     """Of those, for a newer one was there."""
     num_condemned: int = 0
+    num_begun_anew: int = 0
+    """Requests whose version was gone before their end, and that clients made anew."""
     num_poisoned: int = 0
     num_wronged: int = 0
     """Requests that were quarantined and are no poison."""
@@ -129,6 +132,7 @@ class World:
         ]
         for client in self.clients:
             client.hopeless_s = self._prefill_s(len(client.planned.request.prompt_token_ids))
+        self._revision = 0
         self._checks = Checks(self.routers, self.replicas)
 
     def run(self) -> None:
@@ -155,6 +159,15 @@ class World:
         for client in self.clients:
             client.clock_error_s += abs(seconds)
 
+    def retire_versions(self) -> None:
+        """Of an update that has ended: all versions but those that replicas run, or will when they come again."""
+        wanted = {replica.version_of(replica.next_release) for replica in self.replicas}
+        known = {replica.version_of(fault.release) for replica in self.replicas for fault in self.scenario.faults}
+        self._revision += 1
+        retired = frozenset((MODEL, version) for version in known - wanted)
+        for router in self.routers:
+            router.order(Orders(revision=self._revision, retired=retired))
+
     def __str__(self) -> str:
         return "fault:"
 
@@ -171,6 +184,7 @@ class World:
             num_stragglers=len(stragglers),
             num_turned_away=sum(straggler.was_turned_away for straggler in stragglers),
             num_condemned=sum(replica.num_condemned for replica in self.replicas),
+            num_begun_anew=sum(client.num_begun_anew for client in self.clients),
             num_poisoned=sum(replica.num_poisoned for replica in self.replicas),
             num_wronged=sum(client.is_wronged for client in self.clients),
             simulated_s=self.timeline.now,
@@ -195,7 +209,9 @@ class World:
         num_killed = sum(replica.num_poisoned for replica in self.replicas)
         num_sent = sum(client.num_connections for client in self.clients if client.planned.is_poison)
         # A replica that was to go, or that a router had lost already, dies without being counted.
-        num_losses = sum(fault.kind in LOSSES for fault in self.scenario.faults)
+        num_losses = sum(
+            len(self.replicas) if fault.kind == UPDATE else fault.kind in LOSSES for fault in self.scenario.faults
+        )
         most = (self.scenario.router.max_replicas_lost + 1) * num_sent + num_losses
         require(num_killed <= most, f"poison killed {num_killed} replicas, and {most} would do to know it")
         has_one_poison = sum(client.planned.is_poison for client in self.clients) == 1

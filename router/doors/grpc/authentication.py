@@ -21,8 +21,12 @@ OPEN: Final = (
 )
 """For balancers, Kubernetes and gateways: what is served is not told, only whether."""
 
-OF_OPERATORS: Final = ("/holdfast.v1.Inference/GetLoad", "/grpc.channelz.v1.Channelz/")
-"""They tell of all tenants."""
+OF_OPERATORS: Final = (
+    "/holdfast.v1.AdminService/",
+    "/holdfast.v1.Inference/GetLoad",
+    "/grpc.channelz.v1.Channelz/",
+)
+"""They tell of all tenants, or touch all."""
 
 
 class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # it takes none when it runs

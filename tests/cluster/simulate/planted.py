@@ -16,7 +16,7 @@ from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_table import RequestTable
-from holdfast.router.replicas.replica_registry import ReplicaState
+from holdfast.router.replicas.replica_state import ReplicaState
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.engine_core.engine_core import EngineCore
 from holdfast.worker.engine_core.output_queues import OutputQueue, OutputQueues
@@ -287,6 +287,11 @@ def serve_those_who_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineCore, "detach", detach)
 
 
+def go_on_at_any_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request with output that has lost its replica goes on wherever there is room."""
+    monkeypatch.setattr(RequestState, "version", "")
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     bug.__name__: bug
     for bug in (
@@ -315,5 +320,6 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         keep_it_from_the_late,
         keep_a_refusal_to_itself,
         serve_those_who_have_left,
+        go_on_at_any_version,
     )
 }

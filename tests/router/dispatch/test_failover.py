@@ -359,10 +359,7 @@ def test_what_finds_no_room_moves_when_there_is_some():
     ("change", "holds"),
     [
         ({}, True),
-        ({"tensor_parallel_size": 4}, False),
         ({"row_invariant": False}, False),
-        ({"dtype": "f16"}, False),
-        ({"checkpoint_digest": "other"}, False),
         ({"answers_digest": b"other"}, False),
     ],
 )
@@ -376,6 +373,19 @@ def test_where_equal_tokens_are_not_certain_the_output_says_so(change, holds):
     delivery = delivered(core.step(delta(attempt, 1, 2), replica_id="b"))
     assert delivery.identity_guaranteed is holds
     assert delivery.fingerprint == facts("b", **change).fingerprint
+
+
+@pytest.mark.parametrize(
+    "change", [{"tensor_parallel_size": 4}, {"dtype": "f16"}, {"checkpoint_digest": "other"}, {"release": "2"}]
+)
+def test_where_tokens_would_be_others_the_output_does_not_go_on(change):
+    core = Core()
+    core.up("a")
+    attempt = sent(core.submit("x")).attempt
+    core.step(delta(attempt, 0, 1), replica_id="a")
+    core.down("a")
+    assert core.dispatch.replica_up(facts("b", **change), load(), core.now) == []
+    assert sent(core.dispatch.replica_up(facts("c"), load(), core.now)).replica_id == "c"
 
 
 def test_without_output_nothing_has_to_be_identical():

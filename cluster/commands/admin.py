@@ -1,0 +1,97 @@
+"""Commands of operators: `holdfast drain`, `undrain`, `pause`, `resume`, `log-level` and `dump`.
+
+What may live here: what is asked, and what is printed. What may not: what a router makes of it
+(`router/doors/grpc/admin.py`).
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from holdfast.cluster.config.config import load_config
+from holdfast.cluster.config.flags import takes_settings
+from holdfast.cluster.config.sources import Layer
+
+Server = Annotated[str, Parameter(help="host:port of a running router; all routers of its cluster obey")]
+Model = Annotated[str, Parameter(help="the model's name in the API")]
+Replica = Annotated[str, Parameter(help="the replica's id, as `holdfast stats` shows it")]
+
+_LOCAL = "localhost:50051"
+
+
+@takes_settings("client")
+def drain(replica: Replica, /, *, server: Server = _LOCAL, settings: Layer) -> int:
+    """Take a replica out of service: it gets no new requests, and what runs there moves to others, or finishes."""
+    _ask(server, settings, "Drain", replica_id=replica)
+    print(f"{replica} drains; `holdfast undrain` puts it back")
+    return 0
+
+
+@takes_settings("client")
+def undrain(replica: Replica, /, *, server: Server = _LOCAL, settings: Layer) -> int:
+    """Put a replica that was drained back into service."""
+    _ask(server, settings, "Undrain", replica_id=replica)
+    print(f"{replica} gets requests again")
+    return 0
+
+
+@takes_settings("client")
+def pause(
+    model: Model,
+    /,
+    *,
+    refuse: Annotated[bool, Parameter(help="refuse new requests instead of letting them wait", negative=())] = False,
+    server: Server = _LOCAL,
+    settings: Layer,
+) -> int:
+    """Let new requests of a model wait until `holdfast resume`. Those that run go on."""
+    _ask(server, settings, "Pause", model=model, refuse=refuse)
+    print(f"{model} is paused: new requests {'are refused' if refuse else 'wait'}")
+    return 0
+
+
+@takes_settings("client")
+def resume(model: Model, /, *, server: Server = _LOCAL, settings: Layer) -> int:
+    """End a pause of a model."""
+    _ask(server, settings, "Resume", model=model)
+    print(f"{model} takes new requests")
+    return 0
+
+
+@takes_settings("client")
+def log_level(
+    level: Annotated[str, Parameter(help="DEBUG, INFO, WARNING or ERROR")],
+    /,
+    *,
+    server: Server = _LOCAL,
+    settings: Layer,
+) -> int:
+    """Change what the routers of a cluster log."""
+    _ask(server, settings, "SetLogLevel", level=level)
+    print(f"routers log from {level.upper()} on")
+    return 0
+
+
+@takes_settings("client")
+def dump(
+    *,
+    output: Annotated[Path | None, Parameter(help="a file; default: standard output")] = None,
+    server: Annotated[str, Parameter(help="host:port of a running router, or several with commas")] = _LOCAL,
+    settings: Layer,
+) -> int:
+    """Write what routers know, for a bug report: replicas, queues, versions, settings, recent errors; no secrets."""
+    parts = [f'"{one}": {_ask(one, settings, "DumpState").json}' for one in server.split(",")]
+    text = "{" + ",\n".join(parts) + "}\n"
+    if output is None:
+        print(text, end="")
+    else:
+        output.write_text(text)
+        print(f"written: {output}")
+    return 0
+
+
+def _ask(server: str, settings: Layer, method: str, **fields: object) -> Any:
+    from holdfast.cluster.client.admin_client import call_admin
+
+    return call_admin(server, method, fields, **load_config(settings).config.client.options)

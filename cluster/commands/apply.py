@@ -1,0 +1,96 @@
+"""Command `holdfast apply`: makes the models of a running cluster those of a configuration.
+
+What may live here: showing the difference, asking, and doing one step after the other. What may not: what differs
+(`cluster/serve/difference.py`), and how a model comes, changes and goes (`cluster/serve/`).
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from holdfast.cluster.commands.models import NOT_WHICH, Pid, connected
+from holdfast.cluster.config.chat_templates import with_template_texts
+from holdfast.cluster.config.config import HoldfastConfig, load_config
+from holdfast.cluster.config.flags import takes_settings
+from holdfast.cluster.config.sources import Layer
+from holdfast.cluster.progress_bars import Report, progress
+from holdfast.cluster.serve.difference import Kind, Step, difference
+from holdfast.worker.errors import ConfigurationError
+
+
+@takes_settings("cluster", without=NOT_WHICH)
+def apply(
+    config: Annotated[Path, Parameter(help="a .yaml or .toml file of settings")],
+    /,
+    *,
+    yes: Annotated[bool, Parameter(help="do it without asking", negative=())] = False,
+    dry_run: Annotated[bool, Parameter(help="show the difference alone", negative=())] = False,
+    pid: Pid = None,
+    settings: Layer,
+) -> int:
+    """Show how the models of a running cluster differ from CONFIG, ask, and change them.
+
+    Models are added, updated (one replica after the other, without ending a stream), scaled and removed. Settings of
+    routers and of the cluster as a whole are not compared: they need a restart.
+    """
+    wanted = with_template_texts(load_config(settings, config).config)
+    with connected(wanted, pid):
+        from holdfast.cluster.serve.serving import running_models
+
+        steps = difference(running_models(wanted.cluster.namespace), wanted)
+        if not steps:
+            print("nothing differs")
+            return 0
+        _show(steps)
+        if dry_run:
+            return 0
+        if not yes and not _agrees():
+            print("nothing was changed")
+            return 1
+        with progress(sys.stderr) as report:
+            for step in steps:
+                _do(step, wanted, report)
+    print(f"done: {', '.join(f'{step.kind} {step.model}' for step in steps)}")
+    return 0
+
+
+def _show(steps: Sequence[Step]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("model", "", "setting", "now", "then", box=None, pad_edge=False)
+    for step in steps:
+        for number, change in enumerate(step.changes):
+            head = ("", "") if number else (step.model, str(step.kind))
+            table.add_row(*head, change.name, _said(change.before), _said(change.after))
+    Console().print(table)
+
+
+def _said(value: object) -> str:
+    text = "" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _agrees() -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigurationError("--yes: nobody can be asked here, so say it if this is to be done")
+    return input("do it? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _do(step: Step, wanted: HoldfastConfig, report: Report) -> None:
+    """Returns once it serves. Raises what says that it does not."""
+    from holdfast.cluster.serve import models, serving
+    from holdfast.cluster.serve.updates import UpdatePlan
+
+    namespace, config = wanted.cluster.namespace, step.config
+    if step.kind is Kind.REMOVE or config is None:
+        models.remove(namespace, step.model, wanted.cluster.drain_timeout_s)
+    elif step.kind is Kind.ADD:
+        serving.add_model(config, report)
+    elif step.kind is Kind.UPDATE:
+        serving.update_model(config, UpdatePlan(model=step.model, num_replicas=config.cluster.replicas), report)
+    else:
+        serving.scale_model(config, report)

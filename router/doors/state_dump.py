@@ -1,0 +1,58 @@
+"""State dump of a router, for a bug report: settings, models, replicas, queues, orders, counts, recent errors.
+
+No keys, tokens, prompts, outputs or request ids. What may not live here: who may ask (`router/doors/grpc/admin.py`).
+"""
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.orders import Orders
+
+_LIBRARIES: Final = ("holdfast", "grpcio", "protobuf", "tokenizers", "ray")
+
+
+def state_dump(
+    host: DispatchHost,
+    orders: Orders,
+    config: RouterConfig,
+    limits: LimitsConfig,
+    recent_errors: Sequence[str],
+    num_paused: int,
+) -> str:
+    """One JSON object, with its keys in order."""
+    state = {
+        "releases": {"python": sys.version.split()[0], "platform": platform.platform()} | _releases(),
+        "models": {
+            one.name: {"num_replicas": one.num_replicas, "fingerprint": one.facts.fingerprint}
+            | {"max_model_len": one.facts.max_model_len, "num_blocks": one.facts.num_blocks}
+            for one in host.models()
+        },
+        "replicas": [asdict(one) for one in host.loads()],
+        "versions": [asdict(one) for one in host.version_counts()],
+        "requests": {"open": host.num_open, "queued": host.num_queued, "resent": host.num_resent, "paused": num_paused},
+        "orders": asdict(orders),
+        "recent_errors": list(recent_errors),
+        "settings": {"router": config.model_dump(mode="json"), "limits": limits.model_dump(mode="json")},
+    }
+    return json.dumps(state, indent=1, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, frozenset) else str(value)
+
+
+def _releases() -> dict[str, str]:
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
