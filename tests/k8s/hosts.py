@@ -105,7 +105,8 @@ class Host:
         """Everything on it, at once."""
         if self.first.poll() is None:
             processes = self.processes
-            self.first.kill()  # and with it the first process of the host: `--kill-child`
+            for process in psutil.Process(self.first.pid).children() or [self.first]:
+                process.kill()  # the first process of a namespace takes all others along
             self.first.wait(GONE_S)
             assert psutil.wait_procs(processes, GONE_S)[1] == []
 
@@ -147,7 +148,7 @@ class Hosts:
         } | dict(environment)
         mounts = _MOUNTS.format(shm=shm, opened=_opened(), name=name, address=address)
         script = f'{mounts}\nexec {" ".join(_as_user())} bash -c -- "$COMMAND"'
-        isolated = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        isolated = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc"]
         log = self._stack.enter_context((self._logs / f"{name}.log").open("wb"))
         first = subprocess.Popen(
             ["ip", "netns", "exec", namespace, *isolated, "bash", "-ec", script],
