@@ -4,7 +4,7 @@ Time is passed in, in seconds of any one clock. What may not live here: the acto
 (`cluster/serve/directory.py`), and what is decided by it (`autoscaler.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from holdfast.router.demand import ModelDemand, merged
@@ -14,6 +14,9 @@ FRESH_S: Final = 5.0
 
 FOLLOWED_S: Final = 30.0
 """A model that nobody has asked about for so long is scaled no more."""
+
+PINNED_S: Final = 3600.0
+"""A number that an update has set holds for so long at most, should the update have been killed."""
 
 Followed = tuple[tuple[str, float | None], ...]
 """Names of models, in order, and how long requests wait for one at rest; None: it is never at rest."""
@@ -25,6 +28,7 @@ class DemandBook:
     def __init__(self) -> None:
         self._followed: dict[str, tuple[float | None, float]] = {}
         self._told: dict[str, tuple[float, Sequence[ModelDemand]]] = {}
+        self._pinned: dict[str, tuple[int, float]] = {}
 
     def follow(self, model: str, cold_start_wait_s: float | None, now_s: float) -> bool:
         """An autoscaler asks about a model. Returns whether routers have to hear of it."""
@@ -41,6 +45,17 @@ class DemandBook:
         fresh = [demands for told_s, demands in self._told.values() if now_s - told_s <= FRESH_S]
         found = [one for demands in fresh for one in demands if one.model == model]
         return merged(model, found) if found else None
+
+    def pin(self, application: str, num_replicas: int | None, now_s: float) -> None:
+        """An update sets the number of an application's replicas, whatever the load; None: the load decides again."""
+        if num_replicas is None:
+            self._pinned.pop(application, None)
+        else:
+            self._pinned[application] = num_replicas, now_s
+
+    def pinned(self, now_s: float) -> Mapping[str, int]:
+        """The numbers that hold whatever the load, by application."""
+        return {name: number for name, (number, set_s) in self._pinned.items() if now_s - set_s <= PINNED_S}
 
     def expire(self, now_s: float) -> bool:
         """Forgets what is old. Returns whether routers have to hear of it."""

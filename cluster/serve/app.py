@@ -232,16 +232,14 @@ def number_of_replicas(config: HoldfastConfig) -> dict[str, Any]:
 
 
 def _runs_already(config: HoldfastConfig) -> bool:
-    """Whether the application of the model, or the one with all models, is there."""
+    """Whether the application with all models is there. One of a single model is new: an update makes another."""
     try:
         applications = serve.status().applications
     except Exception as error:  # Ray raises many kinds
         logger.info("Serve does not tell what runs: %s", error)
         return False
-    return f"{config.cluster.namespace}:{config.model.name}" in applications or bool(
-        config.cluster.namespace in applications
-        and any(name.startswith(REPLICA) for name in applications[config.cluster.namespace].deployments)
-    )
+    running = applications.get(config.cluster.namespace)
+    return running is not None and any(name.startswith(REPLICA) for name in running.deployments)
 
 
 def _router(config: HoldfastConfig) -> serve.Deployment:

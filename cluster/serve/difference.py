@@ -68,7 +68,7 @@ def _step_of(before: Running | None, name: str, config: HoldfastConfig) -> Step 
         return Step(kind=Kind.ADD, model=name, changes=(folder, added), config=config)
     changes = changed_settings(before.settings, config.worker.model_dump(mode="json"))
     count = Changed(name="cluster.replicas", before=before.num_replicas, after=config.cluster.replicas)
-    is_scaled = count.before != count.after
+    is_scaled = count.before != count.after and not config.scaling.is_on  # else the load decides
     if changes:
         return Step(kind=Kind.UPDATE, model=name, changes=(*changes, *([count] * is_scaled)), config=config)
     return Step(kind=Kind.SCALE, model=name, changes=(count,), config=config) if is_scaled else None

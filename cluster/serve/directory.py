@@ -9,7 +9,7 @@ members renew every five seconds, routers wait for changes. What may not live he
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -117,7 +117,7 @@ class Directory:
         self._members: dict[str, Member] = {}
         self._renewed_s: dict[str, float] = {}
         self._removed_models: set[str] = set()
-        self._demands = DemandBook()
+        self.demands = DemandBook()
         self.orders = NO_ORDERS
 
     def renew(self, member: Member, now_s: float) -> bool:
@@ -161,17 +161,17 @@ class Directory:
         for member_id, renewed_s in list(self._renewed_s.items()):
             if now_s - renewed_s > LEASE_S:
                 self.remove(member_id)
-        self._version += self._demands.expire(now_s)
+        self._version += self.demands.expire(now_s)
 
     def note_demand(self, router_id: str, demands: Sequence[ModelDemand], now_s: float) -> None:
         """What a router sees of the models that are followed. It makes no new version."""
-        self._demands.note(router_id, demands, now_s)
+        self.demands.note(router_id, demands, now_s)
 
     def demand(self, model: str, cold_start_wait_s: float | None, now_s: float) -> tuple[ModelDemand | None, bool]:
         """What routers see of a model, which is followed from now on. True: that makes a new version."""
-        is_news = self._demands.follow(model, cold_start_wait_s, now_s)
+        is_news = self.demands.follow(model, cold_start_wait_s, now_s)
         self._version += is_news
-        return self._demands.demand(model, now_s), is_news
+        return self.demands.demand(model, now_s), is_news
 
     def snapshot(self, now_s: float) -> Snapshot:
         is_settled = now_s - self._started_s > SETTLED_S
@@ -180,7 +180,7 @@ class Directory:
             members=tuple(self._members.values()),
             is_settled=is_settled,
             removed_models=frozenset(self._removed_models),
-            followed=self._demands.followed,
+            followed=self.demands.followed,
             orders=self.orders,
         )
 
@@ -213,12 +213,20 @@ class DirectoryDeployment:
     async def note_demand(self, router_id: str, demands: Sequence[ModelDemand]) -> None:
         self._directory.note_demand(router_id, demands, time.monotonic())
 
-    async def demand(self, model: str, cold_start_wait_s: float | None) -> ModelDemand | None:
-        """What routers see of a model. Who asks about it scales it, and asks again every second or so."""
-        demand, is_news = self._directory.demand(model, cold_start_wait_s, time.monotonic())
+    async def demand(self, model: str, cold_start_wait_s: float | None) -> tuple[ModelDemand | None, Mapping[str, int]]:
+        """What routers see of a model, and the numbers of replicas that updates have set, by application.
+
+        Who asks about a model scales it, and asks again every second or so.
+        """
+        now_s = time.monotonic()
+        demand, is_news = self._directory.demand(model, cold_start_wait_s, now_s)
         if is_news:
             self._tell()
-        return demand
+        return demand, self._directory.demands.pinned(now_s)
+
+    async def pin(self, application: str, num_replicas: int | None) -> None:
+        """Sets the number of replicas of an application that is scaled by its load; None gives it back to the load."""
+        self._directory.demands.pin(application, num_replicas, time.monotonic())
 
     async def order(self, change: Change) -> Orders:
         """Applies one of `Orders`' changes and returns what holds now. Raises `CallerError` for one that cannot be.

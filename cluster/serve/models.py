@@ -171,16 +171,31 @@ def directory_of(namespace: str) -> Any:
 
 
 def scale(application: str, num_replicas: int) -> None:
-    """Sets the number of replicas of an application, which Serve starts or ends by itself."""
+    """Sets the number of replicas of an application, which Serve starts or ends by itself.
+
+    Where the load decides it, this number holds until `unpin`, within the limits of the settings.
+    """
     import ray
     from ray.serve._private.common import DeploymentID
+    from ray.serve._private.exceptions import ExternalScalerDisabledError
     from ray.serve.context import _get_global_client
 
     from holdfast.cluster.serve.app import REPLICA
 
     controller = _get_global_client()._controller
     replica = DeploymentID(name=REPLICA, app_name=application)
-    ray.get(controller.update_deployment_replicas.remote(replica, num_replicas), timeout=_ANSWER_S)
+    try:
+        ray.get(controller.update_deployment_replicas.remote(replica, num_replicas), timeout=_ANSWER_S)
+    except ExternalScalerDisabledError:
+        directory = directory_of(application.partition(_SEPARATOR)[0])
+        directory.pin.remote(application, num_replicas).result(timeout_s=_ANSWER_S)
+
+
+def unpin(namespace: str, model: str) -> None:
+    """The load decides again how many replicas the applications of a model have, where it did before."""
+    directory = directory_of(namespace)
+    for application in applications_of(namespace, model):
+        directory.pin.remote(application, None).result(timeout_s=_ANSWER_S)
 
 
 def order(directory: Any, change: Change) -> Orders:

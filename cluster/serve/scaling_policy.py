@@ -40,7 +40,10 @@ class ScalingPolicy:
         if heard is None:
             return wanted, {}
         try:
-            seen = Seen(now_s=time.monotonic(), num_wanted=wanted, demand=_own(heard[0], context.running_replicas))
+            demand, pinned = heard
+            if context.app_name in pinned:
+                return pinned[context.app_name], {}
+            seen = Seen(now_s=time.monotonic(), num_wanted=wanted, demand=_own(demand, context.running_replicas))
             decision = self._core.decide(seen)
         except Exception:  # the controller has others to look after
             logger.exception("no decision about the replicas of %s", self._model)
@@ -70,7 +73,7 @@ def _follow(ended: Any, latest: dict[str, Any], model: str, namespace: str, wait
     while not ended.wait(1.0):
         try:
             handle = handle or serve.get_deployment_handle(DIRECTORY, namespace)
-            latest["heard"] = (handle.demand.remote(model, wait_s).result(timeout_s=5.0),)
+            latest["heard"] = handle.demand.remote(model, wait_s).result(timeout_s=5.0)
         except Exception as error:  # Ray raises many kinds while a directory is replaced
             logger.info("the directory did not tell of %s: %s", model, error)
             handle = None

@@ -77,6 +77,7 @@ class ServeSteps:
 
     def delete(self, application: str) -> None:
         models.delete([application], self._config.cluster.drain_timeout_s)
+        models.unpin(self._namespace, self._model)  # with it the update has ended, one way or the other
 
     def wrong_answers(self, version: str) -> Sequence[str]:
         """Asks one of the routers, as any client does, with ids that fall into the canary's share."""

@@ -1,6 +1,6 @@
 """The demand book: who is followed, and what routers have told lately."""
 
-from holdfast.cluster.scaling.demand_book import FOLLOWED_S, FRESH_S, DemandBook
+from holdfast.cluster.scaling.demand_book import FOLLOWED_S, FRESH_S, PINNED_S, DemandBook
 from holdfast.cluster.serve.directory import Directory
 from holdfast.router.demand import ModelDemand
 
@@ -40,3 +40,14 @@ def test_only_a_change_of_what_is_followed_makes_a_new_version_of_the_directory(
     demand, is_news = directory.demand("a", 60.0, 2.0)
     assert demand is not None
     assert (demand.num_open, is_news, directory.snapshot(2.0).version) == (1, False, version + 1)
+
+
+def test_what_an_update_has_set_holds_until_it_ends_or_for_an_hour():
+    book = DemandBook()
+    book.pin("ns:a", 2, 0.0)
+    book.pin("ns:a#2", 1, 10.0)
+    assert book.pinned(20.0) == {"ns:a": 2, "ns:a#2": 1}
+    book.pin("ns:a", None, 30.0)
+    book.pin("ns:unknown", None, 30.0)
+    assert book.pinned(30.0) == {"ns:a#2": 1}
+    assert book.pinned(11.0 + PINNED_S) == {}

@@ -52,3 +52,9 @@ def test_an_update_may_change_the_number_of_replicas_too():
 def test_threads_count_where_they_are_given():
     (step,) = difference(running(entry("a")), config(entry("a"), parallel={"num_threads": 3}))
     assert step.changes == (Changed(name="parallel.num_threads", before=1, after=3),)
+
+
+def test_where_the_load_decides_the_number_of_replicas_is_no_difference():
+    scaled = {**entry("a", replicas=1), "scaling": {"max_replicas": 4}}
+    wanted = HoldfastConfig.model_validate({"cluster": {"models": [scaled]}})
+    assert difference(running(entry("a", replicas=3)), wanted) == []

@@ -33,6 +33,7 @@ def context(target: int, config: AutoscalingConfig | None = None) -> SimpleNames
     return SimpleNamespace(
         target_num_replicas=target,
         current_num_replicas=target,
+        app_name="holdfast:demo",
         running_replicas=[SimpleNamespace(unique_id="r")] * min(target, 1),
         total_num_requests=0,
         policy_state={},
@@ -49,13 +50,13 @@ def test_serve_is_told_the_limits_and_adds_no_delay_of_its_own(config):
 def test_each_thing_that_is_heard_is_decided_about_once(policy, config):
     decide = _apply_autoscaling_config(policy)
     assert decide(context(0, config))[0] == 0
-    policy._latest["heard"] = (ModelDemand(model="demo", num_open=2, num_queued=2),)
+    policy._latest["heard"] = (ModelDemand(model="demo", num_open=2, num_queued=2), {})
     assert decide(context(0, config))[0] == 1
     replica = ReplicaDemand(replica_id="r", num_running=0, num_waiting=0, num_waiting_tokens=0, kv_use=0.0)
-    policy._latest["heard"] = (ModelDemand(model="demo", replicas=(replica,)),)
+    policy._latest["heard"] = (ModelDemand(model="demo", replicas=(replica,)), {})
     assert decide(context(1, config))[0] == 0
     assert decide(context(1, config))[0] == 1, "nothing new was heard"
-    policy._latest["heard"] = (None,)
+    policy._latest["heard"] = (None, {})
     assert decide(context(3, config))[0] == 3
 
 
@@ -64,8 +65,14 @@ def test_replicas_of_another_deployment_of_the_model_are_not_its_own(policy, con
     busy = ReplicaDemand(replica_id="other", num_running=64, num_waiting=0, num_waiting_tokens=0, kv_use=1.0)
     own = ReplicaDemand(replica_id="r", num_running=1, num_waiting=0, num_waiting_tokens=0, kv_use=0.0)
     for _ in range(5):
-        policy._latest["heard"] = (ModelDemand(model="demo", num_open=65, replicas=(busy, own)),)
+        policy._latest["heard"] = (ModelDemand(model="demo", num_open=65, replicas=(busy, own)), {})
         assert policy(context(1, config))[0] == 1
+
+
+def test_a_number_that_an_update_has_set_holds_whatever_the_load(policy, config):
+    busy = ModelDemand(model="demo", num_open=9, num_queued=9)
+    policy._latest["heard"] = (busy, {"holdfast:demo": 3, "holdfast:demo#2": 1})
+    assert policy(context(2, config)) == (3, {})
 
 
 def test_a_fault_of_ours_changes_nothing(policy, config):
