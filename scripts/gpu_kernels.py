@@ -259,24 +259,25 @@ def layout_of(shape: Shape, num_layers: int = 1) -> DecoderLayout:
     )
 
 
-def decode_batch(count: int, context: int = _CONTEXT) -> StepBatch:
-    """A step of `count` sequences with one token each."""
-    return _batch([(context - 1, 1)] * count)
+def decode_batch(count: int, context: int = _CONTEXT, *, own_blocks: bool = False) -> StepBatch:
+    """A step of `count` sequences with one token each, which all share one block, or have blocks of their own."""
+    return _batch([(context - 1, 1)] * count, own_blocks)
 
 
 def prompt_batch(count: int) -> StepBatch:
     """A step of one prompt."""
-    return _batch([(0, count)])
+    return _batch([(0, count)], True)
 
 
-def _batch(sequences: list[tuple[int, int]]) -> StepBatch:
-    """Sequences by first position and number of tokens, of blocks of 64 that they all share."""
+def _batch(sequences: list[tuple[int, int]], own_blocks: bool) -> StepBatch:
+    """Sequences by first position and number of tokens, of blocks of 64."""
+    most = max(-(-(first + count) // 64) for first, count in sequences)
     shares = tuple(
         ScheduledSequence(
             sequence_id=number,
             first_position=first,
             token_ids=(5,) * count,
-            block_ids=(0,) * -(-(first + count) // 64),
+            block_ids=tuple((number * most + block) * own_blocks for block in range(-(-(first + count) // 64))),
             draw=None,
             num_draws=1,
         )

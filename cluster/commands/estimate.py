@@ -4,7 +4,7 @@ What may not live here: the estimate (`worker/model/memory.py`).
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-@takes_settings("model", "parallel", "cache", without=("model.model",))
+@takes_settings("model", "parallel", "cache", without=("model.model", "model.device"))
 def estimate(
     model: Annotated[
         str | None, Parameter(help="a Hugging Face folder, a hub id, or the bundled demo [default]")
     ] = None,
     /,
     *,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda", "a100", "h100", "h200", "b200"],
+        Parameter(help="where it runs; of a GPU by name: what steps should take there, by its published figures"),
+    ] = "auto",
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
     settings: Layer,
 ) -> int:
@@ -37,7 +41,15 @@ def estimate(
 
     if model is not None:
         settings = {**settings, "model.model": Setting(model, "MODEL")}
-    _print_estimate(located(load_config(settings, config).config.worker))
+    if device in ("cpu", "cuda"):
+        settings = {**settings, "model.device": Setting(device, "--device")}
+    found = located(load_config(settings, config).config.worker)
+    if device in ("auto", "cpu", "cuda"):
+        _print_estimate(found)
+    else:
+        from holdfast.cluster.commands.roofline import print_roofline
+
+        print_roofline(found, device)
     return 0
 
 

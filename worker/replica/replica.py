@@ -16,7 +16,15 @@ from holdfast.worker.config import HealthConfig, WorkerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.replica.rank import LocalLauncher, RankLauncher, Ranks, default_device, join, prepare_process
+from holdfast.worker.replica.rank import (
+    LocalLauncher,
+    RankLauncher,
+    Ranks,
+    default_device,
+    join,
+    prepare_process,
+    with_device,
+)
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.speculation.speculation import Speculation
 from holdfast.worker.step_update import StepUpdate
@@ -81,6 +89,7 @@ class Replica:
         from holdfast.worker.engine.model_runner import ModelRunner
 
         device = default_device(config, rank=0)
+        config = with_device(config, device)
         prepare_process(config, device)
         group, ranks = _gather_ranks(config, device, launcher or LocalLauncher())
         try:
@@ -223,6 +232,7 @@ class Replica:
         finally:  # whatever went wrong there: no rank outlives its replica
             if self._ranks is not None:
                 self._ranks.kill()
+            threading.Thread(target=self._group.abort, name="group-abort", daemon=True).start()  # it may hang itself
 
     def _stop_watching(self) -> None:
         self._watchdog.stop()

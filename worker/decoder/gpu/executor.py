@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.attention.kv_cache import KVCache, KVSpec
-from holdfast.worker.decoder.gpu.graphs import Capture, DecodeGraphs, bucket_of, cuda_capture
-from holdfast.worker.decoder.gpu.launches import SPLIT_KEYS, Launch, Launches, StepTensors, num_vocab_blocks, triton_launch
+from holdfast.worker.decoder.gpu.graphs import BUCKETS, Capture, DecodeGraphs, bucket_of, cuda_capture
+from holdfast.worker.decoder.gpu.launches import (
+    SPLIT_KEYS,
+    Launch,
+    Launches,
+    StepTensors,
+    num_vocab_blocks,
+    splits_outside,
+    triton_launch,
+)
 from holdfast.worker.decoder.gpu.layers import DeviceLayers
 from holdfast.worker.decoder.gpu.step_arrays import StepArrays
 from holdfast.worker.decoder.gpu.weights import DeviceWeights
@@ -76,6 +84,7 @@ class GpuExecutor:
         self._graphs = DecodeGraphs(capture if group.size == 1 else None)
         attention = layout.layers[0].attention
         self._query_group = attention.num_heads // attention.num_kv_heads
+        self._fewest_kv_heads = min(layer.attention.num_kv_heads for layer in layout.layers)
         self._head_dim = max(layer.attention.head_dim for layer in layout.layers)
         self._max_rows = max(max_rows, _FEWEST_ROWS)
         self._arrays: StepArrays | None = None
@@ -188,16 +197,43 @@ class GpuExecutor:
             arrays.fill(batch, count, tiles, block_size)
             step = arrays.tensors(count, len(tiles.narrow), len(tiles.wide), (tiles.narrow_splits, tiles.wide_splits))
             return step, arrays.wanted[:num_wanted], None
-        splits = _split_bucket(tiles.narrow_splits, -(-self._max_positions // SPLIT_KEYS))
+        splits = self._splits_of_graph(bucket, tiles.narrow_splits)
         arrays.fill(batch, bucket, tiles, block_size)
         return arrays.tensors(bucket, bucket, 0, (splits, 0)), arrays.wanted[:bucket], (bucket, splits)
 
     def _is_decode(self, batch: StepBatch) -> bool:
         """Whether each sequence has one token, which is drawn from: the steps that graphs are made of."""
         rows = batch.logits_rows
-        return self._graphs.are_used and len(batch.num_tokens) == len(batch.token_ids) == len(rows) and bool(
-            (rows == np.arange(len(rows))).all()
+        return (
+            self._graphs.are_used
+            and len(batch.num_tokens) == len(batch.token_ids) == len(rows)
+            and bool((rows == np.arange(len(rows))).all())
         )
+
+    def _splits_of_graph(self, num_rows: int, num_splits: int) -> int:
+        """What a graph is captured for: a power of two, so that contexts may grow without a new one; or 1, where the
+        programs of attention go through all splits themselves.
+        """
+        most = -(-self._max_positions // SPLIT_KEYS)
+        rounded = min(most, 1 << max(0, num_splits - 1).bit_length())
+        return rounded if splits_outside(num_rows, self._fewest_kv_heads, rounded) else 1
+
+    def warm_up(self, max_rows: int) -> None:
+        """Captures all graphs of decode steps of up to `max_rows` sequences, so that none is while requests wait.
+
+        Overwrites the first block of the cache.
+        """
+        if not self._graphs.are_used:
+            return
+        cache, most = self._cache_of(), -(-self._max_positions // SPLIT_KEYS)
+        last = bucket_of(max_rows) or BUCKETS[-1]
+        for num_rows in (bucket for bucket in reversed(BUCKETS) if bucket <= last):
+            counts = {self._splits_of_graph(num_rows, 1 << power): 1 << power for power in range(most.bit_length() + 1)}
+            for num_splits in sorted(counts.values(), reverse=True):
+                context = min(self._max_positions, num_splits * SPLIT_KEYS)
+                for with_logits in (True, False):
+                    self.launch(StepBatch.decoding(num_rows, context, cache.block_size), with_logits=with_logits)
+        cache.clear(torch.zeros(1, dtype=torch.int64))
 
     def _cache_of(self) -> KVCache:
         assert self._cache is not None, "a cache is allocated before steps run"
@@ -220,11 +256,6 @@ class GpuExecutor:
             )
             for layer in self._layout.layers
         ]
-
-
-def _split_bucket(num_splits: int, most: int) -> int:
-    """Splits that a graph is captured for: a power of two, so that contexts may grow without a new one."""
-    return min(most, 1 << max(0, num_splits - 1).bit_length())
 
 
 assert NO_TOKEN == -1, "the kernel of the best token says -1"

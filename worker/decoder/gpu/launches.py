@@ -125,8 +125,14 @@ class Launches:
     def embed(self, token_ids: Tensor, table: Tensor, first_id: int, scale: float, residual: Tensor) -> None:
         """Fills the residual stream [T, hidden], float32."""
         hidden = residual.shape[1]
-        arguments = dict(token_ids=token_ids, table=table, residual=residual, first_id=first_id, num_ids=len(table))
-        more = dict(hidden=hidden, scale=scale, BLOCK=_power(hidden))
+        arguments = {
+            "token_ids": token_ids,
+            "table": table,
+            "residual": residual,
+            "first_id": first_id,
+            "num_ids": len(table),
+        }
+        more = {"hidden": hidden, "scale": scale, "BLOCK": _power(hidden)}
         self._launch(embed, (len(residual),), {**arguments, **more}, num_warps=_warps(hidden), num_stages=1)
 
     def linear(
@@ -162,7 +168,7 @@ class Launches:
 
     def sum_parts(self, parts: Tensor, out: Tensor) -> None:
         """parts [1, 2, 4 or 8, T, hidden] -> out [T, hidden], float32, added as a binary tree."""
-        arguments = dict(parts=parts, out=out, num_values=out.numel(), BLOCK=_SUM_BLOCK, PARTS=len(parts))
+        arguments = {"parts": parts, "out": out, "num_values": out.numel(), "BLOCK": _SUM_BLOCK, "PARTS": len(parts)}
         self._launch(sum_parts, (-(-out.numel() // _SUM_BLOCK),), arguments, num_warps=4, num_stages=1)
 
     def add_norm(
@@ -299,21 +305,34 @@ class Launches:
         """up [T, inner or twice that], float32 -> out [T, inner]."""
         num_rows, inner = out.shape
         kind = _ACTIVATIONS.index(activation)
-        arguments = dict(up=up, out=out, inner=inner, BLOCK=_ACTIVATION_BLOCK, KIND=kind, HAS_GATE=has_gate)
+        arguments = {
+            "up": up,
+            "out": out,
+            "inner": inner,
+            "BLOCK": _ACTIVATION_BLOCK,
+            "KIND": kind,
+            "HAS_GATE": has_gate,
+        }
         self._launch(activate, (num_rows, -(-inner // _ACTIVATION_BLOCK)), arguments, num_warps=4, num_stages=1)
 
     def best_of_blocks(self, logits: Tensor, num_columns: int, bests: Tensor, places: Tensor) -> None:
         """logits [W, stride] of `num_columns` -> bests [W, blocks, 3], float32, and places [W, blocks], int32."""
         num_rows, num_blocks = places.shape
-        arguments = dict(logits=logits, bests=bests, places=places, num_columns=num_columns, num_blocks=num_blocks)
+        arguments = {
+            "logits": logits,
+            "bests": bests,
+            "places": places,
+            "num_columns": num_columns,
+            "num_blocks": num_blocks,
+        }
         more = {"stride": logits.stride(0)}
         self._launch(best_of_blocks, (num_rows, num_blocks), {**arguments, **more}, num_warps=4, num_stages=1)
 
     def best_of_rows(self, bests: Tensor, places: Tensor, rank_columns: int, tokens: Tensor, sums: Tensor) -> None:
         """bests [ranks, W, blocks, 3], places [ranks, W, blocks] -> tokens [W], int32, and log-sums-exp [W]."""
         num_ranks, num_rows, num_blocks = places.shape
-        arguments = dict(bests=bests, places=places, tokens=tokens, logsumexps=sums, num_rows=num_rows)
-        more = dict(num_blocks=num_blocks, num_ranks=num_ranks, rank_columns=rank_columns)
+        arguments = {"bests": bests, "places": places, "tokens": tokens, "logsumexps": sums, "num_rows": num_rows}
+        more = {"num_blocks": num_blocks, "num_ranks": num_ranks, "rank_columns": rank_columns}
         self._launch(best_of_rows, (num_rows,), {**arguments, **more}, num_warps=1, num_stages=1)
 
 

@@ -1,7 +1,7 @@
 """Layers of a decoder on a device: the order in which the kernels run on a step, and the buffers between them.
 
-What may live here: what follows what. What may not: arithmetic (`kernels/`), tiles (`launches.py`), the engine's view of
-a step (`executor.py`).
+What may live here: what follows what. What may not: arithmetic (`kernels/`), tiles (`launches.py`), the engine's view
+of a step (`executor.py`).
 """
 
 import math
@@ -38,7 +38,9 @@ class Buffers:
 class DeviceLayers:
     """One rank's layers. All ranks of the group make the same calls."""
 
-    def __init__(self, weights: DeviceWeights, group: TensorParallelGroup, launches: Launches, progress: Tensor) -> None:
+    def __init__(
+        self, weights: DeviceWeights, group: TensorParallelGroup, launches: Launches, progress: Tensor
+    ) -> None:
         """`progress` [1], int64, moves with every layer."""
         self._weights = weights
         self._layout: DecoderLayout = weights.layout
@@ -55,8 +57,8 @@ class DeviceLayers:
         if self._group.size > 1:
             residual.copy_(self._group.all_reduce(residual.clone()))  # of one rank alone, and zeros
         out = self.buffers.take("head", (len(wanted), layout.hidden_size), layout.dtype)
+        self._begin_layer(0, residual, step)
         for index in range(len(layout.layers)):
-            self._begin_layer(index, residual, step) if index == 0 else None
             self._layer(index, residual, step, cache, (wanted, out))
         return out
 
@@ -95,11 +97,11 @@ class DeviceLayers:
             own = self._normed(step, "mlp normed")
             add(residual, None, layer.mlp_norm, own)
         mixed = self._attention(index, layer.attention, normed, step, cache)
-        between, scale = dict(bias=layer.attention.output.bias, out_norm=layer.attention_out_norm), layer.residual_scale
+        bias, out_norm, scale = layer.attention.output.bias, layer.attention_out_norm, layer.residual_scale
         if layer.parallel:
-            add(residual, mixed, None, None, scale=scale, **between)
+            add(residual, mixed, None, None, bias=bias, out_norm=out_norm, scale=scale)
         else:
-            add(residual, mixed, layer.mlp_norm, normed, scale=scale, **between)
+            add(residual, mixed, layer.mlp_norm, normed, bias=bias, out_norm=out_norm, scale=scale)
         fed = self._mlp(layer, own)
         self._end_layer(index, layer, residual, fed, normed, head)
 
@@ -133,9 +135,7 @@ class DeviceLayers:
             progress=self._progress,
         )
 
-    def _attention(
-        self, index: int, attention: Attention, x: Tensor, step: StepTensors, cache: KVCache
-    ) -> Tensor:
+    def _attention(self, index: int, attention: Attention, x: Tensor, step: StepTensors, cache: KVCache) -> Tensor:
         """The parts of attention's output [parts, T, hidden]."""
         layout, rows, pages = self._layout, step.num_rows, cache.layers[index]
         width = attention.num_heads * attention.head_dim
@@ -146,9 +146,7 @@ class DeviceLayers:
         rotary = attention.rotary
         angles = None if rotary is None else self._weights.angles[rotary]
         interleaved = rotary is not None and layout.rotaries[rotary].interleaved
-        self._launches.split_heads(
-            attention, qkv[0], step, angles, interleaved, queries, pages.keys, pages.values
-        )
+        self._launches.split_heads(attention, qkv[0], step, angles, interleaved, queries, pages.keys, pages.values)
         mixed = self.buffers.take("mixed", (rows, width), layout.dtype)
         space = self._split_space(attention, step)
         self._launches.attend(attention, queries, pages.keys, pages.values, step, space, mixed)

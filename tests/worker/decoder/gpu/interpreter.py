@@ -1,4 +1,4 @@
-"""Triton's interpreter as a model of the device: bfloat16 rounds to nearest, and products are added 16 inputs at a time.
+"""Triton's interpreter as a model of a device: bfloat16 rounds to nearest, products are added 16 inputs at a time.
 
 The interpreter's own `dot` is numpy's, whose order of adding depends on the shape; this one adds exactly what one
 matrix instruction takes (16 inputs), rounds, and goes on, so bits show in which order a kernel goes. What may not

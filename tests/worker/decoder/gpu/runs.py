@@ -1,4 +1,4 @@
-"""The GPU executor under the interpreter on tiny models: sequences that go through steps in chunks."""
+"""The GPU executor on tiny models, on any device: sequences that go through steps in chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from holdfast.worker.decoder.gpu.executor import GpuExecutor
 from holdfast.worker.decoder.gpu.graphs import Capture
+from holdfast.worker.decoder.gpu.launches import Launch, triton_launch
 from holdfast.worker.decoder.layout import DecoderLayout
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.plan.step_plan import BlockCopy, ScheduledSequence, StepPlan
-from tests.worker.decoder.gpu.interpreter import launch
 
 MAX_POSITIONS = 4096
 
@@ -35,6 +35,8 @@ class Runner:
     num_blocks: int = 64
     group: TensorParallelGroup = field(default_factory=SingleRank)
     capture: Capture | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    launch: Launch = triton_launch
     free: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,9 +44,9 @@ class Runner:
             self.layout,
             self.group,
             max_positions=MAX_POSITIONS,
-            device=torch.device("cpu"),
+            device=self.device,
             max_rows=256,
-            launch=launch,
+            launch=self.launch,
             capture=self.capture,
         )
         self.cache = self.executor.allocate_cache(self.num_blocks, self.block_size)
@@ -59,7 +61,7 @@ class Runner:
     def step(self, *parts: Part, copies: Sequence[BlockCopy] = ()) -> list[Tensor]:
         """The logits of all tokens, by sequence."""
         output = self.executor.run(batch_of(parts, self.block_size, copies), with_logits=True)
-        return list(output.logits.clone().split([len(part.token_ids) for part in parts]))
+        return list(output.logits.clone().cpu().split([len(part.token_ids) for part in parts]))
 
     def best(self, *parts: Part) -> list[int]:
         """The token that the head chooses after each token."""

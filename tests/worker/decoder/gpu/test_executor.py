@@ -1,9 +1,11 @@
 """The GPU executor runs whole models as the reference does, and a row's bits depend on nothing around it."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from tests.worker.decoder.gpu.runs import Part, Runner, batch_of  # isort: skip  # first: it skips without Triton
+from tests.worker.decoder.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.decoder.gpu.graphs import bucket_of
 from holdfast.worker.decoder.gpu.weights import unfit
 from holdfast.worker.decoder.layout import DecoderLayout
@@ -12,10 +14,13 @@ from holdfast.worker.decoder.recognize import recognize
 from holdfast.worker.decoder.reference import Reference
 from holdfast.worker.plan.step_plan import BlockCopy
 from tests.worker.decoder.cpu.runs import layout_of, tokens
+from tests.worker.decoder.gpu import runs
+from tests.worker.decoder.gpu.runs import Part, batch_of
 from tests.worker.decoder.models import MODELS, config_of, expected_logits, on_ranks, parallelized
 
 BF16, F32 = torch.bfloat16, torch.float32
 FEW = ("llama",)
+Runner = partial(runs.Runner, launch=launch)
 
 
 class FakeGraph:
@@ -91,6 +96,20 @@ def test_rows_do_not_depend_on_their_batch_and_graphs_change_nothing():
     assert together.executor.layers_done() > 4 * len(layout.layers)
 
 
+@pytest.mark.slow
+def test_all_graphs_are_captured_at_load():
+    """For up to 4 rows: of contexts of up to 1,024, 2,048 and 4,096 tokens, with logits and without."""
+    device = FakeDevice()
+    runner = Runner(layout_of("llama"), capture=device)
+    runner.executor.warm_up(3)
+    assert device.captures == 3 * 3 * 2
+    blocks = runner.blocks(100)
+    for position in (0, 70):
+        runner.best(*(Part(position, [5], blocks) for _ in range(3)))
+    assert device.captures == 3 * 3 * 2
+    assert not runner.cache.layers[0].keys[0].any()
+
+
 def test_steps_that_decode_are_padded_to_few_sizes():
     assert [bucket_of(count) for count in (1, 3, 9, 256, 257)] == [1, 4, 16, 256, None]
 
@@ -130,7 +149,6 @@ def test_ranks_give_the_bits_of_one(model, size):
 
 @pytest.mark.slow
 def test_the_proof_at_load_passes():
-    from tests.worker.decoder.gpu.interpreter import launch
     from holdfast.worker.decoder.gpu.executor import GpuExecutor
     from holdfast.worker.decoder.program import _Provable
     from holdfast.worker.distributed.tensor_parallel import SingleRank

@@ -1,4 +1,4 @@
-"""Linears, norms, heads, activations and the head's argmax against float64; a row's bits are the same in any company."""
+"""Linears, norms, heads, activations and the argmax against float64; a row's bits are the same in any company."""
 
 from dataclasses import replace
 
@@ -23,7 +23,9 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def product(x: Tensor, weight: Tensor, slices: int = 1, bias: Tensor | None = None, softcap: float | None = None) -> Tensor:
+def product(
+    x: Tensor, weight: Tensor, slices: int = 1, bias: Tensor | None = None, softcap: float | None = None
+) -> Tensor:
     out = torch.full((slices, len(x), len(weight)), torch.nan)
     LAUNCHES.linear(x, Linear(weights=(weight,), bias=bias), out, scale=0.5, softcap=softcap)
     return out
@@ -43,7 +45,9 @@ def test_slices_of_a_sum_are_those_of_ranks():
     """A rank that has half of the inputs gives the same partial sums."""
     x, weight = random(3, 128, dtype=BF16), random(64, 128, seed=1, dtype=BF16)
     parts = product(x, weight, slices=4)
-    halves = [product(x[:, half].contiguous(), weight[:, half].contiguous(), slices=2) for half in (slice(64), slice(64, 128))]
+    halves = [
+        product(x[:, half].contiguous(), weight[:, half].contiguous(), slices=2) for half in (slice(64), slice(64, 128))
+    ]
     assert torch.equal(parts, torch.cat(halves))
 
 
@@ -58,7 +62,10 @@ def test_slices_of_a_sum_are_those_of_ranks():
     st.sampled_from((None, 3.0)),
 )
 def test_a_linear_of_any_shape(num_rows, num_outputs, slice_inputs, dtype, slices, softcap):
-    x, weight = random(num_rows, slice_inputs * slices, dtype=dtype), random(num_outputs, slice_inputs * slices, dtype=dtype)
+    x, weight = (
+        random(num_rows, slice_inputs * slices, dtype=dtype),
+        random(num_outputs, slice_inputs * slices, dtype=dtype),
+    )
     found = product(x, weight, slices, softcap=softcap)
     for index, part in enumerate(found):
         some = slice(index * slice_inputs, (index + 1) * slice_inputs)

@@ -52,8 +52,5 @@ def activate(
         y = gate * _sigmoid(1.702 * gate)
     if HAS_GATE:
         other = tl.load(up + row * width + inner + places, mask=mask, other=0.0)
-        if KIND == CLAMPED_SWIGLU:
-            y = y * (tl.minimum(tl.maximum(other, -7.0), 7.0) + 1.0)
-        else:
-            y = y * other
+        y = y * (tl.minimum(tl.maximum(other, -7.0), 7.0) + 1.0) if KIND == CLAMPED_SWIGLU else y * other
     tl.store(out + row * inner + places, y.to(out.dtype.element_ty), mask=mask)

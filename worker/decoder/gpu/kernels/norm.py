@@ -123,6 +123,5 @@ def add_norm(
     if WRITES_OUT:
         y = normed_row(x, places, mask, weight, bias, hidden, eps, KIND, HAS_BIAS)
         tl.store(out + program * out_stride + places, y.to(out.dtype.element_ty), mask=mask)
-    if COUNTS:
-        if program == 0:
-            tl.store(progress, tl.load(progress) + 1)
+    if COUNTS and program == 0:
+        tl.store(progress, tl.load(progress) + 1)
