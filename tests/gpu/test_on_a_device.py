@@ -85,8 +85,8 @@ def test_a_query_has_the_same_bits_in_any_tile_and_with_any_splits(head_dim):
         tiles = torch.tensor([(at, min(rows_each, len(some) - at), 0) for at in starts], dtype=torch.int32, device=CUDA)
         positions = torch.arange(first, first + count, dtype=torch.int32, device=CUDA)[rows].contiguous()
         step = StepTensors(positions, positions, positions, table, (AttentionTiles(tiles, width, 3),))
-        heads = 3 * len(some) * kv_heads * group
-        space = SplitSpace(*(torch.empty(heads * size, device=CUDA) for size in (head_dim, 1, 1)))
+        columns = 3 * len(tiles) * kv_heads * width
+        space = SplitSpace(*(torch.empty(columns * size, device=CUDA) for size in (head_dim, 1, 1)))
         out = torch.empty_like(some)
         launches.attend(attention, some, keys, values, step, space, out)
         return out

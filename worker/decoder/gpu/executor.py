@@ -188,7 +188,8 @@ class GpuExecutor:
         """The step on the device, its wanted rows, and the key of its graph if it has one."""
         count, num_wanted = len(batch.token_ids), len(batch.logits_rows)
         if self._arrays is None or max(count, num_wanted) > self._arrays.max_rows:
-            self._make_arrays(max(count, num_wanted, self._max_rows))
+            self._max_rows = max(count, num_wanted, self._max_rows)
+            self._make_arrays(self._max_rows)
         arrays = self._arrays
         assert arrays is not None
         tiles = arrays.tiles_of(batch)

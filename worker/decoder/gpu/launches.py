@@ -26,6 +26,9 @@ _NORM_KINDS: Final = {"rms": 1, "layer": 2}
 _ACTIVATIONS: Final = tuple(Activation)
 _FULL_DEVICE: Final = 256
 """Programs of attention that keep a device busy: fewer are cut at the splits of the keys."""
+MOST_OUTSIDE: Final = 4096
+"""Programs of splits, which bounds the memory for their sums."""
+
 _ACTIVATION_BLOCK: Final = 1024
 _SUM_BLOCK: Final = 1024
 
@@ -104,7 +107,9 @@ class StepTensors:
 
 @dataclass(frozen=True, slots=True)
 class SplitSpace:
-    """Where splits of attention that are programs of their own leave their sums; flat, float32."""
+    """Where splits of attention that are programs of their own leave their sums; flat, float32. Room for as many as
+    `MOST_OUTSIDE` programs of the widest tile.
+    """
 
     totals: Tensor
     bests: Tensor
@@ -113,7 +118,8 @@ class SplitSpace:
 
 def splits_outside(num_tiles: int, num_kv_heads: int, num_splits: int) -> bool:
     """Whether the splits of a launch are programs of their own: it would leave most of a device idle otherwise."""
-    return num_splits > 1 and num_tiles * num_kv_heads < _FULL_DEVICE
+    num_programs = num_tiles * num_kv_heads
+    return num_splits > 1 and num_programs < _FULL_DEVICE and num_programs * num_splits <= MOST_OUTSIDE
 
 
 class Launches:
@@ -274,7 +280,6 @@ class Launches:
                 "tiles": tiles.table,
                 "positions": step.positions,
                 "sinks": queries if attention.sinks is None else attention.sinks,
-                "num_rows": step.num_rows,
                 "KV_HEADS": attention.num_kv_heads,
                 "GROUP": attention.num_heads // attention.num_kv_heads,
                 "HEAD_DIM": attention.head_dim,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.attention.kv_cache import KVCache
-from holdfast.worker.decoder.gpu.launches import Launches, SplitSpace, StepTensors, splits_outside
+from holdfast.worker.decoder.gpu.launches import MOST_OUTSIDE, Launches, SplitSpace, StepTensors, splits_outside
+from holdfast.worker.decoder.gpu.step_arrays import tile_columns
 from holdfast.worker.decoder.gpu.weights import DeviceWeights
 from holdfast.worker.decoder.layout import Attention, DecoderLayout, Layer, Linear, Mlp, Norm
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
@@ -163,16 +164,16 @@ class DeviceLayers:
             start += width
 
     def _split_space(self, attention: Attention, step: StepTensors) -> SplitSpace:
-        """Room for the splits that are programs of their own."""
-        counts = [
-            tiles.num_splits
-            for tiles in step.tiles
-            if splits_outside(len(tiles.table), attention.num_kv_heads, tiles.num_splits)
-        ]
-        heads = max(counts, default=0) * step.num_rows * attention.num_heads
-        take = self.buffers.take
-        totals = take("split totals", (max(1, heads * attention.head_dim),))
-        return SplitSpace(totals, take("split bests", (max(1, heads),)), take("split weights", (max(1, heads),)))
+        """Room for the splits that are programs of their own: the same for every step, so that it never moves."""
+        outside = any(
+            splits_outside(len(tiles.table), attention.num_kv_heads, tiles.num_splits) for tiles in step.tiles
+        )
+        _, widest = tile_columns(attention.num_heads // attention.num_kv_heads, attention.head_dim)
+        columns = MOST_OUTSIDE * widest if outside else 1
+        take, dims = self.buffers.take, max(16, 1 << (attention.head_dim - 1).bit_length())
+        return SplitSpace(
+            take("split totals", (columns * dims,)), take("split bests", (columns,)), take("split weights", (columns,))
+        )
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         """The parts of the MLP's output [parts, T, hidden]."""

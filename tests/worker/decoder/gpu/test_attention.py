@@ -99,9 +99,8 @@ class Memory:
             ),
         )
         queries = torch.cat([self.queries[number] for number in chosen]).flatten(1)
-        splits = max(kind.num_splits for kind in step.tiles)
-        heads = splits * queries.numel() // case.head_dim
-        space = SplitSpace(*(torch.full((heads * size,), torch.nan) for size in (case.head_dim, 1, 1)))
+        programs = max(kind.num_splits * len(kind.table) for kind in step.tiles) * case.kv_heads
+        space = SplitSpace(*(torch.full((programs * max(widths) * size,), torch.nan) for size in (256, 1, 1)))
         out = torch.full_like(queries, torch.nan)
         launches.attend(case.attention, queries, keys, values, step, space, out)
         return list(out.split([case.sequences[number][1] for number in chosen]))

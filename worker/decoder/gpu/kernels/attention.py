@@ -96,20 +96,19 @@ def _one_split(
     return total, best, weight
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def attend(
     queries,  # [rows, KV_HEADS * GROUP, HEAD_DIM]
     keys,  # [blocks, BLOCK, KV_HEADS, HEAD_DIM]
     values,
     out,  # [rows, KV_HEADS * GROUP * HEAD_DIM], dtype of the model
-    split_totals,  # [num_splits, rows, heads, HEAD_DIM], float32
-    split_bests,  # [num_splits, rows, heads], float32; likewise the weights
+    split_totals,  # [splits, tiles, KV_HEADS, DIMS, ROWS], float32
+    split_bests,  # [splits, tiles, KV_HEADS, ROWS], float32; likewise the weights
     split_weights,
     tiles,  # [tiles, 3], int32: first row, number of rows, sequence
     positions,  # [rows], int32
     tables,  # [sequences, table_stride], int32
     sinks,  # [heads], float32
-    num_rows,
     table_stride,
     scaling,
     softcap,
@@ -170,11 +169,10 @@ def attend(
                     HAS_SOFTCAP,
                     TILES_IN_BLOCKS,
                 )
-                rows_before = split * (tl.cast(num_rows, tl.int64) * (KV_HEADS * GROUP))
-                tl.store(split_totals + rows_before * HEAD_DIM + places, total, mask=mask)
-                flat = rows_before + row * (KV_HEADS * GROUP) + head
-                tl.store(split_bests + flat, best, mask=is_row)
-                tl.store(split_weights + flat, weight, mask=is_row)
+                place = (split * tl.num_programs(0) + tl.program_id(0)) * KV_HEADS + kv_head
+                tl.store(split_totals + place * (DIMS * ROWS) + dims[:, None] * ROWS + column[None, :], total)
+                tl.store(split_bests + place * ROWS + column, best)
+                tl.store(split_weights + place * ROWS + column, weight)
         else:
             total = tl.zeros((DIMS, ROWS), dtype=tl.float32)
             best = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
@@ -208,7 +206,7 @@ def attend(
             tl.store(out + places, y.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def merge_splits(
     out,
     split_totals,
@@ -217,7 +215,6 @@ def merge_splits(
     tiles,
     positions,
     sinks,
-    num_rows,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -243,11 +240,10 @@ def merge_splits(
         best = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
         weight = tl.zeros((ROWS,), dtype=tl.float32)
         for split in range(_first_key(first_position, WINDOW) // SPLIT, tl.cdiv(first_position + count, SPLIT)):
-            rows_before = split * (tl.cast(num_rows, tl.int64) * (KV_HEADS * GROUP))
-            more = tl.load(split_totals + rows_before * HEAD_DIM + places, mask=mask, other=0.0)
-            flat = rows_before + row * (KV_HEADS * GROUP) + head
-            more_best = tl.load(split_bests + flat, mask=is_row, other=-float("inf"))
-            more_weight = tl.load(split_weights + flat, mask=is_row, other=0.0)
+            place = (split * tl.num_programs(0) + tl.program_id(0)) * KV_HEADS + kv_head
+            more = tl.load(split_totals + place * (DIMS * ROWS) + dims[:, None] * ROWS + column[None, :])
+            more_best = tl.load(split_bests + place * ROWS + column)
+            more_weight = tl.load(split_weights + place * ROWS + column)
             total, best, weight = _merged(total, best, weight, more, more_best, more_weight)
         sink = tl.zeros((ROWS,), dtype=tl.float32)
         if HAS_SINKS:
