@@ -85,6 +85,11 @@ class Engine:
                 logger.error("the engine did not end within %.0f s, and is left behind", timeout_s)
                 self.give_up(ReplicaError(f"the engine did not end within {timeout_s:.0f} s"))
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the engine has ended, after at most so long."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
     def attach(self, listener: StepListener) -> None:
         """From now on `listener` gets an update after every step. Raises `ReplicaError` if the engine has ended."""
         self._inbox.put(lambda: self._core.attach(listener))

@@ -50,6 +50,9 @@ Progress = Callable[[str, int, int], None]
 class Replica:
     """A model copy that answers requests through `engine`. Made by `start`; ended by `stop`, or by a failure."""
 
+    end_limit_s: float = 5.0
+    """After a rank was lost the engine ends by itself within this time, or is left behind."""
+
     def __init__(
         self,
         info: ModelInfo,
@@ -207,10 +210,15 @@ class Replica:
             known_answer_check.start()
 
     def _watch(self, ranks: Ranks) -> None:
-        """Any rank's death fails the whole replica at once: a group with a hole computes nothing."""
+        """Any rank's death fails the whole replica at once: a group with a hole computes nothing.
+
+        On GPUs the engine may wait for the lost rank for ever: then callers are answered here.
+        """
         error = ReplicaError(f"the replica lost a rank: {ranks.wait()}")
         self.engine.fail(error)
         self._fail(error)
+        if not self.engine.wait(self.end_limit_s):
+            self.engine.give_up(error)
 
     def _condemn(self, still_s: float) -> None:
         """A frozen rank blocks all others, and which one it is cannot be told: the whole group is ended."""

@@ -19,7 +19,6 @@ from tests.worker.decoder.gpu.runs import Part, batch_of
 from tests.worker.decoder.models import MODELS, config_of, expected_logits, on_ranks, parallelized
 
 BF16, F32 = torch.bfloat16, torch.float32
-FEW = ("llama",)
 Runner = partial(runs.Runner, launch=launch)
 
 
@@ -45,8 +44,9 @@ def size_of(x):
     return x.square().mean(1).sqrt().median().item()
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(BF16), pytest.param(F32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("model", [pytest.param(m, marks=() if m in FEW else pytest.mark.slow) for m in MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("model", MODELS)
 def test_a_family_is_computed_as_the_reference_does(model, dtype):
     """In one piece and in chunks: equal bits."""
     layout = layout_of(model, dtype)
@@ -78,12 +78,15 @@ def test_greedy_tokens_are_those_of_hugging_face():
 
 
 def test_rows_do_not_depend_on_their_batch_and_graphs_change_nothing():
-    """Three sequences packed at uneven places, one of which decodes; then all decode, padded to a graph's rows."""
+    """Three sequences packed at uneven places; then all decode, padded to a graph's rows. As the reference computes."""
     layout = layout_of("llama")
     alone, device = Runner(layout), FakeDevice()
     together = Runner(layout, capture=device)
-    ids = [tokens(count, seed) for seed, count in enumerate((19, 34, 3))]
+    ids = [tokens(count, seed) for seed, count in enumerate((4, 7, 2))]
     expected = [alone.run(each) for each in ids]
+    exact = Reference(layout, dtype=torch.float64).run_model(torch.tensor(ids[1]))
+    rounded = Reference(layout, rounds=True).run_model(torch.tensor(ids[1]))
+    assert size_of(expected[1].double() - exact) <= 1.5 * size_of(rounded.double() - exact)
     blocks = [together.blocks(len(each)) for each in ids]
     first = together.step(*(Part(0, each[:-1], table) for each, table in zip(ids, blocks, strict=True)))
     last = [Part(len(each) - 1, each[-1:], table) for each, table in zip(ids, blocks, strict=True)]
