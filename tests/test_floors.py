@@ -23,7 +23,7 @@ ROOMS = {  # from the ground up: a room imports from those before it
     "router": ("wire", "text", "tools", "replicas", "dispatch", "security", "requests", "links", "doors", "router"),
     "cluster": ("scaling", "config", "bundled_model", "client", "offline", "serve", "simulate", "demo", "commands"),
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
-    "worker.decoder": ("cpu", "program"),  # an executor knows the layout; only the program knows an executor
+    "worker.decoder": ("cpu", "gpu", "program"),  # an executor knows the layout; only the program knows an executor
 }
 DOORS = {  # what a package may import of those below it
     "router": {"worker": ("words", "service_order", "wire", "security")},  # one codec and lock of the link
@@ -45,6 +45,7 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     "worker.decoder": {"ray", "asyncio", "grpc"},
     **{f"worker.decoder.{room}": {"ctypes", "fcntl", "subprocess"} for room in ("words", "program")},
     "worker.decoder.cpu": {"ray", "asyncio", "grpc", "transformers"},
+    "worker.decoder.gpu": {"ray", "asyncio", "grpc", "transformers", "ctypes"},
     "worker.wire": TENSORS | IO,
     "router": {"torch", "ray"},
     "router.words": IO,

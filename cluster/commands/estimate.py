@@ -4,7 +4,7 @@ What may not live here: the estimate (`worker/model/memory.py`).
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -24,13 +24,17 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _NOT_WHICH = tuple(f"cluster.{name}" for name in ClusterConfig.model_fields if name != "cpus_per_rank")
 
 
-@takes_settings("model", "parallel", "cache", "cluster", without=("model.model", *_NOT_WHICH))
+@takes_settings("model", "parallel", "cache", "cluster", without=("model.model", "model.device", *_NOT_WHICH))
 def estimate(
     model: Annotated[
         str | None, Parameter(help="a Hugging Face folder, a hub id, or the bundled demo [default]")
     ] = None,
     /,
     *,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda", "a100", "h100", "h200", "b200"],
+        Parameter(help="where it runs; of a GPU by name: what steps should take there, by its published figures"),
+    ] = "auto",
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
     k8s: Annotated[bool, Parameter(name="--k8s", negative=(), help="as resources of a RayService's pods")] = False,
     ranks_per_host: Annotated[int, Parameter(validator=Number(gte=1), help="with --k8s: GPUs that a host has")] = 8,
@@ -44,12 +48,18 @@ def estimate(
 
     if model is not None:
         settings = {**settings, "model.model": Setting(model, "MODEL")}
+    if device in ("cpu", "cuda"):
+        settings = {**settings, "model.device": Setting(device, "--device")}
     loaded = load_config(settings, config).config
     worker = located(loaded.worker)
     if k8s:
         _print_resources(worker, loaded.cluster.cpus_per_rank, ranks_per_host)
-    else:
+    elif device in ("auto", "cpu", "cuda"):
         _print_estimate(worker)
+    else:
+        from holdfast.cluster.commands.roofline import print_roofline
+
+        print_roofline(worker, device)
     return 0
 
 

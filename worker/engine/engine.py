@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from holdfast.worker.engine.inbox import Inbox
 from holdfast.worker.engine_core.engine_core import EngineCore
@@ -33,6 +33,10 @@ from holdfast.worker.tuning.step_tuner import StepTuner
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+
+STOP_LIMIT_S: Final = 30.0
+"""How long `stop` waits for the step now running."""
 
 
 class Engine:
@@ -68,11 +72,23 @@ class Engine:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Aborts what is running, answers everyone and joins the thread. Safe to call twice."""
+    def stop(self, timeout_s: float = STOP_LIMIT_S) -> None:
+        """Aborts what is running, answers everyone and joins the thread. Safe to call twice.
+
+        A thread that does not end, as one that waits for a device whose peer has died, is left behind after
+        `timeout_s`; everyone is answered on this thread then.
+        """
         self._inbox.put_unless_closed(self._stop)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                logger.error("the engine did not end within %.0f s, and is left behind", timeout_s)
+                self.give_up(ReplicaError(f"the engine did not end within {timeout_s:.0f} s"))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the engine has ended, after at most so long."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def attach(self, listener: StepListener) -> None:
         """From now on `listener` gets an update after every step. Raises `ReplicaError` if the engine has ended."""

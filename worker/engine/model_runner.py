@@ -6,6 +6,7 @@ What may live here: one step's way through a rank, and the messages between rank
 """
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -74,6 +75,7 @@ class ModelRunner:
         self._config = config
         self._group = group
         self._device = device
+        self._entered_by: int | None = None
 
     @classmethod
     def load(
@@ -93,6 +95,7 @@ class ModelRunner:
         runner = cls(loaded, config, group, device)
         progress("check", 0, 1)
         row_invariant = _self_check(runner, group, loaded.cache) and loaded.program.row_invariant
+        loaded.program.warm_up(config.scheduler.max_num_seqs)
         trim_heap()
         progress("check", 1, 1)
         if not row_invariant:
@@ -126,7 +129,15 @@ class ModelRunner:
 
     def execute(self, batch: StepBatch) -> HeadOutput:
         """Runs one step. What the leader gets counts."""
+        self._enter_device()
         return self.program.run(batch, with_logits=batch.with_logits)
+
+    def _enter_device(self) -> None:
+        """CUDA's current device belongs to a thread, and a model is loaded on another one than its steps run on."""
+        thread = threading.get_ident()
+        if self._device.index is not None and thread != self._entered_by:
+            torch.cuda.set_device(self._device)
+            self._entered_by = thread
 
     def close(self) -> None:
         """Frees what the program holds. Nothing is run after it."""

@@ -16,7 +16,15 @@ from holdfast.worker.config import HealthConfig, WorkerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.replica.rank import LocalLauncher, RankLauncher, Ranks, default_device, join, prepare_process
+from holdfast.worker.replica.rank import (
+    LocalLauncher,
+    RankLauncher,
+    Ranks,
+    default_device,
+    join,
+    prepare_process,
+    with_device,
+)
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.speculation.speculation import Speculation
 from holdfast.worker.step_update import StepUpdate
@@ -41,6 +49,9 @@ Progress = Callable[[str, int, int], None]
 
 class Replica:
     """A model copy that answers requests through `engine`. Made by `start`; ended by `stop`, or by a failure."""
+
+    end_limit_s: float = 5.0
+    """After a rank was lost the engine ends by itself within this time, or is left behind."""
 
     def __init__(
         self,
@@ -81,6 +92,7 @@ class Replica:
         from holdfast.worker.engine.model_runner import ModelRunner
 
         device = default_device(config, rank=0)
+        config = with_device(config, device)
         prepare_process(config, device)
         group, ranks = _gather_ranks(config, device, launcher or LocalLauncher())
         try:
@@ -198,10 +210,15 @@ class Replica:
             known_answer_check.start()
 
     def _watch(self, ranks: Ranks) -> None:
-        """Any rank's death fails the whole replica at once: a group with a hole computes nothing."""
+        """Any rank's death fails the whole replica at once: a group with a hole computes nothing.
+
+        On GPUs the engine may wait for the lost rank for ever: then callers are answered here.
+        """
         error = ReplicaError(f"the replica lost a rank: {ranks.wait()}")
         self.engine.fail(error)
         self._fail(error)
+        if not self.engine.wait(self.end_limit_s):
+            self.engine.give_up(error)
 
     def _condemn(self, still_s: float) -> None:
         """A frozen rank blocks all others, and which one it is cannot be told: the whole group is ended."""
@@ -223,6 +240,7 @@ class Replica:
         finally:  # whatever went wrong there: no rank outlives its replica
             if self._ranks is not None:
                 self._ranks.kill()
+            threading.Thread(target=self._group.abort, name="group-abort", daemon=True).start()  # it may hang itself
 
     def _stop_watching(self) -> None:
         self._watchdog.stop()

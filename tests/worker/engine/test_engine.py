@@ -422,3 +422,21 @@ def test_rates_are_zero_before_anything_has_run(engine_and_friends):
     engine, *_ = engine_and_friends
     stats = engine.stats()
     assert (stats.prefix_hit_rate, stats.tokens_per_s) == (0, 0)
+
+
+def test_stop_does_not_wait_for_a_step_that_never_ends():
+    """As one does that waits for a device whose peer has died. Everyone is answered all the same."""
+    entered, released = threading.Event(), threading.Event()
+
+    class Stuck(PseudoRunner):
+        def run(self, plan):
+            entered.set()
+            released.wait(TIMEOUT_S)
+            return super().run(plan)
+
+    engine, _, recorder = make_engine(Stuck(NUM_BLOCKS, BLOCK_SIZE))
+    engine.submit(make_request("r"), recorder)
+    assert entered.wait(TIMEOUT_S)
+    engine.stop(timeout_s=0.01)
+    assert isinstance(recorder.failure, ReplicaError)
+    released.set()
