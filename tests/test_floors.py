@@ -21,7 +21,7 @@ PROCESS = (
 ROOMS = {  # from the ground up: a room imports from those before it
     "worker": (*POLICY, *DEVICE, *PROCESS),
     "router": ("wire", "text", "tools", "replicas", "dispatch", "security", "requests", "links", "doors", "router"),
-    "cluster": ("config", "bundled_model", "client", "offline", "serve", "simulate", "demo", "commands"),
+    "cluster": ("config", "bundled_model", "client", "offline", "serve", "simulate", "bench", "demo", "commands"),
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
     "worker.decoder": ("cpu", "program"),  # an executor knows the layout; only the program knows an executor
 }
@@ -55,7 +55,15 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     "router.security": TENSORS | IO,  # keys are made by a command, and looked up at the time that is passed in
     "cluster.simulate": TENSORS | (IO - {"random"}),
 }
-STUBS = ("worker.wire", "worker.replica", "router.wire", "router.links", "router.doors", "cluster.client")
+STUBS = (
+    "worker.wire",
+    "worker.replica",
+    "router.wire",
+    "router.links",
+    "router.doors",
+    "cluster.client",
+    "cluster.bench",
+)
 
 
 def room(dotted: str) -> tuple[str, str]:

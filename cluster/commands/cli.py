@@ -29,7 +29,7 @@ Examples:
 """
 
 
-def _version() -> str:
+def version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -43,7 +43,7 @@ app = App(
     help="LLM serving whose streams hold.",
     help_epilogue=_EXAMPLES,
     help_format="plaintext",
-    version=_version,
+    version=version,
     group_commands=_MORE,
     suppress_keyboard_interrupt=False,
 )
@@ -56,6 +56,7 @@ _COMMANDS = (
     ("serve", _FIRST, "Start a cluster, or join one, and serve models over gRPC and HTTP."),
     ("generate", _FIRST, "Complete a prompt, in this process or on a server."),
     ("demo", _FIRST, "Start a local cluster, stream four prompts at once, and stop it."),
+    ("bench", _MORE, "Put a load on a server, ours or another's, and report what its clients see."),
     ("stats", _MORE, "Show how busy a running cluster's replicas are, and what their caches do."),
     ("simulate", _MORE, "Run the cluster's deciders in virtual time under faults, and check every token."),
     ("estimate", _MORE, "Say how much memory a model needs, without loading it."),
