@@ -90,7 +90,7 @@ class PromptTexts:
 
     def _own(self, number: int, index: int, num_words: int) -> str:
         """Begins with the session's number, written in words as digits, so that no cache knows it."""
-        digits = []
+        digits: list[str] = []
         rest = number * 64 + index
         while rest or not digits:
             rest, digit = divmod(rest, len(WORDS))
