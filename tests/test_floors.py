@@ -21,7 +21,18 @@ PROCESS = (
 ROOMS = {  # from the ground up: a room imports from those before it
     "worker": (*POLICY, *DEVICE, *PROCESS),
     "router": ("wire", "text", "tools", "replicas", "dispatch", "security", "requests", "links", "doors", "router"),
-    "cluster": ("scaling", "config", "bundled_model", "client", "offline", "serve", "simulate", "demo", "commands"),
+    "cluster": (
+        "scaling",
+        "config",
+        "bundled_model",
+        "client",
+        "offline",
+        "serve",
+        "simulate",
+        "bench",
+        "demo",
+        "commands",
+    ),
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
     "worker.decoder": ("cpu", "gpu", "program"),  # an executor knows the layout; only the program knows an executor
 }
@@ -57,7 +68,15 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     "cluster.scaling": TENSORS | IO,
     "cluster.simulate": TENSORS | (IO - {"random"}),
 }
-STUBS = ("worker.wire", "worker.replica", "router.wire", "router.links", "router.doors", "cluster.client")
+STUBS = (
+    "worker.wire",
+    "worker.replica",
+    "router.wire",
+    "router.links",
+    "router.doors",
+    "cluster.client",
+    "cluster.bench",
+)
 
 
 def room(dotted: str) -> tuple[str, str]:

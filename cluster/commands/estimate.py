@@ -12,13 +12,12 @@ from cyclopts.validators import Number
 from holdfast.cluster.config.config import ClusterConfig, load_config
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.sources import Layer, Setting
+from holdfast.worker.available_memory import readable_bytes
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from holdfast.worker.model.memory import MemoryEstimator
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 _NOT_WHICH = tuple(f"cluster.{name}" for name in ClusterConfig.model_fields if name != "cpus_per_rank")
@@ -94,9 +93,9 @@ def _print_estimate(config: WorkerConfig) -> None:
     needs = MemoryEstimator(config)
     cache_bytes = _cache_bytes_here(config, needs)
     num_sequences = needs.num_sequences(cache_bytes, needs.max_model_len)
-    print(f"weights     {_readable(needs.weight_bytes)}")
-    print(f"KV cache    {_readable(needs.kv_bytes_per_token)} a token, {needs.block_size} tokens a block")
-    print(f"in {_readable(cache_bytes)}  {needs.num_blocks(cache_bytes)} blocks")
+    print(f"weights     {readable_bytes(needs.weight_bytes)}")
+    print(f"KV cache    {readable_bytes(needs.kv_bytes_per_token)} a token, {needs.block_size} tokens a block")
+    print(f"in {readable_bytes(cache_bytes)}  {needs.num_blocks(cache_bytes)} blocks")
     print(f"            {num_sequences} sequences of {needs.max_model_len} tokens, the longest this model takes")
 
 
@@ -111,10 +110,3 @@ def _cache_bytes_here(config: WorkerConfig, needs: "MemoryEstimator") -> int:
     _, total = torch.cuda.mem_get_info()
     default_bytes = max(0, int(total * config.cache.gpu_memory_utilization) - needs.weight_bytes)
     return needs.default_cache_bytes(config, default_bytes, is_gpu=True)
-
-
-def _readable(num_bytes: int) -> str:
-    amount, unit = float(num_bytes), 0
-    while amount >= 1024 and unit < len(_UNITS) - 1:
-        amount, unit = amount / 1024, unit + 1
-    return f"{amount:.4g} {_UNITS[unit]}"

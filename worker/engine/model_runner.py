@@ -5,6 +5,7 @@ What may live here: one step's way through a rank, and the messages between rank
 (`worker/replica/rank.py`).
 """
 
+import errno
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelG
 from holdfast.worker.engine.self_check import SelfCheck
 from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError, UnsupportedModelError
 from holdfast.worker.layers.mapped_files import trim_heap
+from holdfast.worker.model.checks import first_line
 from holdfast.worker.model.loading import LoadedModel, check_same_model, load_model, reloaded_config
 from holdfast.worker.model.model import choose_device
 from holdfast.worker.model.program import BlockCache
@@ -91,7 +93,16 @@ class ModelRunner:
         """
         progress = progress or _silent
         device = device or choose_device(config.model)
-        loaded = load_model(config, group, device, progress)
+        try:
+            loaded = load_model(config, group, device, progress)
+        except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+            if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+                raise
+            raise ConfigurationError(
+                f"model.model = {config.model.model!r}: out of memory while it was loaded ({first_line(error)}); lower "
+                "--kv-cache-memory or --gpu-memory-utilization, raise --tp, or serve a smaller model (`holdfast "
+                "estimate` says what one needs)"
+            ) from error
         runner = cls(loaded, config, group, device)
         progress("check", 0, 1)
         row_invariant = _self_check(runner, group, loaded.cache) and loaded.program.row_invariant
