@@ -22,10 +22,11 @@ from holdfast.router.events import ModelStatus
 from holdfast.router.links.link_pool import LinkPool
 from holdfast.router.links.replica_directory import ReplicaDirectory
 from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.requests.slow_requests import SlowRequests
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
-from holdfast.worker.config import ServiceOrderConfig
+from holdfast.worker.config import ServiceOrderConfig, TelemetryConfig
 from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.security.tls import ServerTls, add_port
 
@@ -50,6 +51,7 @@ class Router:
         tls: ServerTls | None = None,
         links: LinkSecurity = UNSECURED,
         on_models: Callable[[Sequence[ModelStatus]], None] | None = None,
+        telemetry: TelemetryConfig | None = None,
     ) -> None:
         self._tls, self._limits = tls, limits
         self._on_models = on_models
@@ -59,6 +61,9 @@ class Router:
         self._dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), self._publish_health)
         tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
         self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits, gate)
+        telemetry, stats = telemetry or TelemetryConfig(), self._request_processor.stats
+        if telemetry.slow_request_s is not None:
+            stats.on_end.append(SlowRequests(telemetry.slow_request_s, stats))
         self._link_pool = LinkPool(self._dispatch_host, tokenizers, config, links)
         parts = self._request_processor, self._dispatch_host
         servicers = {
@@ -98,16 +103,18 @@ class Router:
         tls: ServerTls | None = None,
         links: LinkSecurity = UNSECURED,
         on_models: Callable[[Sequence[ModelStatus]], None] | None = None,
+        telemetry: TelemetryConfig | None = None,
     ) -> "Router":
         """A router that listens on `host:port` (port 0 picks a free one) and dials the replicas of `directory`.
 
         With an `http_port` it serves HTTP as well, with an `admin_port` channelz on loopback. Does not wait for
         replicas: until one is up, requests are UNAVAILABLE and health is NOT_SERVING. The `gate` lets callers in at
         every port; without it all may come. gRPC and HTTP are served over `tls`, if it is given, and `links` says how
-        replicas are dialled. `on_models` is told the models that are served here, when they change. Raises
+        replicas are dialled. `on_models` is told the models that are served here, when they change. `telemetry`
+        says what it logs of requests. Raises
         `RuntimeError` if a port is taken.
         """
-        router = cls(config, limits, load_tokenizer, order, gate, tls, links, on_models)
+        router = cls(config, limits, load_tokenizer, order, gate, tls, links, on_models, telemetry)
         await router._listen(host, port)
         if http_port is not None:
             await router._listen_http(host, http_port)

@@ -17,6 +17,7 @@ from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.engine_door import DoorSettings, EngineDoor
 from holdfast.cluster.serve.log_lines import date_log_lines
 from holdfast.cluster.serve.membership import Lease, cluster_security, found
+from holdfast.cluster.serve.metrics_door import MetricsDoor, MetricsSettings
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
 from holdfast.cluster.serve.security import check_exposed
@@ -45,8 +46,9 @@ class ReplicaDeployment:
         drain_timeout_s: float,
         directory: Any,
         door: DoorSettings | None = None,
+        metrics: MetricsSettings | None = None,
     ) -> None:
-        date_log_lines()
+        date_log_lines(config.telemetry.log_format)
         end_when_out_of_memory()
         self._drain_timeout_s = drain_timeout_s
         self._loop = asyncio.get_running_loop()
@@ -55,11 +57,13 @@ class ReplicaDeployment:
         self._lease = Lease(handle, _starting(config))
         self._server: LinkServer | None = None
         self._door: EngineDoor | None = None
+        self._metrics: MetricsDoor | None = None
         end_on_sigterm(self.__del__, limit_s=drain_timeout_s + STOP_S)
         try:
             security = await cluster_security(handle)
-            if door is not None:
-                check_exposed(security.settings, door.host)
+            for served in (door, metrics):
+                if served is not None:
+                    check_exposed(security.settings, served.host)
             self._replica = await asyncio.to_thread(Replica.start, located(config), launcher, self._report)
         except CallerError as error:
             self._say(error=str(error))
@@ -70,15 +74,19 @@ class ReplicaDeployment:
         )
         if door is not None:
             self._door = await EngineDoor.start(self._replica, door, config.scheduler, security)
+        if metrics is not None:
+            self._metrics = await MetricsDoor.start(self._replica, _replica_id(), metrics, security)
         self._replica.on_failure(ProcessEnd(self._close_soon).because)
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
         self._beating = None if heartbeat_pipe is None else self._loop.create_task(heartbeat_pipe.keep_beating())
         info = self._replica.info
         engine = "" if self._door is None else reachable(self._door.address)
+        scraped = "" if self._metrics is None else reachable(self._metrics.address)
         self._say(
             phase="serving",
             address=self._server.address,
             engine_address=engine,
+            metrics_address=scraped,
             model=info.model,
             model_path=info.path,
         )
@@ -102,6 +110,8 @@ class ReplicaDeployment:
         await self._server.stop()
         if self._door is not None:
             await self._door.stop()
+        if self._metrics is not None:
+            await self._metrics.stop()
         await asyncio.to_thread(self._replica.stop)
 
     def _is_busy(self) -> bool:

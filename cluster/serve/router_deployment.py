@@ -43,7 +43,7 @@ class RouterDeployment:
 
     async def __init__(self, config: HoldfastConfig, host: str, directory: Any, *replicas: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         # `replicas` are here only because Serve deploys what the ingress is given.
-        date_log_lines()
+        date_log_lines(config.telemetry.log_format)
         end_when_out_of_memory()
         self._directory = directory
         self._drain_timeout_s = config.cluster.drain_timeout_s
@@ -171,6 +171,7 @@ async def _start(
                 tls=tls,
                 links=security.links,
                 on_models=on_models,
+                telemetry=config.telemetry,
             )
         except RuntimeError as taken:
             error = taken

@@ -167,7 +167,8 @@ class RequestProcessor:
             try:
                 yield answer
             finally:
-                watch.num_tokens = call.num_tokens
+                watch.num_tokens, watch.timelines = call.num_tokens, call.timelines
+                watch.reader_wait_s = call.behind_s
 
     @asynccontextmanager
     async def search(
@@ -207,8 +208,8 @@ class RequestProcessor:
             raise
 
     def _watch(self, admitted: "_Admitted") -> RequestWatch:
-        num_prompt_tokens, now = len(admitted.engine_request.prompt_token_ids), self._dispatch_host.now
-        return RequestWatch(self.stats.of(admitted.model.name), num_prompt_tokens, now, now())
+        now = self._dispatch_host.now
+        return RequestWatch(self.stats, admitted.engine_request, admitted.model.name, now, now())
 
     def abort(self, request_id: str) -> bool:
         """Ends a request, whoever has sent it, after the output that it has. Returns whether it was open.
