@@ -5,6 +5,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -30,6 +31,9 @@ from holdfast.worker.config import ServiceOrderConfig, TelemetryConfig
 from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.security.tls import ServerTls, add_port
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
@@ -52,6 +56,7 @@ class Router:
         links: LinkSecurity = UNSECURED,
         on_models: Callable[[Sequence[ModelStatus]], None] | None = None,
         telemetry: TelemetryConfig | None = None,
+        tracer: "Tracer | None" = None,
     ) -> None:
         self._tls, self._limits = tls, limits
         self._on_models = on_models
@@ -60,7 +65,7 @@ class Router:
         dispatch = Dispatch(config, limits, random.Random().randrange, order=order)
         self._dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), self._publish_health)
         tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
-        self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits, gate)
+        self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits, gate, tracer)
         telemetry, stats = telemetry or TelemetryConfig(), self._request_processor.stats
         if telemetry.slow_request_s is not None:
             stats.on_end.append(SlowRequests(telemetry.slow_request_s, stats))
@@ -104,6 +109,7 @@ class Router:
         links: LinkSecurity = UNSECURED,
         on_models: Callable[[Sequence[ModelStatus]], None] | None = None,
         telemetry: TelemetryConfig | None = None,
+        tracer: "Tracer | None" = None,
     ) -> "Router":
         """A router that listens on `host:port` (port 0 picks a free one) and dials the replicas of `directory`.
 
@@ -111,10 +117,10 @@ class Router:
         replicas: until one is up, requests are UNAVAILABLE and health is NOT_SERVING. The `gate` lets callers in at
         every port; without it all may come. gRPC and HTTP are served over `tls`, if it is given, and `links` says how
         replicas are dialled. `on_models` is told the models that are served here, when they change. `telemetry`
-        says what it logs of requests. Raises
+        says what it logs of requests, and with a `tracer` they are traced. Raises
         `RuntimeError` if a port is taken.
         """
-        router = cls(config, limits, load_tokenizer, order, gate, tls, links, on_models, telemetry)
+        router = cls(config, limits, load_tokenizer, order, gate, tls, links, on_models, telemetry, tracer)
         await router._listen(host, port)
         if http_port is not None:
             await router._listen_http(host, http_port)

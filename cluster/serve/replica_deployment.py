@@ -8,7 +8,7 @@ once, and Serve starts another. What may not live here: what a replica does (`wo
 import asyncio
 import time
 from dataclasses import replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ray import serve
 
@@ -22,10 +22,14 @@ from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reac
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
 from holdfast.cluster.serve.security import check_exposed
 from holdfast.cluster.serve.termination import end_on_sigterm
+from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.replica.replica import Replica
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 FLUSH_S: Final = 0.5
 """How long a failed replica may take to say so before its process ends."""
@@ -58,19 +62,22 @@ class ReplicaDeployment:
         self._server: LinkServer | None = None
         self._door: EngineDoor | None = None
         self._metrics: MetricsDoor | None = None
+        self._tracing: TracerProvider | None = None
         end_on_sigterm(self.__del__, limit_s=drain_timeout_s + STOP_S)
         try:
             security = await cluster_security(handle)
             for served in (door, metrics):
                 if served is not None:
                     check_exposed(security.settings, served.host)
+            self._tracing = tracer_provider(config.telemetry, "replica", _replica_id())
             self._replica = await asyncio.to_thread(Replica.start, located(config), launcher, self._report)
         except CallerError as error:
             self._say(error=str(error))
             await self._lease.flush()
             raise
+        tracer = None if self._tracing is None else self._tracing.get_tracer(SCOPE)
         self._server = await LinkServer.start(
-            self._replica, replica_id=_replica_id(), host=launcher.host, security=security.links
+            self._replica, replica_id=_replica_id(), host=launcher.host, security=security.links, tracer=tracer
         )
         if door is not None:
             self._door = await EngineDoor.start(self._replica, door, config.scheduler, security)
@@ -113,6 +120,8 @@ class ReplicaDeployment:
         if self._metrics is not None:
             await self._metrics.stop()
         await asyncio.to_thread(self._replica.stop)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.shutdown)
 
     def _is_busy(self) -> bool:
         engine = self._replica.engine

@@ -50,6 +50,7 @@ from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.requests.tracing import TRACEPARENT, note_incoming
 from holdfast.router.security.gate import Gate
 from holdfast.worker.errors import InvalidRequestError, ReplicaError
 
@@ -216,6 +217,7 @@ class HttpDoor:
 
     async def _submission(self, request: Request) -> tuple[Submission, bytes]:
         """Which request it is, and its body's own bytes."""
+        note_incoming(request.headers.get(TRACEPARENT, ""))
         return Submission.read(request.headers, await self._content(request))
 
     def _streamed(
