@@ -25,7 +25,7 @@ from holdfast.cluster.simulate.capacity.capacity import ClusterShape
 from holdfast.cluster.simulate.capacity.capacity_report import percentile
 from holdfast.cluster.simulate.capacity.elastic import ElasticResult, Policy, serve_elastic
 from holdfast.cluster.simulate.capacity.loads import arrivals, burst, day, ramp, spells
-from holdfast.cluster.simulate.capacity.trace import Arrival, read_trace
+from holdfast.cluster.load_trace import Arrival, read_trace
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.tuning.step_time import StepCosts
 

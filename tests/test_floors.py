@@ -20,17 +20,12 @@ PROCESS = (
 )  # wire: both ends of a link read and write its messages by one codec
 ROOMS = {  # from the ground up: a room imports from those before it
     "worker": (*POLICY, *DEVICE, *PROCESS),
-    "router": ("wire", "text", "tools", "replicas", "dispatch", "security", "requests", "links", "doors", "router"),
+    "router": (
+        *("wire", "text", "tools", "replicas", "dispatch", "security", "requests", "metrics", "links", "doors"),
+        "router",
+    ),
     "cluster": (
-        "scaling",
-        "config",
-        "bundled_model",
-        "client",
-        "offline",
-        "serve",
-        "simulate",
-        "bench",
-        "demo",
+        *("scaling", "config", "bundled_model", "client", "offline", "serve", "simulate", "bench", "demo"),
         "commands",
     ),
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),

@@ -25,6 +25,7 @@ from holdfast.worker.config import (
     SchedulerConfig,
     Settings,
     SpeculationConfig,
+    TelemetryConfig,
     WorkerConfig,
 )
 
@@ -111,6 +112,13 @@ class ClusterConfig(Settings):
         description="port of vLLM's engine protocol on the first replica of a machine, the next ones on the next; 0: "
         "free ones, none: it is not served",
     )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of Prometheus metrics on the first replica of a machine, the next ones on the next; 0: free "
+        "ones, none: routers alone tell of replicas",
+    )
     address: str | None = Field(
         None, description="an existing Ray cluster to join (`auto` or host:port); unset: start one"
     )
@@ -193,6 +201,7 @@ class HoldfastConfig(Settings):
     limits: LimitsConfig = LimitsConfig()
     security: SecurityConfig = SecurityConfig()
     client: ClientConfig = ClientConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     cluster: ClusterConfig = ClusterConfig()
     scaling: ScalingConfig = ScalingConfig()
 
@@ -241,6 +250,7 @@ class HoldfastConfig(Settings):
             scheduler=self.scheduler,
             health=self.health,
             speculation=self.speculation,
+            telemetry=self.telemetry,
         )
 
 

@@ -128,7 +128,8 @@ def update_model(
     """
     config = with_template_texts(config)
     if config.cluster.address is None:
-        check_folders(config)
+        check_files(config)
+        check_hub(config)
         config = _fitted(config)
     return Update(ServeSteps(config, known_answers, plan.share), plan, report).run()
 

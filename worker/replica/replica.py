@@ -16,6 +16,7 @@ from holdfast.worker.config import HealthConfig, WorkerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.replica.gpu_stats import gpu_watch
 from holdfast.worker.replica.rank import (
     LocalLauncher,
     RankLauncher,
@@ -131,7 +132,8 @@ class Replica:
             num_speculative_tokens=speculation.num_speculative_tokens,
         )
         leader = LeaderRunner(runner, group)
-        engine = Engine(scheduler, leader, progress=runner.progress, tuner=tuner)
+        gpu = gpu_watch(default_device(config, rank=0))
+        engine = Engine(scheduler, leader, progress=runner.progress, tuner=tuner, gpu=gpu)
         replica = cls(info, engine, leader, group, ranks, config.health)
         try:
             replica._begin()

@@ -20,7 +20,7 @@ from holdfast.cluster.simulate.capacity.capacity import (
     Service,
     replica_shape,
 )
-from holdfast.cluster.simulate.capacity.trace import Arrival
+from holdfast.cluster.load_trace import Arrival
 from holdfast.cluster.simulate.kernel.network import Network
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.config import LimitsConfig, RouterConfig
@@ -178,5 +178,5 @@ def serve_elastic(
         services=[client.service() for client in clients],
         replica_s=cluster.replica_s,
         changes=cluster.changes,
-        num_moved=cluster.router.dispatch_host.num_resent,
+        num_moved=cluster.router.dispatch_host.stats.failovers.total(),
     )
