@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from holdfast.cluster.load_trace import Arrival
 from holdfast.cluster.scaling.autoscaler import Decision, Seen
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
@@ -20,7 +21,6 @@ from holdfast.cluster.simulate.capacity.capacity import (
     Service,
     replica_shape,
 )
-from holdfast.cluster.load_trace import Arrival
 from holdfast.cluster.simulate.kernel.network import Network
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.config import LimitsConfig, RouterConfig
