@@ -21,7 +21,18 @@ PROCESS = (
 ROOMS = {  # from the ground up: a room imports from those before it
     "worker": (*POLICY, *DEVICE, *PROCESS),
     "router": ("wire", "text", "tools", "replicas", "dispatch", "security", "requests", "links", "doors", "router"),
-    "cluster": ("config", "bundled_model", "client", "offline", "serve", "simulate", "bench", "demo", "commands"),
+    "cluster": (
+        "config",
+        "bundled_model",
+        "checks",
+        "client",
+        "offline",
+        "serve",
+        "simulate",
+        "bench",
+        "demo",
+        "commands",
+    ),
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
     "worker.decoder": ("cpu", "program"),  # an executor knows the layout; only the program knows an executor
 }

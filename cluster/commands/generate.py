@@ -133,8 +133,8 @@ def _is_clients(path: str) -> bool:
 
 def engine_here(config: HoldfastConfig) -> "InferenceEngine":
     """Started, with its progress shown. Raises `ConfigurationError` for what cannot work, before anything is loaded."""
-    from holdfast.cluster.serve.machine import Machine, check_fits
-    from holdfast.cluster.serve.model_files import check_files
+    from holdfast.cluster.checks.machine import Machine, check_fits
+    from holdfast.cluster.checks.model_files import check_files
 
     check_files(config)
     alone = config.model_copy(update={"cluster": config.cluster.model_copy(update={"replicas": 1})})

@@ -1,6 +1,6 @@
 """Examination of this machine for `holdfast doctor`: one finding after the other, each with what to do about it.
 
-What may not live here: showing findings, and the checks that `serve` makes itself (`preflight.py`, `machine.py`).
+What may not live here: showing findings, and the checks that `serve` makes itself (`preflight.py`, `cluster/checks/`).
 """
 
 import shutil
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.cluster.bundled_model.bundled_model import located
+from holdfast.cluster.checks.machine import Machine, check_fits
+from holdfast.cluster.checks.model_files import check_files, check_hub, local_folder
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.serve.machine import Machine, check_fits
-from holdfast.cluster.serve.model_files import check_files, check_hub, local_folder
 from holdfast.cluster.serve.preflight import check_ports
 from holdfast.cluster.serve.security import check_exposed
 from holdfast.worker.available_memory import readable_bytes

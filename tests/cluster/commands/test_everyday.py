@@ -242,7 +242,7 @@ def test_the_doctor_loads_the_model_and_says_what_it_found(capsys):
 # --- completion ---
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", ["bash", *(pytest.param(one, marks=pytest.mark.slow) for one in ("zsh", "fish"))])
 def test_a_shell_is_told_of_all_commands(shell, capsys):
     assert run(["completion", shell]) == 0
     script = capsys.readouterr().out
