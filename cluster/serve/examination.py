@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
@@ -66,9 +67,9 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
     yield checked("exposure", lambda: check_exposed(config.security, host), f"routers listen on {host}")
     for one in config.each_model:
         name = one.model.name
-        yield checked(f"files of {name}", lambda one=one: check_files(one), str(local_folder(one) or "on the hub"))  # type: ignore[misc]
+        yield checked(f"files of {name}", partial(check_files, one), str(local_folder(one) or "on the hub"))
         if local_folder(one) is None:
-            yield checked(f"hub id of {name}", lambda one=one: check_hub(one), "the hub gives it")  # type: ignore[misc]
+            yield checked(f"hub id of {name}", partial(check_hub, one), "the hub gives it")
         yield tokenizer(one)
     shape = f"{readable_bytes(machine.available_bytes)} of memory left, {machine.num_cores} cores"
     yield checked("memory", lambda: check_fits(config.each_model, machine), shape)
