@@ -25,7 +25,7 @@ ROOMS = {  # from the ground up: a room imports from those before it
         "router",
     ),
     "cluster": (
-        *("scaling", "config", "bundled_model", "client", "offline", "serve", "simulate", "bench", "demo"),
+        *("scaling", "config", "bundled_model", "checks", "client", "offline", "serve", "simulate", "bench", "demo"),
         "commands",
     ),
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),

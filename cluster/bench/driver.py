@@ -93,10 +93,10 @@ class Driver:
             self.records.append(record)
             self._on_change(len(self.records), self._num_ended)
             if places is None:
-                text = await self._request(record, Ask(tuple(spoken), turn.max_tokens))
+                text = await self._request(record, Ask(tuple(spoken), turn.num_output_tokens))
             else:
                 async with places:
-                    text = await self._request(record, Ask(tuple(spoken), turn.max_tokens))
+                    text = await self._request(record, Ask(tuple(spoken), turn.num_output_tokens))
             self._num_ended += 1
             self._on_change(len(self.records), self._num_ended)
             if text is None or index == len(session.turns) - 1:

@@ -61,7 +61,7 @@ class HoldfastSender:
         await self._transport.close()
 
     def _message(self, ask: Ask) -> object:
-        params = self._params.with_changes(max_tokens=ask.max_tokens)
+        params = self._params.with_changes(max_tokens=ask.num_output_tokens)
         roles = ("user", "assistant")
         messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate(ask.texts)]
         try:

@@ -74,7 +74,7 @@ class HttpSender:
         await self._session.close()
 
     def _body(self, ask: Ask) -> bytes:
-        asked: dict[str, Any] = {"model": self.model, "max_tokens": ask.max_tokens, "stream": True}
+        asked: dict[str, Any] = {"model": self.model, "max_tokens": ask.num_output_tokens, "stream": True}
         if self._is_chat:
             roles = ("user", "assistant")
             asked["messages"] = [{"role": roles[n % 2], "content": text} for n, text in enumerate(ask.texts)]

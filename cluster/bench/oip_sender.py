@@ -68,7 +68,7 @@ class OipSender:
 
     def _request(self, ask: Ask) -> oip.ModelInferRequest:
         request = oip.ModelInferRequest(model_name=self._model)
-        sampling = json.dumps({**self._params, "max_tokens": ask.max_tokens}).encode()
+        sampling = json.dumps({**self._params, "max_tokens": ask.num_output_tokens}).encode()
         for name, value in (("text_input", ask.prompt.encode()), ("sampling_parameters", sampling)):
             tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
             tensor.contents.bytes_contents.append(value)

@@ -16,7 +16,7 @@ class Ask:
     """One request. `texts` alternate between what the user and what the model said; the last is the user's."""
 
     texts: Sequence[str]
-    max_tokens: int
+    num_output_tokens: int
 
     @property
     def prompt(self) -> str:

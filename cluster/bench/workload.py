@@ -20,7 +20,7 @@ class Turn:
 
     num_prompt_tokens: int
     """Of the new text alone, prefixes included; the turns before it come on top."""
-    max_tokens: int
+    num_output_tokens: int
     prefix: tuple[tuple[int, int], ...] = ()
     """What the text begins with, as (id, number of tokens): texts with equal pieces at the front share them."""
 
@@ -63,11 +63,11 @@ class Workload:
 
     def _turn(self, rng: random.Random, *, is_first: bool) -> Turn:
         own = self.prompt_tokens.draw(rng)
-        max_tokens = self.output_tokens.draw(rng)
+        num_output_tokens = self.output_tokens.draw(rng)
         if not (self.num_prefixes and is_first):
-            return Turn(own, max_tokens)
+            return Turn(own, num_output_tokens)
         prefix = ((rng.randrange(self.num_prefixes), self.prefix_tokens),)
-        return Turn(self.prefix_tokens + own, max_tokens, prefix)
+        return Turn(self.prefix_tokens + own, num_output_tokens, prefix)
 
 
 def traced(arrivals: Sequence[Arrival], speed: float = 1.0, first_number: int = 0) -> list[Session]:

@@ -78,7 +78,7 @@ class WorkFlags:
     text_seed: Annotated[
         int | None, Parameter(group=_WORK, help="of the words; unset: new ones, that no cache knows")
     ] = None
-    temperature: Annotated[float, Parameter(group=_WORK, help="of sampling")] = 0.0
+    sampling_temperature: Annotated[float, Parameter(name="--temperature", group=_WORK, help="of sampling")] = 0.0
     stop_at_eos: Annotated[
         bool, Parameter(group=_WORK, negative=(), help="outputs may end early (do not send ignore_eos)")
     ] = False
@@ -325,7 +325,9 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
 
 
 def _params(work: WorkFlags) -> dict[str, Any]:
-    params: dict[str, Any] = {"temperature": work.temperature} | ({} if work.stop_at_eos else {"ignore_eos": True})
+    params: dict[str, Any] = {"temperature": work.sampling_temperature} | (
+        {} if work.stop_at_eos else {"ignore_eos": True}
+    )
     if work.extra_body is None:
         return params
     try:

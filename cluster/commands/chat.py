@@ -6,9 +6,8 @@ What may live here: the terminal. What may not: where answers come from (`answer
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Parameter
 
@@ -22,7 +21,8 @@ from holdfast.worker.errors import ConfigurationError, HoldfastError
 if TYPE_CHECKING:
     from holdfast.cluster.commands.answerers import Answerer
 
-_DEFAULTS: Final = replace(SamplingFlags(), max_tokens=512)  # type: ignore[call-arg]  # its fields are made of a table
+_FLAGS: Any = SamplingFlags  # a class made from the declarations
+_DEFAULTS: Final = _FLAGS(max_tokens=512)
 _HELP: Final = """\
 /new          forget what was said
 /retry        answer the last message again

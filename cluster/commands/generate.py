@@ -59,7 +59,7 @@ class Ask:
 
 @takes_settings("model", "parallel", "cache", "scheduler", "speculation", "client", without=("model.seed",))
 def generate(
-    prompt: Annotated[str, Parameter(help="the text to go on from; - reads it from stdin")],
+    prompt: Annotated[str, Parameter(allow_leading_hyphen=True, help="the text to go on from; - reads it from stdin")],
     /,
     *,
     chat: Annotated[bool, Parameter(group=ESSENTIALS, negative=(), help="ask as a user, by the chat template")] = False,
@@ -87,7 +87,7 @@ def generate(
 
     Examples: holdfast generate "The capital of France is"; holdfast generate --chat "What is 2 plus 3?"
     """
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt  # the one that `echo` adds
     ask = Ask(
         text=text,
         params=sampling.params(),
@@ -133,8 +133,8 @@ def _is_clients(path: str) -> bool:
 
 def engine_here(config: HoldfastConfig) -> "InferenceEngine":
     """Started, with its progress shown. Raises `ConfigurationError` for what cannot work, before anything is loaded."""
-    from holdfast.cluster.serve.machine import Machine, check_fits
-    from holdfast.cluster.serve.model_files import check_files
+    from holdfast.cluster.checks.machine import Machine, check_fits
+    from holdfast.cluster.checks.model_files import check_files
 
     check_files(config)
     alone = config.model_copy(update={"cluster": config.cluster.model_copy(update={"replicas": 1})})

@@ -1,6 +1,6 @@
 """Examination of this machine for `holdfast doctor`: one finding after the other, each with what to do about it.
 
-What may not live here: showing findings, and the checks that `serve` makes itself (`preflight.py`, `machine.py`).
+What may not live here: showing findings, and the checks that `serve` makes itself (`preflight.py`, `cluster/checks/`).
 """
 
 import shutil
@@ -8,14 +8,15 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
 from holdfast.cluster.bundled_model.bundled_model import located
+from holdfast.cluster.checks.machine import Machine, check_fits
+from holdfast.cluster.checks.model_files import check_files, check_hub, local_folder
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.serve.machine import Machine, check_fits
-from holdfast.cluster.serve.model_files import check_files, check_hub, local_folder
 from holdfast.cluster.serve.preflight import check_ports
 from holdfast.cluster.serve.security import check_exposed
 from holdfast.worker.available_memory import readable_bytes
@@ -66,9 +67,9 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
     yield checked("exposure", lambda: check_exposed(config.security, host), f"routers listen on {host}")
     for one in config.each_model:
         name = one.model.name
-        yield checked(f"files of {name}", lambda one=one: check_files(one), str(local_folder(one) or "on the hub"))  # type: ignore[misc]
+        yield checked(f"files of {name}", partial(check_files, one), str(local_folder(one) or "on the hub"))
         if local_folder(one) is None:
-            yield checked(f"hub id of {name}", lambda one=one: check_hub(one), "the hub gives it")  # type: ignore[misc]
+            yield checked(f"hub id of {name}", partial(check_hub, one), "the hub gives it")
         yield tokenizer(one)
     shape = f"{readable_bytes(machine.available_bytes)} of memory left, {machine.num_cores} cores"
     yield checked("memory", lambda: check_fits(config.each_model, machine), shape)

@@ -50,8 +50,8 @@ def session_folder(pid: int | None, base: Path = RAY_FOLDER) -> Path:
 def log_files(folder: Path) -> Iterator[LogFile]:
     """Those of routers, replicas, ranks and the directory."""
     for path in sorted(folder.glob("worker-*.*")):
-        with suppress(OSError):  # Ray may take it away
-            head = path.open("rb").read(_HEAD_BYTES).decode(errors="replace")
+        with suppress(OSError), path.open("rb") as opened:  # Ray may take it away
+            head = opened.read(_HEAD_BYTES).decode(errors="replace")
             if (name := _name(head)) is not None:
                 yield LogFile(f"{name} {path.stem.rpartition('-')[2]}", path)
 

@@ -5,10 +5,10 @@ What may not live here: what needs Ray to be seen (`serving.py`). It is imported
 
 import socket
 
+from holdfast.cluster.checks.machine import Machine, check_fits
+from holdfast.cluster.checks.model_files import check_files as check_model_files
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.local import LOOPBACK
-from holdfast.cluster.serve.machine import Machine, check_fits
-from holdfast.cluster.serve.model_files import check_files as check_model_files
 from holdfast.cluster.serve.security import check_exposed, check_files
 from holdfast.worker.errors import ConfigurationError
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from holdfast.cluster.checks.model_files import check_files, check_hub
 from holdfast.cluster.config.chat_templates import with_template_texts
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.progress_bars import Report
@@ -22,7 +23,6 @@ from holdfast.cluster.serve.difference import Running
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.cluster.serve.disk_guard import RESERVE_BYTES, DiskGuard, guarded_disk, session_folder
 from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
-from holdfast.cluster.serve.model_files import check_files, check_hub
 from holdfast.cluster.serve.preflight import check_here
 from holdfast.cluster.serve.ray_watch import watched_ray
 from holdfast.cluster.serve.security import check_exposed

@@ -27,7 +27,7 @@ class Server:
         self.most_open = max(self.most_open, self.num_open)
         try:
             async with self.places:
-                for _ in range(ask.max_tokens):
+                for _ in range(ask.num_output_tokens):
                     await asyncio.sleep(self.step_s)
                     now = asyncio.get_running_loop().time()
                     if self.stall_s[0] <= now < self.stall_s[1]:
@@ -35,7 +35,7 @@ class Server:
                     on_piece()
         finally:
             self.num_open -= 1
-        return Reply(text=f"answer {len(self.asks)}", num_output_tokens=ask.max_tokens, num_prompt_tokens=7)
+        return Reply(text=f"answer {len(self.asks)}", num_output_tokens=ask.num_output_tokens, num_prompt_tokens=7)
 
     async def close(self) -> None: ...
 

@@ -136,7 +136,7 @@ def test_burstgpts_trace_is_read_without_the_requests_that_failed(tmp_path):
         "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,0,1087,Conversation log\n"
         "118,GPT-4,417,276,693,Conversation log\n"
     )
-    assert [(s.start_s, s.turns[0].max_tokens) for s in traced(read_trace(path))] == [(0.0, 18), (113.0, 276)]
+    assert [(s.start_s, s.turns[0].num_output_tokens) for s in traced(read_trace(path))] == [(0.0, 18), (113.0, 276)]
 
 
 def test_mooncakes_prefixes_are_shared_texts(tmp_path):

@@ -103,6 +103,18 @@ def test_chat_and_status_on_a_server(monkeypatch, capsys):
         assert "router 127.0.0.1:1: does not answer" in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_prompt_of_a_hyphen_is_read_from_standard_input(monkeypatch, capsys):
+    with served() as place:
+        options = ["--server", place.place.router.address, "--max-tokens", "4", "--seed", "1"]
+        assert run(["generate", "hello", *options]) == 0
+        wanted = capsys.readouterr().out
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+        assert run(["generate", "-", *options]) == 0
+        assert capsys.readouterr().out == wanted
+    assert run(["generate", "hello", "--temprature", "1"]) == 2
+    assert "Did you mean --temperature?" in capsys.readouterr().err
+
+
 def test_settings_of_the_server_are_refused_with_a_server(capsys):
     assert run(["chat", "--server", "localhost:1", "--tp", "2"]) == 2
     assert "--tensor-parallel-size (with --server)" in capsys.readouterr().err
@@ -242,7 +254,7 @@ def test_the_doctor_loads_the_model_and_says_what_it_found(capsys):
 # --- completion ---
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", ["bash", *(pytest.param(one, marks=pytest.mark.slow) for one in ("zsh", "fish"))])
 def test_a_shell_is_told_of_all_commands(shell, capsys):
     assert run(["completion", shell]) == 0
     script = capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Machine that a command runs on: what it has, and whether the settings fit it. It needs neither torch nor Ray.
 
-What may not live here: files of models (`model_files.py`), ports (`preflight.py`).
+What may not live here: files of models (`model_files.py`), ports (`cluster/serve/preflight.py`).
 """
 
 import os
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from holdfast.cluster.checks.model_files import weight_bytes
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.serve.model_files import weight_bytes
 from holdfast.worker.available_memory import available_memory, readable_bytes
 from holdfast.worker.errors import ConfigurationError
 
