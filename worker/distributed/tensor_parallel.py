@@ -55,6 +55,7 @@ class TensorParallelGroup(Protocol):
 
     def abort(self) -> None:
         """Ends what waits for other ranks, after one was lost; from any thread. It may take forever itself."""
+        return None
 
     def close(self) -> None:
         """Delivers what was broadcast and leaves the group."""
