@@ -80,6 +80,7 @@ def test_greedy_tokens_are_those_of_hugging_face():
     assert ours == theirs.tolist()
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_their_batch_and_graphs_change_nothing():
     """Three sequences packed at uneven places; then all decode, padded to a graph's rows. As the reference computes."""
     layout = layout_of("llama")
