@@ -40,7 +40,13 @@ DEVICES: Final = (80, 90, 100)
 HOT: Final = ("linear", "attend", "add_norm", "split_heads", "activate", "merge_splits", "best_of_blocks")
 """These may not spill."""
 
-_DTYPES: Final = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+_DTYPES: Final = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
 _SHARED_BYTES: Final = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
 """Of a multiprocessor; a block takes 1 KiB more than it asks for."""
 _REGISTERS, _MOST_WARPS, _MOST_BLOCKS = 65536, 64, 32

@@ -254,6 +254,8 @@ def _loaded(
         logger.info("runs on the skeleton: %s", program)
         if isinstance(recognized, Recognized) or device.type != "cpu":  # its weights are used up, or lie elsewhere
             model = _built(config, folder, hf_config, target, progress)
+    elif config.model.executor == "decoder":
+        raise UnsupportedModelError(facts.model_type, "no decoder program: it is no family of these", OTHER_ENGINE)
     model.settle(lambda *done: progress("pack", *done))
     return LoadedProgram(program=SkeletonProgram(model, target), facts=facts, target=target)
 

@@ -445,4 +445,5 @@ def test_stop_does_not_wait_for_a_step_that_never_ends():
     assert entered.wait(TIMEOUT_S)
     engine.stop(timeout_s=0.01)
     assert isinstance(recorder.failure, ReplicaError)
+    assert not engine.wait(0), "the step is still running"
     released.set()

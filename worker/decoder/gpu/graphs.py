@@ -5,7 +5,7 @@ What may live here: which graph a step uses, when it is captured, and when it is
 """
 
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -32,7 +32,8 @@ Capture = Callable[[Callable[[], None]], Graph]
 
 def cuda_capture(work: Callable[[], None]) -> Graph:
     """Captures on a stream of its own, as torch asks for."""
-    stream = torch.cuda.Stream()
+    make_stream: Any = torch.cuda.Stream  # torch does not say its type
+    stream = make_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         work()

@@ -6,7 +6,7 @@ What may live here: where each number of a step lies, on the host and on the dev
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -82,7 +82,8 @@ class StepArrays:
         size = 10 * max_rows + max_rows * max_blocks
         is_cuda = device.type == "cuda"
         self._stages = [torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_NUM_STAGES)]
-        self._copied = [torch.cuda.Event() for _ in range(_NUM_STAGES)] if is_cuda else []
+        make_event: Any = torch.cuda.Event  # torch does not say its type
+        self._copied = [make_event() for _ in range(_NUM_STAGES)] if is_cuda else []
         self._on_device = torch.zeros(size, dtype=torch.int32, device=device)
         self._next = 0
 

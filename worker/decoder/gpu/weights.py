@@ -4,14 +4,11 @@ What may live here: copies. What may not: what a layer computes (`layers.py`).
 """
 
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from holdfast.worker.decoder.layout import DecoderLayout, Experts, Layer, Linear, Mlp, Norm, Rotary
-
-N = TypeVar("N", Norm, None)
 
 
 class DeviceWeights:
@@ -24,12 +21,12 @@ class DeviceWeights:
         self._device = device
         embedding = layout.embedding.to(device).contiguous()
         is_tied = len(layout.head.weights) == 1 and layout.head.weights[0] is layout.embedding
-        head = replace(self._linear(layout.head, embedding if is_tied else None))
+        head = self._linear(layout.head, embedding if is_tied else None)
         self.layout = replace(
             layout,
             embedding=embedding,
             head=head,
-            norm=self._norm(layout.norm),
+            norm=self._copied(layout.norm),
             layers=tuple(map(self._layer, layout.layers)),
         )
         self.angles = tuple(angle_table(rotary, max_positions).to(device) for rotary in layout.rotaries)
@@ -60,9 +57,10 @@ class DeviceWeights:
             weight = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         return Linear(weights=(weight,), bias=None if linear.bias is None else self._floats(linear.bias))
 
-    def _norm(self, norm: N) -> N:
-        if norm is None:
-            return None
+    def _norm(self, norm: Norm | None) -> Norm | None:
+        return None if norm is None else self._copied(norm)
+
+    def _copied(self, norm: Norm) -> Norm:
         bias = None if norm.bias is None else self._floats(norm.bias)
         return replace(norm, weight=self._floats(norm.weight), bias=bias)
 

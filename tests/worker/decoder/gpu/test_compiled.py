@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from scripts.gpu_kernels import DEVICES, HOT, TABLE, occupancy, worsened
 
 KEPT = json.loads(TABLE.read_text())
+FAMILIES = ("gemma3_text, softcap", "phi, norms of heads", "cohere2", "stablelm, parallel")
 
 
 def compiled(*arguments: str) -> str:
@@ -27,6 +28,16 @@ def compiled(*arguments: str) -> str:
 @pytest.mark.timeout(900)
 def test_no_kernel_is_worse_than_the_table_says():
     assert "no kernel is worse" in compiled()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", FAMILIES)
+def test_kernels_of_families_compile(model):
+    """Those of all families: `compile_families` without an argument."""
+    command = [sys.executable, "-m", "tests.worker.decoder.gpu.compile_families", model]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow

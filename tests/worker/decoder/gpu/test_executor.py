@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from tests.worker.decoder.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
+from holdfast.worker.decoder import program
+from holdfast.worker.decoder.gpu.executor import NUMERICS, GpuExecutor
 from holdfast.worker.decoder.gpu.graphs import bucket_of
 from holdfast.worker.decoder.gpu.weights import unfit
 from holdfast.worker.decoder.layout import DecoderLayout
-from holdfast.worker.decoder.proof import prove
+from holdfast.worker.decoder.proof import Recognized
 from holdfast.worker.decoder.recognize import recognize
 from holdfast.worker.decoder.reference import Reference
+from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.plan.step_plan import BlockCopy
 from tests.worker.decoder.cpu.runs import layout_of, tokens
 from tests.worker.decoder.gpu import runs
@@ -77,6 +80,7 @@ def test_greedy_tokens_are_those_of_hugging_face():
     assert ours == theirs.tolist()
 
 
+@pytest.mark.slow
 def test_rows_do_not_depend_on_their_batch_and_graphs_change_nothing():
     """Three sequences packed at uneven places; then all decode, padded to a graph's rows. As the reference computes."""
     layout = layout_of("llama")
@@ -151,18 +155,25 @@ def test_ranks_give_the_bits_of_one(model, size):
 
 
 @pytest.mark.slow
-def test_the_proof_at_load_passes():
-    from holdfast.worker.decoder.gpu.executor import GpuExecutor
-    from holdfast.worker.decoder.program import _Provable
-    from holdfast.worker.distributed.tensor_parallel import SingleRank
+def test_a_model_is_read_on_the_cpu_and_proved_on_its_device(monkeypatch):
+    """As at load on a GPU, with the interpreter in its place."""
+    cuda, group = torch.device("cuda", 0), SingleRank()
 
-    module = parallelized(config_of("gemma2"), dtype=BF16)
-    layout, group = recognize(module, size=1), SingleRank()
-    assert isinstance(layout, DecoderLayout)
-    executor = GpuExecutor(layout, group, max_positions=64, device=torch.device("cpu"), launch=launch)
-    proof = prove(module, layout, _Provable(executor, 16), group, max_len=64)
-    assert proof.reason is None
-    assert 0 < proof.model_error < 1
+    def interpreted(layout, group, max_positions, device):
+        assert device == cuda
+        cpu = torch.device("cpu")
+        return GpuExecutor(layout, group, max_positions=max_positions, device=cpu, launch=launch), NUMERICS
+
+    monkeypatch.setattr(program, "_executor", interpreted)
+    sizes = {"max_model_len": 64, "block_size": 16, "device": cuda}
+    recognized = program.read_program(parallelized(config_of("gemma2"), dtype=BF16), group, **sizes)
+    assert isinstance(recognized, Recognized), recognized
+    made = program.make_program(recognized, group, **sizes)
+    assert isinstance(made, program.DecoderProgram), made
+    assert made.numerics == "gpu-decoder-1"
+    assert made.kv_bytes_per_token > 0
+    mixture = program.read_program(parallelized(config_of("mixtral"), dtype=BF16), group, **sizes)
+    assert mixture == "it has experts"
 
 
 def test_what_does_not_fit_is_refused():

@@ -1,6 +1,7 @@
 """Linears, norms, heads, activations and the argmax against float64; a row's bits are the same in any company."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from holdfast.worker.decoder.reference import activated, rotated
 
 LAUNCHES = Launches(launch)
 BF16 = torch.bfloat16
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 NOTHING = Linear(weights=(torch.empty(0, 0),))
 
 
@@ -147,8 +149,8 @@ HEADS = Attention(
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("pairs", [0, 6, 10])
-@pytest.mark.parametrize("normed", ["heads", "own", "none"])
+@pytest.mark.parametrize("pairs", [SLOW(0), 6, SLOW(10)])
+@pytest.mark.parametrize("normed", ["heads", SLOW("own"), SLOW("none")])
 def test_heads_are_normed_turned_and_written(interleaved, pairs, normed):
     """The third row is padding: nothing is written of it."""
     own = random(3, 20, seed=6), random(1, 20, seed=7)
