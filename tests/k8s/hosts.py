@@ -133,7 +133,10 @@ class Hosts:
         self._numbers = itertools.count(2)
 
     def start(self, name: str, command: str, environment: Mapping[str, str], shm: str = "256m") -> Host:
-        """Runs a command of bash as the first process of a host, as a user without rights."""
+        """Runs a command of bash as a user without rights, and again whenever it ends: as kubelet does with containers.
+
+        Ray gives up where a machine is too busy to start a node within half a minute.
+        """
         number = next(self._numbers)
         namespace, link = f"{self._bridge}-{number}", f"{self._bridge}v{number}"
         address = f"{self._subnet}.{number}"
@@ -152,7 +155,7 @@ class Hosts:
         log = self._stack.enter_context((self._logs / f"{name}.log").open("wb"))
         first = subprocess.Popen(
             ["ip", "netns", "exec", namespace, *isolated, "bash", "-ec", script],
-            env=known | {"COMMAND": command},
+            env=known | {"COMMAND": f"while true; do ( {command} ); sleep 1; done"},
             cwd="/",
             stdout=log,
             stderr=log,
