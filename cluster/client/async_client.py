@@ -27,7 +27,7 @@ from holdfast.router.request import GenerationRequest
 from holdfast.router.wire.codec import chunk, generation, generation_request_message
 from holdfast.router.wire.statuses import error_of
 from holdfast.v1 import inference_pb2
-from holdfast.worker.errors import InternalError, InvalidRequestError
+from holdfast.worker.errors import InternalError, InvalidRequestError, VersionGoneError
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.security.tls import Tls
 
@@ -152,7 +152,7 @@ class AsyncClient:
             try:
                 return generation(await _only(self._call("Generate", request, retry_policy)))
             except CallFailed as failure:
-                await self._pause(at, failure, retry_policy)
+                await self._pause(at, failure, retry_policy, is_whole=True)
             request = self._resubmission(request, retry_policy)
 
     async def abort(self, request_id: str) -> bool:
@@ -212,13 +212,17 @@ class AsyncClient:
         time_left_s = retry_policy.time_left_s(self._clock.now())
         return replace(request, attempt=request.attempt + 1, timeout_s=time_left_s)
 
-    async def _pause(self, at: int, failure: CallFailed, retry_policy: RetryPolicy) -> None:
-        """Gets ready for the next try, after what the router `at` has said. Raises if there is no use in one."""
+    async def _pause(self, at: int, failure: CallFailed, retry_policy: RetryPolicy, *, is_whole: bool = False) -> None:
+        """Gets ready for the next try, after what the router `at` has said. Raises if there is no use in one.
+
+        `is_whole`: the caller has nothing of the answer, which may therefore come from another version of the model.
+        """
         task = asyncio.current_task()
         if task is not None and task.cancelling():  # a call that fails just then hides that its caller has gone
             raise asyncio.CancelledError from failure
         error, pause_s = error_of(failure.status), None
-        if is_worth_another_try(failure.status, was_taken=retry_policy.was_taken):
+        may_begin_anew = is_whole and isinstance(error, VersionGoneError)
+        if may_begin_anew or is_worth_another_try(failure.status, was_taken=retry_policy.was_taken):
             pause_s = retry_policy.pause_s(self._clock.now(), error.retry_after_s)
         if pause_s is None:
             raise error from failure

@@ -9,7 +9,7 @@ from typing import Final
 
 from holdfast.router.dispatch.call import Call, open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.events import Deliver, Usage
+from holdfast.router.events import CaughtUp, Deliver, Usage
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
 from holdfast.router.requests.beam_search import Beam, BeamSearch, extension
 from holdfast.router.requests.output_signal import OutputSignal
@@ -107,7 +107,11 @@ class BeamAnswer:
     def _extension(self, beam: Beam) -> NewSequence:
         request = extension(self._request, beam, self._num_extensions, self._search.num_candidates)
         self._num_extensions += 1
-        return NewSequence(request=request, text=TextStream(self._tokenizer, _AS_IT_IS))
+        text = TextStream(self._tokenizer, _AS_IT_IS)
+        if not self._fingerprints:
+            return NewSequence(request=request, text=text)
+        caught_up = CaughtUp(fingerprint=self._fingerprints[-1])  # which binds it to the version of what it extends
+        return NewSequence(request=request, text=text, caught_up=caught_up)
 
     def _completion(self, index: int, beam: Beam) -> CompletedSequence:
         params = self._request.sampling_params

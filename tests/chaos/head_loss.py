@@ -55,6 +55,8 @@ def redis() -> Iterator[str]:
 def main(results: Path) -> None:
     with redis() as address:
         os.environ["RAY_REDIS_ADDRESS"] = address
+        # Ray runs Python between fork and exec when it starts a GCS, while the load's threads are inside of gRPC.
+        os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
         os.environ["RAY_gcs_rpc_server_reconnect_timeout_s"] = str(RECONNECT_S)  # noqa: SIM112  # as Ray spells it
         results.write_text(json.dumps(_lose_the_gcs()))
 

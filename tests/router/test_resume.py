@@ -32,7 +32,8 @@ def resumed(token_ids: list[int], text_length: int, **fields: object) -> inferen
 
 
 def fingerprint() -> str:
-    return facts(model="fake").fingerprint
+    """Of a `FakeReplica`."""
+    return facts(model="fake", vocab_size=256, max_model_len=100_000).fingerprint
 
 
 @pytest.mark.parametrize("num_tokens", range(len(OUTPUT.encode())))

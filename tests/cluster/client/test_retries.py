@@ -23,6 +23,7 @@ from holdfast.worker.errors import (
     RequestQuarantinedError,
     RequestSupersededError,
     UnknownModelError,
+    VersionGoneError,
 )
 from holdfast.worker.request import FinishReason, Priority
 from holdfast.worker.sampling_params import SamplingParams
@@ -169,6 +170,16 @@ async def test_whoever_was_superseded_does_not_come_back():
     with pytest.raises(RequestSupersededError):
         await streamed(client_of(transport))
     assert len(transport.calls) == 1
+
+
+@on_a_loop
+async def test_a_stream_ends_with_its_version_and_a_whole_answer_begins_anew():
+    gone = call_status(VersionGoneError("m", "7ad18da1", "updated"))
+    with pytest.raises(VersionGoneError):
+        await streamed(client_of(ScriptedTransport(a=lost_after(3, gone), b=ANSWERS)))
+    transport = ScriptedTransport(a=lost_after(0, gone), b=ANSWERS)
+    answer = await client_of(transport).generate("hello", PARAMS)
+    assert answer.completions[0].token_ids == RIGHT
 
 
 @on_a_loop

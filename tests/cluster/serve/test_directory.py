@@ -5,6 +5,8 @@ import pytest
 
 from holdfast.cluster.serve.directory import LEASE_S, SETTLED_S, Directory, DirectoryDeployment, Member, Role
 from holdfast.cluster.serve.security import ClusterSecurity
+from holdfast.router.orders import NO_ORDERS, Change
+from holdfast.worker.errors import InternalError, InvalidRequestError
 from tests import loops
 
 REPLICA = Member(member_id="r1", role=Role.REPLICA, address="127.0.0.1:1", model="demo", model_path="/demo")
@@ -97,3 +99,20 @@ def test_a_removed_model_stays_so_until_a_new_replica_serves_it(directory):
     assert removed(directory) == {"demo"}
     directory.renew(replace(STARTING, address="127.0.0.1:3", model="demo"), 0.0)
     assert removed(directory) == frozenset()
+
+
+def test_an_order_is_news_and_a_directory_that_takes_over_learns_it_from_the_routers(directory):
+    before = version(directory)
+    directory.order(Change("with_drained", ("r1", True)).applied_to(directory.orders))
+    assert (version(directory), directory.snapshot(0.0).orders.drained) == (before + 1, {"r1"})
+    with pytest.raises(InternalError, match="order 1 came after order 1"):
+        directory.order(Change("with_drained", ("r2", True)).applied_to(NO_ORDERS))
+    successor = Directory(now_s=0.0)
+    successor.renew(replace(ROUTER, orders=directory.orders), 0.0)
+    successor.renew(ROUTER, 1.0)  # one that has not heard of it yet
+    assert successor.orders == directory.orders
+
+
+def test_changes_that_there_are_not_are_refused():
+    with pytest.raises(InvalidRequestError, match="must be one of with_drained"):
+        Change("__class__", ()).applied_to(NO_ORDERS)

@@ -6,7 +6,8 @@ from typing import Any
 from holdfast.cluster.serve.directory import Directory, Member, Role, Snapshot
 from holdfast.cluster.serve.membership import Lease, WatchedDirectory, has_other_routers, tell_demand
 from holdfast.router.demand import ModelDemand
-from holdfast.router.links.replica_directory import ReplicaEndpoint
+from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint
+from holdfast.router.orders import NO_ORDERS
 from tests import loops, virtual_loop
 
 
@@ -248,3 +249,34 @@ def test_a_router_hears_which_models_may_be_at_rest():
         assert directory.has_followed.is_set()
 
     run(scenario())
+
+
+async def _first_views(handle: ScriptedHandle, number: int) -> list[DirectoryView]:
+    views = []
+    async for view in WatchedDirectory(handle).watch():
+        views.append(view)
+        if len(views) == number:
+            break
+    return views
+
+
+def test_a_replaced_directory_takes_no_order_back():
+    ordered = NO_ORDERS.with_drained("r1", True)
+    later = ordered.with_drained("r2", True)
+    handle = ScriptedHandle(
+        replace(snapshot(1, replica(1)), orders=ordered),
+        snapshot(100, replica(1), is_settled=False),
+        replace(snapshot(101, replica(1)), orders=later),
+    )
+    views = loops.run(asyncio.wait_for(_first_views(handle, 2), 10.0))
+    assert [view.orders for view in views] == [ordered, later]
+
+
+def test_replicas_of_a_held_application_are_not_dialled():
+    new = replace(replica(2), application="h:demo#2")
+    held = NO_ORDERS.with_held("h:demo#2", True)
+    handle = ScriptedHandle(
+        replace(snapshot(1, replica(1), new), orders=held),
+        replace(snapshot(2, replica(1), new), orders=held.with_held("h:demo#2", False)),
+    )
+    assert sets_of(handle, 2) == [{endpoint(1)}, {endpoint(1), endpoint(2)}]

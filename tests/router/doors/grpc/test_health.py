@@ -88,7 +88,12 @@ async def test_reflection_names_and_describes_the_services_in_both_of_its_versio
         )()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         names = {service.name for service in (await call.read()).list_services_response.service}
-        ours = {"holdfast.v1.Inference", "inference.GRPCInferenceService", "grpc.health.v1.Health"}
+        ours = {
+            "holdfast.v1.AdminService",
+            "holdfast.v1.Inference",
+            "inference.GRPCInferenceService",
+            "grpc.health.v1.Health",
+        }
         assert names == ours | {f"grpc.reflection.{each}.ServerReflection" for each in ("v1", "v1alpha")}
         files = {name: await described(call, name) for name in names}
         assert {service for file in files.values() for service in file} >= names
