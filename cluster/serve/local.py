@@ -14,8 +14,12 @@ from typing import Final
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve.running import noted, running_cluster
+from holdfast.cluster.serve.spare_process import PRELOADED
 
 LOOPBACK: Final = "127.0.0.1"
+
+_PRELOAD: Final = "RAY_preload_python_modules"
+"""Ray's name for the modules that every worker process imports at its start."""
 
 
 @contextmanager
@@ -27,6 +31,8 @@ def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
     """
     if config.address is None:
         _close_our_own()
+        if config.spare_process:
+            os.environ.update({_PRELOAD: PRELOADED})
     import ray
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
