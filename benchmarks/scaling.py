@@ -18,6 +18,7 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
+from holdfast.cluster.load_trace import Arrival, read_trace
 from holdfast.cluster.scaling.autoscaler import Autoscaler
 from holdfast.cluster.scaling.serve_default import ServeDefault, ServeSettings
 from holdfast.cluster.scaling.settings import ScalingConfig
@@ -25,7 +26,6 @@ from holdfast.cluster.simulate.capacity.capacity import ClusterShape
 from holdfast.cluster.simulate.capacity.capacity_report import percentile
 from holdfast.cluster.simulate.capacity.elastic import ElasticResult, Policy, serve_elastic
 from holdfast.cluster.simulate.capacity.loads import arrivals, burst, day, ramp, spells
-from holdfast.cluster.simulate.capacity.trace import Arrival, read_trace
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.tuning.step_time import StepCosts
 

@@ -5,6 +5,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -28,12 +29,16 @@ from holdfast.router.links.replica_directory import ReplicaDirectory
 from holdfast.router.orders import NO_ORDERS, Change, Orders
 from holdfast.router.replicas.versions import VersionCounts
 from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.requests.slow_requests import SlowRequests
 from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
-from holdfast.worker.config import ServiceOrderConfig
+from holdfast.worker.config import ServiceOrderConfig, TelemetryConfig
 from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.security.tls import ServerTls, add_port
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +65,8 @@ class Router:
         links: LinkSecurity = UNSECURED,
         on_models: Callable[[Sequence[ModelStatus]], None] | None = None,
         send_change: SendChange | None = None,
+        telemetry: TelemetryConfig | None = None,
+        tracer: "Tracer | None" = None,
     ) -> None:
         self._tls, self._limits = tls, limits
         self._on_models = on_models
@@ -68,7 +75,10 @@ class Router:
         dispatch = Dispatch(config, limits, random.Random().randrange, order=order)
         self._dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), self._publish_health)
         tokenizers = TokenizerRegistry(load_tokenizer, config.inline_tokenize_bytes)
-        self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits, gate)
+        self._request_processor = RequestProcessor(self._dispatch_host, tokenizers, limits, gate, tracer)
+        telemetry, stats = telemetry or TelemetryConfig(), self._request_processor.stats
+        if telemetry.slow_request_s is not None:
+            stats.on_end.append(SlowRequests(telemetry.slow_request_s, stats))
         self._link_pool = LinkPool(self._dispatch_host, tokenizers, config, links, self._obey)
         self.orders = NO_ORDERS
         """What its operators have ordered."""
@@ -115,6 +125,8 @@ class Router:
         links: LinkSecurity = UNSECURED,
         on_models: Callable[[Sequence[ModelStatus]], None] | None = None,
         send_change: SendChange | None = None,
+        telemetry: TelemetryConfig | None = None,
+        tracer: "Tracer | None" = None,
     ) -> "Router":
         """A router that listens on `host:port` (port 0 picks a free one) and dials the replicas of `directory`.
 
@@ -122,10 +134,12 @@ class Router:
         replicas: until one is up, requests are UNAVAILABLE and health is NOT_SERVING. The `gate` lets callers in at
         every port; without it all may come. gRPC and HTTP are served over `tls`, if it is given, and `links` says how
         replicas are dialled. `on_models` is told the models that are served here, when they change. `send_change` has
-        what operators order obeyed by all routers; without it, this one obeys alone. Raises `RuntimeError` if a port is
-        taken.
+        what operators order obeyed by all routers; without it, this one obeys alone. `telemetry` says what it logs of
+        requests, and with a `tracer` they are traced. Raises `RuntimeError` if a port is taken.
         """
-        router = cls(config, limits, load_tokenizer, order, gate, tls, links, on_models, send_change)
+        router = cls(
+            *(config, limits, load_tokenizer, order, gate, tls, links, on_models, send_change, telemetry, tracer)
+        )
         await router._listen(host, port)
         if http_port is not None:
             await router._listen_http(host, http_port)

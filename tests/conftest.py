@@ -10,6 +10,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is loaded; tests that need a GPU set 0
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from typing import TYPE_CHECKING

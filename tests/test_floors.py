@@ -20,10 +20,16 @@ PROCESS = (
 )  # wire: both ends of a link read and write its messages by one codec
 ROOMS = {  # from the ground up: a room imports from those before it
     "worker": (*POLICY, *DEVICE, *PROCESS),
-    "router": ("wire", "text", "tools", "replicas", "dispatch", "security", "requests", "links", "doors", "router"),
-    "cluster": ("scaling", "config", "bundled_model", "client", "offline", "serve", "simulate", "demo", "commands"),
+    "router": (
+        *("wire", "text", "tools", "replicas", "dispatch", "security", "requests", "metrics", "links", "doors"),
+        "router",
+    ),
+    "cluster": (
+        *("scaling", "config", "bundled_model", "client", "offline", "serve", "simulate", "bench", "demo"),
+        "commands",
+    ),
     "cluster.simulate": ("kernel", "oracle", "actors", "world", "capacity"),
-    "worker.decoder": ("cpu", "program"),  # an executor knows the layout; only the program knows an executor
+    "worker.decoder": ("cpu", "gpu", "program"),  # an executor knows the layout; only the program knows an executor
 }
 DOORS = {  # what a package may import of those below it
     "router": {"worker": ("words", "service_order", "wire", "security")},  # one codec and lock of the link
@@ -45,6 +51,7 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     "worker.decoder": {"ray", "asyncio", "grpc"},
     **{f"worker.decoder.{room}": {"ctypes", "fcntl", "subprocess"} for room in ("words", "program")},
     "worker.decoder.cpu": {"ray", "asyncio", "grpc", "transformers"},
+    "worker.decoder.gpu": {"ray", "asyncio", "grpc", "transformers", "ctypes"},
     "worker.wire": TENSORS | IO,
     "router": {"torch", "ray"},
     "router.words": IO,
@@ -56,7 +63,15 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     "cluster.scaling": TENSORS | IO,
     "cluster.simulate": TENSORS | (IO - {"random"}),
 }
-STUBS = ("worker.wire", "worker.replica", "router.wire", "router.links", "router.doors", "cluster.client")
+STUBS = (
+    "worker.wire",
+    "worker.replica",
+    "router.wire",
+    "router.links",
+    "router.doors",
+    "cluster.client",
+    "cluster.bench",
+)
 
 
 def room(dotted: str) -> tuple[str, str]:

@@ -204,6 +204,21 @@ class SpeculationConfig(Settings):
         return self
 
 
+class TelemetryConfig(Settings):
+    """What processes tell of themselves: logs and traces. Metrics are on their ports."""
+
+    log_format: Literal["text", "json"] = Field("text", description="lines of a cluster's logs: text, or JSON objects")
+    slow_request_s: float | None = Field(
+        None, gt=0, description="requests that take longer are logged with where their time went; default: none"
+    )
+    otlp_endpoint: str | None = Field(
+        None, description="where traces go, by OTLP over HTTP, e.g. http://collector:4318; default: nothing is traced"
+    )
+    trace_share: float = Field(
+        1.0, ge=0, le=1, description="share of requests that are traced where their client does not say (traceparent)"
+    )
+
+
 class WorkerConfig(Settings):
     """Everything one replica needs to know."""
 
@@ -213,3 +228,4 @@ class WorkerConfig(Settings):
     scheduler: SchedulerConfig = SchedulerConfig()
     health: HealthConfig = HealthConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()

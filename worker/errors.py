@@ -21,6 +21,7 @@ to gRPC or HTTP codes (`router/wire/statuses.py`), and anything that imports tor
     ├── RequestAbortedError      the caller went away, or the server is stopping
     │   └── RequestSupersededError   the same request id was submitted again
     ├── RequestQuarantinedError  replicas died under the request again and again; it is not tried any more
+    ├── UpdateRolledBackError    a new version of a model was taken back; the old one serves as before
     └── InternalError            our bug
 """
 
@@ -171,6 +172,12 @@ class RequestSupersededError(RequestAbortedError):
 
 class RequestQuarantinedError(HoldfastError):
     """Replicas died under the request again and again. It is not tried any more, lest it take all of them."""
+
+
+class UpdateRolledBackError(HoldfastError):
+    """A new version of a model was taken back, and the old one serves as before. The message says why."""
+
+    fault = Fault.REPLICA
 
 
 class InternalError(HoldfastError):

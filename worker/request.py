@@ -68,6 +68,8 @@ class EngineRequest:
     """Of killing the replicas that run it. Touches no token."""
     session_id: str = ""
     """The conversation that it belongs to, for routing. It is routers' alone, and not sent to engines."""
+    traceparent: str = ""
+    """W3C trace context of what it is part of; empty: it is not traced. Touches no token."""
 
     def __post_init__(self) -> None:
         assert self.sampling_params.seed is not None, "the seed is resolved before a request reaches the engine"
@@ -142,6 +144,8 @@ class TokenDelta:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """One for each token of the prompt from the second on, where the request asks for them. Told with output token 0
     and only there."""
+    queued_s: float = 0.0
+    """Seconds that the request has waited in the engine before it first ran. Told with its first tokens there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

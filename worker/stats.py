@@ -5,6 +5,11 @@ What may live here: the counts, and ratios of them. What may not: the counting (
 """
 
 from dataclasses import dataclass
+from typing import Final
+
+from holdfast.worker.histogram import TOKEN_TIMES_S
+
+NO_STEPS: Final = (0,) * (len(TOKEN_TIMES_S) + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +69,32 @@ class EngineStats(SchedulerStats):
     """Tokens that alive requests still have to have computed before each draws its next one."""
     prefill_tokens_per_s: float
     """The best of the last steps that computed prompts for the most part; 0 before there were some."""
+    plan_time_s: float = 0.0
+    """Seconds spent in planning, all steps together."""
+    commit_time_s: float = 0.0
+    """Seconds spent in taking results in and in telling listeners, all steps together."""
+    step_counts: tuple[int, ...] = NO_STEPS
+    """Steps by how long planning, running and committing took together; up to each of `TOKEN_TIMES_S`, and above."""
+    gpu_utilization: float = 0.0
+    """Share of the last moments in which the leading rank's GPU computed, from 0 to 1; 0 without a GPU."""
+    gpu_memory_used_bytes: int = 0
+    """Of the leading rank's GPU, whoever uses it."""
+    gpu_memory_total_bytes: int = 0
+    """Of the leading rank's GPU; 0: there is none."""
 
     @property
     def tokens_per_s(self) -> float:
         """Output tokens in a second of stepping; idle time does not count. 0 before the first step."""
         return self.num_tokens_generated / self.step_time_s if self.step_time_s else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuStats:
+    """A GPU as it is now."""
+
+    utilization: float = 0.0
+    memory_used_bytes: int = 0
+    memory_total_bytes: int = 0
+
+
+NO_GPU: Final = GpuStats()

@@ -73,7 +73,7 @@ def is_plain(delta: TokenDelta) -> bool:
     return (
         delta.finish_reason is None
         and len(delta.token_ids) == 1
-        and not (delta.num_cached_tokens or delta.logprobs or delta.prompt_logprobs)
+        and not (delta.num_cached_tokens or delta.logprobs or delta.prompt_logprobs or delta.queued_s)
     )
 
 

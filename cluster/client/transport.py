@@ -4,6 +4,7 @@ What may live here: channels and their options. What may not: what is asked and 
 (`async_client.py`).
 """
 
+import sys
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final, Protocol
 
@@ -72,7 +73,7 @@ class GrpcTransport:
         self, address: str, method: str, request: Any, on_taken: Callable[[], None] | None = None
     ) -> AsyncGenerator[Any, None]:
         stub = inference_pb2_grpc.InferenceStub(self._channel(address))  # type: ignore[no-untyped-call]
-        call = getattr(stub, method)(request, metadata=self._metadata)
+        call = getattr(stub, method)(request, metadata=_with_trace(self._metadata))
         try:
             if await call.initial_metadata() and on_taken is not None:
                 on_taken()
@@ -103,3 +104,17 @@ class GrpcTransport:
 def _status(error: grpc.aio.AioRpcError) -> CallStatus:
     trailers: Any = error.trailing_metadata() or ()  # pairs, whatever the stubs say
     return CallStatus(code=error.code(), message=error.details() or "", trailing_metadata=tuple(trailers))
+
+
+def _with_trace(metadata: tuple[tuple[str, str], ...] | None) -> tuple[tuple[str, str], ...] | None:
+    """With the W3C trace context of the caller's span, where the program uses OpenTelemetry and is in one."""
+    if "opentelemetry.trace" not in sys.modules:
+        return metadata
+    from opentelemetry.trace import get_current_span
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    if not get_current_span().get_span_context().is_valid:
+        return metadata
+    carrier: dict[str, str] = {}
+    TraceContextTextMapPropagator().inject(carrier)
+    return (*(metadata or ()), *carrier.items())

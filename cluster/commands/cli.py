@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 failed, 2 the caller's mistake (usage, settings, input), 1
 files beside this one and are imported only when they run, so that `--help` stays fast.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -30,7 +31,7 @@ Examples:
 """
 
 
-def _version() -> str:
+def version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -44,7 +45,7 @@ app = App(
     help="LLM serving whose streams hold.",
     help_epilogue=_EXAMPLES,
     help_format="plaintext",
-    version=_version,
+    version=version,
     group_commands=_MORE,
     suppress_keyboard_interrupt=False,
 )
@@ -67,6 +68,12 @@ _COMMANDS = (
     ("generate", _FIRST, "Complete a prompt, in this process or on a server."),
     ("demo", _FIRST, "Start a local cluster, stream four prompts at once, and stop it."),
     ("apply", _MORE, "Show how a running cluster's models differ from a configuration, and change them."),
+    ("bench", _MORE, "Put a load on a server, ours or another's, and report what its clients see."),
+    ("chat", _FIRST, "Talk to a model in the terminal, in this process or on a server."),
+    ("status", _FIRST, "Show whether a cluster is well: routers, replicas, load and caches."),
+    ("logs", _MORE, "Show what the processes of a cluster on this machine have written."),
+    ("doctor", _MORE, "Look at this machine, and say what to do about each finding."),
+    ("completion", _MORE, "Print the script by which a shell completes commands and flags."),
     ("stats", _MORE, "Show how busy a running cluster's replicas are, and what their caches do."),
     ("simulate", _MORE, "Run the cluster's deciders in virtual time under faults, and check every token."),
     ("estimate", _MORE, "Say how much memory a model needs, without loading it."),
@@ -114,6 +121,9 @@ def exit_code(action: Callable[[], object]) -> int:
         return _say(str(error), EXIT_FAILED)
     except KeyboardInterrupt:
         return _say("interrupted", EXIT_INTERRUPTED)
+    except BrokenPipeError:  # as behind `| head`; nothing more may be written when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
     return result if isinstance(result, int) else 0
 
 

@@ -4,7 +4,7 @@ What may not live here: the estimate (`worker/model/memory.py`).
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
@@ -12,25 +12,28 @@ from cyclopts.validators import Number
 from holdfast.cluster.config.config import ClusterConfig, load_config
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.sources import Layer, Setting
+from holdfast.worker.available_memory import readable_bytes
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from holdfast.worker.model.memory import MemoryEstimator
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
 
 _NOT_WHICH = tuple(f"cluster.{name}" for name in ClusterConfig.model_fields if name != "cpus_per_rank")
 
 
-@takes_settings("model", "parallel", "cache", "cluster", without=("model.model", *_NOT_WHICH))
+@takes_settings("model", "parallel", "cache", "cluster", without=("model.model", "model.device", *_NOT_WHICH))
 def estimate(
     model: Annotated[
         str | None, Parameter(help="a Hugging Face folder, a hub id, or the bundled demo [default]")
     ] = None,
     /,
     *,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda", "a100", "h100", "h200", "b200"],
+        Parameter(help="where it runs; of a GPU by name: what steps should take there, by its published figures"),
+    ] = "auto",
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
     k8s: Annotated[bool, Parameter(name="--k8s", negative=(), help="as resources of a RayService's pods")] = False,
     ranks_per_host: Annotated[int, Parameter(validator=Number(gte=1), help="with --k8s: GPUs that a host has")] = 8,
@@ -44,12 +47,18 @@ def estimate(
 
     if model is not None:
         settings = {**settings, "model.model": Setting(model, "MODEL")}
+    if device in ("cpu", "cuda"):
+        settings = {**settings, "model.device": Setting(device, "--device")}
     loaded = load_config(settings, config).config
     worker = located(loaded.worker)
     if k8s:
         _print_resources(worker, loaded.cluster.cpus_per_rank, ranks_per_host)
-    else:
+    elif device in ("auto", "cpu", "cuda"):
         _print_estimate(worker)
+    else:
+        from holdfast.cluster.commands.roofline import print_roofline
+
+        print_roofline(worker, device)
     return 0
 
 
@@ -68,8 +77,10 @@ def _print_resources(config: WorkerConfig, cpus_per_rank: float, ranks_per_host:
         pod = PodResources.of(rank, config.parallel.tensor_parallel_size, ranks_per_host)
     except ValueError as error:
         raise ConfigurationError(f"--ranks-per-host = {ranks_per_host}: {error}") from None
-    kept = "" if has_gpu else f" and {_readable(cache_bytes)} of KV cache"
-    print(f"# {_readable(needs.weight_bytes)} of weights{kept} a rank{' in the memory of its GPU' if has_gpu else ''}")
+    kept = "" if has_gpu else f" and {readable_bytes(cache_bytes)} of KV cache"
+    print(
+        f"# {readable_bytes(needs.weight_bytes)} of weights{kept} a rank{' in the memory of its GPU' if has_gpu else ''}"
+    )
     print("# workerGroupSpecs, the group of replicas:")
     print(yaml.safe_dump([pod.group()], sort_keys=False), end="")
     print("# serveConfigV2, args:")
@@ -84,9 +95,9 @@ def _print_estimate(config: WorkerConfig) -> None:
     needs = MemoryEstimator(config)
     cache_bytes = _cache_bytes_here(config, needs)
     num_sequences = needs.num_sequences(cache_bytes, needs.max_model_len)
-    print(f"weights     {_readable(needs.weight_bytes)}")
-    print(f"KV cache    {_readable(needs.kv_bytes_per_token)} a token, {needs.block_size} tokens a block")
-    print(f"in {_readable(cache_bytes)}  {needs.num_blocks(cache_bytes)} blocks")
+    print(f"weights     {readable_bytes(needs.weight_bytes)}")
+    print(f"KV cache    {readable_bytes(needs.kv_bytes_per_token)} a token, {needs.block_size} tokens a block")
+    print(f"in {readable_bytes(cache_bytes)}  {needs.num_blocks(cache_bytes)} blocks")
     print(f"            {num_sequences} sequences of {needs.max_model_len} tokens, the longest this model takes")
 
 
@@ -101,10 +112,3 @@ def _cache_bytes_here(config: WorkerConfig, needs: "MemoryEstimator") -> int:
     _, total = torch.cuda.mem_get_info()
     default_bytes = max(0, int(total * config.cache.gpu_memory_utilization) - needs.weight_bytes)
     return needs.default_cache_bytes(config, default_bytes, is_gpu=True)
-
-
-def _readable(num_bytes: int) -> str:
-    amount, unit = float(num_bytes), 0
-    while amount >= 1024 and unit < len(_UNITS) - 1:
-        amount, unit = amount / 1024, unit + 1
-    return f"{amount:.4g} {_UNITS[unit]}"

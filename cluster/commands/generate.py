@@ -102,14 +102,13 @@ def generate(
     if server is None:
         _complete_here(load_config(settings, config).config, ask)
         return 0
-    _check_for_server(settings, config)
+    check_for_server(settings, config)
     model = settings.get("model.model")
-    options = load_config({path: one for path, one in settings.items() if _is_clients(path)}).config.client.options
-    asyncio.run(_complete_on_server(server, ask, str(model.value) if model else "", options))
+    asyncio.run(_complete_on_server(server, ask, str(model.value) if model else "", clients_options(settings)))
     return 0
 
 
-def _check_for_server(settings: Layer, config: Path | None) -> None:
+def check_for_server(settings: Layer, config: Path | None) -> None:
     """Refuses settings of the engine together with `--server`: they are the server's."""
     flags = [setting.source for path, setting in settings.items() if path != "model.model" and not _is_clients(path)]
     flags += [] if config is None else ["--config"]
@@ -117,6 +116,11 @@ def _check_for_server(settings: Layer, config: Path | None) -> None:
         raise ConfigurationError(
             f"{', '.join(flags)} (with --server): the server has its own; give it to `holdfast serve`"
         )
+
+
+def clients_options(settings: Layer) -> dict[str, Any]:
+    """Keyword arguments of a client, from the settings that are one's."""
+    return load_config({path: one for path, one in settings.items() if _is_clients(path)}).config.client.options
 
 
 def _is_clients(path: str) -> bool:
@@ -127,14 +131,27 @@ def _is_clients(path: str) -> bool:
 # --- in this process ---
 
 
-def _complete_here(config: HoldfastConfig, ask: Ask) -> None:
-    from holdfast.cluster.offline.chat_prompts import chat_token_ids
+def engine_here(config: HoldfastConfig) -> "InferenceEngine":
+    """Started, with its progress shown. Raises `ConfigurationError` for what cannot work, before anything is loaded."""
+    from holdfast.cluster.serve.machine import Machine, check_fits
+    from holdfast.cluster.serve.model_files import check_files
+
+    check_files(config)
+    alone = config.model_copy(update={"cluster": config.cluster.model_copy(update={"replicas": 1})})
+    check_fits([alone], Machine.here())
     from holdfast.cluster.offline.inference_engine import InferenceEngine
     from holdfast.cluster.progress_bars import progress
 
     with progress(sys.stderr) as report:
         engine = InferenceEngine(config=config.worker, limits=config.limits, progress=report)
         engine.start()
+    return engine
+
+
+def _complete_here(config: HoldfastConfig, ask: Ask) -> None:
+    from holdfast.cluster.offline.chat_prompts import chat_token_ids
+
+    engine = engine_here(config)
     try:
         prompt = chat_token_ids(engine.tokenizer, ask.messages) if ask.messages else ask.text
         printer = Printer()

@@ -16,8 +16,8 @@ from holdfast.cluster.config.flags import ESSENTIALS
 from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from holdfast.cluster.load_trace import Arrival
     from holdfast.cluster.simulate.capacity.capacity import ClusterShape
-    from holdfast.cluster.simulate.capacity.trace import Arrival
 
 _FAULTS = Group.create_ordered("Faults")
 _CAPACITY = Group.create_ordered("Capacity")
@@ -39,7 +39,7 @@ class LoadFlags:
 
     def load(self, max_len: int) -> "list[Arrival]":
         """In order of arrival. Raises `ConfigurationError`."""
-        from holdfast.cluster.simulate.capacity.trace import made_up_trace, read_trace
+        from holdfast.cluster.load_trace import made_up_trace, read_trace
 
         if self.trace is not None:
             return read_trace(self.trace)

@@ -25,6 +25,7 @@ from holdfast.worker.config import (
     SchedulerConfig,
     Settings,
     SpeculationConfig,
+    TelemetryConfig,
     WorkerConfig,
 )
 
@@ -111,6 +112,13 @@ class ClusterConfig(Settings):
         description="port of vLLM's engine protocol on the first replica of a machine, the next ones on the next; 0: "
         "free ones, none: it is not served",
     )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="port of Prometheus metrics on the first replica of a machine, the next ones on the next; 0: free "
+        "ones, none: routers alone tell of replicas",
+    )
     address: str | None = Field(
         None, description="an existing Ray cluster to join (`auto` or host:port); unset: start one"
     )
@@ -137,7 +145,7 @@ class ClusterConfig(Settings):
         100 * 2**20, ge=80 * 2**20, description="object store of a Ray that is started here; no token is stored there"
     )
     spare_process: bool = Field(
-        True, description="keep an idle process with the libraries loaded on a Ray of our own, for the next replica"
+        False, description="keep an idle process with the libraries loaded on a Ray of our own, for the next replica"
     )
     drain_timeout_s: float = Field(
         30.0,
@@ -196,6 +204,7 @@ class HoldfastConfig(Settings):
     limits: LimitsConfig = LimitsConfig()
     security: SecurityConfig = SecurityConfig()
     client: ClientConfig = ClientConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     cluster: ClusterConfig = ClusterConfig()
     scaling: ScalingConfig = ScalingConfig()
 
@@ -244,6 +253,7 @@ class HoldfastConfig(Settings):
             scheduler=self.scheduler,
             health=self.health,
             speculation=self.speculation,
+            telemetry=self.telemetry,
         )
 
 

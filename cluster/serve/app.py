@@ -20,6 +20,7 @@ from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig, load_c
 from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.serve.directory import DIRECTORY, DirectoryDeployment
 from holdfast.cluster.serve.engine_door import DoorSettings
+from holdfast.cluster.serve.metrics_door import MetricsSettings
 from holdfast.cluster.serve.placement_groups import (
     ANY_INTERFACE,
     Resources,
@@ -112,7 +113,15 @@ def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: s
     bundles = [bundle] * config.parallel.tensor_parallel_size
     _warn_of_room(config, bundles, nodes)
     placed = _replica(config, name, bundles)
-    return placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory, _door(config, default_host))
+    door, metrics = _door(config, default_host), _metrics(config, default_host)
+    return placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory, door, metrics)
+
+
+def _metrics(config: HoldfastConfig, default_host: str) -> MetricsSettings | None:
+    """Where replicas serve metrics: as routers, on `default_host` if no host is set."""
+    if config.cluster.metrics_port is None:
+        return None
+    return MetricsSettings(host=config.cluster.host or default_host, port=config.cluster.metrics_port)
 
 
 def _warn_of_room(config: HoldfastConfig, bundles: Sequence[Resources], nodes: Collection[Resources]) -> None:

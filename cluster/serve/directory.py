@@ -59,6 +59,8 @@ class Member:
     """`host:port` of a router's HTTP API; empty where there is none."""
     engine_address: str = ""
     """`host:port` of a replica's engine protocol; empty where it does not speak it."""
+    metrics_address: str = ""
+    """`host:port` of a replica's own metrics; empty where it serves none."""
     linked: tuple[tuple[str, int], ...] = ()
     """Of a router: each model that it has links for, and the number of its replicas that are up."""
     model: str = ""

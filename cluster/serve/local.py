@@ -15,6 +15,7 @@ from typing import Final
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve.running import noted, running_cluster
 from holdfast.cluster.serve.spare_process import PRELOADED
+from holdfast.worker.errors import ReplicaError
 
 LOOPBACK: Final = "127.0.0.1"
 
@@ -37,16 +38,17 @@ def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
     quiet = {"log_to_driver": False, "configure_logging": False, "namespace": config.namespace}
-    if config.address is not None:
-        ray.init(address=config.address, **quiet)
-    else:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            object_store_memory=config.object_store_memory,
-            include_dashboard=False,
-            **quiet,
-        )
+    with plain_ray_errors(config.address):
+        if config.address is not None:
+            ray.init(address=config.address, **quiet)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                object_store_memory=config.object_store_memory,
+                include_dashboard=False,
+                **quiet,
+            )
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray has installed its own handler, which exits at once
     try:
         with ExitStack() as stack:
@@ -56,6 +58,26 @@ def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
             yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def plain_ray_errors(address: str | None) -> Iterator[None]:
+    """Ray tells what is wrong in dozens of lines, of which the last says the most. Raises `ReplicaError`."""
+    try:
+        yield
+    except Exception as error:  # Ray raises many classes here, without a common one
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        said = f"{type(error).__name__}: {lines[-1] if lines else 'it does not say why'}"[:300]
+        if address is not None:
+            way_out = "does `ray status` there answer, and are Ray's versions and its token (RAY_AUTH_TOKEN) the same?"
+            raise ReplicaError(
+                f"cluster.address = {address!r}: no Ray can be joined there ({said}); {way_out}"
+            ) from error
+        way_out = (
+            "is there room in /tmp and /dev/shm, and memory for cluster.object_store_memory? Ray's own logs are in "
+            "/tmp/ray/session_latest/logs (`holdfast logs`), and `holdfast doctor` looks at this machine"
+        )
+        raise ReplicaError(f"Ray did not start ({said}); {way_out}") from error
 
 
 @contextmanager
@@ -71,7 +93,8 @@ def running_ray(config: ClusterConfig, pid: int | None) -> Iterator[None]:
         _close_our_own(running.token)
     import ray
 
-    ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=config.namespace)
+    with plain_ray_errors(address):
+        ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=config.namespace)
     try:
         yield
     finally:

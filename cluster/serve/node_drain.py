@@ -147,7 +147,7 @@ def _num_other_nodes() -> int:
     import ray
 
     try:
-        return sum(1 for node in ray.nodes() if node["Alive"]) - 1
+        return sum(bool(node["Alive"]) for node in ray.nodes()) - 1
     except Exception as error:  # Ray raises many kinds
         logger.warning("Ray does not answer: %s", error)
         return 0

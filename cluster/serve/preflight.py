@@ -4,10 +4,11 @@ What may not live here: what needs Ray to be seen (`serving.py`). It is imported
 """
 
 import socket
-from pathlib import Path
 
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.local import LOOPBACK
+from holdfast.cluster.serve.machine import Machine, check_fits
+from holdfast.cluster.serve.model_files import check_files as check_model_files
 from holdfast.cluster.serve.security import check_exposed, check_files
 from holdfast.worker.errors import ConfigurationError
 
@@ -20,21 +21,21 @@ def check_here(config: HoldfastConfig) -> None:
     check_exposed(config.security, cluster.host or LOOPBACK)
     check_files(config.security)
     for one in config.each_model:
-        check_folders(one)
+        check_model_files(one)
+    check_fits(config.each_model, Machine.here())
+    check_ports(config)
+
+
+def check_ports(config: HoldfastConfig) -> None:
+    """Raises `ConfigurationError` for one that is taken."""
+    cluster = config.cluster
     for ports in cluster.router_ports:
         firsts = {name: getattr(cluster, name) for name in ("port", "http_port", "admin_port")}
         for (setting, first), port in zip(firsts.items(), ports, strict=True):
             try:
                 socket.create_server((cluster.host or LOOPBACK, port or 0)).close()
             except OSError as error:
-                way_out = f"choose another by --{setting.replace('_', '-')}"
+                flag = f"--{setting.replace('_', '-')}"
+                way_out = f"is another `holdfast serve` running? Choose another by {flag} (0: a free one)"
                 reason = f"cluster.{setting} = {first}: port {port} is not free ({error}); {way_out}"
                 raise ConfigurationError(reason) from error
-
-
-def check_folders(config: HoldfastConfig) -> None:
-    """Refuses folders of a model that are not here."""
-    draft = config.speculation.draft_model if config.speculation.speculative == "draft" else None
-    for setting, folder in (("model.model", config.model.model), ("speculation.draft_model", draft or "")):
-        if folder.startswith(("/", ".", "~")) and not Path(folder).expanduser().is_dir():
-            raise ConfigurationError(f"{setting} = {folder!r}: there is no such folder")

@@ -19,18 +19,22 @@ from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.disk_guard import LOOK_EVERY_S, DiskGuard, session_folder
 from holdfast.cluster.serve.log_lines import date_log_lines
 from holdfast.cluster.serve.membership import Lease, cluster_security, found
+from holdfast.cluster.serve.metrics_door import MetricsDoor, MetricsSettings
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.cluster.serve.spare_process import keep_one
 from holdfast.cluster.serve.termination import end_on_sigterm
 from holdfast.cluster.serve.tokenizer_files import tokenizer_digest
+from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.replica.replica import Replica
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
     from holdfast.cluster.serve.engine_door import DoorSettings, EngineDoor
 
 logger = logging.getLogger(__name__)
@@ -54,8 +58,9 @@ class ReplicaDeployment:
         drain_timeout_s: float,
         directory: Any,
         door: "DoorSettings | None" = None,
+        metrics: MetricsSettings | None = None,
     ) -> None:
-        date_log_lines()
+        date_log_lines(config.telemetry.log_format)
         end_when_out_of_memory()
         self._drain_timeout_s = drain_timeout_s
         self._loop = asyncio.get_running_loop()
@@ -64,31 +69,40 @@ class ReplicaDeployment:
         self._lease = Lease(handle, _starting(config))
         self._server: LinkServer | None = None
         self._door: EngineDoor | None = None
+        self._metrics: MetricsDoor | None = None
+        self._tracing: TracerProvider | None = None
         end_on_sigterm(self.__del__, limit_s=drain_timeout_s + STOP_S)
         try:
             security = await cluster_security(handle)
-            if door is not None:
-                check_exposed(security.settings, door.host)
+            for served in (door, metrics):
+                if served is not None:
+                    check_exposed(security.settings, served.host)
+            self._tracing = tracer_provider(config.telemetry, "replica", _replica_id())
             self._replica = await asyncio.to_thread(Replica.start, located(config), launcher, self._report)
         except CallerError as error:
             self._say(error=str(error))
             await self._lease.flush()
             raise
+        tracer = None if self._tracing is None else self._tracing.get_tracer(SCOPE)
         self._server = await LinkServer.start(
-            self._replica, replica_id=_replica_id(), host=launcher.host, security=security.links
+            self._replica, replica_id=_replica_id(), host=launcher.host, security=security.links, tracer=tracer
         )
         if door is not None:
             self._door = await _opened(self._replica, door, config, security)
+        if metrics is not None:
+            self._metrics = await MetricsDoor.start(self._replica, _replica_id(), metrics, security)
         self._replica.on_failure(ProcessEnd(self._close_soon).because)
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
         self._beating = None if heartbeat_pipe is None else self._loop.create_task(heartbeat_pipe.keep_beating())
         self._looking = self._loop.create_task(self._keep_looking())
         info = self._replica.info
         engine = "" if self._door is None else reachable(self._door.address)
+        scraped = "" if self._metrics is None else reachable(self._metrics.address)
         self._say(
             phase="serving",
             address=self._server.address,
             engine_address=engine,
+            metrics_address=scraped,
             model=info.model,
             model_path=info.path,
             version=info.version,
@@ -126,7 +140,11 @@ class ReplicaDeployment:
         await self._server.stop()
         if self._door is not None:
             await self._door.stop()
+        if self._metrics is not None:
+            await self._metrics.stop()
         await asyncio.to_thread(self._replica.stop)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.shutdown)
 
     def _is_busy(self) -> bool:
         engine = self._replica.engine

@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Final, Unpack
+from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
@@ -31,6 +31,7 @@ from holdfast.cluster.serve.placement_groups import reachable
 from holdfast.cluster.serve.process_end import end_when_out_of_memory
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.cluster.serve.termination import end_on_sigterm
+from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.router.chat import Message
 from holdfast.router.doors.grpc.admin import SendChange
 from holdfast.router.events import ModelStatus
@@ -41,6 +42,10 @@ from holdfast.router.router import Router
 from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, ReplicaError
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -59,18 +64,21 @@ class RouterDeployment:
 
     async def __init__(self, config: HoldfastConfig, host: str, directory: Any, *replicas: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         # `replicas` are here only because Serve deploys what the ingress is given.
-        date_log_lines()
+        date_log_lines(config.telemetry.log_format)
         end_when_out_of_memory()
         self._directory = directory
         self._drain_timeout_s = config.cluster.drain_timeout_s
         self._lease = Lease(directory, Member(member_id=serve.get_replica_context().replica_tag, role=Role.ROUTER))
         self._router: Router | None = None
+        self._tracing: TracerProvider | None = None
         self._heartbeat_pipe: HeartbeatPipe | None = None
         end_on_sigterm(self.__del__, limit_s=self._drain_timeout_s + STOP_S)
         try:
             security = await cluster_security(directory)
+            self._tracing = tracer_provider(config.telemetry, "router", self._lease.member.member_id)
+            tracer = None if self._tracing is None else self._tracing.get_tracer(SCOPE)
             watched = WatchedDirectory(directory)
-            self._router = await _start(config, host, watched, security, self._say_linked, self._send_change)
+            self._router = await _start(config, host, watched, security, self._say_linked, self._send_change, tracer)
         except ConfigurationError as error:
             self._lease.update(replace(self._lease.member, error=str(error)))
             await self._lease.flush()
@@ -163,6 +171,8 @@ class RouterDeployment:
         await asyncio.sleep(ALL_END_S)
         hands_over = await has_other_routers(self._directory, self._lease.member.member_id)
         await self._router.stop(self._drain_timeout_s, hands_over=hands_over)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.shutdown)
         if self._heartbeat_pipe is not None:
             self._heartbeat_pipe.cut()
 
@@ -197,6 +207,7 @@ async def _start(
     security: ClusterSecurity,
     on_models: Callable[[Sequence[ModelStatus]], None],
     send_change: SendChange,
+    tracer: "Tracer | None" = None,
 ) -> Router:
     """On the first free port of as many as there are routers, since several may share a machine."""
     check_exposed(security.settings, host)
@@ -218,6 +229,8 @@ async def _start(
                 links=security.links,
                 on_models=on_models,
                 send_change=send_change,
+                telemetry=config.telemetry,
+                tracer=tracer,
             )
         except RuntimeError as taken:
             error = taken

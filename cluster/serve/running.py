@@ -47,7 +47,7 @@ def noted(namespace: str, ray_address: str, token: str) -> Iterator[None]:
 
 def running_cluster(namespace: str, pid: int | None = None) -> RunningCluster:
     """The one cluster of this name; with a `pid`, that of the process. Raises `ConfigurationError`: what does run."""
-    running = list(_living())
+    running = list(living())
     found = [one for one in running if one.namespace == namespace and pid in (None, one.pid)]
     if len(found) == 1:
         return found[0]
@@ -57,7 +57,7 @@ def running_cluster(namespace: str, pid: int | None = None) -> RunningCluster:
     raise ConfigurationError(f"{wanted}: {len(found)} such clusters run here ({shown}); {way_out}")
 
 
-def _living() -> Iterator[RunningCluster]:
+def living() -> Iterator[RunningCluster]:
     """The notes whose processes live. Others are cleared away."""
     for path in sorted(_folder().glob("*.json")):
         with suppress(OSError, ValueError, TypeError):  # another process's, which may go at any time

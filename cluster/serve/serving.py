@@ -22,7 +22,8 @@ from holdfast.cluster.serve.difference import Running
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.cluster.serve.disk_guard import RESERVE_BYTES, DiskGuard, guarded_disk, session_folder
 from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
-from holdfast.cluster.serve.preflight import check_folders, check_here
+from holdfast.cluster.serve.model_files import check_files, check_hub
+from holdfast.cluster.serve.preflight import check_here
 from holdfast.cluster.serve.ray_watch import watched_ray
 from holdfast.cluster.serve.security import check_exposed
 from holdfast.cluster.serve.serve_steps import ServeSteps
@@ -68,6 +69,9 @@ def serving(
     config = with_template_texts(config)
     check_exposed(config.security, config.cluster.host or models.default_host(config.cluster))
     check_here(config)
+    if config.cluster.address is None:
+        for one in config.each_model:
+            check_hub(one)
     config = share_cores(config)
     report("starting Ray", 0, 1)
     with ray_connection(config.cluster, num_cpus_of_our_own(config)), ExitStack() as stack:
@@ -100,7 +104,8 @@ def add_model(config: HoldfastConfig, report: Report) -> int:
     namespace, name = config.cluster.namespace, config.model.name
     config = with_template_texts(config)
     if config.cluster.address is None:
-        check_folders(config)
+        check_files(config)
+        check_hub(config)
         config = _fitted(share_cores(config))
     models.add(config)
     try:
@@ -123,7 +128,8 @@ def update_model(
     """
     config = with_template_texts(config)
     if config.cluster.address is None:
-        check_folders(config)
+        check_files(config)
+        check_hub(config)
         config = _fitted(config)
     return Update(ServeSteps(config, known_answers, plan.share), plan, report).run()
 

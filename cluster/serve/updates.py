@@ -15,7 +15,7 @@ from holdfast.cluster.serve.canary import Observed, since, summed, verdict
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.router.orders import Canary, Change
 from holdfast.router.replicas.versions import VersionCounts
-from holdfast.worker.errors import ConfigurationError, HoldfastError, ReplicaError
+from holdfast.worker.errors import ConfigurationError, HoldfastError, ReplicaError, UpdateRolledBackError
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +23,6 @@ LINK_S: Final = 10.0
 """How long routers may take to reach a replica that serves."""
 
 LOOK_EVERY_S: Final = 2.0
-
-
-class UpdateRolledBackError(HoldfastError):
-    """A new version was taken back, and the old one serves as before. The message says why."""
 
 
 class Steps(Protocol):
@@ -127,6 +123,7 @@ class Update:
         first = self._wait_for(new, 1)[0]
         self._old_version, self._new_version = old_replica.version, first.version
         _check_tokenizer(old_replica, first)
+        self._order("with_retired", self._plan.model, first.version, False)  # it may have served before
         if self._plan.share:
             self._try_canary(old_replica.version, first.version, new)
         else:
@@ -147,7 +144,6 @@ class Update:
                 self._steps.scale(self._old, self._num_old - number)
         self._order("with_canary", self._plan.model, None)
         if self._old_version != self._new_version:
-            self._order("with_retired", self._plan.model, self._new_version, False)
             self._order("with_retired", self._plan.model, self._old_version, True)
         self._report("draining the old version", 0, 1)
         self._steps.delete(self._old)

@@ -11,6 +11,7 @@ from typing import Final
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.output_stream import OutputStream, Taker
 from holdfast.router.dispatch.parallel_sampling import merged_usage
+from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.resume import NewSequence, final_delivery
 from holdfast.worker.errors import RequestAbortedError
@@ -55,6 +56,16 @@ class Call:
     def num_tokens(self) -> int:
         """Delivered so far, of all sequences."""
         return sum(stream.num_tokens for stream in self._every)
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """Of its sequences."""
+        return [stream.timeline for stream in self._every]
+
+    @property
+    def behind_s(self) -> float:
+        """How long output has waited for the reader: the longest of its sequences."""
+        return max((stream.behind_s for stream in self._every), default=0.0)
 
     def abort(self) -> bool:
         """Ends what has not ended, with finish reason ABORT, for the reader to read. Returns whether there was any."""

@@ -13,17 +13,19 @@ it. The text state is kept. A retiring replica is drained the same way. Clients 
 """
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Final
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.demands import demands
+from holdfast.router.dispatch.dispatch_stats import DispatchStats
 from holdfast.router.dispatch.first_tokens import FirstTokens
 from holdfast.router.dispatch.placement import Placement
 from holdfast.router.dispatch.request_state import RequestEvent, RequestState
 from holdfast.router.dispatch.request_table import RequestTable
+from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import (
     FRESH,
     Action,
@@ -94,19 +96,23 @@ class Dispatch:
         now: float,
         caught_up: CaughtUp = FRESH,
         client_attempt: int = 0,
+        timeline: Timeline | None = None,
     ) -> list[Action]:
         """Opens a request. From here on it ends exactly once: finished, failed or cancelled.
 
         A request with output continues after it: that output was pushed into `text`, and `caught_up` is the result.
-        Its id must not be open: see `supersede`. `client_attempt` is above 0 if the client submits
-        again when told to. Raises the following errors and then keeps no state: `UnknownModelError`, `QueueFullError`,
-        `ReplicaError` (no replica for too long), `VersionGoneError`, `DeadlineExceededError`.
+        Its id must not be open: see `supersede`. `client_attempt` is above 0 if the client submits again when told to;
+        `timeline` is to be filled, and begins now. Raises the following errors and then keeps no state:
+        `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for too long), `VersionGoneError`,
+        `DeadlineExceededError`.
         """
         self._note_wake(model, now)
         self._check_admissible(model, deadline, now)
         self._num_submitted += 1
         urgency = (min(deadline, now + DUE_AFTER_S), self._num_submitted)
-        state = RequestState.opened(request, model, text, caught_up, client_attempt, urgency)
+        timeline = timeline or Timeline()
+        timeline.opened_s = now
+        state = RequestState.opened(request, model, text, caught_up, client_attempt, urgency, timeline)
         state.opened_s = now
         if state.version:
             self._registry.want_version(model, state.version, now)
@@ -265,6 +271,19 @@ class Dispatch:
     # --- queries ---
 
     @property
+    def stats(self) -> DispatchStats:
+        """Counts since the start."""
+        return self._placement.stats
+
+    def waiting(self) -> Counter[tuple[str, str, str]]:
+        """How many requests wait for a replica, by model, class and tenant."""
+        return Counter(
+            (state.model, state.request.priority.name.lower(), state.request.tenant)
+            for state in self._requests
+            if state.status.is_waiting
+        )
+
+    @property
     def num_open(self) -> int:
         """Open requests, those in the queue included."""
         return len(self._requests)
@@ -351,7 +370,12 @@ class Dispatch:
         return ReplicaError(f"model {model!r} had no replica at rest, and {told}")
 
     def _fail_unreadable(self, state: RequestState, bug: Exception, *, replica_has_it: bool) -> list[Action]:
-        logger.error("request %s: its tokens could not be turned into text", state.request_id, exc_info=bug)
+        logger.error(
+            "request %s: its tokens could not be turned into text",
+            state.request_id,
+            exc_info=bug,
+            extra={"details": {"request_id": state.request_id, "model": state.model}},
+        )
         error = InternalError(f"the output could not be turned into text: {type(bug).__name__}")
         return self._fail(state, error, replica_has_it=replica_has_it)
 
@@ -377,7 +401,7 @@ class Dispatch:
         if not state.num_steps and state.attempt is not None:
             first_token_s = now - state.attempt.sent_at
             self._ledger.note_first_token(state.model, state.attempt.replica.version, first_token_s)
-        self._placement.note_step(state, len(delivery.token_ids))
+        self._placement.note_step(state, len(delivery.token_ids), now, delta.queued_s)
         if delivery.finish_reason is None:
             return [delivery]
         return [delivery, *self._close(state, RequestEvent.FINISH, replica_has_it=replica_has_it)]

@@ -7,11 +7,13 @@ under any clock, a simulated one included.
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.dispatch import Dispatch
+from holdfast.router.dispatch.dispatch_stats import DispatchStats
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.events import (
     Action,
@@ -69,10 +71,6 @@ class DispatchHost:
         self._on_models_changed = on_models_changed
         self._ports: dict[str, ReplicaPort] = {}
         self._streams: dict[str, OutputStream] = {}
-        self._sent: set[str] = set()
-        """Open requests that some replica has, or had."""
-        self.num_resent = 0
-        """How often a request was sent to a replica once more: it had lost its replica, or was not taken there."""
         self._timer: Alarm | None = None
         self._timer_due = math.inf
         """When the timer fires; infinity without one."""
@@ -100,6 +98,7 @@ class DispatchHost:
         """
         request = sequence.request
         self.perform(self._dispatch.supersede(request.request_id, client_attempt, self.now()))
+        stream = OutputStream(request.request_id, on_output, self._clock.time)
         actions = self._dispatch.submit(
             request,
             model=model,
@@ -108,8 +107,8 @@ class DispatchHost:
             now=self.now(),
             caught_up=sequence.caught_up,
             client_attempt=client_attempt,
+            timeline=stream.timeline,
         )
-        stream = OutputStream(request.request_id, on_output)
         self._streams[request.request_id] = stream
         self.perform(actions)
         return stream
@@ -201,6 +200,14 @@ class DispatchHost:
     def num_queued(self) -> int:
         return self._dispatch.num_queued
 
+    @property
+    def stats(self) -> DispatchStats:
+        return self._dispatch.stats
+
+    def waiting(self) -> Counter[tuple[str, str, str]]:
+        """How many requests wait for a replica, by model, class and tenant."""
+        return self._dispatch.waiting()
+
     def models(self) -> tuple[ModelStatus, ...]:
         return self._dispatch.models()
 
@@ -246,7 +253,6 @@ class DispatchHost:
     def _carry_out(self, action: SendSubmit | SendAbort | Fail) -> None:
         match action:
             case SendSubmit():
-                self._note_sent(action.request.request_id)
                 self._ports[action.replica_id].submit(action)
             case SendAbort():
                 self._ports[action.replica_id].abort(action)
@@ -263,13 +269,8 @@ class DispatchHost:
                 self._end_stream(request_id)
             self.perform(self._dispatch.cancel(request_id, self.now()))
 
-    def _note_sent(self, request_id: str) -> None:
-        self.num_resent += request_id in self._sent
-        self._sent.add(request_id)
-
     def _end_stream(self, request_id: str) -> None:
         del self._streams[request_id]
-        self._sent.discard(request_id)
         self._note_idle()
 
     def _note_idle(self) -> None:

@@ -7,6 +7,7 @@ bounded by the request's own output. What may not live here: who reads, and how 
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
+from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import Deliver
 from holdfast.worker.errors import HoldfastError
 
@@ -25,8 +26,15 @@ class OutputStream:
     `on_output` runs inside the dispatch host: it must only wake the reader, not read.
     """
 
-    def __init__(self, request_id: str, on_output: Callable[[], None]) -> None:
+    def __init__(self, request_id: str, on_output: Callable[[], None], now: Callable[[], float] = lambda: 0.0) -> None:
+        """`now` is asked when the reader falls behind and when it has caught up, and not for each delivery."""
         self.request_id = request_id
+        self.timeline = Timeline()
+        """Of its request; the dispatcher fills it."""
+        self.behind_s = 0.0
+        """Seconds in which more waited for the reader than it was told of last, and in which the end waited for it."""
+        self._now = now
+        self._behind_since: float | None = None
         self.notifies_each_step = True
         """False: `on_output` is called at the end only."""
         self._on_output = on_output
@@ -47,6 +55,8 @@ class OutputStream:
         self.num_tokens += len(delivery.token_ids)
         if self.taker is not None and not self._pending and not is_last and self.taker(delivery):
             return
+        if is_last or (self._pending and self.notifies_each_step):
+            self._note_behind()
         self._pending.append(delivery)
         if self.notifies_each_step or is_last:
             self._on_output()
@@ -63,10 +73,17 @@ class OutputStream:
         if self._pending:
             delivery = self._pending[0] if len(self._pending) == 1 else merged(self._pending)
             self._pending.clear()
+            if self._behind_since is not None:
+                self.behind_s += self._now() - self._behind_since
+                self._behind_since = None
             return delivery
         if self.error is not None:
             raise self.error.with_traceback(None)  # one error may end many streams
         return None
+
+    def _note_behind(self) -> None:
+        if self._behind_since is None:
+            self._behind_since = self._now()
 
 
 def merged(deliveries: Sequence[Deliver]) -> Deliver:

@@ -10,6 +10,7 @@ from typing import Final
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import AdmissionQueue
+from holdfast.router.dispatch.dispatch_stats import DispatchStats
 from holdfast.router.dispatch.parallel_sampling import first_sibling_id
 from holdfast.router.dispatch.quarantine import Quarantine
 from holdfast.router.dispatch.request_state import RequestEvent, RequestState, RequestStatus
@@ -42,6 +43,7 @@ class Placement:
     ) -> None:
         self.queue = AdmissionQueue(limits.max_queued, order)
         self.quarantine = Quarantine(config.max_replicas_lost)
+        self.stats = DispatchStats()
         self._budget = RetryBudget(burst=config.retry_burst, per_s=config.retries_per_s, share=config.retry_share)
         self._registry = registry
         self._requests = requests
@@ -60,6 +62,7 @@ class Placement:
 
     def send(self, state: RequestState, replica: ReplicaState, now: float) -> SendSubmit:
         """Begins an attempt: the request continues after its output so far."""
+        self.stats.note_sent(state, replica.facts.replica_id, now)
         attempt = self._requests.begin_attempt(state, replica, now)
         replica.breaker.note_sent(now)
         time_left_s = max(0.0, self._requests.deadlines.of(state.request_id) - now)
@@ -88,22 +91,23 @@ class Placement:
 
     # --- attempts bring output, or are taken back ---
 
-    def note_step(self, state: RequestState, num_new_tokens: int) -> None:
+    def note_step(self, state: RequestState, num_new_tokens: int, now: float, queued_s: float = 0.0) -> None:
         """An attempt has brought output: charges the tenant, and clears failure counts of request and replica.
 
         What the first steps of an attempt have cleared, later ones need not look at.
         """
         state.tenant.charge(0, num_new_tokens)
         if state.num_steps < NUM_STEPS_TO_CLEAR:
-            self._note_first_steps(state)
+            self._note_first_steps(state, now, queued_s)
 
-    def _note_first_steps(self, state: RequestState) -> None:
+    def _note_first_steps(self, state: RequestState, now: float, queued_s: float) -> None:
         assert state.attempt is not None
         state.note(RequestEvent.OUTPUT)
         state.num_refusals = 0
         self.quarantine.note_step(state)
         if state.num_steps == 1:
             state.attempt.replica.breaker.note_success()
+            self.stats.note_first_output(state, queued_s, now)
 
     def take_back(self, state: RequestState, error: HoldfastError, now: float) -> bool:
         """Requeues a request whose attempt was refused or given up by a replica that is up.
@@ -128,6 +132,7 @@ class Placement:
     def put_back(self, state: RequestState, event: RequestEvent, now: float) -> None:
         """Ends a failed attempt. The request waits ahead of new ones of its class, or for its trial."""
         self._requests.end_attempt(state)
+        self.stats.note_taken_back(state, event, now)
         self.quarantine.end_trial(state)
         state.note(event)
         self.queue.put_back(state, now)
@@ -140,6 +145,8 @@ class Placement:
         lost = self._requests.on(replica)
         is_sudden = bool(lost) and not replica.is_retiring
         culprits = self.quarantine.culprits(lost, now, replica.load.num_foreign_suspects) if is_sudden else []
+        if not replica.is_retiring:
+            self.stats.replicas_lost[replica.facts.model] += 1
         if is_sudden:
             replica.breaker.note_failure(now)
         for state in lost:
@@ -264,6 +271,7 @@ class Placement:
                 if target is None:
                     return actions
                 attempt = self._requests.end_attempt(state)
+                self.stats.note_taken_back(state, RequestEvent.MOVE, now)
                 actions.append(SendAbort(replica_id=replica.facts.replica_id, attempt=attempt.number))
                 actions.append(self.send(state, target, now))
         return actions

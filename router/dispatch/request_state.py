@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from typing import Final
 
+from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import CaughtUp, Deliver, TextState, Usage
 from holdfast.router.replicas.prefix_index import PromptPrefix
 from holdfast.router.replicas.replica_state import ReplicaState
@@ -174,6 +175,7 @@ class RequestState:
     tenant: Tenant = field(init=False, repr=False)
     """Whom its tokens are charged to; set by the queue."""
     service_class: Priority = field(init=False)
+    timeline: Timeline = field(default_factory=Timeline)
     waits_since_s: float = 0.0
     waited_s: float = 0.0
     prefix: PromptPrefix = field(init=False)
@@ -207,6 +209,7 @@ class RequestState:
         caught_up: CaughtUp,
         client_attempt: int = 0,
         urgency: tuple[float, int] = (0.0, 0),
+        timeline: Timeline | None = None,
     ) -> "RequestState":
         """The state of a new request. A resumed one has the output that its client already has."""
         return cls(
@@ -215,6 +218,7 @@ class RequestState:
             text=text,
             client_attempt=client_attempt,
             urgency=urgency,
+            timeline=timeline or Timeline(),
             output_token_ids=list(request.output_token_ids),
             unsent_text=caught_up.unsent_text,
             fingerprint=caught_up.fingerprint,

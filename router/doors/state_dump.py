@@ -36,7 +36,12 @@ def state_dump(
         },
         "replicas": [asdict(one) for one in host.loads()],
         "versions": [asdict(one) for one in host.version_counts()],
-        "requests": {"open": host.num_open, "queued": host.num_queued, "resent": host.num_resent, "paused": num_paused},
+        "requests": {
+            "open": host.num_open,
+            "queued": host.num_queued,
+            "resent": host.stats.failovers.total(),
+            "paused": num_paused,
+        },
         "orders": asdict(orders),
         "recent_errors": list(recent_errors),
         "settings": {"router": config.model_dump(mode="json"), "limits": limits.model_dump(mode="json")},

@@ -8,8 +8,8 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
 
 from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
@@ -25,6 +25,7 @@ from holdfast.router.requests.open_answers import OpenAnswers
 from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.requests.pauses import Pauses
 from holdfast.router.requests.request_stats import RequestStats, RequestWatch, watching
+from holdfast.router.requests.tracing import RequestTracer
 from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence, received_delivery
 from holdfast.router.security.gate import Caller, Gate
 from holdfast.router.text.prompt import check_length, kept_tokens
@@ -42,6 +43,9 @@ from holdfast.worker.errors import (
 )
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 OPEN_RETRY_S: Final = 1.0
 """When to come again where a tenant has as many open requests as it may have."""
@@ -69,8 +73,9 @@ class RequestProcessor:
         tokenizers: TokenizerRegistry,
         limits: LimitsConfig,
         gate: Gate | None = None,
+        tracer: "Tracer | None" = None,
     ) -> None:
-        """Without a `gate` everyone may ask for everything."""
+        """Without a `gate` everyone may ask for everything; without a `tracer` nothing is traced."""
         self._dispatch_host = dispatch_host
         self._gate = gate or Gate()
         self._tokenizers = tokenizers
@@ -81,6 +86,7 @@ class RequestProcessor:
         self.pauses = Pauses(limits.max_queued)
         """Which models take no new requests for now."""
         self.stats = RequestStats()
+        self._tracer = None if tracer is None else RequestTracer(tracer, dispatch_host.now)
 
     @property
     def is_closed(self) -> bool:
@@ -101,6 +107,8 @@ class RequestProcessor:
         """
         admitted = await self._counted(self._admit(request, time_remaining_s))
         watch = self._watch(admitted)
+        if self._tracer is not None:
+            admitted = self._traced(self._tracer, admitted, watch)
         with watching(watch) as is_over, self._charging(admitted.caller, watch):
             async with self._while_it_is_read(admitted), self._opened(request, admitted, watch) as answer:
                 yield answer
@@ -170,7 +178,8 @@ class RequestProcessor:
             try:
                 yield answer
             finally:
-                watch.num_tokens = call.num_tokens
+                watch.num_tokens, watch.timelines = call.num_tokens, call.timelines
+                watch.reader_wait_s = call.behind_s
 
     @asynccontextmanager
     async def search(
@@ -210,8 +219,15 @@ class RequestProcessor:
             raise
 
     def _watch(self, admitted: "_Admitted") -> RequestWatch:
-        num_prompt_tokens, now = len(admitted.engine_request.prompt_token_ids), self._dispatch_host.now
-        return RequestWatch(self.stats.of(admitted.model.name), num_prompt_tokens, now, now())
+        now = self._dispatch_host.now
+        return RequestWatch(self.stats, admitted.engine_request, admitted.model.name, now, now())
+
+    def _traced(self, tracer: RequestTracer, admitted: "_Admitted", watch: RequestWatch) -> "_Admitted":
+        """The request as its replicas get it, with the context of its trace, if it is sampled."""
+        watch.on_end = trace = tracer.begin(admitted.engine_request.request_id, admitted.model.name)
+        if trace is None:
+            return admitted
+        return replace(admitted, engine_request=replace(admitted.engine_request, traceparent=trace.traceparent))
 
     def abort(self, request_id: str) -> bool:
         """Ends a request, whoever has sent it, after the output that it has. Returns whether it was open.

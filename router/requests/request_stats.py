@@ -1,15 +1,15 @@
 """Statistics of a router's requests: how they ended, their tokens, and how long they took. Plain counts of one router.
 
-What may not live here: clocks (the time is passed in), how figures are published (`router/doors/http/metrics.py`).
+What may not live here: clocks (the time is passed in), how figures are published (`router/metrics/`).
 """
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
+from holdfast.router.dispatch.timeline import Phases, Timeline, longest
 from holdfast.router.events import Deliver
 from holdfast.worker.errors import (
     AuthenticationError,
@@ -23,6 +23,8 @@ from holdfast.worker.errors import (
     RequestAbortedError,
     RequestSupersededError,
 )
+from holdfast.worker.histogram import TOKEN_TIMES_S, Histogram
+from holdfast.worker.request import EngineRequest
 
 CANCELLED: Final = "cancelled"
 """The client has left."""
@@ -40,29 +42,12 @@ _OUTCOMES: Final[dict[type[HoldfastError], str]] = {
     HoldfastError: "internal",
 }
 
-TIMES_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-TOKEN_TIMES_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-
 
 def outcome_of(error: BaseException) -> str:
     """The word for what has ended a request."""
     if not isinstance(error, HoldfastError):
         return "internal" if isinstance(error, Exception) else CANCELLED
     return next(_OUTCOMES[one] for one in type(error).__mro__ if one in _OUTCOMES)
-
-
-class Histogram:
-    """Counts of values up to each bound."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        """By bound, and of all that are above; not cumulative."""
-        self.total = 0.0
-
-    def note(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
 
 
 @dataclass(slots=True)
@@ -72,10 +57,44 @@ class ModelStats:
     outcomes: Counter[str] = field(default_factory=Counter)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    first_token_s: Histogram = field(default_factory=lambda: Histogram(TIMES_S))
+    first_token_s: Histogram = field(default_factory=Histogram)
     output_token_s: Histogram = field(default_factory=lambda: Histogram(TOKEN_TIMES_S))
     """Between output tokens of one request: their mean."""
-    duration_s: Histogram = field(default_factory=lambda: Histogram(TIMES_S))
+    duration_s: Histogram = field(default_factory=Histogram)
+    reader_wait_s: Histogram = field(default_factory=Histogram)
+    num_slow: int = 0
+    """Counted by whoever logs them (`slow_requests.py`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedRequest:
+    """What is known of one request when it is over. Times are in seconds of the router's clock."""
+
+    request_id: str
+    model: str
+    priority: str
+    outcome: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    began_s: float
+    first_token_s: float | None
+    """When it came; None: none has."""
+    ended_s: float
+    phases: Phases
+    reader_wait_s: float
+    """How long its output has waited for its reader; that is part of no phase, and may go on beside decode."""
+    timeline: Timeline
+    """Of its sequence with the most attempts."""
+
+    @property
+    def duration_s(self) -> float:
+        return self.ended_s - self.began_s
+
+
+class EndListener(Protocol):
+    """Hears of each request that was admitted, when it is over. Must not raise."""
+
+    def __call__(self, ended: EndedRequest) -> None: ...
 
 
 class RequestStats:
@@ -83,6 +102,8 @@ class RequestStats:
 
     def __init__(self) -> None:
         self.models: dict[str, ModelStats] = {}
+        self.on_end: list[EndListener] = []
+        """Hear of each request that was admitted, when it is over."""
 
     def refused(self, error: BaseException) -> None:
         """A request that did not get as far as a model that is served here."""
@@ -97,18 +118,28 @@ class RequestStats:
 class RequestWatch:
     """One open request. It hears of each stream's first tokens and its end, and is told the number of tokens."""
 
-    def __init__(self, stats: ModelStats, num_prompt_tokens: int, now: Callable[[], float], began_at: float) -> None:
+    def __init__(
+        self, stats: RequestStats, request: EngineRequest, model: str, now: Callable[[], float], began_at: float
+    ) -> None:
         self._stats = stats
-        self._num_prompt_tokens = num_prompt_tokens
+        self._request = request
+        self._model = model
         self._now = now
         self._began_at = began_at
         self._first_at: float | None = None
+        self._last_at: float | None = None
         self._num_first = 0
         self.num_tokens = 0
         """Of all sequences; to be set before the end."""
+        self.timelines: Sequence[Timeline] = ()
+        """Of all sequences; to be set before the end."""
+        self.reader_wait_s = 0.0
+        """To be set before the end."""
         self._reason = "stop"
         self.on_first_token: Callable[[], None] = _nothing
         """Called once, when the first token comes."""
+        self.on_end: EndListener | None = None
+        """Hears of this request's end, before all others do."""
 
     def note(self, delivery: Deliver) -> None:
         """The first tokens of one of its sequences, or its end."""
@@ -116,22 +147,45 @@ class RequestWatch:
             self._first_at, self._num_first = self._now(), len(delivery.token_ids)
             self.on_first_token()
         if delivery.finish_reason is not None:
-            self._reason = str(delivery.finish_reason)
+            self._reason, self._last_at = str(delivery.finish_reason), self._now()
 
     def end(self, error: BaseException | None = None, *, is_over: bool = True) -> None:
         """The request has ended, by an error or not; where it is not over, because its client has left."""
-        stats, now = self._stats, self._now()
+        stats, now = self._stats.of(self._model), self._now()
         outcome = outcome_of(error) if error is not None else self._reason if is_over else CANCELLED
         stats.outcomes[outcome] += 1
-        stats.num_prompt_tokens += self._num_prompt_tokens
+        stats.num_prompt_tokens += len(self._request.prompt_token_ids)
         stats.num_output_tokens += self.num_tokens
-        if self._first_at is None:
+        if self._first_at is not None:
+            stats.first_token_s.note(self._first_at - self._began_at)
+            stats.reader_wait_s.note(self.reader_wait_s)
+            if self.num_tokens > self._num_first:
+                stats.output_token_s.note((now - self._first_at) / (self.num_tokens - self._num_first))
+            if error is None and is_over:
+                stats.duration_s.note(now - self._began_at)
+        self._tell(outcome, now, is_complete=error is None and is_over)
+
+    def _tell(self, outcome: str, now: float, *, is_complete: bool) -> None:
+        listeners = [one for one in (self.on_end, *self._stats.on_end) if one is not None]
+        if not listeners:
             return
-        stats.first_token_s.note(self._first_at - self._began_at)
-        if self.num_tokens > self._num_first:
-            stats.output_token_s.note((now - self._first_at) / (self.num_tokens - self._num_first))
-        if error is None and is_over:
-            stats.duration_s.note(now - self._began_at)
+        timeline = longest(self.timelines) or Timeline(self._began_at)
+        ended = EndedRequest(
+            request_id=self._request.request_id,
+            model=self._model,
+            priority=self._request.priority.name.lower(),
+            outcome=outcome,
+            num_prompt_tokens=len(self._request.prompt_token_ids),
+            num_output_tokens=self.num_tokens,
+            began_s=self._began_at,
+            first_token_s=self._first_at,
+            ended_s=now,
+            phases=timeline.phases(self._last_at if is_complete and self._last_at is not None else now),
+            reader_wait_s=self.reader_wait_s,
+            timeline=timeline,
+        )
+        for listener in listeners:
+            listener(ended)
 
 
 def _nothing() -> None:

@@ -55,7 +55,8 @@ def render_chat(
     for a template that does not compile.
     """
     if template is None:
-        raise InvalidRequestError("chat", messages, "this model has no chat template; send a text prompt instead")
+        way_out = "send a text prompt instead, or serve it with a template (--chat-template)"
+        raise InvalidRequestError("chat", messages, f"this model has no chat template; {way_out}")
     check_messages(messages)
     compiled = _compiled(template)
     variables = {"add_generation_prompt": add_generation_prompt, "tools": None, "documents": None, **template_kwargs}

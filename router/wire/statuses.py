@@ -36,6 +36,7 @@ from holdfast.worker.errors import (
     RequestSupersededError,
     UnknownModelError,
     UnsupportedModelError,
+    UpdateRolledBackError,
     VersionGoneError,
     shortened,
 )
@@ -80,6 +81,7 @@ KINDS: Final[dict[type[HoldfastError], Kind]] = {
     # A caller that has cancelled gets no status, so this one always means a server that is stopping.
     RequestAbortedError: Kind(grpc.StatusCode.UNAVAILABLE, "STOPPING"),
     RequestQuarantinedError: Kind(grpc.StatusCode.INTERNAL, "QUARANTINED"),
+    UpdateRolledBackError: Kind(grpc.StatusCode.INTERNAL, "UPDATE_ROLLED_BACK"),  # of a command, in no router's answer
     InternalError: Kind(grpc.StatusCode.INTERNAL, "INTERNAL"),
     HoldfastError: Kind(grpc.StatusCode.INTERNAL, "UNCLASSIFIED"),
 }

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ import pytest
 USER: Final = 1000
 HOME: Final = "/home/holdfast"
 GONE_S: Final = 15.0
+STARTED_S: Final = 30.0
 
 _MOUNTS: Final = f"""
 hostname {{name}}
@@ -103,7 +105,8 @@ class Host:
         """Everything on it, at once."""
         if self.first.poll() is None:
             processes = self.processes
-            psutil.Process(self.pid).kill()
+            for process in psutil.Process(self.first.pid).children() or [self.first]:
+                process.kill()  # the first process of a namespace takes all others along
             self.first.wait(GONE_S)
             assert psutil.wait_procs(processes, GONE_S)[1] == []
 
@@ -145,7 +148,7 @@ class Hosts:
         } | dict(environment)
         mounts = _MOUNTS.format(shm=shm, opened=_opened(), name=name, address=address)
         script = f'{mounts}\nexec {" ".join(_as_user())} bash -c -- "$COMMAND"'
-        isolated = ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        isolated = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc"]
         log = self._stack.enter_context((self._logs / f"{name}.log").open("wb"))
         first = subprocess.Popen(
             ["ip", "netns", "exec", namespace, *isolated, "bash", "-ec", script],
@@ -157,6 +160,11 @@ class Hosts:
         )
         host = Host(name, address, known, link, first)
         self._stack.callback(host.kill)
+        deadline_s = time.monotonic() + STARTED_S
+        while not psutil.Process(first.pid).children():
+            assert first.poll() is None, f"{name} has ended: see {log.name}"
+            assert time.monotonic() < deadline_s, f"{name} does not start: see {log.name}"
+            time.sleep(0.02)
         return host
 
     def next_address(self) -> str:

@@ -82,6 +82,11 @@ class LocalCluster:
         return serve_config(self.build)
 
     @property
+    def settings(self) -> dict[str, Any]:
+        (application,) = self.deployed["applications"]
+        return dict(application["args"])
+
+    @property
     def head(self) -> Running:
         return self.running[0]
 

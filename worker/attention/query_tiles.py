@@ -27,6 +27,9 @@ from holdfast.worker.layers.row_tiles import RowRule
 _MAX_CALL_VALUES: Final = 2**20
 """About how many numbers of keys and values one call may gather: a few MB, which stay in cache and are cheap to get."""
 
+MAX_GPU_CALL_VALUES: Final = 2**28
+"""On a GPU, where a call costs more than its memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TileCall:
@@ -63,14 +66,16 @@ class QueryTiles:
     """The blocks to gather, call by call, tile by tile."""
 
 
-def cut_into_tiles(batch: StepBatch, spec: KVSpec, rule: RowRule, block_size: int) -> QueryTiles:
-    """The tiles of a step under the position rule."""
+def cut_into_tiles(
+    batch: StepBatch, spec: KVSpec, rule: RowRule, block_size: int, max_call_values: int = _MAX_CALL_VALUES
+) -> QueryTiles:
+    """The tiles of a step under the position rule. A call gathers about `max_call_values` numbers at most."""
     cut = _cut(batch, spec, rule, block_size)
     cut = cut.ordered(np.argsort(cut.shapes, kind="stable"))
     query_rows, output_rows, offsets = _rows(batch, spec, cut)
     num_blocks = -(-cut.key_ends // block_size) - cut.key_starts // block_size
     return QueryTiles(
-        calls=tuple(_calls(cut, num_blocks, spec, block_size)),
+        calls=tuple(_calls(cut, num_blocks, spec, block_size, max_call_values)),
         query_rows=query_rows,
         output_rows=output_rows,
         offsets=offsets,
@@ -159,7 +164,7 @@ def _blocks(batch: StepBatch, cut: _Cut, num_blocks: IntArray, block_size: int) 
     return batch.blocks_of(sequence, np.minimum(wanted, last_blocks[sequence]))
 
 
-def _calls(cut: _Cut, num_blocks: IntArray, spec: KVSpec, block_size: int) -> Iterator[TileCall]:
+def _calls(cut: _Cut, num_blocks: IntArray, spec: KVSpec, block_size: int, max_call_values: int) -> Iterator[TileCall]:
     """Runs of tiles of equal shape, cut so that no call gathers too much. The tiles are in order of shape."""
     run_starts = [0, *(np.flatnonzero(cut.shapes[1:] != cut.shapes[:-1]) + 1).tolist(), len(cut.shapes)]
     row_ends, block_ends = np.cumsum(cut.num_rows), np.cumsum(num_blocks)
@@ -167,7 +172,7 @@ def _calls(cut: _Cut, num_blocks: IntArray, spec: KVSpec, block_size: int) -> It
         num_rows = int(cut.num_rows[run_start])
         blocks_each = int(num_blocks[run_start])
         key_start, key_end = int(cut.key_starts[run_start]), int(cut.key_ends[run_start])
-        most = max(1, _MAX_CALL_VALUES // ((key_end - key_start) * spec.values_per_token))
+        most = max(1, max_call_values // ((key_end - key_start) * spec.values_per_token))
         for first in range(run_start, run_end, most):
             num_tiles = min(most, run_end - first)
             yield TileCall(

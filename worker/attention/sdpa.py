@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.worker.attention.kv_cache import TILE_TOKENS, KVSpec, LayerCache
-from holdfast.worker.attention.query_tiles import TileCall, cut_into_tiles
+from holdfast.worker.attention.query_tiles import MAX_GPU_CALL_VALUES, TileCall, cut_into_tiles
 from holdfast.worker.attention.trial import TRIAL_BLOCK_SIZE, choose_rule
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.layers.row_tiles import RowRule, RowTiles
@@ -107,7 +107,8 @@ class _TiledAttention:
 
     def _prepare(self) -> _PreparedStep:
         assert self._batch is not None, "a step begins before its layers run"
-        tiles = cut_into_tiles(self._batch, self._spec, self._rule, self._block_size)
+        limit = {} if self._device.type == "cpu" else {"max_call_values": MAX_GPU_CALL_VALUES}
+        tiles = cut_into_tiles(self._batch, self._spec, self._rule, self._block_size, **limit)
         offsets, block_ids = self._tensor(tiles.offsets), self._tensor(tiles.block_ids)
         self._step = _PreparedStep(
             query_rows=self._tensor(tiles.query_rows).view(-1),

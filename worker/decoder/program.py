@@ -1,20 +1,23 @@
 """Decoder program of a rank: a recognized and proved model on an executor, in place of its Hugging Face modules.
 
 What may live here: whether a model runs so, with the reason if it does not, and one step's way. What may not:
-recognition (`recognize.py`), proofs (`proof.py`), arithmetic (`cpu/`).
+recognition (`recognize.py`), proofs (`proof.py`), arithmetic (`cpu/`, `gpu/`).
 """
 
 import logging
-from typing import Any, Final
+from importlib.util import find_spec
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.worker.attention.kv_cache import KVCache
 from holdfast.worker.decoder.cpu.cache import SUB_PAGE, TiledCache
 from holdfast.worker.decoder.cpu.executor import CpuExecutor
 from holdfast.worker.decoder.cpu.library import Unavailable, load_library
 from holdfast.worker.decoder.families import FAMILIES
+from holdfast.worker.decoder.gpu import weights
 from holdfast.worker.decoder.layout import DecoderLayout, Experts
 from holdfast.worker.decoder.proof import NUM_TOKENS, Recognized, ask, check
 from holdfast.worker.decoder.recognize import Unrecognized, recognize
@@ -22,24 +25,71 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.sampling.head_output import HeadOutput
+from holdfast.worker.sampling.step_sampler import StepSampler
 
 logger = logging.getLogger(__name__)
 
 NUMERICS: Final = "decoder-1"
 """The order of all additions and roundings. A change that changes any bit of any output takes the next number."""
 
+_CPU: Final = torch.device("cpu")
+
 MAX_HEAD_DIM: Final = 256
 MAX_GROUP: Final = 64
 """Query heads of one KV head."""
 
 
+class Executor(Protocol):
+    """One rank's share of a model on a device. Used by one thread at a time, but for `layers_done`."""
+
+    @property
+    def instruction_class(self) -> str:
+        """What it runs on, for the log."""
+        ...
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of this rank's cache, all layers together."""
+        ...
+
+    def make_sampler(self) -> StepSampler: ...
+
+    def layers_done(self) -> int:
+        """Layers that have been run since the start, also while a step runs. Safe to call from any thread."""
+        ...
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache | KVCache:
+        """The cache that steps use from now on. Raises ValueError where the block size does not fit."""
+        ...
+
+    def drop_cache(self) -> None: ...
+
+    def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
+        """One step; all ranks of the group run it together. Blocks are copied before."""
+        ...
+
+    def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
+        """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their slots."""
+        ...
+
+    def free_logits(self) -> None:
+        """The last step's logits are not read any more."""
+        ...
+
+    def warm_up(self, max_rows: int) -> None:
+        """Does now what steps of up to `max_rows` sequences that decode would do once. Overwrites the first block."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class DecoderProgram:
     """One rank's share of a model on an executor. All ranks make the same calls."""
 
-    numerics = NUMERICS
-
-    def __init__(self, executor: CpuExecutor) -> None:
+    def __init__(self, executor: Executor, numerics: str = NUMERICS) -> None:
+        """`numerics` names the executor's order of adding."""
         self.executor = executor
+        self.numerics = numerics
         self.sampler = executor.make_sampler()
         self.progress = ProgressCounter()
         """Moves with every layer."""
@@ -49,7 +99,7 @@ class DecoderProgram:
     def kv_bytes_per_token(self) -> int:
         return self.executor.kv_bytes_per_token
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache:
+    def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache | KVCache:
         """The cache that steps use. Raises ValueError where the block size does not fit."""
         return self.executor.allocate_cache(num_blocks, block_size)
 
@@ -59,6 +109,10 @@ class DecoderProgram:
 
     def drop_cache(self) -> None:
         self.executor.drop_cache()
+
+    def warm_up(self, max_rows: int) -> None:
+        """Does now what steps of up to `max_rows` sequences that decode would do once. Overwrites the first block."""
+        self.executor.warm_up(max_rows)
 
     def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
         """One step; the same output on every rank."""
@@ -74,45 +128,56 @@ def is_candidate(model_type: str, block_size: int) -> bool:
     return model_type in FAMILIES and block_size % SUB_PAGE == 0
 
 
-def read_program(module: Any, group: TensorParallelGroup, *, max_model_len: int, block_size: int) -> Recognized | str:
-    """Reads a parallelized and not yet settled Hugging Face causal LM; or says why it has no program.
+def read_program(
+    module: Any, group: TensorParallelGroup, *, max_model_len: int, block_size: int, device: torch.device = _CPU
+) -> Recognized | str:
+    """Reads a parallelized and not yet settled Hugging Face causal LM, which lies in main memory; or says why it has no
+    program on `device`.
 
     All ranks of the group call this together and come to the same answer.
     """
     layout = recognize(module, group.size)
-    reason = layout.reason if isinstance(layout, Unrecognized) else _unfit(layout, block_size)
+    reason = layout.reason if isinstance(layout, Unrecognized) else _unfit_for(layout, device, group.size, block_size)
     if not all_ranks(group, reason is None):
         return reason or "another rank does not recognize its share"
     assert isinstance(layout, DecoderLayout)
-    try:
-        load_library()
-    except Unavailable as error:
-        reason = str(error)
+    reason = _unavailable(device)
     if not all_ranks(group, reason is None):
-        return reason or "another rank has no native executor"
+        return reason or "another rank has no executor"
     answers = ask(module, layout, group, max_len=max_model_len)
     return answers if isinstance(answers, str) else Recognized(layout=layout, answers=answers)
 
 
-def is_available() -> bool:
-    """Whether this machine runs programs. Compiles the executor first where there is none."""
+def is_available(device: torch.device = _CPU) -> bool:
+    """Whether this machine runs programs there. Compiles the executor for CPUs first where there is none."""
+    return _unavailable(device) is None
+
+
+def _unavailable(device: torch.device) -> str | None:
+    """What is missing to run programs on a device."""
+    if device.type != "cpu":
+        return None if find_spec("triton") else "Triton is not installed, which compiles the kernels for GPUs"
     try:
         load_library()
-    except Unavailable:
-        return False
-    return True
+    except Unavailable as error:
+        return str(error)
+    return None
 
 
 def make_program(
-    recognized: Recognized, group: TensorParallelGroup, *, max_model_len: int, block_size: int
+    recognized: Recognized,
+    group: TensorParallelGroup,
+    *,
+    max_model_len: int,
+    block_size: int,
+    device: torch.device = _CPU,
 ) -> DecoderProgram | str:
     """Packs a model and proves its executor on this machine; or says what the executor gets wrong.
 
     The memory of the layout's linears is given back while they are packed: afterwards only those in files can be read.
     All ranks of the group call this together and come to the same answer. Raises `Unavailable`.
     """
-    layout, num_threads = recognized.layout, torch.get_num_threads()
-    executor = CpuExecutor(layout, group, max_positions=max_model_len, num_threads=num_threads, uses_up=True)
+    executor, numerics = _executor(recognized.layout, group, max_model_len, device)
     proof = check(_Provable(executor, block_size), recognized.answers, group)
     if proof.reason is not None:
         executor.close()
@@ -120,7 +185,19 @@ def make_program(
     logger.info(
         "decoder program on %s: errors are %.2f of what is allowed", executor.instruction_class, proof.model_error
     )
-    return DecoderProgram(executor)
+    return DecoderProgram(executor, numerics)
+
+
+def _executor(
+    layout: DecoderLayout, group: TensorParallelGroup, max_positions: int, device: torch.device
+) -> tuple[Executor, str]:
+    """The executor of a device, and the name of its order of adding."""
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return CpuExecutor(layout, group, max_positions=max_positions, num_threads=threads, uses_up=True), NUMERICS
+    from holdfast.worker.decoder.gpu import executor  # loads Triton
+
+    return executor.GpuExecutor(layout, group, max_positions=max_positions, device=device), executor.NUMERICS
 
 
 def build_program(
@@ -133,8 +210,14 @@ def build_program(
     return make_program(recognized, group, max_model_len=max_model_len, block_size=block_size)
 
 
+def _unfit_for(layout: DecoderLayout, device: torch.device, tensor_parallel_size: int, block_size: int) -> str | None:
+    if device.type == "cpu":
+        return _unfit(layout, block_size)
+    return weights.unfit(layout, tensor_parallel_size, block_size)
+
+
 def _unfit(layout: DecoderLayout, block_size: int) -> str | None:
-    """What of a layout the executor does not run."""
+    """What of a layout the executor for CPUs does not run."""
     if block_size % SUB_PAGE:
         return f"blocks of {block_size} tokens are no multiple of {SUB_PAGE}"
     for layer in layout.layers:
@@ -161,19 +244,19 @@ def all_ranks(group: TensorParallelGroup, fine: bool) -> bool:
 class _Provable:
     """The executor as a proof asks for it: one short sequence, in a small cache of its own."""
 
-    def __init__(self, executor: CpuExecutor, block_size: int) -> None:
+    def __init__(self, executor: Executor, block_size: int) -> None:
         self._executor = executor
         self._num_blocks = -(-NUM_TOKENS // block_size)
         self._cache = executor.allocate_cache(self._num_blocks, block_size)
 
     def run_layer(self, index: int, x: Tensor) -> Tensor:
-        return self._executor.run_layer(index, x, self._batch(np.zeros(len(x), dtype=np.int64)))
+        return self._executor.run_layer(index, x, self._batch(np.zeros(len(x), dtype=np.int64))).cpu()
 
     def run_model(self, token_ids: Tensor) -> Tensor:
         logits = self._executor.run(self._batch(token_ids.numpy()), with_logits=True).logits
         assert logits is not None
         self._executor.free_logits()
-        return logits
+        return logits.cpu()
 
     def _batch(self, token_ids: np.ndarray) -> StepBatch:
         count = len(token_ids)

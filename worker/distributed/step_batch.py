@@ -60,6 +60,22 @@ class StepBatch:
     with_masses: bool = False
     """Whether log-probabilities will be made of them."""
 
+    @classmethod
+    def decoding(cls, count: int, context: int, block_size: int) -> "StepBatch":
+        """A step for warming up: `count` sequences, each with the last of `context` tokens, all in the first block."""
+        num_blocks = -(-context // block_size)
+        return cls(
+            step_id=0,
+            token_ids=np.zeros(count, dtype=np.int64),
+            first_positions=np.full(count, context - 1),
+            num_tokens=np.ones(count, dtype=np.int64),
+            num_draws=np.ones(count, dtype=np.int64),
+            block_ids=np.zeros(count * num_blocks, dtype=np.int64),
+            num_blocks=np.full(count, num_blocks),
+            block_copies=np.zeros((3, 0), dtype=np.int64),
+            logits_rows=np.arange(count),
+        )
+
     @property
     def positions(self) -> IntArray:
         """[T] absolute position of each token in its sequence. Computed anew each time."""

@@ -6,6 +6,7 @@ message nor on its place in it. Half types are added in float32 and rounded once
 
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
@@ -51,6 +52,10 @@ class TensorParallelGroup(Protocol):
         The leader may return before the followers have it. Raises `ReplicaError` if a rank is lost.
         """
         ...
+
+    def abort(self) -> None:
+        """Ends what waits for other ranks, after one was lost; from any thread. It may take forever itself."""
+        return None
 
     def close(self) -> None:
         """Delivers what was broadcast and leaves the group."""
@@ -123,6 +128,7 @@ class DistributedGroup(TensorParallelGroup):
         self.data_timeout_s = data_timeout_s
         self._peers = [peer for peer in range(size) if peer != rank]
         self._unsent: list[Any] = []
+        self._aborts = backend == "nccl"  # gloo's calls end by themselves when a peer is gone
         self._sockets: PeerSockets | None = None
         self._first_part = torch.zeros(FIRST_PART, dtype=torch.int64)
         self._gather: Callable[[Tensor], list[Tensor]] = self._exchange if backend == "gloo" else self._collect
@@ -163,6 +169,11 @@ class DistributedGroup(TensorParallelGroup):
                 return message
             return self._receive_order()
 
+    def abort(self) -> None:
+        if self._aborts:
+            with suppress(RuntimeError):
+                dist.distributed_c10d._abort_process_group()
+
     def close(self) -> None:
         try:
             with _LOST:
@@ -183,10 +194,14 @@ class DistributedGroup(TensorParallelGroup):
         return parts
 
     def _collect(self, x: Tensor) -> list[Tensor]:
-        """Every rank's `x`, by the backend's own collective."""
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x)
-        return parts
+        """Every rank's `x`, by NCCL into one tensor, without copies; what lies in main memory goes over gloo."""
+        if x.device.type == "cpu":
+            parts = [torch.empty_like(x) for _ in range(self.size)]
+            dist.all_gather(parts, x, group=self._control)
+            return parts
+        together = x.new_empty((self.size, *x.shape))
+        dist.all_gather_into_tensor(together, x)
+        return list(together.unbind(0))
 
     def _send_order(self, message: Message) -> None:
         self._finish_sending()

@@ -11,12 +11,13 @@ Whichever way the loop ends, every request that was submitted has been answered.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from holdfast.worker.engine.inbox import Inbox
 from holdfast.worker.engine_core.engine_core import EngineCore
@@ -25,7 +26,7 @@ from holdfast.worker.plan.step_plan import StepPlan, StepResult, StepRunner
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import EngineLoad, EngineRequest
 from holdfast.worker.scheduling.scheduler import Scheduler
-from holdfast.worker.stats import EngineStats
+from holdfast.worker.stats import EngineStats, GpuStats
 from holdfast.worker.step_update import StepListener, StepUpdate
 from holdfast.worker.tuning.batching_optimizer import Recommendation
 from holdfast.worker.tuning.step_tuner import StepTuner
@@ -33,6 +34,13 @@ from holdfast.worker.tuning.step_tuner import StepTuner
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+GPU_EVERY_S = 2.0
+"""A busy engine looks at its GPU once in so many seconds: to ask a driver takes longer than to plan a step."""
+
+
+STOP_LIMIT_S: Final = 30.0
+"""How long `stop` waits for the step now running."""
 
 
 class Engine:
@@ -48,9 +56,10 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         name: str = "engine",
         idle_s: float = 10.0,
+        gpu: Callable[[], GpuStats] | None = None,
     ) -> None:
         """`progress` is what the runner moves inside a step, if it does. `tuner` watches the steps and sets their
-        limits, as far as it is told to; `clock` gives seconds.
+        limits, as far as it is told to; `clock` gives seconds. `gpu` measures the GPU, if there is one.
         """
         self.progress = progress or ProgressCounter()
         self.progress.clock = clock
@@ -60,6 +69,8 @@ class Engine:
         self._clock = clock
         self._idle_s = idle_s
         self._inbox = Inbox()
+        self._gpu = gpu
+        self._gpu_due_s = -math.inf
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -68,11 +79,23 @@ class Engine:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """Aborts what is running, answers everyone and joins the thread. Safe to call twice."""
+    def stop(self, timeout_s: float = STOP_LIMIT_S) -> None:
+        """Aborts what is running, answers everyone and joins the thread. Safe to call twice.
+
+        A thread that does not end, as one that waits for a device whose peer has died, is left behind after
+        `timeout_s`; everyone is answered on this thread then.
+        """
         self._inbox.put_unless_closed(self._stop)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                logger.error("the engine did not end within %.0f s, and is left behind", timeout_s)
+                self.give_up(ReplicaError(f"the engine did not end within {timeout_s:.0f} s"))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the engine has ended, after at most so long."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def attach(self, listener: StepListener) -> None:
         """From now on `listener` gets an update after every step. Raises `ReplicaError` if the engine has ended."""
@@ -139,6 +162,11 @@ class Engine:
         return self._core.load
 
     @property
+    def told_stats(self) -> EngineStats:
+        """As listeners were last told: from one of the last steps. Waits for nothing."""
+        return self._core.told_stats
+
+    @property
     def has_work(self) -> bool:
         """Whether anything waits to be done. While it does, `progress` should move."""
         return self._inbox.closed_by is None and (self._core.has_work or not self._inbox.is_empty)
@@ -181,20 +209,24 @@ class Engine:
             return
         if self._core.has_urgent_news:
             self._deliver()
-        result, step_s = self._run_plan(plan)
+        result, started_s, step_s = self._run_plan(plan)
         num_gained = self._core.commit(plan, result, step_s)
         self._deliver()
+        ended_s = self._clock()
+        self._core.note_turn(started_s - began_s, step_s, ended_s - started_s - step_s)
+        if self._gpu is not None and ended_s >= self._gpu_due_s:
+            self._gpu_due_s, self._core.gpu = ended_s + GPU_EVERY_S, self._gpu()
         if self._tuner is not None:
-            self._tune(self._tuner, plan.with_drafts(result.drafts), self._clock() - began_s, num_gained)
+            self._tune(self._tuner, plan.with_drafts(result.drafts), ended_s - began_s, num_gained)
 
-    def _run_plan(self, plan: StepPlan) -> tuple[StepResult, float]:
-        """The result, and the seconds that it took."""
+    def _run_plan(self, plan: StepPlan) -> tuple[StepResult, float, float]:
+        """The result, when it was begun, and the seconds that it took."""
         self.progress.begin_step(plan.num_tokens)
         started_s = self._clock()
         result = self._runner.run(plan)
         step_s = self._clock() - started_s
         self.progress.end_step(plan.num_tokens)
-        return result, step_s
+        return result, started_s, step_s
 
     def _tune(self, tuner: StepTuner, plan: StepPlan, turn_s: float, num_gained: int) -> None:
         """What counts is the whole turn: it is what a stream waits for."""

@@ -5,7 +5,9 @@ What may live here: one step's way through a rank, and the messages between rank
 (`worker/replica/rank.py`).
 """
 
+import errno
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -23,6 +25,7 @@ from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelG
 from holdfast.worker.engine.self_check import SelfCheck
 from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError, UnsupportedModelError
 from holdfast.worker.layers.mapped_files import trim_heap
+from holdfast.worker.model.checks import first_line
 from holdfast.worker.model.loading import LoadedModel, check_same_model, load_model, reloaded_config
 from holdfast.worker.model.model import choose_device
 from holdfast.worker.model.program import BlockCache
@@ -74,6 +77,7 @@ class ModelRunner:
         self._config = config
         self._group = group
         self._device = device
+        self._entered_by: int | None = None
 
     @classmethod
     def load(
@@ -89,10 +93,20 @@ class ModelRunner:
         """
         progress = progress or _silent
         device = device or choose_device(config.model)
-        loaded = load_model(config, group, device, progress)
+        try:
+            loaded = load_model(config, group, device, progress)
+        except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+            if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+                raise
+            raise ConfigurationError(
+                f"model.model = {config.model.model!r}: out of memory while it was loaded ({first_line(error)}); lower "
+                "--kv-cache-memory or --gpu-memory-utilization, raise --tp, or serve a smaller model (`holdfast "
+                "estimate` says what one needs)"
+            ) from error
         runner = cls(loaded, config, group, device)
         progress("check", 0, 1)
         row_invariant = _self_check(runner, group, loaded.cache) and loaded.program.row_invariant
+        loaded.program.warm_up(config.scheduler.max_num_seqs)
         trim_heap()
         progress("check", 1, 1)
         if not row_invariant:
@@ -126,7 +140,15 @@ class ModelRunner:
 
     def execute(self, batch: StepBatch) -> HeadOutput:
         """Runs one step. What the leader gets counts."""
+        self._enter_device()
         return self.program.run(batch, with_logits=batch.with_logits)
+
+    def _enter_device(self) -> None:
+        """CUDA's current device belongs to a thread, and a model is loaded on another one than its steps run on."""
+        thread = threading.get_ident()
+        if self._device.index is not None and thread != self._entered_by:
+            torch.cuda.set_device(self._device)
+            self._entered_by = thread
 
     def close(self) -> None:
         """Frees what the program holds. Nothing is run after it."""

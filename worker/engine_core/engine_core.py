@@ -6,6 +6,7 @@ running a plan, and calling a listener (`worker/engine/engine.py` does that, and
     submit, abort ─► plan ─► (the caller runs it) ─► commit ─► take_updates
 """
 
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import Final
 
@@ -13,11 +14,12 @@ from holdfast.worker.engine_core.lost_numbers import LostNumbers, no_numbers
 from holdfast.worker.engine_core.output_queues import OutputQueue, OutputQueues
 from holdfast.worker.engine_core.suspects import Suspects
 from holdfast.worker.errors import DeadlineExceededError, HoldfastError
+from holdfast.worker.histogram import TOKEN_TIMES_S
 from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.request import EngineLoad, EngineRequest, TokenDelta
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.scheduling.step_limits import StepLimits
-from holdfast.worker.stats import EngineStats, SchedulerStats
+from holdfast.worker.stats import NO_GPU, NO_STEPS, EngineStats, GpuStats, SchedulerStats
 from holdfast.worker.step_update import StepListener, StepUpdate
 
 STATS_EVERY_STEPS: Final = 32
@@ -34,7 +36,9 @@ PREFILL_SPEED_LOSS: Final = 0.01
 
 
 class EngineCore:
-    """A scheduler and its listeners' output queues. Not thread-safe, but for `load`, `has_work` and `listeners`."""
+    """A scheduler and its listeners' output queues. Not thread-safe, but for `load`, `told_stats`, `has_work` and
+    `listeners`.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -44,12 +48,19 @@ class EngineCore:
         self._num_requests = 0
         self._num_tokens_generated = 0
         self._step_time_s = 0.0
+        self._plan_time_s = 0.0
+        self._commit_time_s = 0.0
+        self._step_counts = [*NO_STEPS]
+        self.gpu: GpuStats = NO_GPU
+        """As the caller has last measured it."""
         self._best_prefill_speed = 0.0
         self._num_prefills = 0
         self._step_id = 0
         self._told_step_id = 0  # of the step that listeners were last told of
         self._stats_step_id = 0  # of the step that statistics were last told of
         self._load = scheduler.load()
+        self.told_stats = self.stats()
+        """As of the last time that they were worked out for listeners."""
 
     # --- listeners ---
 
@@ -134,6 +145,12 @@ class EngineCore:
             self._output_queues.reject(attempt, no_numbers())
         return self._keep(deltas)
 
+    def note_turn(self, plan_s: float, run_s: float, commit_s: float) -> None:
+        """How long one step took: to plan, to run, and to take in and to tell. The next statistics have it."""
+        self._plan_time_s += plan_s
+        self._commit_time_s += commit_s
+        self._step_counts[bisect_left(TOKEN_TIMES_S, plan_s + run_s + commit_s)] += 1  # of each step, so no call more
+
     @property
     def has_urgent_news(self) -> bool:
         """Whether listeners must be told something before a plan is run: it may be the last that they hear."""
@@ -144,7 +161,9 @@ class EngineCore:
         before, self._load = self._load, self._suspects.load_for(None, self._scheduler.load())
         concerns_all = self._step_id != self._told_step_id or self._load != before or self._suspects.has_news
         self._told_step_id, self._suspects.has_news = self._step_id, False
-        stats = self.stats() if concerns_all and self._stats_are_due() else None
+        stats = None
+        if concerns_all and self._stats_are_due():
+            stats = self.told_stats = self.stats()
         if self._output_queues.anyone_follows_cache:
             self._output_queues.note_cache_events(self._scheduler.take_cache_events())
         return [
@@ -185,6 +204,12 @@ class EngineCore:
             num_waiting=load.num_waiting,
             num_waiting_tokens=load.num_waiting_tokens,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
+            plan_time_s=self._plan_time_s,
+            commit_time_s=self._commit_time_s,
+            step_counts=tuple(self._step_counts),
+            gpu_utilization=self.gpu.utilization,
+            gpu_memory_used_bytes=self.gpu.memory_used_bytes,
+            gpu_memory_total_bytes=self.gpu.memory_total_bytes,
         )
 
     def check_integrity(self) -> None:

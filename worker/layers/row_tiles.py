@@ -115,7 +115,8 @@ class RowTiles:
         return InvarianceReport(rules=dict(self._rules), failures=tuple(self._failures))
 
     def choose(self, name: str, candidates: Sequence[RowRule], holds: Callable[[RowRule], bool]) -> RowRule:
-        """The first of `candidates` that `holds`; the last one, noted as a failure, when none does.
+        """The first of `candidates` that `holds`. When none does, that is noted as a failure, and it is the last one;
+        on a GPU the first.
 
         `name` says all that the outcome depends on besides the machine and its number of threads.
         """
@@ -125,12 +126,15 @@ class RowTiles:
         return self._rules[key]
 
     def _first_that_holds(self, key: str, candidates: Sequence[RowRule], holds: Callable[[RowRule], bool]) -> RowRule:
-        for rule in candidates:
+        """On a GPU, rows are padded but never cut into tiles: many small calls would cost more than they keep."""
+        is_gpu = self.device.type != "cpu"
+        tried = [rule for rule in candidates if rule.max_rows == ANY] if is_gpu else candidates
+        for rule in tried:
             if holds(rule):
                 return rule
         _log.warning("%s: rows depend on their neighbours at every size tried on this machine", key)
         self._failures.append(key)
-        return candidates[-1]
+        return candidates[0] if is_gpu else candidates[-1]
 
 
 def fix_gpu_kernels() -> None:
@@ -145,6 +149,7 @@ def fix_gpu_kernels() -> None:
     matmul.allow_bf16_reduced_precision_reduction = (False, False)  # neither in half precision, nor split along K
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
     matmul.fp32_precision = "ieee"
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan of tens of ms for each new number of rows and keys
 
 
 def linear_candidates(device: torch.device, *, packable: bool, num_weights: int) -> list[RowRule]:

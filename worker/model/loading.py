@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from holdfast.worker.available_memory import available_memory
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
@@ -19,6 +20,7 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.model.checkpoint_digest import checkpoint_digest
 from holdfast.worker.model.draft_model import DraftModel
 from holdfast.worker.model.memory import (
+    check_memory,
     check_num_blocks,
     choose_num_blocks,
     cpu_cache_bytes,
@@ -151,6 +153,9 @@ def _allocate_cache(
     chosen = choose_num_blocks(config.cache, default_bytes, block_bytes, most_blocks)
     num_blocks = smallest_of_all_ranks(chosen, target.group, target.device)
     check_num_blocks(num_blocks, block_bytes)  # only now: all ranks come to the same answer
+    if target.device.type == "cpu":
+        left_bytes = smallest_of_all_ranks(available_memory(), target.group, target.device)
+        check_memory(num_blocks, block_bytes, left_bytes)
     logger.info("KV cache: %d blocks of %d tokens, %d MiB", num_blocks, block_size, num_blocks * block_bytes >> 20)
     try:
         return program.allocate_cache(num_blocks, block_size)

@@ -5,12 +5,12 @@ All sizes are bytes of one rank.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from holdfast.worker.attention.kv_cache import KVSpec
+from holdfast.worker.available_memory import available_memory, readable_bytes
 from holdfast.worker.config import CacheConfig, WorkerConfig
 from holdfast.worker.decoder.cpu.packing import elements_per_head
 from holdfast.worker.decoder.program import is_candidate
@@ -80,7 +80,7 @@ def kv_bytes_per_token(specs: Sequence[KVSpec], dtype: torch.dtype) -> int:
 
 def cpu_cache_bytes() -> int:
     """A modest default on a CPU: a tenth of the memory that is available, and no more than 1 GiB."""
-    return min(CPU_CACHE_LIMIT, int(_available_memory() * CPU_CACHE_SHARE))
+    return min(CPU_CACHE_LIMIT, int(available_memory() * CPU_CACHE_SHARE))
 
 
 def gpu_cache_bytes(device: torch.device, activation_bytes: int, utilization: float) -> int:
@@ -114,6 +114,16 @@ def check_num_blocks(num_blocks: int, block_bytes: int) -> None:
         raise ConfigurationError(
             f"the KV cache would have {max(num_blocks, 0)} blocks of {block_bytes} bytes, and needs {MIN_BLOCKS}; "
             "raise cache.num_blocks, cache.kv_cache_memory or cache.gpu_memory_utilization, or lower cache.block_size"
+        )
+
+
+def check_memory(num_blocks: int, block_bytes: int, available_bytes: int) -> None:
+    """Refuses a cache that is larger than the memory that is left. Raises `ConfigurationError`."""
+    if num_blocks * block_bytes > available_bytes:
+        raise ConfigurationError(
+            f"the KV cache would take {readable_bytes(num_blocks * block_bytes)} ({num_blocks} blocks of {block_bytes} "
+            f"bytes), and {readable_bytes(available_bytes)} of memory are left; lower cache.kv_cache_memory or "
+            "cache.num_blocks, or leave them unset"
         )
 
 
@@ -154,13 +164,3 @@ def _kv_values_per_token(config: Any, plan: ParallelPlan, *, in_tiles: bool) -> 
     local = max(1, num_kv_heads // plan.size) if plan.splits_attention else num_kv_heads
     values = elements_per_head(key_dim) if in_tiles else key_dim + value_dim
     return int(config.num_hidden_layers * local * values)
-
-
-def _available_memory() -> int:
-    """What the machine, or the container around this process, can still give."""
-    meminfo = Path("/proc/meminfo").read_text().split()
-    available = int(meminfo[meminfo.index("MemAvailable:") + 1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
-    return max(available, 0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from holdfast.worker.config import ModelConfig
 from holdfast.worker.decoder.skeleton import in_own_dtype
 from holdfast.worker.distributed.step_batch import StepBatch
-from holdfast.worker.errors import UnsupportedModelError
+from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 from holdfast.worker.layers.linear import settle
 from holdfast.worker.model.checks import OTHER_ENGINE
 from holdfast.worker.model.dry_run import find_attention
@@ -121,9 +121,15 @@ def build_tree(
 
 
 def choose_device(config: ModelConfig) -> torch.device:
-    """The device that the settings name; `auto` is a GPU where there is one."""
+    """The device that the settings name; `auto` is a GPU where there is one. Raises `ConfigurationError`."""
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        reason = "has no CUDA" if torch.version.cuda is None else "sees no GPU (does `nvidia-smi` show one?)"
+        raise ConfigurationError(
+            f"model.device = 'cuda': the installed PyTorch {torch.__version__} {reason}; "
+            "leave --device at auto, or set it to cpu"
+        )
     return torch.device(config.device)
 
 

@@ -7,7 +7,7 @@ decoder program (`worker/decoder/program.py`), its Hugging Face modules (`model.
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -19,6 +19,7 @@ from holdfast.worker.attention.paged import AttentionContext, PagedAttention
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.decoder.cpu.library import Unavailable
 from holdfast.worker.decoder.cpu.sampler import NativeSampler
+from holdfast.worker.decoder.families import FAMILIES
 from holdfast.worker.decoder.program import DecoderProgram, all_ranks, is_available, make_program, read_program
 from holdfast.worker.decoder.proof import Recognized
 from holdfast.worker.distributed.step_batch import StepBatch
@@ -90,6 +91,10 @@ class Program(Protocol):
         """Frees the cache; another is allocated before the next step."""
         ...
 
+    def warm_up(self, max_rows: int) -> None:
+        """Does now what steps of up to `max_rows` sequences that decode would do once. Overwrites the first block."""
+        ...
+
     def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
         """One step. The leader's output counts; others may return less."""
         ...
@@ -130,6 +135,16 @@ class SkeletonProgram:
     def drop_cache(self) -> None:
         self.model.detach()
         self.context = None
+
+    def warm_up(self, max_rows: int) -> None:
+        """On a GPU, one step of each power of two: libraries load and choose kernels at their first use."""
+        if self._target.device.type == "cpu":
+            return
+        assert self.context is not None, "a cache is allocated before steps run"
+        cache = self.context.cache
+        for power in reversed(range(max_rows.bit_length())):
+            self.run(StepBatch.decoding(1 << power, 1, cache.block_size), with_logits=True)
+        cache.clear(torch.zeros(1, dtype=torch.int64))
 
     def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
         assert self.context is not None, "a cache is allocated before steps run"
@@ -186,7 +201,7 @@ def _recalled(
 ) -> LoadedProgram | None:
     """The program of a layout that an earlier start has kept, if all ranks have one."""
     recalled = kept.recall()
-    if recalled is not None and not is_available():
+    if recalled is not None and not is_available(device):
         recalled = None  # as at a first start, the skeleton serves, and the log says why
     if not all_ranks(group, recalled is not None):
         return None
@@ -221,9 +236,10 @@ def _loaded(
         logger.warning("latent attention is cached expanded, which takes many times the memory of the latents")
     target = Target(group=group, tiles=RowTiles(device), device=device, dtype=serving_dtype(config.model, hf_config))
 
+    reads = config.model.executor != "skeleton" and (device.type == "cpu" or facts.model_type in FAMILIES)
     with _few_threads(folder, device):
-        model = _built(config, folder, hf_config, target, progress)
-    if config.model.executor != "skeleton":
+        model = _built(config, folder, hf_config, _in_main_memory(target) if reads else target, progress)
+    if reads:
         with _few_threads(folder, device):
             recognized = _recognized(model, config, target, facts)
         program: DecoderProgram | str = recognized if isinstance(recognized, str) else ""
@@ -236,7 +252,7 @@ def _loaded(
         if config.model.executor == "decoder":
             raise UnsupportedModelError(facts.model_type, f"no decoder program: {program}", OTHER_ENGINE)
         logger.info("runs on the skeleton: %s", program)
-        if isinstance(recognized, Recognized):  # its weights are used up
+        if isinstance(recognized, Recognized) or device.type != "cpu":  # its weights are used up, or lie elsewhere
             model = _built(config, folder, hf_config, target, progress)
     model.settle(lambda *done: progress("pack", *done))
     return LoadedProgram(program=SkeletonProgram(model, target), facts=facts, target=target)
@@ -266,12 +282,24 @@ def _built(
 
 def _recognized(model: RankModel, config: WorkerConfig, target: Target, facts: ModelFacts) -> Recognized | str:
     """The model as a layout; or why it has no decoder program."""
-    if target.device.type != "cpu":
-        return "it has no executor for GPUs yet"
     block_size = config.cache.block_size or default_block_size(target.device)
-    return read_program(model.module, target.group, max_model_len=facts.max_model_len, block_size=block_size)
+    return read_program(
+        model.module,
+        target.group,
+        max_model_len=facts.max_model_len,
+        block_size=block_size,
+        device=target.device,
+    )
 
 
 def _made(recognized: Recognized, config: WorkerConfig, target: Target, facts: ModelFacts) -> DecoderProgram | str:
     block_size = config.cache.block_size or default_block_size(target.device)
-    return make_program(recognized, target.group, max_model_len=facts.max_model_len, block_size=block_size)
+    return make_program(
+        recognized, target.group, max_model_len=facts.max_model_len, block_size=block_size, device=target.device
+    )
+
+
+def _in_main_memory(target: Target) -> Target:
+    """Where a model is read: Hugging Face's modules are asked on the CPU, and the executor's answers compared there."""
+    cpu = torch.device("cpu")
+    return target if target.device == cpu else replace(target, device=cpu, tiles=RowTiles(cpu))

@@ -8,7 +8,7 @@ requests that came through it are aborted.
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -18,6 +18,7 @@ from holdfast.worker.config import HealthConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
+from holdfast.worker.replica.link_traces import LinkTraces
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import AttemptKey, EngineRequest
 from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
@@ -29,6 +30,9 @@ from holdfast.worker.wire.link_codec import (
     hello_message,
     step_messages,
 )
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +69,14 @@ class LinkServer:
         host: str = "127.0.0.1",
         port: int = 0,
         security: LinkSecurity = UNSECURED,
+        tracer: "Tracer | None" = None,
     ) -> "LinkServer":
-        """Listens on `host:port`; port 0 picks a free one. `security` says which routers are let in. Raises `OSError`
+        """Listens on `host:port`; port 0 picks a free one. `security` says which routers are let in; with a
+        `tracer`, attempts that come with a trace context are traced. Raises `OSError`
         (RuntimeError in older grpcio) if the port is taken, `ConfigurationError` for certificates that cannot be used.
         """
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        servicer = EngineServicer(replica.engine, replica.info, replica_id, replica.health, security)
+        servicer = EngineServicer(replica.engine, replica.info, replica_id, replica.health, security, tracer)
         engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         bound = security.add_port(server, f"{host}:{port}")
         await server.start()
@@ -91,7 +97,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         replica_id: str,
         health: HealthConfig,
         security: LinkSecurity = UNSECURED,
+        tracer: "Tracer | None" = None,
     ) -> None:
+        self._tracer = tracer
         self._health = health
         self._security = security
         self._engine = engine
@@ -105,7 +113,8 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         if not self._security.admits(context.invocation_metadata() or ()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSED)
         self._num_links += 1
-        link = RouterLink(self._engine, f"link-{self._num_links}", self._info.vocab_size)
+        traces = None if self._tracer is None else LinkTraces(self._tracer, self._replica_id)
+        link = RouterLink(self._engine, f"link-{self._num_links}", self._info.vocab_size, traces)
         try:
             self._engine.attach(link)
         except HoldfastError as error:
@@ -133,8 +142,9 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 class RouterLink:
     """One router's stream: a `StepListener` whose other half lives on the event loop that made it."""
 
-    def __init__(self, engine: Engine, name: str, vocab_size: int) -> None:
+    def __init__(self, engine: Engine, name: str, vocab_size: int, traces: LinkTraces | None = None) -> None:
         """`name` is unique among the links of the engine: routers do not know each other's attempts."""
+        self._traces = traces
         self._engine = engine
         self._name = name
         self._vocab_size = vocab_size
@@ -186,6 +196,8 @@ class RouterLink:
             if isinstance(news, Heartbeat):
                 yield heartbeat_message(news)
             else:
+                if self._traces is not None:
+                    self._traces.told(news)
                 for message in step_messages(news):
                     yield message
 
@@ -212,5 +224,7 @@ class RouterLink:
         self._begin(request, attempt)
 
     def _begin(self, request: EngineRequest, attempt: AttemptKey) -> None:
+        if self._traces is not None:
+            self._traces.submitted(attempt, request)
         self._engine.submit(request, self, attempt)
         self._work_came.set()

@@ -91,6 +91,11 @@ def default_device(config: WorkerConfig, rank: int) -> "torch.device":
     return torch.device("cuda", rank) if wanted == "cuda" else torch.device("cpu")
 
 
+def with_device(config: WorkerConfig, device: "torch.device") -> WorkerConfig:
+    """The settings for the other ranks: `auto` is what the leader found, or one of them might find something else."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"device": device.type})})
+
+
 def prepare_process(config: WorkerConfig, device: "torch.device") -> None:
     """Before a rank computes anything: its share of the cores, and the rules for its GPU's kernels.
 
@@ -103,6 +108,7 @@ def prepare_process(config: WorkerConfig, device: "torch.device") -> None:
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.parallel.num_threads or max(1, cores // config.parallel.tensor_parallel_size))
     if device.type == "cuda":
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # NCCL's own verdict would end the process
         fix_gpu_kernels()
         torch.cuda.set_device(device)
 

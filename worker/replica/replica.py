@@ -16,7 +16,16 @@ from holdfast.worker.config import HealthConfig, WorkerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.replica.rank import LocalLauncher, RankLauncher, Ranks, default_device, join, prepare_process
+from holdfast.worker.replica.gpu_stats import gpu_watch
+from holdfast.worker.replica.rank import (
+    LocalLauncher,
+    RankLauncher,
+    Ranks,
+    default_device,
+    join,
+    prepare_process,
+    with_device,
+)
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.speculation.speculation import Speculation
 from holdfast.worker.step_update import StepUpdate
@@ -41,6 +50,9 @@ Progress = Callable[[str, int, int], None]
 
 class Replica:
     """A model copy that answers requests through `engine`. Made by `start`; ended by `stop`, or by a failure."""
+
+    end_limit_s: float = 5.0
+    """After a rank was lost the engine ends by itself within this time, or is left behind."""
 
     def __init__(
         self,
@@ -81,6 +93,7 @@ class Replica:
         from holdfast.worker.engine.model_runner import ModelRunner
 
         device = default_device(config, rank=0)
+        config = with_device(config, device)
         prepare_process(config, device)
         group, ranks = _gather_ranks(config, device, launcher or LocalLauncher())
         try:
@@ -119,7 +132,8 @@ class Replica:
             num_speculative_tokens=speculation.num_speculative_tokens,
         )
         leader = LeaderRunner(runner, group)
-        engine = Engine(scheduler, leader, progress=runner.progress, tuner=tuner)
+        gpu = gpu_watch(default_device(config, rank=0))
+        engine = Engine(scheduler, leader, progress=runner.progress, tuner=tuner, gpu=gpu)
         replica = cls(info, engine, leader, group, ranks, config.health)
         try:
             replica._begin()
@@ -198,10 +212,15 @@ class Replica:
             known_answer_check.start()
 
     def _watch(self, ranks: Ranks) -> None:
-        """Any rank's death fails the whole replica at once: a group with a hole computes nothing."""
+        """Any rank's death fails the whole replica at once: a group with a hole computes nothing.
+
+        On GPUs the engine may wait for the lost rank for ever: then callers are answered here.
+        """
         error = ReplicaError(f"the replica lost a rank: {ranks.wait()}")
         self.engine.fail(error)
         self._fail(error)
+        if not self.engine.wait(self.end_limit_s):
+            self.engine.give_up(error)
 
     def _condemn(self, still_s: float) -> None:
         """A frozen rank blocks all others, and which one it is cannot be told: the whole group is ended."""
@@ -223,6 +242,7 @@ class Replica:
         finally:  # whatever went wrong there: no rank outlives its replica
             if self._ranks is not None:
                 self._ranks.kill()
+            threading.Thread(target=self._group.abort, name="group-abort", daemon=True).start()  # it may hang itself
 
     def _stop_watching(self) -> None:
         self._watchdog.stop()

@@ -218,6 +218,7 @@ class SequenceQueues:
             self.num_forked_tokens += sequence.num_computed_tokens
         if sequence.num_discarded_tokens > 0:  # a preempted sequence had computed a token
             return
+        sequence.queued_s = sequence.waited_s
         if parent is not None:
             sequence.num_cached_tokens = min(parent.num_cached_tokens, sequence.num_computed_tokens)
         else:

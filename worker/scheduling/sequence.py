@@ -62,6 +62,7 @@ class Sequence:
         "num_discarded_tokens",
         "num_prompt_tokens",
         "prompt_logprobs",
+        "queued_s",
         "request",
         "sequence_id",
         "service_class",
@@ -103,6 +104,8 @@ class Sequence:
         self.waits_since_s = arrived_s
         self.waited_s = 0.0
         """Seconds of all earlier waits together."""
+        self.queued_s = 0.0
+        """`waited_s` when it first ran, until it is told with the first tokens."""
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
         """Prompt and output."""
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -238,7 +241,13 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens if first_token_index == 0 else 0,
             logprobs=logprobs[: len(token_ids)],
             prompt_logprobs=self.take_prompt_logprobs() if first_token_index == 0 else (),
+            queued_s=self._take_queued_s(),
         )
+
+    def _take_queued_s(self) -> float:
+        """How long it had waited when it first ran; 0 once that was told."""
+        queued_s, self.queued_s = self.queued_s, 0.0
+        return queued_s
 
     def decode(self, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> TokenDelta | None:
         """As `commit`, for a step that computed its last token and drew one, not its first."""

@@ -35,7 +35,7 @@ from holdfast.worker.request import (
     TokenLogprob,
 )
 from holdfast.worker.sampling_fields import TOKEN_WORLD, fields_of, params_of
-from holdfast.worker.stats import EngineStats
+from holdfast.worker.stats import NO_STEPS, EngineStats
 from holdfast.worker.step_update import (
     NO_CHANGES,
     CacheChanges,
@@ -98,6 +98,7 @@ def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkReque
         time_left_ms=None if request.time_left_s is None else round(1000 * request.time_left_s),
         group_id=str(request.group_id),
         suspicion=int(request.suspicion),  # type: ignore[arg-type]  # the numbers are those of the message's enum
+        traceparent=request.traceparent,
     )
     return engine_pb2.LinkRequest(submit=submit)
 
@@ -137,6 +138,7 @@ def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> Eng
         grammar=params.grammar,
         group_id=GroupKey(link, submit.group_id) if submit.group_id else "",
         suspicion=_member(Suspicion, "suspicion", submit.suspicion),
+        traceparent=submit.traceparent,
     )
     _check_vocabulary(request, vocab_size)
     return request
@@ -241,6 +243,8 @@ def _add_delta(deltas: "RepeatedCompositeFieldContainer[engine_pb2.Delta]", delt
         message.logprobs.extend(map(_logprob_message, delta.logprobs))
     if delta.prompt_logprobs:
         message.prompt_logprobs.extend([_logprob_message(item, item.token_id) for item in delta.prompt_logprobs])
+    if delta.queued_s:
+        message.queued_s = delta.queued_s
 
 
 def _logprob_message(item: TokenLogprob, token_id: int = 0) -> engine_pb2.EngineTokenLogprob:
@@ -347,6 +351,7 @@ def _token_delta(delta: engine_pb2.Delta) -> TokenDelta:
         num_cached_tokens=delta.num_cached_tokens,
         logprobs=_logprobs(delta, token_ids) if delta.logprobs else (),
         prompt_logprobs=_prompt_logprobs(delta) if delta.prompt_logprobs else (),
+        queued_s=delta.queued_s,
     )
 
 
@@ -396,4 +401,7 @@ def _cache_changes(events: engine_pb2.CacheEvents) -> CacheChanges:
 
 
 def _engine_stats(stats: engine_pb2.EngineStats) -> EngineStats:
-    return EngineStats(**{name: getattr(stats, name) for name in _STATS_NAMES})
+    told = {name: getattr(stats, name) for name in _STATS_NAMES}
+    step_counts = tuple(stats.step_counts)
+    told["step_counts"] = step_counts if len(step_counts) == len(NO_STEPS) else NO_STEPS  # other versions count else
+    return EngineStats(**told)

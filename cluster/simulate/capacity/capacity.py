@@ -1,7 +1,7 @@
 """Capacity simulation: a load on the real router and schedulers in virtual time, without faults and without text.
 
-What may not live here: where loads come from (`trace.py`), how long a step takes (`worker/tuning/step_time.py`), and
-printing (`capacity_report.py`).
+What may not live here: where loads come from (`cluster/load_trace.py`), how long a step takes
+(`worker/tuning/step_time.py`), and printing (`capacity_report.py`).
 """
 
 import random
@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from holdfast.cluster.load_trace import Arrival
 from holdfast.cluster.simulate.actors.messages import Generate
 from holdfast.cluster.simulate.actors.replica import SimulatedReplica
 from holdfast.cluster.simulate.actors.replica_shape import ReplicaShape
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
-from holdfast.cluster.simulate.capacity.trace import Arrival
 from holdfast.cluster.simulate.kernel.network import Connection, Network
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.config import LimitsConfig, PolicyName, RouterConfig

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from holdfast.cluster.load_trace import Arrival
 from holdfast.cluster.scaling.autoscaler import Decision, Seen
 from holdfast.cluster.simulate.actors.replica import MODEL, SimulatedReplica
 from holdfast.cluster.simulate.actors.router import SimulatedRouter
@@ -20,7 +21,6 @@ from holdfast.cluster.simulate.capacity.capacity import (
     Service,
     replica_shape,
 )
-from holdfast.cluster.simulate.capacity.trace import Arrival
 from holdfast.cluster.simulate.kernel.network import Network
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.config import LimitsConfig, RouterConfig
@@ -178,5 +178,5 @@ def serve_elastic(
         services=[client.service() for client in clients],
         replica_s=cluster.replica_s,
         changes=cluster.changes,
-        num_moved=cluster.router.dispatch_host.num_resent,
+        num_moved=cluster.router.dispatch_host.stats.failovers.total(),
     )

@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Callable
 
-from holdfast.cluster.simulate.capacity.trace import Arrival
+from holdfast.cluster.load_trace import Arrival
 
 Rate = Callable[[float], float]
 """Requests a second at a time, in seconds from the beginning."""

@@ -4,6 +4,7 @@ What may live here: routes, headers, and the way from a request's bytes to an en
 endpoint says (`chat_completions.py`, `completions.py`), the server that runs it (`server.py`).
 """
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -30,7 +31,6 @@ from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEN
 from holdfast.router.doors.http.messages import MessageEvents, whole_message
 from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
 from holdfast.router.doors.http.messages_body import chat_body as messages_chat
-from holdfast.router.doors.http.metrics import Metrics
 from holdfast.router.doors.http.openapi import description
 from holdfast.router.doors.http.responses import ResponseEvents, whole_response
 from holdfast.router.doors.http.responses_body import ResponsesBody
@@ -44,10 +44,13 @@ from holdfast.router.doors.http.submission import (
     straight,
 )
 from holdfast.router.events import ModelStatus
+from holdfast.router.metrics.exposition import exposed
+from holdfast.router.metrics.router_samples import router_samples
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.request_processor import RequestProcessor
+from holdfast.router.requests.tracing import TRACEPARENT, note_incoming
 from holdfast.router.security.gate import Gate
 from holdfast.worker.errors import InvalidRequestError, ReplicaError
 
@@ -80,7 +83,7 @@ class HttpDoor:
         self._dispatch_host = dispatch_host
         self._limits = limits
         self._is_stopping = False
-        self._metrics = Metrics(request_processor.stats, dispatch_host)
+        self._responses: Counter[tuple[str, int]] = Counter()
 
     def stop(self) -> None:
         """From here on `/health` and `/ready` say no."""
@@ -214,6 +217,7 @@ class HttpDoor:
 
     async def _submission(self, request: Request) -> tuple[Submission, bytes]:
         """Which request it is, and its body's own bytes."""
+        note_incoming(request.headers.get(TRACEPARENT, ""))
         return Submission.read(request.headers, await self._content(request))
 
     def _streamed(
@@ -314,7 +318,8 @@ class HttpDoor:
         return json_response(description())
 
     async def metrics(self, request: Request) -> ASGIApp:
-        text, media_type = self._metrics.text()
+        samples = router_samples(self._requests.stats, self._dispatch_host, self._responses)
+        text, media_type = exposed(samples)
         return Response(text, headers={"content-type": media_type})
 
     def _counting(self, path: str, call: Endpoint) -> Endpoint:
@@ -331,7 +336,7 @@ class HttpDoor:
         return counted
 
     def _count(self, path: str, status: int) -> None:
-        self._metrics.responses[path, status] += 1
+        self._responses[path, status] += 1
 
     async def _content(self, request: Request) -> bytes:
         """The bytes of a request's body, as many as are allowed."""

@@ -52,7 +52,7 @@ _KINDS: Final[dict[type[HoldfastError], _Kind]] = {
     QueueFullError: _Kind(429, "rate_limit_error", "queue_full", may_retry=True),
     RateLimitError: _Kind(429, "rate_limit_error", "rate_limit_exceeded", may_retry=True),
     CapacityError: _Kind(429, "rate_limit_error", "no_capacity", may_retry=True),
-    VersionGoneError: _Kind(503, "server_error", "version_gone", may_retry=True),
+    VersionGoneError: _Kind(503, "server_error", "version_gone"),  # sent again as it is, it would end alike
     ModelPausedError: _Kind(503, "server_error", "model_paused", may_retry=True),
     ReplicaError: _Kind(503, "server_error", "replica_unavailable", may_retry=True),
     DeadlineExceededError: _Kind(504, "server_error", "deadline_exceeded"),

@@ -50,6 +50,16 @@ def test_estimate_says_what_a_model_needs(tiny_model: Path, capsys: pytest.Captu
     assert "5 sequences of 256 tokens" in shown
 
 
+def test_estimate_says_what_steps_should_take_on_a_device(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
+    assert run(["estimate", str(tiny_model), "--device", "h200", "--tp", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "h200, tensor parallel 2" in shown
+    assert "decode 64 of 1024" in shown
+    assert "gate and up" in shown
+    assert run(["estimate", str(tiny_model), "--device", "h300"]) == 2
+    assert "h200" in capsys.readouterr().err
+
+
 def test_a_model_that_is_not_there_is_a_mistake_of_the_caller(capsys: pytest.CaptureFixture[str]):
     for command in (["generate", "hello", "--model"], ["estimate"], ["serve"]):
         assert run([*command, "/nowhere/model"]) == 2

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from holdfast.cluster.commands.cli import run
+from holdfast.cluster.load_trace import Arrival, made_up_trace, read_trace
 from holdfast.cluster.simulate.capacity.capacity import CapacityResult, ClusterShape, Service, serve
 from holdfast.cluster.simulate.capacity.capacity_report import percentile
 from holdfast.cluster.simulate.capacity.step_costs_file import read_step_costs, write_step_costs
-from holdfast.cluster.simulate.capacity.trace import Arrival, made_up_trace, read_trace
 from holdfast.router.replicas.policy import POLICIES
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import ConfigurationError

@@ -18,6 +18,7 @@ from holdfast.worker.errors import (
     HoldfastError,
     InternalError,
     InvalidRequestError,
+    ModelPausedError,
     PermissionDeniedError,
     QueueFullError,
     RateLimitError,
@@ -27,6 +28,7 @@ from holdfast.worker.errors import (
     RequestSupersededError,
     UnknownModelError,
     UnsupportedModelError,
+    VersionGoneError,
     shortened,
 )
 
@@ -40,6 +42,8 @@ STATUSES = [
     (AuthenticationError("x"), "UNAUTHENTICATED", "UNAUTHENTICATED"),
     (PermissionDeniedError("model", "x"), "PERMISSION_DENIED", "PERMISSION_DENIED"),
     (CapacityError("x"), "RESOURCE_EXHAUSTED", "CAPACITY"),
+    (VersionGoneError("m", "7ad18da1", "gone"), "ABORTED", "VERSION_GONE"),
+    (ModelPausedError("m", 5.0), "UNAVAILABLE", "MODEL_PAUSED"),
     (ReplicaError("x"), "UNAVAILABLE", "REPLICA_UNAVAILABLE"),
     (DeadlineExceededError("x"), "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"),
     (RequestAbortedError("x"), "UNAVAILABLE", "STOPPING"),
@@ -96,7 +100,10 @@ ERRORS = {
     InvalidRequestError: st.builds(InvalidRequestError, texts, texts | st.integers() | st.floats(), texts),
     UnknownModelError: st.builds(UnknownModelError, texts, st.lists(texts, max_size=3).map(tuple)),
     UnsupportedModelError: st.builds(UnsupportedModelError, texts, texts, texts),
-    **{kind: st.builds(kind, texts, pauses) for kind in (CapacityError, QueueFullError, ReplicaError)},
+    VersionGoneError: st.builds(VersionGoneError, texts, texts, texts),
+    **{
+        kind: st.builds(kind, texts, pauses) for kind in (CapacityError, QueueFullError, ReplicaError, ModelPausedError)
+    },
 }
 
 

@@ -110,9 +110,9 @@ def test_a_cache_without_room_for_two_blocks_is_a_wrong_setting_on_every_rank(fo
 
 
 def test_the_default_on_a_cpu_is_modest(monkeypatch):
-    monkeypatch.setattr("holdfast.worker.model.memory._available_memory", lambda: 2**30)
+    monkeypatch.setattr("holdfast.worker.model.memory.available_memory", lambda: 2**30)
     assert cpu_cache_bytes() == 2**30 // 10
-    monkeypatch.setattr("holdfast.worker.model.memory._available_memory", lambda: 2**40)
+    monkeypatch.setattr("holdfast.worker.model.memory.available_memory", lambda: 2**40)
     assert cpu_cache_bytes() == CPU_CACHE_LIMIT
 
 

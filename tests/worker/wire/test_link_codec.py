@@ -30,7 +30,7 @@ from holdfast.worker.request import (
     TokenLogprob,
 )
 from holdfast.worker.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingParams
-from holdfast.worker.stats import EngineStats
+from holdfast.worker.stats import NO_STEPS, EngineStats
 from holdfast.worker.step_update import CacheChanges, Heartbeat, Hello, PlainTokens, Rejection, StepUpdate
 from holdfast.worker.suspicion import Suspicion
 from holdfast.worker.wire import link_codec as codec
@@ -90,6 +90,7 @@ requests = of(
     tenant=text,
     time_left_s=st.none() | seconds,
     suspicion=st.sampled_from(Suspicion),
+    traceparent=text,
 )
 tops = st.lists(st.tuples(uint32, float32), max_size=3).map(tuple)
 logprobs = of(TokenLogprob, token_id=uint32, logprob=float32, rank=uint32, top=tops)
@@ -107,14 +108,16 @@ def deltas(draw: st.DrawFn) -> TokenDelta:
         num_cached_tokens=draw(uint32),
         logprobs=tuple(replace(item, token_id=token_id) for item, token_id in zip(said, tokens, strict=False)),
         prompt_logprobs=draw(st.lists(logprobs, max_size=3).map(tuple)),
+        queued_s=draw(seconds),
     )
 
 
 loads = of(EngineLoad, **{item.name: uint32 for item in fields(EngineLoad)})
 stats = of(
     EngineStats,
-    **{item.name: uint32 for item in fields(EngineStats) if item.name != "step_time_s"},
-    step_time_s=st.floats(0, allow_infinity=False),
+    **{item.name: uint32 for item in fields(EngineStats) if item.name != "step_counts"}
+    | {name: st.floats(0, allow_infinity=False) for name in ("step_time_s", "plan_time_s", "commit_time_s")},
+    step_counts=st.lists(uint64, min_size=len(NO_STEPS), max_size=len(NO_STEPS)).map(tuple),
 )
 hashes = st.lists(uint64, max_size=5).map(tuple)
 updates = of(

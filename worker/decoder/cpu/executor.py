@@ -113,6 +113,9 @@ class CpuExecutor:
         self.packed.model.block_size = block_size
         return self._cache
 
+    def warm_up(self, max_rows: int) -> None:
+        """Nothing: no step does what the next need not."""
+
     def free_logits(self) -> None:
         """Frees the memory of the last step's logits, which the next step would use again."""
         self._own_logits, self._all_logits = _Room(), _Room()

@@ -1,7 +1,5 @@
 """Figures of a router as Prometheus scrapes them: ends, tokens, times and replicas, of each router its own."""
 
-import asyncio
-
 import httpx2
 import openai
 import pytest
@@ -53,6 +51,11 @@ async def test_requests_are_counted_by_their_ends_and_tokens_through_all_doors()
         assert told["http_responses_total", "/v1/chat/completions", "400"] == 1
         assert (told["requests_open",], told["requests_queued",], told["model_replicas", "fake"]) == (0, 0, 2)
         assert told["replica_kv_cache_usage_ratio", "fake", "one"] == 0
+        assert told["queue_time_seconds_count", "normal", "fake", "router"] == 4
+        assert told["requests_queued_by_class", "normal", "fake"] == 0
+        assert told["vllm:num_requests_waiting", "fake"] == 0
+        assert told["vllm:kv_cache_usage_perc", "fake"] == 0
+        assert told["vllm:lora_requests_info", "0", "", ""] == 1
 
 
 @on_a_loop
@@ -60,15 +63,19 @@ async def test_a_request_that_goes_on_elsewhere_is_counted():
     replicas = [await FakeReplica.start("one"), await FakeReplica.start("two")]
     async with openai_site(*replicas) as (place, client):
         await place.until_up(2)
-        asking = asyncio.create_task(
-            client.chat.completions.create(model="fake", messages=HELLO, seed=9, max_tokens=200)
+        stream = await client.chat.completions.create(
+            model="fake", messages=HELLO, seed=9, max_tokens=200, stream=True, extra_body={"priority": "high"}
         )
-        while all(replica.is_idle for replica in replicas):
-            await asyncio.sleep(0.001)
-        busy = next(replica for replica in replicas if not replica.is_idle)
+        while not (await anext(stream)).choices[0].delta.content:
+            pass
+        busy = next(replica for replica in replicas if replica.submits)
         await busy.kill()
         place.replicas.remove(busy)
-        await asking
+        assert [chunk async for chunk in stream]
         told = await scraped(place)
-    assert told["requests_resent_total",] == 1
+    assert told["failovers_total", "lost", "fake"] == told["replicas_lost_total", "fake"] == 1
+    assert told["pause_seconds_count", "fake"] == 1
+    assert told["replayed_tokens_total", "fake"] >= 1
+    assert told["queue_time_seconds_count", "high", "fake", "router"] == 1
+    assert told["queue_time_seconds_count", "high", "fake", "replica"] == 2
     assert ("replica_requests_running", "fake", busy.replica_id) not in told

@@ -1,13 +1,17 @@
 """Load trace: when requests arrive, and how long they are. Read from a file, or generated.
 
-What may not live here: serving it (`capacity.py`).
+The published formats that are read: Mooncake's (JSON lines with `timestamp` in milliseconds, `input_length`,
+`output_length`, `hash_ids`), Azure's LLM inference traces (CSV: TIMESTAMP, ContextTokens, GeneratedTokens) and
+BurstGPT's (CSV: Timestamp in seconds, Request tokens, Response tokens). What may not live here: serving a load.
 """
 
 import csv
 import json
+import math
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,8 +20,12 @@ from holdfast.worker.errors import ConfigurationError
 HASH_ID_TOKENS: Final = 512
 """Prompt tokens that each of a trace's `hash_ids` stands for."""
 
-_NAMES: Final = {"num_prompt_tokens": "input_length", "num_output_tokens": "output_length"}
-"""Ours, and those of the published traces that come with `timestamp` (milliseconds) and `hash_ids`."""
+_NAMES: Final = {
+    "num_prompt_tokens": ("num_prompt_tokens", "input_length", "ContextTokens", "Request tokens"),
+    "num_output_tokens": ("num_output_tokens", "output_length", "GeneratedTokens", "Response tokens"),
+    "arrival_s": ("arrival_s", "timestamp", "TIMESTAMP", "Timestamp"),
+}
+"""Ours, and then Mooncake's, Azure's and BurstGPT's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +42,19 @@ class Arrival:
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Arrival":
         """From the fields of a file. Raises `ValueError` for what is missing or cannot be."""
-        named = {name: entry.get(name, entry.get(other)) for name, other in _NAMES.items()}
-        named["arrival_s"] = _arrival_s(entry)
+        named = {name: _first_of(entry, names) for name, names in _NAMES.items()}
         missing = sorted(name for name, value in named.items() if value is None)
         if missing:
-            raise ValueError(f"no {', '.join(missing)}")
+            known = ", ".join(" or ".join(_NAMES[name]) for name in missing)
+            raise ValueError(f"no {', '.join(missing)} (in a published trace: {known})")
         arrival = cls(
-            arrival_s=float(named["arrival_s"]),
+            arrival_s=_arrival_s(entry, named["arrival_s"]),
             num_prompt_tokens=int(named["num_prompt_tokens"]),
             num_output_tokens=int(named["num_output_tokens"]),
             prefix=tuple((int(hash_id), HASH_ID_TOKENS) for hash_id in entry.get("hash_ids", ())),
         )
-        if arrival.arrival_s < 0 or arrival.num_prompt_tokens < 1 or arrival.num_output_tokens < 1:
-            raise ValueError("arrival_s must not be below 0, the numbers of tokens not below 1")
+        if not 0 <= arrival.arrival_s < math.inf or arrival.num_prompt_tokens < 1 or arrival.num_output_tokens < 1:
+            raise ValueError("the arrival must be a number of 0 or more, the numbers of tokens at least 1")
         return arrival
 
     def prompt_token_ids(self, number: int) -> tuple[int, ...]:
@@ -56,28 +64,42 @@ class Arrival:
         return (*token_ids[: self.num_prompt_tokens], *(2 * number + 1,) * num_own)
 
 
-def _arrival_s(entry: Mapping[str, Any]) -> Any:
-    if "arrival_s" in entry or "timestamp" not in entry:
-        return entry.get("arrival_s")
-    return float(entry["timestamp"]) / 1000
+def _first_of(entry: Mapping[str, Any], names: Iterable[str]) -> Any:
+    return next((entry[name] for name in names if entry.get(name) is not None), None)
+
+
+def _arrival_s(entry: Mapping[str, Any], value: Any) -> float:
+    """Azure's are dates, in UTC unless they say otherwise; Mooncake's milliseconds; all others seconds."""
+    if "TIMESTAMP" in entry:
+        moment = datetime.fromisoformat(str(value))
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    is_mooncakes = "arrival_s" not in entry and "timestamp" in entry
+    return float(value) / 1000 if is_mooncakes else float(value)
 
 
 def read_trace(path: Path) -> list[Arrival]:
-    """A load in order of arrival, from JSON lines or CSV with a header. Raises `ConfigurationError`, saying where."""
+    """A load in order of arrival, from JSON lines or CSV with a header. Dates count from the first of them.
+
+    Raises `ConfigurationError`, saying where.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--trace {path}: {error}") from error
     is_csv = path.suffix == ".csv"
     entries: Iterable[Any] = csv.DictReader(lines) if is_csv else (json.loads(line) for line in lines if line.strip())
     arrivals: list[Arrival] = []
+    has_dates = is_csv and "TIMESTAMP" in lines[0].split(",") if lines else False
     try:
-        arrivals.extend(Arrival.of(entry) for entry in entries)
+        # BurstGPT keeps requests that failed, with no response tokens: they are no load that a server can be given.
+        arrivals.extend(Arrival.of(entry) for entry in entries if entry.get("Response tokens") != "0")
     except (ValueError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"--trace {path}: request {len(arrivals) + 1}: {error}") from error
     if not arrivals:
         raise ConfigurationError(f"--trace {path}: holds no request")
-    return sorted(arrivals, key=lambda arrival: arrival.arrival_s)
+    arrivals.sort(key=lambda arrival: arrival.arrival_s)
+    first_s = arrivals[0].arrival_s if has_dates else 0.0
+    return [replace(arrival, arrival_s=arrival.arrival_s - first_s) for arrival in arrivals]
 
 
 def made_up_trace(

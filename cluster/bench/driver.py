@@ -1,0 +1,127 @@
+"""Driver of a load: sends sessions when they are due, and records what came when.
+
+Without coordinated omission: in an open loop a request is due at its scheduled time, whatever came of the requests
+before it, and its latencies count from then, even where it had to wait on our side for one of `max_in_flight` places or
+for the processor. What may not live here: protocols (`sender.py`), figures (`summary.py`).
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from holdfast.cluster.bench.prompts import PromptTexts
+from holdfast.cluster.bench.records import RequestRecord
+from holdfast.cluster.bench.sender import Ask, Sender, SendFailed
+from holdfast.cluster.bench.workload import Session
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How sessions are sent."""
+
+    concurrency: int | None = None
+    """A closed loop of so many users; None: an open loop, by the sessions' own times."""
+    max_in_flight: int = 4096
+    """Of an open loop: sessions at the same time. Those above it wait, and their waiting counts."""
+    duration_s: float | None = None
+    """A closed loop begins no session after it. None: until the sessions are over."""
+    think_s: float = 0.0
+    """Between an answer and the next turn of its session."""
+    timeout_s: float | None = None
+    """After which a request is given up, from when it was sent."""
+
+
+class Driver:
+    """One run. `on_change(due, ended)` hears how many requests have been due and how many of them are over."""
+
+    def __init__(
+        self,
+        sender: Sender,
+        texts: PromptTexts,
+        pace: Pace,
+        on_change: Callable[[int, int], None] = lambda due, ended: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`clock` is in seconds; an event loop's own time is too coarse, which uvloop counts in milliseconds."""
+        self._sender = sender
+        self._texts = texts
+        self._pace = pace
+        self._on_change = on_change
+        self._clock = clock
+        self._num_ended = 0
+        self.records: list[RequestRecord] = []
+
+    async def run(self, sessions: Iterable[Session]) -> list[RequestRecord]:
+        """The records of all requests, in the order in which they were due."""
+        self._began_s = self._clock()
+        async with asyncio.TaskGroup() as tasks:
+            if self._pace.concurrency is not None:
+                shared = iter(sessions)
+                for _ in range(self._pace.concurrency):
+                    tasks.create_task(self._user(shared))
+            else:
+                places = asyncio.Semaphore(self._pace.max_in_flight)
+                for session in sessions:
+                    await self._sleep_until(session.start_s)
+                    tasks.create_task(self._session(session, session.start_s, places))
+        return sorted(self.records, key=lambda record: record.due_s)
+
+    # --- inside ---
+
+    def _now(self) -> float:
+        return self._clock() - self._began_s
+
+    async def _sleep_until(self, time_s: float) -> None:
+        if (left := time_s - self._now()) > 0:
+            await asyncio.sleep(left)
+
+    async def _user(self, sessions: Iterator[Session]) -> None:
+        """A user of a closed loop: the next session begins when the one before is over."""
+        limit_s = self._pace.duration_s
+        while limit_s is None or self._now() < limit_s:
+            session = next(sessions, None)
+            if session is None:
+                return
+            await self._session(session, self._now())
+
+    async def _session(self, session: Session, due_s: float, places: asyncio.Semaphore | None = None) -> None:
+        spoken: list[str] = []
+        for index, turn in enumerate(session.turns):
+            spoken.append(self._texts.text(session, index))
+            record = RequestRecord(session=session.number, turn=index, due_s=due_s)
+            self.records.append(record)
+            self._on_change(len(self.records), self._num_ended)
+            if places is None:
+                text = await self._request(record, Ask(tuple(spoken), turn.max_tokens))
+            else:
+                async with places:
+                    text = await self._request(record, Ask(tuple(spoken), turn.max_tokens))
+            self._num_ended += 1
+            self._on_change(len(self.records), self._num_ended)
+            if text is None or index == len(session.turns) - 1:
+                return
+            spoken.append(text)
+            due_s = self._now() + self._pace.think_s
+            await self._sleep_until(due_s)
+
+    async def _request(self, record: RequestRecord, ask: Ask) -> str | None:
+        """The answer's text; None: it failed, and with it its session."""
+        piece_s, now, began_s = record.piece_s, self._clock, self._began_s
+        record.sent_s = self._now()
+        try:
+            async with asyncio.timeout(self._pace.timeout_s):
+                reply = await self._sender.send(ask, lambda: piece_s.append(now() - began_s))
+        except TimeoutError:
+            record.error, record.message = "timeout", f"no end within {self._pace.timeout_s:g} s"
+        except SendFailed as failed:
+            record.error, record.message = failed.kind, failed.message
+        else:
+            record.num_output_tokens = len(piece_s) if reply.num_output_tokens is None else reply.num_output_tokens
+            record.num_prompt_tokens = reply.num_prompt_tokens
+            if not piece_s:
+                record.error, record.message = "no output", "the answer ended without any"
+            return reply.text
+        finally:
+            record.end_s = self._now()
+        return None

@@ -1,0 +1,179 @@
+"""Runs of a bench: calibration, warm-up, a run for each load, or a search for the highest one. Composes the parts.
+
+What may not live here: flags (`cluster/commands/bench.py`), a run's sending (`driver.py`), its figures (`summary.py`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import Any, Final
+
+from holdfast.cluster.bench.arrivals import Arrivals
+from holdfast.cluster.bench.calibration import calibrate
+from holdfast.cluster.bench.driver import Driver, Pace
+from holdfast.cluster.bench.load_search import LoadSearch
+from holdfast.cluster.bench.prompts import Calibration, PromptTexts
+from holdfast.cluster.bench.report import Load, Run, Search, Try
+from holdfast.cluster.bench.sender import Sender
+from holdfast.cluster.bench.slo import Slo
+from holdfast.cluster.bench.summary import summary
+from holdfast.cluster.bench.workload import Session, Workload, traced
+from holdfast.cluster.load_trace import Arrival
+from holdfast.worker.errors import ConfigurationError
+
+_NUMBERS_PER_RUN: Final = 1 << 24
+"""Sessions of different runs have different numbers, and so different texts: no run finds another's in the cache."""
+_WARMUP_AT_A_TIME: Final = 8
+
+OnChange = Callable[[int, int], None]
+Watch = Callable[[str, int | None, float | None], AbstractContextManager[OnChange]]
+"""`watch(title, num_sessions, duration_s)`: shows a run's progress while the block lasts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a bench does."""
+
+    workload: Workload
+    trace: Sequence[Arrival] | None = None
+    trace_speed: float = 1.0
+    concurrency: tuple[int, ...] = ()
+    arrivals: tuple[Arrivals, ...] = ()
+    num_sessions: int | None = None
+    duration_s: float | None = None
+    """Of the time in which sessions begin."""
+    warmup: int = 0
+    think_s: float = 0.0
+    timeout_s: float | None = None
+    max_in_flight: int = 4096
+    slo: Slo | None = None
+    attainment: float = 0.95
+    find_max: bool = False
+    max_tries: int = 12
+    text_seed: int = 0
+
+
+class Bench:
+    """One bench on one server."""
+
+    def __init__(self, plan: Plan, sender: Sender, watch: Watch) -> None:
+        self._plan = plan
+        self._sender = sender
+        self._watch = watch
+        self._num_runs = 0
+        self.runs: list[Run] = []
+        self.search: Search | None = None
+        self.calibration = Calibration()
+
+    async def prepare(self) -> None:
+        """Raises `ConfigurationError` for a server that does not answer."""
+        self.calibration = await calibrate(self._sender, self._plan.text_seed)
+        self._texts = PromptTexts(self._plan.text_seed, self.calibration)
+        if self._plan.warmup:
+            pace = self._pace(concurrency=min(self._plan.warmup, _WARMUP_AT_A_TIME), is_timed=False)
+            sessions = islice(self._sessions(), self._plan.warmup)
+            await self._driven("warm-up", sessions, pace, self._plan.warmup)
+
+    async def run(self) -> None:
+        """All runs, or the search. What is done is in `runs` from then on, whatever comes later."""
+        plan = self._plan
+        if plan.find_max:
+            await self._find_max()
+            return
+        for concurrency in plan.concurrency:
+            await self._closed(concurrency)
+        for arrivals in plan.arrivals:
+            await self._open(arrivals)
+        if plan.trace is not None:
+            await self._traced(plan.trace)
+
+    # --- one run each ---
+
+    async def _closed(self, concurrency: int) -> Run:
+        load = Load(kind="closed", concurrency=concurrency)
+        sessions = islice(self._sessions(), self._plan.num_sessions)
+        return await self._measured(load, sessions, self._pace(concurrency=concurrency), self._plan.num_sessions)
+
+    async def _open(self, arrivals: Arrivals) -> Run:
+        load = Load(
+            kind="open",
+            rate=arrivals.rate,
+            arrivals=arrivals.process,
+            burstiness=arrivals.burstiness if arrivals.process == "gamma" else None,
+        )
+        plan = self._plan
+        times: Iterator[float] = arrivals.times(plan.workload.seed)
+        if plan.duration_s is not None:
+            limit_s = plan.duration_s
+            times = takewhile(lambda time_s: time_s < limit_s, times)
+        due = list(islice(times, plan.num_sessions))
+        if not due:
+            raise ConfigurationError(
+                f"--rate {arrivals.rate:g} --duration {plan.duration_s:g}: no request is due in it"
+            )
+        pairs = zip(self._sessions(), due, strict=False)
+        sessions = (Session(session.number, session.turns, due_s) for session, due_s in pairs)
+        is_cut_by_time = plan.num_sessions is None or len(due) < plan.num_sessions
+        return await self._measured(load, sessions, self._pace(), len(due), plan.duration_s if is_cut_by_time else None)
+
+    async def _traced(self, trace: Sequence[Arrival]) -> Run:
+        plan = self._plan
+        every = traced(trace, plan.trace_speed, self._first_number())
+        sessions = [one for one in every if plan.duration_s is None or one.start_s < plan.duration_s]
+        sessions = sessions[: plan.num_sessions]
+        span_s = sessions[-1].start_s
+        load = Load(kind="trace", rate=len(sessions) / span_s if span_s else None)
+        return await self._measured(load, iter(sessions), self._pace(), len(sessions))
+
+    async def _measured(
+        self, load: Load, sessions: Iterator[Session], pace: Pace, total: int | None, sending_s: float | None = None
+    ) -> Run:
+        driver = await self._driven(str(load), sessions, pace, total)
+        run = summary(load, driver.records, self._plan.slo, sending_s)
+        self.runs.append(run)
+        return run
+
+    async def _driven(self, title: str, sessions: Iterator[Session], pace: Pace, total: int | None) -> Driver:
+        self._num_runs += 1
+        if total is not None:
+            total *= self._plan.workload.num_turns
+        with self._watch(title, total, pace.duration_s) as on_change:
+            driver = Driver(self._sender, self._texts, pace, on_change)
+            await driver.run(sessions)
+        return driver
+
+    # --- the search ---
+
+    async def _find_max(self) -> None:
+        plan = self._plan
+        is_closed = bool(plan.concurrency)
+        start = float(plan.concurrency[0]) if is_closed else plan.arrivals[0].rate
+        search = LoadSearch(start, max_tries=plan.max_tries, is_whole=is_closed)
+        tries: list[Try] = []
+        while (load := search.next()) is not None:
+            run = await (self._closed(int(load)) if is_closed else self._open(self._at(load)))
+            attainment = run.attainment or 0.0
+            is_fine = attainment >= plan.attainment
+            search.note(load, is_fine=is_fine)
+            tries.append(Try(load=load, attainment=attainment, is_fine=is_fine))
+            self.search = Search(of="concurrency" if is_closed else "rate", best=search.best, tries=tries)
+
+    def _at(self, rate: float) -> Arrivals:
+        like = self._plan.arrivals[0]
+        return Arrivals(rate=rate, process=like.process, burstiness=like.burstiness)
+
+    # --- what runs share ---
+
+    def _first_number(self) -> int:
+        return self._num_runs * _NUMBERS_PER_RUN
+
+    def _sessions(self) -> Iterator[Session]:
+        return self._plan.workload.sessions(self._first_number())
+
+    def _pace(self, concurrency: int | None = None, *, is_timed: bool = True) -> Pace:
+        plan = self._plan
+        given: dict[str, Any] = {"think_s": plan.think_s, "timeout_s": plan.timeout_s}
+        if concurrency is not None and is_timed:
+            given["duration_s"] = plan.duration_s
+        return Pace(concurrency=concurrency, max_in_flight=plan.max_in_flight, **given)

@@ -1,0 +1,119 @@
+"""Figures of a run, from the records of its requests: percentiles, throughput, goodput, errors, time line. No IO.
+
+What may not live here: the schema of the report (`report.py`).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from holdfast.cluster.bench.records import RequestRecord
+from holdfast.cluster.bench.report import Distribution, Load, Moment, Request, Run
+from holdfast.cluster.bench.slo import Slo
+
+_NUM_MOMENTS: Final = 60
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Between the two nearest values, linearly, as NumPy has it. `ordered` is not empty; `share` in [0, 1]."""
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def distribution(values: Iterable[float | None]) -> Distribution | None:
+    """Of the values that there are; None of none."""
+    ordered = sorted(value for value in values if value is not None)
+    if not ordered:
+        return None
+    return Distribution(
+        count=len(ordered),
+        mean=math.fsum(ordered) / len(ordered),
+        p50=percentile(ordered, 0.5),
+        p90=percentile(ordered, 0.9),
+        p95=percentile(ordered, 0.95),
+        p99=percentile(ordered, 0.99),
+        max=ordered[-1],
+        quantiles=[round(percentile(ordered, rank / 100), 6) for rank in range(101)],
+    )
+
+
+def summary(load: Load, records: Sequence[RequestRecord], slo: Slo | None, sending_s: float | None = None) -> Run:
+    """Latencies are those of requests that were answered to the end; `records` is not empty.
+
+    The run lasts at least `sending_s`: an open loop of 10 seconds whose last request came after 8 took 10.
+    """
+    done = [record for record in records if record.error is None]
+    failed = [record for record in records if record.error is not None]
+    duration_s = max(max(record.end_s for record in records), sending_s or 0.0, 1e-9)
+    num_output = sum(record.num_output_tokens for record in done)
+    num_prompt = sum(record.num_prompt_tokens or 0 for record in done)
+    good = None if slo is None else sum(map(slo.is_met, records))
+    return Run(
+        load=load,
+        duration_s=duration_s,
+        requests=len(records),
+        completed=len(done),
+        failed=len(failed),
+        errors=dict(Counter(str(record.error) for record in failed).most_common()),
+        error_examples={str(record.error): record.message for record in reversed(failed)},
+        prompt_tokens=num_prompt,
+        output_tokens=num_output,
+        requests_per_s=len(done) / duration_s,
+        output_tokens_per_s=num_output / duration_s,
+        total_tokens_per_s=(num_prompt + num_output) / duration_s,
+        good=good,
+        goodput=None if good is None else good / duration_s,
+        attainment=None if good is None else good / len(records),
+        ttft_s=distribution(record.ttft_s for record in done),
+        tpot_s=distribution(record.tpot_s for record in done),
+        itl_s=distribution(gap for record in done for gap in record.gaps_s),
+        e2e_s=distribution(record.e2e_s for record in done),
+        lateness_s=distribution(record.sent_s - record.due_s for record in records),
+        timeline=timeline(records, duration_s),
+        each_request=[_request(record) for record in records],
+    )
+
+
+def timeline(records: Sequence[RequestRecord], duration_s: float) -> list[Moment]:
+    """Some 60 equal intervals. A record's output tokens are spread over its pieces."""
+    width_s = duration_s / _NUM_MOMENTS
+    busy, tokens, done, failed = ([0.0] * _NUM_MOMENTS for _ in range(4))
+
+    def interval(time_s: float) -> int:
+        return min(max(int(time_s / width_s), 0), _NUM_MOMENTS - 1)
+
+    for record in records:
+        (done if record.error is None else failed)[interval(record.end_s)] += 1
+        each = record.num_output_tokens / len(record.piece_s) if record.piece_s else 0.0
+        for piece_s in record.piece_s:
+            tokens[interval(piece_s)] += each
+        for index in range(interval(record.due_s), interval(record.end_s) + 1):
+            left, right = index * width_s, (index + 1) * width_s
+            busy[index] += max(0.0, min(record.end_s, right) - max(record.due_s, left))
+    return [
+        Moment(
+            time_s=round(index * width_s, 6),
+            in_flight=busy[index] / width_s,
+            output_tokens_per_s=tokens[index] / width_s,
+            completed_per_s=done[index] / width_s,
+            failed_per_s=failed[index] / width_s,
+        )
+        for index in range(_NUM_MOMENTS)
+    ]
+
+
+def _request(record: RequestRecord) -> Request:
+    return Request(
+        session=record.session,
+        turn=record.turn,
+        due_s=round(record.due_s, 6),
+        sent_s=round(record.sent_s, 6),
+        first_s=round(record.piece_s[0], 6) if record.piece_s else None,
+        last_s=round(record.piece_s[-1], 6) if record.piece_s else None,
+        prompt_tokens=record.num_prompt_tokens,
+        output_tokens=record.num_output_tokens,
+        error=record.error,
+    )

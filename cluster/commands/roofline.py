@@ -1,0 +1,48 @@
+"""Roofline for people: what the steps of a model should take on a GPU that need not be here.
+
+What may not live here: the arithmetic (`worker/model/roofline.py`), the command itself (`estimate.py`).
+"""
+
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.model.roofline import DEVICES, ModelShape, Step, step_of, weight_bytes
+
+_DECODES = ((1, 1024), (8, 1024), (64, 1024), (256, 1024))
+_PROMPT = 2048
+
+
+def print_roofline(config: WorkerConfig, device_name: str) -> None:
+    """Raises `ConfigurationError` where the model has no roofline, or does not fit."""
+    from holdfast.worker.model.weights import model_folder, read_config
+
+    device, tp = DEVICES[device_name], config.parallel.tensor_parallel_size
+    try:
+        shape = ModelShape.of(read_config(model_folder(config.model, with_weights=False), config.model.hf_overrides))
+        decodes = [
+            step_of(shape, device, num_sequences=count, num_tokens=1, context=context, tp=tp)
+            for count, context in _DECODES
+        ]
+        prompt = step_of(shape, device, num_sequences=1, num_tokens=_PROMPT, context=_PROMPT, tp=tp)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    weights = weight_bytes(shape, tp)
+    print(f"{device_name}, tensor parallel {tp}, bfloat16: {weights / 1e9:.3g} GB of weights a rank")
+    if weights > device.memory_bytes:
+        print(f"does not fit: a device has {device.memory_bytes / 1e9:.3g} GB")
+    print("No step takes less; launches, host and sums over ranks are assumed, not measured.\n")
+    print("step                           kernels  sums  launches and host  in all   tokens/s  share of kernels")
+    for (count, context), step in zip(_DECODES, decodes, strict=True):
+        print(_line(f"decode {count} of {context}", step, count))
+    print(_line(f"prompt of {_PROMPT}", prompt, _PROMPT))
+    print("\nkernel         decode 64 of 1024: GB, GFLOP, ms   prompt: GB, GFLOP, ms")
+    for one, other in zip(decodes[2].kernels, prompt.kernels, strict=True):
+        figures = (one.num_bytes / 1e9, one.flops / 1e9, one.seconds(device) * 1e3)
+        more = (other.num_bytes / 1e9, other.flops / 1e9, other.seconds(device) * 1e3)
+        cells = "".join(f"{figure:10.3g}" for figure in (*figures, *more))
+        print(f"{one.name:14}{cells}")
+
+
+def _line(name: str, step: Step, num_tokens: int) -> str:
+    rest = step.seconds - step.kernel_s - step.exchange_s
+    times = f"{step.kernel_s * 1e3:7.2f} {step.exchange_s * 1e3:5.2f} {rest * 1e3:17.2f} {step.seconds * 1e3:8.2f} ms"
+    return f"{name:28} {times} {num_tokens / step.seconds:9.0f} {step.share_of_kernels:9.0%}"

@@ -1,0 +1,136 @@
+"""Command `holdfast status`: whether a cluster is well: its routers, models, replicas, load and caches.
+
+What may not live here: counting (`worker/stats.py`); the long table of counters is `stats.py`.
+"""
+
+import asyncio
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+from cyclopts import Parameter
+
+from holdfast.cluster.config.config import load_config
+from holdfast.cluster.config.flags import takes_settings
+from holdfast.cluster.config.sources import Layer
+from holdfast.worker.errors import ConfigurationError, HoldfastError
+
+_WIDTH: Final = 120
+"""Columns where the output is no terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStatus:
+    """What one router says. `load` and `models` are messages of `holdfast.v1`, or `error` says why there are none."""
+
+    address: str
+    load: Any = None
+    models: Any = None
+    error: str = ""
+
+
+@takes_settings("client")
+def status(
+    *,
+    server: Annotated[str, Parameter(help="host:port of routers, with commas in between")] = "localhost:50051",
+    watch: Annotated[bool, Parameter(name=["--watch", "-w"], negative=(), help="again and again until Ctrl-C")] = False,
+    every: Annotated[float, Parameter(help="seconds between two looks of --watch")] = 1.0,
+    settings: Layer,
+) -> int:
+    """Show whether a cluster is well: its routers, models, replicas, load and caches.
+
+    Exit code 0: all routers answer, and every model has a replica; 1: not so.
+    """
+    if not every > 0:
+        raise ConfigurationError(f"--every {every}: must be above 0 seconds")
+    options = load_config(settings).config.client.options
+    return asyncio.run(_status(server.split(","), options, every if watch else None))
+
+
+async def _status(addresses: list[str], options: dict[str, Any], every_s: float | None) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+    found = await _ask_all(addresses, options)
+    if every_s is None:
+        console.print(view(found))
+        return 0 if is_well(found) else 1
+    with Live(view(found), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        while True:
+            await asyncio.sleep(every_s)
+            found = await _ask_all(addresses, options)
+            live.update(view(found), refresh=True)
+
+
+async def _ask_all(addresses: list[str], options: dict[str, Any]) -> list[RouterStatus]:
+    return list(await asyncio.gather(*(_ask(address, options) for address in addresses)))
+
+
+async def _ask(address: str, options: dict[str, Any]) -> RouterStatus:
+    from holdfast.cluster.client.async_client import AsyncClient
+
+    try:
+        async with AsyncClient(address, connect_s=1.0, **options) as client:
+            return RouterStatus(address, await client.get_load(), await client.list_models())
+    except HoldfastError as error:
+        return RouterStatus(address, error=str(error))
+
+
+def is_well(routers: list[RouterStatus]) -> bool:
+    return all(not one.error and one.models.models and _all_served(one) for one in routers)
+
+
+def _all_served(router: RouterStatus) -> bool:
+    return all(model.num_replicas for model in router.models.models)
+
+
+def view(routers: list[RouterStatus]) -> Any:
+    """For a console."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    shown: list[Any] = [Text(line, style=style) for router in routers for line, style in _router_lines(router)]
+    answering = next((router for router in routers if not router.error), None)
+    if answering is None:
+        return Group(*shown)
+    models = Table("model", "replicas", "tensor parallel", "context", "exact", box=None, pad_edge=False)
+    for model in answering.models.models:
+        exact = "row by row" if model.row_invariant else "no: see `holdfast doctor`"
+        sizes = (str(model.num_replicas), str(model.tensor_parallel_size), str(model.max_model_len))
+        models.add_row(Text(model.name), *sizes, exact)
+    head = ("replica", "running", "waiting", "KV cache", "prefix hits", "preempted", "tokens/s")
+    replicas = Table(*head, box=None, pad_edge=False)
+    for replica in sorted(answering.load.replicas, key=lambda one: (one.model, one.replica_id)):
+        replicas.add_row(*_replica_row(replica))
+    return Group(*shown, Text(), models, Text(), replicas)
+
+
+def _router_lines(router: RouterStatus) -> list[tuple[str, str]]:
+    if router.error:
+        return [(f"router {router.address}: does not answer: {router.error}", "red")]
+    load = router.load
+    lines = [(f"router {router.address}: {load.num_open} requests open, {load.num_queued} waiting for a replica", "")]
+    up = Counter(replica.model for replica in load.replicas)
+    lines += [
+        (f"  {model.name} has no replica: its requests wait or are refused", "red")
+        for model in router.models.models
+        if not up[model.name]
+    ]
+    if not router.models.models:
+        lines.append(("  no replica has come yet: requests wait for one (router.replica_wait_s)", "red"))
+    return lines
+
+
+def _replica_row(replica: Any) -> list[str]:
+    used = replica.num_total_blocks - replica.num_free_blocks
+    cache = f"{used / replica.num_total_blocks:.0%} of {replica.num_total_blocks}" if replica.num_total_blocks else "-"
+    row = [f"{replica.model} {replica.replica_id}", str(replica.num_running), str(replica.num_waiting), cache]
+    if not replica.HasField("stats"):
+        return [*row, "-", "-", "-"]
+    stats = replica.stats
+    hits, asked = stats.num_prefix_hit_tokens, stats.num_prefix_query_tokens
+    speed = stats.num_tokens_generated / stats.step_time_s if stats.step_time_s else 0.0
+    return [*row, f"{hits / asked:.0%}" if asked else "-", str(stats.num_preemptions), f"{speed:.0f}"]

@@ -1,0 +1,175 @@
+"""Examination of this machine for `holdfast doctor`: one finding after the other, each with what to do about it.
+
+What may not live here: showing findings, and the checks that `serve` makes itself (`preflight.py`, `machine.py`).
+"""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+from holdfast.cluster.bundled_model.bundled_model import located
+from holdfast.cluster.config.config import HoldfastConfig
+from holdfast.cluster.serve.machine import Machine, check_fits
+from holdfast.cluster.serve.model_files import check_files, check_hub, local_folder
+from holdfast.cluster.serve.preflight import check_ports
+from holdfast.cluster.serve.security import check_exposed
+from holdfast.worker.available_memory import readable_bytes
+from holdfast.worker.errors import HoldfastError
+
+_PACKAGES: Final = ("holdfast", "torch", "transformers", "ray", "grpcio")
+_ROOM_BYTES: Final = 2**30
+_FOLDERS: Final = {"/tmp": "Ray's logs and sockets", "/dev/shm": "Ray's object store"}
+
+
+class Level(IntEnum):
+    GOOD = 0
+    NOTE = 1
+    BAD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: Level
+    what: str
+    found: str
+    advice: str = ""
+
+
+def examine(config: HoldfastConfig, *, quick: bool = False) -> Iterator[Finding]:
+    """The quick ones first. Without `quick`, each model is loaded once, if nothing before was bad."""
+    worst = Level.GOOD
+    for finding in _quick(config):
+        worst = max(worst, finding.level)
+        yield finding
+    if quick or worst is Level.BAD:
+        if not quick:
+            yield Finding(Level.NOTE, "loading", "left out", "it comes once nothing above is bad")
+        return
+    for one in config.each_model:
+        yield from loaded(one)
+
+
+def _quick(config: HoldfastConfig) -> Iterator[Finding]:
+    yield from versions()
+    machine = Machine.here()
+    yield devices(machine)
+    yield from room()
+    host = config.cluster.host or "127.0.0.1"
+    yield checked("ports", lambda: check_ports(config), "those of the settings are free")
+    yield checked("exposure", lambda: check_exposed(config.security, host), f"routers listen on {host}")
+    for one in config.each_model:
+        name = one.model.name
+        yield checked(f"files of {name}", lambda one=one: check_files(one), str(local_folder(one) or "on the hub"))  # type: ignore[misc]
+        if local_folder(one) is None:
+            yield checked(f"hub id of {name}", lambda one=one: check_hub(one), "the hub gives it")  # type: ignore[misc]
+        yield tokenizer(one)
+    shape = f"{readable_bytes(machine.available_bytes)} of memory left, {machine.num_cores} cores"
+    yield checked("memory", lambda: check_fits(config.each_model, machine), shape)
+
+
+def checked(what: str, check: Callable[[], None], found: str) -> Finding:
+    """A check of `serve`: its error says what to do."""
+    try:
+        check()
+    except HoldfastError as error:
+        return Finding(Level.BAD, what, str(error))
+    return Finding(Level.GOOD, what, found)
+
+
+def versions() -> Iterator[Finding]:
+    python = ".".join(map(str, sys.version_info[:3]))
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        yield Finding(Level.BAD, "Python", python, "Holdfast needs 3.11, 3.12 or 3.13: make an environment with one")
+    else:
+        yield Finding(Level.GOOD, "Python", python)
+    for package in _PACKAGES:
+        try:
+            yield Finding(Level.GOOD, package, version(package))
+        except PackageNotFoundError:
+            level = Level.NOTE if package == "holdfast" else Level.BAD
+            yield Finding(level, package, "is not installed", "pip install holdfast, or `make install` in a checkout")
+
+
+def devices(machine: Machine) -> Finding:
+    """The GPUs that the driver shows, and whether PyTorch can use them."""
+    if not machine.num_gpus:
+        return Finding(Level.GOOD, "devices", f"{machine.num_cores} cores, no NVIDIA GPU: models run on the CPU")
+    import torch
+
+    if torch.cuda.is_available():
+        names = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+        return Finding(Level.GOOD, "devices", f"{machine.num_cores} cores; {names}")
+    found = f"{machine.num_gpus} NVIDIA GPUs, which PyTorch {torch.__version__} cannot use"
+    advice = "install a PyTorch with CUDA that fits the driver (`nvidia-smi` says which), or run on the CPU"
+    return Finding(Level.NOTE, "devices", found, advice)
+
+
+def room() -> Iterator[Finding]:
+    for folder, use in _FOLDERS.items():
+        if not Path(folder).is_dir():
+            yield Finding(Level.NOTE, folder, "is not there", f"{use}: make it, with room for {_ROOM_BYTES >> 30} GiB")
+            continue
+        free = shutil.disk_usage(folder).free
+        if free < _ROOM_BYTES:
+            advice = f"{use} may not fit: make room there, or lower cluster.object_store_memory"
+            yield Finding(Level.NOTE, folder, f"{readable_bytes(free)} free", advice)
+        else:
+            yield Finding(Level.GOOD, folder, f"{readable_bytes(free)} free")
+
+
+def tokenizer(config: HoldfastConfig) -> Finding:
+    """Whether it can be read, gives a text back, and has a chat template."""
+    from holdfast.router.text.tokenizer import Tokenizer
+
+    what = f"tokenizer of {config.model.name}"
+    model = located(config.worker).model
+    folder = Path(model.tokenizer or model.model).expanduser()
+    if not folder.is_dir():
+        return Finding(Level.NOTE, what, "is on the hub, and looked at when the model is loaded")
+    try:
+        loaded = Tokenizer.load(str(folder))
+    except HoldfastError as error:
+        return Finding(Level.BAD, what, str(error))
+    text = "The capital of France is"
+    token_ids = loaded.encode(text, add_special_tokens=False)
+    if loaded.decode(token_ids, skip_special_tokens=True).strip() != text:
+        advice = "is tokenizer.json that of this model?"
+        return Finding(Level.NOTE, what, f"{text!r} does not come back as it went in", advice)
+    if config.model.chat_template is None and loaded.chat_template is None:
+        advice = "chats are refused; give one by --chat-template, or use prompts alone"
+        return Finding(Level.NOTE, what, "has no chat template", advice)
+    return Finding(Level.GOOD, what, "reads and writes, and has a chat template")
+
+
+def loaded(config: HoldfastConfig) -> Iterator[Finding]:
+    """The memory plan, and the invariance of this machine: seen by loading the model and running its checks."""
+    from holdfast.cluster.offline.inference_engine import InferenceEngine
+
+    name = config.model.name
+    try:
+        with InferenceEngine(config=config.worker, limits=config.limits) as engine:
+            info = engine.info
+    except HoldfastError as error:
+        yield Finding(Level.BAD, f"loading {name}", str(error))
+        return
+    cache_bytes = info.num_blocks * info.block_size * info.kv_bytes_per_token
+    tokens = info.num_blocks * info.block_size
+    plan = f"{readable_bytes(cache_bytes)} of KV cache for each rank, {tokens} tokens, {tokens // info.max_model_len} "
+    found = f"{plan}sequences of {info.max_model_len} tokens, {info.dtype}"
+    if tokens < info.max_model_len:
+        advice = "raise --kv-cache-memory, or lower --max-model-len"
+        yield Finding(Level.BAD, f"memory plan of {name}", found, advice)
+    else:
+        yield Finding(Level.GOOD, f"memory plan of {name}", found)
+    if info.row_invariant:
+        yield Finding(Level.GOOD, f"invariance with {name}", "a token's bits do not depend on its batch here")
+    else:
+        advice = "streams go on after a loss, but may differ from a run without it; see docs/row-invariance.md"
+        yield Finding(Level.NOTE, f"invariance with {name}", "a token's last bits depend on its batch here", advice)

@@ -1,0 +1,100 @@
+"""Log files of a cluster on this machine: Ray keeps what each process wrote, and names it by nothing that people know.
+
+What may live here: which file is whose, and reading the new lines of files. What may not: showing them
+(`cluster/commands/logs.py`).
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from holdfast.worker.errors import ConfigurationError
+
+RAY_FOLDER: Final = Path("/tmp/ray")
+_HEAD_BYTES: Final = 1000
+_ACTOR: Final = re.compile(
+    r"^:actor_name:ServeReplica:(?P<app>[^:\s]+):(?:(?P<model>\S+):)?(?P<role>\w+)$", re.MULTILINE
+)
+_RANK: Final = re.compile(r"^:actor_name:RankActor$", re.MULTILINE)
+_OURS: Final = {"Router": "router", "Replica": "replica", "Directory": "directory"}
+_STAMP: Final = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:,\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class LogFile:
+    """What one process has written on its standard output or error."""
+
+    name: str
+    """`router 4114`, `replica of demo 4212`, `rank 4328`: the number is the process."""
+    path: Path
+
+
+def session_folder(pid: int | None, base: Path = RAY_FOLDER) -> Path:
+    """The logs of the cluster whose process is `pid`; None: those of the last one of ours, which may have ended.
+
+    Raises `ConfigurationError` where there are none.
+    """
+    found = sorted(base.glob("session_[0-9]*" if pid is None else f"session_[0-9]*_{pid}"), reverse=True)
+    for session in found:
+        if any(log_files(session / "logs")):
+            return session / "logs"
+    which = "of a cluster" if pid is None else f"of process {pid}"
+    raise ConfigurationError(
+        f"there are no logs {which} in {base}; a cluster on another Ray (--address) has them on its own machines"
+    )
+
+
+def log_files(folder: Path) -> Iterator[LogFile]:
+    """Those of routers, replicas, ranks and the directory."""
+    for path in sorted(folder.glob("worker-*.*")):
+        with suppress(OSError):  # Ray may take it away
+            head = path.open("rb").read(_HEAD_BYTES).decode(errors="replace")
+            if (name := _name(head)) is not None:
+                yield LogFile(f"{name} {path.stem.rpartition('-')[2]}", path)
+
+
+def _name(head: str) -> str | None:
+    if _RANK.search(head):
+        return "rank"
+    actor = _ACTOR.search(head)
+    if actor is None or actor["role"] not in _OURS:
+        return None
+    return _OURS[actor["role"]] + (f" of {actor['model']}" if actor["model"] else "")
+
+
+class Tail:
+    """The new lines of one file. Ray's own marks are left out, and half a line waits for its end."""
+
+    def __init__(self, file: LogFile) -> None:
+        self.file = file
+        self._offset = 0
+        self._rest = b""
+        self.stamp = ""
+        """Of the last line that had one: lines without belong to it."""
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(time, line) of those that have come since the last call."""
+        with suppress(OSError), self.file.path.open("rb") as opened:
+            opened.seek(self._offset)
+            data = opened.read()
+            self._offset += len(data)
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            return list(self._stamped(line.decode(errors="replace").rstrip() for line in whole))
+        return []
+
+    def _stamped(self, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+        for line in lines:
+            if line and not line.startswith((":job_id:", ":actor_name:", ":task_name:")):
+                found = _STAMP.search(line[:60])
+                self.stamp = found[0] if found else self.stamp
+                yield self.stamp, line
+
+
+def merged(tails: Sequence[Tail]) -> list[tuple[str, str]]:
+    """(name, line) of all that is new, by time."""
+    every = [(stamp, tail.file.name, line) for tail in tails for stamp, line in tail.lines()]
+    every.sort(key=lambda one: one[0])  # stable: lines of one file stay in their order
+    return [(name, line) for _, name, line in every]

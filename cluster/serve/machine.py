@@ -1,0 +1,97 @@
+"""Machine that a command runs on: what it has, and whether the settings fit it. It needs neither torch nor Ray.
+
+What may not live here: files of models (`model_files.py`), ports (`preflight.py`).
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from holdfast.cluster.config.config import HoldfastConfig
+from holdfast.cluster.serve.model_files import weight_bytes
+from holdfast.worker.available_memory import available_memory, readable_bytes
+from holdfast.worker.errors import ConfigurationError
+
+RANK_BYTES: Final = 200 * 2**20
+"""Of a rank's process without weights and cache: a little less than what torch takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What there is."""
+
+    num_cores: int
+    available_bytes: int
+    num_gpus: int
+    """Of NVIDIA's, as its driver shows them."""
+
+    @classmethod
+    def here(cls) -> Self:
+        devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+        return cls(num_cores=len(os.sched_getaffinity(0)), available_bytes=available_memory(), num_gpus=len(devices))
+
+
+def check_fits(models: Sequence[HoldfastConfig], machine: Machine) -> None:
+    """Refuses what cannot fit, by estimates that are too low rather than too high. Raises `ConfigurationError`."""
+    for one in models:
+        if one.model.device == "cuda" and not machine.num_gpus:
+            raise ConfigurationError(
+                "model.device = 'cuda': this machine shows no NVIDIA GPU (/dev/nvidia0 is not there; does `nvidia-smi` "
+                "find one?); leave --device at auto, or set it to cpu"
+            )
+    if machine.num_gpus and any(one.model.device != "cpu" for one in models):
+        _check_gpus(models, machine)
+    else:
+        _check_memory(models, machine)
+
+
+def _check_gpus(models: Sequence[HoldfastConfig], machine: Machine) -> None:
+    needed = sum(map(_num_ranks, models))
+    if needed > machine.num_gpus:
+        raise ConfigurationError(
+            f"{_shape(models)}: needs {needed} GPUs, one for each rank, and this machine has {machine.num_gpus}; lower "
+            "--replicas or --tp, set --device cpu, or join a Ray cluster by --address"
+        )
+
+
+def _check_memory(models: Sequence[HoldfastConfig], machine: Machine) -> None:
+    there = readable_bytes(machine.available_bytes)
+    for one in models:
+        cache = one.cache.kv_cache_memory or 0
+        if cache > machine.available_bytes:
+            raise ConfigurationError(
+                f"cache.kv_cache_memory = {readable_bytes(cache)}: this machine has {there} of memory left; lower "
+                "--kv-cache-memory, or leave it unset"
+            )
+        if weight_bytes(one) > machine.available_bytes:
+            raise ConfigurationError(
+                f"model.model = {one.model.model!r}: its weights are {readable_bytes(weight_bytes(one))}, and this "
+                f"machine has {there} of memory left; serve a smaller model (`holdfast estimate` says what one needs)"
+            )
+    needed = sum(_needed_bytes(one) for one in models)
+    if needed > machine.available_bytes:
+        raise ConfigurationError(
+            f"{_shape(models)}: needs about {readable_bytes(needed)} of memory, and this machine has {there} left; "
+            "lower --replicas, --tp or --kv-cache-memory"
+        )
+
+
+def _needed_bytes(config: HoldfastConfig) -> int:
+    of_ranks = _num_ranks(config) * (RANK_BYTES + (config.cache.kv_cache_memory or 0))
+    return of_ranks + config.cluster.replicas * weight_bytes(config)
+
+
+def _num_ranks(config: HoldfastConfig) -> int:
+    return config.cluster.replicas * config.parallel.tensor_parallel_size
+
+
+def _shape(models: Sequence[HoldfastConfig]) -> str:
+    shapes = [
+        f"cluster.replicas = {one.cluster.replicas} x parallel.tensor_parallel_size = "
+        f"{one.parallel.tensor_parallel_size}"
+        for one in models
+    ]
+    return " and ".join(shapes)

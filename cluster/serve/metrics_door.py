@@ -1,0 +1,111 @@
+"""Metrics of a replica on a port of its own, for gateways that scrape the replicas they pick from.
+
+What may live here: putting the parts together, their start and end. What may not: names and values
+(`router/metrics/`), and the metrics of routers, which tell of all replicas on their HTTP ports.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from holdfast.cluster.serve.security import ClusterSecurity
+from holdfast.router.doors.http.answering import answering, not_found
+from holdfast.router.doors.http.authentication import guarded
+from holdfast.router.doors.http.event_stream import OPENAI
+from holdfast.router.doors.http.server import HttpServer
+from holdfast.router.metrics.exposition import Sample, exposed
+from holdfast.router.metrics.replica_samples import gateway_samples, process_samples, replica_samples
+from holdfast.router.security.gate import Gate
+from holdfast.worker.errors import ConfigurationError, ReplicaError
+from holdfast.worker.replica.replica import Replica
+
+NUM_PORTS: Final = 64
+"""Ports that are tried in turn: several replicas may share a machine."""
+
+METRICS: Final = "/metrics"
+HEALTH: Final = "/health"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsSettings:
+    """Where a replica serves its metrics."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """The first that is tried, of several in a row; 0: any free one."""
+
+
+class MetricsDoor:
+    """Of one replica, on the running event loop. Made by `start`."""
+
+    def __init__(self, replica: Replica, replica_id: str, settings: MetricsSettings, security: ClusterSecurity) -> None:
+        """Raises `ConfigurationError` where no port is free."""
+        self._replica = replica
+        self._replica_id = replica_id
+        self._server = _bound(self._app(security.gate), settings, security)
+        self.address = f"{settings.host}:{self._server.port}"
+        """`host:port`."""
+
+    @classmethod
+    async def start(
+        cls, replica: Replica, replica_id: str, settings: MetricsSettings, security: ClusterSecurity
+    ) -> "MetricsDoor":
+        door = cls(replica, replica_id, settings, security)
+        await door._server.start()
+        return door
+
+    async def stop(self) -> None:
+        await self._server.stop(0.0)
+
+    def _app(self, gate: Gate) -> Starlette:
+        endpoints = {METRICS: self._metrics, HEALTH: self._health}
+        return Starlette(
+            routes=[
+                Route(path, answering(guarded(endpoint, path, gate), OPENAI), methods=["GET"])
+                for path, endpoint in endpoints.items()
+            ],
+            exception_handlers={404: not_found, 405: not_found},
+        )
+
+    async def _metrics(self, request: Request) -> ASGIApp:
+        text, media_type = exposed(self._samples())
+        return Response(text, headers={"content-type": media_type})
+
+    async def _health(self, request: Request) -> ASGIApp:
+        """200 while the engine runs."""
+        if self._replica.engine.failure is not None:
+            raise ReplicaError("the engine has ended")
+        return Response()
+
+    def _samples(self) -> Iterator[Sample]:
+        engine, info = self._replica.engine, self._replica.info
+        load = engine.load
+        yield from replica_samples(info.model, self._replica_id, load, engine.told_stats)
+        yield from gateway_samples(
+            info.model,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_free_blocks=load.num_free_blocks,
+            num_total_blocks=load.num_total_blocks,
+            block_size=info.block_size,
+            num_blocks=info.num_blocks,
+        )
+        yield from process_samples(version("holdfast"))
+
+
+def _bound(app: Starlette, settings: MetricsSettings, security: ClusterSecurity) -> HttpServer:
+    host, port, tls = settings.host, settings.port, security.server_tls
+    error: OSError | None = None
+    for candidate in range(port, port + NUM_PORTS) if port else (0,):
+        try:
+            return HttpServer(app, host, candidate, None if tls is None else tls.context())
+        except OSError as taken:
+            error = taken
+    raise ConfigurationError(f"cluster.metrics_port = {port}: none of {NUM_PORTS} ports on {host} is free ({error})")

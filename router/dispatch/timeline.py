@@ -1,0 +1,96 @@
+"""Timeline of one request: when it was opened, and each attempt at it; and where its time went. A pure record.
+
+What may live here: times that are passed in, and sums of them. What may not: clocks, decisions, counts of all requests
+(`dispatch_stats.py`). A request has a handful of entries, whatever the length of its output.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Cause(StrEnum):
+    """Why an attempt has ended before its request."""
+
+    LOST = "lost"
+    """Its replica failed, or its link was cut."""
+    RETURNED = "returned"
+    """Its replica was full, or left in peace."""
+    MOVED = "moved"
+    """Its replica was leaving, and another one had room."""
+
+
+@dataclass(slots=True)
+class AttemptTimes:
+    """One attempt. Times are in seconds of the router's clock."""
+
+    replica_id: str
+    sent_s: float
+    num_tokens: int
+    """Of the output that it was to continue after."""
+    first_output_s: float | None = None
+    queued_s: float = 0.0
+    """How long it has waited in its replica before it ran, as far as it brought output."""
+    ended_s: float | None = None
+    """None: it has ended with its request, or goes on."""
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """Where the time of a request went, in seconds. Their sum is its duration."""
+
+    queue_s: float = 0.0
+    """In the router, until it was first sent to a replica."""
+    replica_queue_s: float = 0.0
+    """In its first replica, until it first ran."""
+    prefill_s: float = 0.0
+    """From there to its first output."""
+    decode_s: float = 0.0
+    failover_s: float = 0.0
+    """From each end of an attempt to the first output of the next one; and of an attempt without output, all of it."""
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Filled by the dispatcher, read by whoever counts."""
+
+    opened_s: float = 0.0
+    attempts: list[AttemptTimes] = field(default_factory=list)
+
+    @property
+    def num_failovers(self) -> int:
+        """How often it was sent to a replica once more."""
+        return max(0, len(self.attempts) - 1)
+
+    def phases(self, ended_s: float) -> Phases:
+        """Of a request that has ended."""
+        if not self.attempts:
+            return Phases(queue_s=ended_s - self.opened_s)
+        first, queue_s = self.attempts[0], self.attempts[0].sent_s - self.opened_s
+        decode_s = sum(_decoded_s(one, ended_s) for one in self.attempts)
+        replica_queue_s = prefill_s = 0.0
+        if first.first_output_s is not None:
+            replica_queue_s = min(first.queued_s, first.first_output_s - first.sent_s)
+            prefill_s = first.first_output_s - first.sent_s - replica_queue_s
+        elif len(self.attempts) == 1 and first.ended_s is None:
+            prefill_s = ended_s - first.sent_s
+        known_s = queue_s + replica_queue_s + prefill_s + decode_s
+        return Phases(
+            queue_s=queue_s,
+            replica_queue_s=replica_queue_s,
+            prefill_s=prefill_s,
+            decode_s=decode_s,
+            failover_s=max(0.0, ended_s - self.opened_s - known_s),
+        )
+
+
+def longest(timelines: Iterable[Timeline]) -> Timeline | None:
+    """Of a request's siblings, the one with the most attempts; None if there are none."""
+    return max(timelines, key=lambda one: len(one.attempts), default=None)
+
+
+def _decoded_s(attempt: AttemptTimes, ended_s: float) -> float:
+    if attempt.first_output_s is None:
+        return 0.0
+    return (ended_s if attempt.ended_s is None else attempt.ended_s) - attempt.first_output_s

@@ -1,0 +1,152 @@
+"""Catalogue of metrics: name, type, labels and meaning of every figure that Prometheus can scrape. Plain data.
+
+`docs/metrics.md` is made from it, and what is published is checked against it. What may not live here: values.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One family of figures."""
+
+    name: str
+    """As it is queried; of a histogram without `_bucket`, `_sum` and `_count`."""
+    kind: Kind
+    labels: tuple[str, ...]
+    help: str
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """The names of its samples."""
+        if self.kind is not Kind.HISTOGRAM:
+            return (self.name,)
+        return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
+
+
+_MODEL, _REPLICA = ("model",), ("model", "replica")
+C, G, H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
+
+OF_REQUESTS: Final = (
+    Metric(
+        "holdfast_requests_total",
+        C,
+        ("model", "outcome"),
+        "Requests that have ended, through all doors, by how: stop, length, abort, cancelled, invalid, denied, "
+        "rate_limit, capacity, unavailable, deadline, handed_over, internal. What was refused before its model was "
+        "known has an empty one",
+    ),
+    Metric("holdfast_requests_open", G, (), "Requests that are open in this router"),
+    Metric("holdfast_requests_queued", G, (), "Those of them that wait for a replica"),
+    Metric(
+        "holdfast_requests_queued_by_class", G, ("model", "class"), "Those that wait for a replica, by priority class"
+    ),
+    Metric("holdfast_prompt_tokens_total", C, _MODEL, "Tokens of the prompts of ended requests"),
+    Metric("holdfast_output_tokens_total", C, _MODEL, "Output tokens of ended requests"),
+    Metric("holdfast_time_to_first_token_seconds", H, _MODEL, "From a request's admission to its first token"),
+    Metric("holdfast_time_per_output_token_seconds", H, _MODEL, "Between the output tokens of one request: their mean"),
+    Metric("holdfast_request_duration_seconds", H, _MODEL, "From a request's admission to its own end"),
+    Metric(
+        "holdfast_queue_time_seconds",
+        H,
+        ("model", "class", "place"),
+        "Waits by priority class: in the router until a request is first sent to a replica, and in each replica that "
+        "runs it until it runs there",
+    ),
+    Metric("holdfast_reader_wait_seconds", H, _MODEL, "How long the output of a request has waited for its reader"),
+    Metric("holdfast_slow_requests_total", C, _MODEL, "Requests that took longer than telemetry.slow_request_s"),
+    Metric("holdfast_http_responses_total", C, ("path", "status"), "Responses of the HTTP door"),
+)
+OF_FAILOVER: Final = (
+    Metric(
+        "holdfast_failovers_total",
+        C,
+        ("model", "cause"),
+        "Requests sent to a replica once more: theirs was lost, has returned them (full or leaving), or they were "
+        "moved off one that leaves",
+    ),
+    Metric("holdfast_replayed_tokens_total", C, _MODEL, "Output tokens that were sent along to be continued after"),
+    Metric(
+        "holdfast_pause_seconds",
+        H,
+        _MODEL,
+        "What a client notices of a failover: from the end of an attempt that had output to the first output of the "
+        "next one",
+    ),
+    Metric(
+        "holdfast_replicas_lost_total", C, _MODEL, "Links to replicas that were lost while the replica was not leaving"
+    ),
+    Metric("holdfast_model_replicas", G, _MODEL, "Replicas of a model that are up"),
+)
+OF_REPLICAS: Final = (
+    Metric("holdfast_replica_requests_running", G, _REPLICA, "Sequences that a replica runs"),
+    Metric("holdfast_replica_requests_waiting", G, _REPLICA, "Sequences that wait in a replica"),
+    Metric("holdfast_replica_waiting_tokens", G, _REPLICA, "Tokens that open sequences still have to have computed"),
+    Metric("holdfast_replica_kv_cache_usage_ratio", G, _REPLICA, "Share of a replica's KV blocks that are in use"),
+    Metric(
+        "holdfast_replica_kv_blocks",
+        G,
+        ("model", "replica", "state"),
+        "KV blocks: used, cached (free, and with a prefix that may be asked for again), or empty",
+    ),
+    Metric("holdfast_replica_output_tokens_total", C, _REPLICA, "Tokens that a replica has drawn"),
+    Metric("holdfast_replica_computed_tokens_total", C, _REPLICA, "Tokens that it has computed, prompts among them"),
+    Metric(
+        "holdfast_replica_recomputed_tokens_total", C, _REPLICA, "Those computed again because a preemption lost them"
+    ),
+    Metric("holdfast_replica_preemptions_total", C, _REPLICA, "Sequences whose blocks were taken"),
+    Metric("holdfast_replica_evictions_total", C, _REPLICA, "Cached blocks that were handed out for other tokens"),
+    Metric("holdfast_replica_expired_total", C, _REPLICA, "Requests dropped because their deadline was, or would be"),
+    Metric("holdfast_replica_prefix_query_tokens_total", C, _REPLICA, "Tokens looked up in the prefix cache"),
+    Metric("holdfast_replica_prefix_hit_tokens_total", C, _REPLICA, "Those of them that were cached"),
+    Metric("holdfast_replica_draft_tokens_total", C, _REPLICA, "Guessed tokens that were verified"),
+    Metric("holdfast_replica_accepted_tokens_total", C, _REPLICA, "Those of them that were accepted"),
+    Metric("holdfast_replica_steps_total", C, _REPLICA, "Steps of the engine"),
+    Metric(
+        "holdfast_replica_step_phase_seconds_total",
+        C,
+        ("model", "replica", "phase"),
+        "Time of all steps, split: plan (scheduling), run (the model), commit (taking results in, telling routers)",
+    ),
+    Metric("holdfast_replica_step_seconds", H, _REPLICA, "Time of one step: plan, run and commit together"),
+    Metric(
+        "holdfast_replica_gpu_utilization_ratio", G, _REPLICA, "GPU of the leading rank: share of time that it computed"
+    ),
+    Metric("holdfast_replica_gpu_memory_used_bytes", G, _REPLICA, "Memory in use on the leading rank's GPU"),
+    Metric("holdfast_replica_gpu_memory_total_bytes", G, _REPLICA, "Memory of the leading rank's GPU"),
+)
+OF_GATEWAYS: Final = (
+    Metric("vllm:num_requests_running", G, ("model_name",), "Sequences that run"),
+    Metric("vllm:num_requests_waiting", G, ("model_name",), "Requests that wait, in this router and in its replicas"),
+    Metric("vllm:kv_cache_usage_perc", G, ("model_name",), "Share of the KV blocks that are in use, from 0 to 1"),
+    Metric(
+        "vllm:cache_config_info", G, ("model_name", "block_size", "num_gpu_blocks"), "Always 1: blocks of one replica"
+    ),
+    Metric(
+        "vllm:lora_requests_info",
+        G,
+        ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        "Always 1: there are no adapters",
+    ),
+)
+OF_THE_PROCESS: Final = (Metric("holdfast_build_info", G, ("version",), "Always 1: the version that runs"),)
+
+SECTIONS: Final[Mapping[str, tuple[Metric, ...]]] = {
+    "Requests": OF_REQUESTS,
+    "Failover": OF_FAILOVER,
+    "Replicas": OF_REPLICAS,
+    "Gateways": OF_GATEWAYS,
+    "Process": OF_THE_PROCESS,
+}
+METRICS: Final[Mapping[str, Metric]] = {one.name: one for section in SECTIONS.values() for one in section}
+SERIES: Final = frozenset(series for one in METRICS.values() for series in one.series)
+"""Every name that can be queried."""

@@ -1,0 +1,309 @@
+"""Kernels of the GPU executor, compiled ahead for several devices: registers, shared memory, spills and occupancy.
+
+    python -m scripts.gpu_kernels [--check]      writes, or compares with, docs/gpu-kernels.json
+
+Needs Triton, which brings its own ptxas, and no GPU. What may not live here: the kernels' own choices of tiles
+(`worker/decoder/gpu/launches.py`): each launch of the executor on models of the sizes below is recorded and compiled.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from holdfast.worker.decoder.layout import (
+    Activation,
+    Attention,
+    DecoderLayout,
+    Layer,
+    Linear,
+    Mlp,
+    Norm,
+    Rotary,
+)
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan
+
+TABLE: Final = Path(__file__).parent.parent / "docs" / "gpu-kernels.json"
+DEVICES: Final = (80, 90, 100)
+HOT: Final = ("linear", "attend", "add_norm", "split_heads", "activate", "merge_splits", "best_of_blocks")
+"""These may not spill."""
+
+_DTYPES: Final = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+_SHARED_BYTES: Final = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
+"""Of a multiprocessor; a block takes 1 KiB more than it asks for."""
+_REGISTERS, _MOST_WARPS, _MOST_BLOCKS = 65536, 64, 32
+_INSTRUCTION: Final = re.compile(
+    r"(wgmma\.mma_async)\.sync\.aligned\.(m\d+n\d+k\d+)|(mma)\.sync\.aligned\.(m\d+n\d+k\d+)|(tcgen05\.mma)\b"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model decides on its kernels."""
+
+    hidden: int
+    inner: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    window: int | None = None
+    softcap: float | None = None
+
+
+SHAPES: Final = {
+    "Llama-3.1-8B": Shape(4096, 14336, 32, 8, 128, 128256),
+    "Gemma-2-9B": Shape(3584, 14336, 16, 8, 256, 256000, window=4096, softcap=50.0),
+    "Qwen2.5-0.5B": Shape(896, 4864, 14, 2, 64, 151936),
+}
+_DECODE_ROWS: Final = (1, 32, 64, 128)
+_PROMPT_ROWS: Final = 2048
+_CONTEXT: Final = 4000
+
+
+@dataclass(frozen=True)
+class Use:
+    """A kernel as the executor launches it."""
+
+    kernel: Any
+    name: str
+    arguments: tuple[tuple[str, str], ...]
+    """Each argument's type: of Triton, or `constexpr`."""
+    constants: tuple[tuple[str, Any], ...]
+    aligned: tuple[str, ...]
+    """Pointers, and numbers that are multiples of 16."""
+    num_warps: int
+    num_stages: int
+
+    @property
+    def title(self) -> str:
+        """One line that tells it from others."""
+        shown = [f"{name}={value}" for name, value in self.constants if name.isupper() and value not in (False, 0)]
+        return f"{self.name}({', '.join(shown)})"
+
+
+def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: int) -> list[Use]:
+    """All different launches of decode steps and of one prompt."""
+    from holdfast.worker.decoder.gpu.executor import GpuExecutor
+
+    found: dict[str, Use] = {}
+
+    def record(kernel: Any, grid: Any, arguments: Mapping[str, Any], *, num_warps: int, num_stages: int) -> None:
+        use = use_of(kernel, arguments, num_warps, num_stages)
+        found.setdefault(use.title, use)
+
+    for shape in shapes:
+        executor = GpuExecutor(
+            layout_of(shape),
+            SingleRank(),
+            max_positions=8192,
+            device=torch.device("meta"),
+            launch=record,
+        )
+        executor.allocate_cache(16, 64)
+        for count in decode_rows:
+            executor.launch(decode_batch(count), with_logits=False)
+        executor.launch(prompt_batch(prompt_rows), with_logits=False)
+    return sorted(found.values(), key=lambda use: use.title)
+
+
+def use_of(kernel: Any, arguments: Mapping[str, Any], num_warps: int, num_stages: int) -> Use:
+    """As Triton's own launcher would specialize it."""
+    kinds: list[tuple[str, str]] = []
+    constants: list[tuple[str, Any]] = []
+    aligned = []
+    for parameter in kernel.params:
+        value = arguments[parameter.name]
+        kind = "constexpr" if parameter.is_constexpr else _kind(value)
+        specialized = isinstance(value, int) and not parameter.do_not_specialize
+        if kind != "constexpr" and specialized and value == 1:
+            kind = "constexpr"
+        if kind == "constexpr":
+            constants.append((parameter.name, value))
+        elif isinstance(value, Tensor) or (specialized and value % 16 == 0):
+            aligned.append(parameter.name)
+        kinds.append((parameter.name, kind))
+    name = kernel.fn.__name__
+    return Use(kernel, name, tuple(kinds), tuple(constants), tuple(aligned), num_warps, num_stages)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return _DTYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def measured(use: Use, device: int) -> dict[str, Any]:
+    """What the kernel takes of a device of this compute capability."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = [name for name, _ in use.arguments]
+    source = ASTSource(
+        use.kernel,
+        dict(use.arguments),
+        {(names.index(name),): value for name, value in use.constants},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in use.aligned},
+    )
+    options = {"num_warps": use.num_warps, "num_stages": use.num_stages, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", device, 32), options=options)
+    registers, stack = resource_usage(compiled.asm["cubin"])
+    shared = compiled.metadata.shared
+    found = {"".join(part for part in match if part) for match in _INSTRUCTION.findall(compiled.asm["ptx"])}
+    return {
+        "registers": registers,
+        "shared_bytes": shared,
+        "stack_bytes": stack,
+        "warps_on_a_multiprocessor": occupancy(device, registers, shared, use.num_warps),
+        "instructions": sorted(found),
+    }
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread and bytes of its stack, where spilled registers go."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+def occupancy(device: int, registers: int, shared_bytes: int, num_warps: int) -> int:
+    """Warps that a multiprocessor holds at once. Registers are given out 8 a thread, 256 a warp at a time."""
+    of_a_warp = -(-registers * 32 // 256) * 256
+    by_registers = _REGISTERS // of_a_warp // num_warps
+    by_memory = _SHARED_BYTES[device] // (shared_bytes + 1024)
+    return min(by_registers, by_memory, _MOST_WARPS // num_warps, _MOST_BLOCKS) * num_warps
+
+
+def table(uses: Iterable[Use], devices: Iterable[int] = DEVICES) -> dict[str, dict[str, Any]]:
+    return {use.title: {f"sm_{device}": measured(use, device) for device in devices} for use in uses}
+
+
+def worsened(kept: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """What of `found` is worse than in the table that is kept, or not in it."""
+    wrong = []
+    for title, devices in found.items():
+        for device, now in devices.items():
+            before = kept.get(title, {}).get(device)
+            if before is None:
+                wrong.append(f"{title} on {device} is not in the table")
+            elif now["warps_on_a_multiprocessor"] < before["warps_on_a_multiprocessor"]:
+                wrong.append(f"{title} on {device}: {before} before, {now} now")
+            elif now["stack_bytes"] > before["stack_bytes"]:
+                wrong.append(f"{title} on {device} spills more: {now['stack_bytes']} bytes")
+            elif now["instructions"] != before["instructions"]:
+                wrong.append(f"{title} on {device} has other instructions: {now['instructions']}")
+    return wrong
+
+
+def layout_of(shape: Shape, num_layers: int = 1) -> DecoderLayout:
+    """A model of this shape without memory."""
+
+    def weight(*size: int) -> Tensor:
+        return torch.empty(*size, dtype=torch.bfloat16, device="meta")
+
+    def norm() -> Norm:
+        return Norm(kind="rms", weight=torch.empty(shape.hidden, device="meta"), eps=1e-5)
+
+    width = shape.head_dim * shape.num_heads
+    both = shape.head_dim * (shape.num_heads + 2 * shape.num_kv_heads)
+    attention = Attention(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        qkv=Linear(weights=(weight(both, shape.hidden),)),
+        rotary=0,
+        scaling=shape.head_dim**-0.5,
+        sliding_window=shape.window,
+        softcap=shape.softcap,
+        output=Linear(weights=(weight(shape.hidden, width),)),
+        num_slices=8 if shape.num_heads % 8 == 0 else 2,
+    )
+    mlp = Mlp(
+        activation=Activation.SILU,
+        has_gate=True,
+        up=Linear(weights=(weight(2 * shape.inner, shape.hidden),)),
+        down=Linear(weights=(weight(shape.hidden, shape.inner),)),
+        num_slices=attention.num_slices,
+    )
+    layer = Layer(attention_norm=norm(), attention=attention, mlp_norm=norm(), mlp=mlp)
+    embedding = weight(shape.vocab_size, shape.hidden)
+    return DecoderLayout(
+        dtype=torch.bfloat16,
+        hidden_size=shape.hidden,
+        vocab_size=shape.vocab_size,
+        embedding=embedding,
+        rotaries=(Rotary(inverse_frequencies=torch.ones(shape.head_dim // 2)),),
+        layers=(layer,) * num_layers,
+        norm=norm(),
+        head=Linear(weights=(embedding,)),
+    )
+
+
+def decode_batch(count: int, context: int = _CONTEXT, *, own_blocks: bool = False) -> StepBatch:
+    """A step of `count` sequences with one token each, which all share one block, or have blocks of their own."""
+    return _batch([(context - 1, 1)] * count, own_blocks)
+
+
+def prompt_batch(count: int) -> StepBatch:
+    """A step of one prompt."""
+    return _batch([(0, count)], True)
+
+
+def _batch(sequences: list[tuple[int, int]], own_blocks: bool) -> StepBatch:
+    """Sequences by first position and number of tokens, of blocks of 64."""
+    most = max(-(-(first + count) // 64) for first, count in sequences)
+    shares = tuple(
+        ScheduledSequence(
+            sequence_id=number,
+            first_position=first,
+            token_ids=(5,) * count,
+            block_ids=tuple((number * most + block) * own_blocks for block in range(-(-(first + count) // 64))),
+            draw=None,
+            num_draws=1,
+        )
+        for number, (first, count) in enumerate(sequences)
+    )
+    return StepBatch.unpack(StepBatch.pack(StepPlan(step_id=0, sequences=shares)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare with the table that is kept")
+    parser.add_argument("--quick", action="store_true", help="one model and one device; with --check")
+    options = parser.parse_args()
+    if options.quick:
+        uses = uses_of([SHAPES["Llama-3.1-8B"]], (64,), 64)
+        found = table([use for use in uses if use.name == "linear"][:2], (90,))
+    else:
+        found = table(uses_of(SHAPES.values(), _DECODE_ROWS, _PROMPT_ROWS))
+    if options.check:
+        wrong = worsened(json.loads(TABLE.read_text()), found)
+        print("\n".join(wrong) or "no kernel is worse than in the table")
+        return bool(wrong)
+    TABLE.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "0"
+    sys.exit(main())

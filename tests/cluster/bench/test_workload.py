@@ -1,0 +1,160 @@
+"""Arrivals, lengths, sessions and texts: what a load is, before anything is sent."""
+
+import itertools
+import random
+import statistics
+
+import pytest
+
+from holdfast.cluster.bench.arrivals import Arrivals
+from holdfast.cluster.bench.lengths import Lengths
+from holdfast.cluster.bench.prompts import Calibration, PromptTexts
+from holdfast.cluster.bench.workload import Session, Turn, Workload, traced
+from holdfast.cluster.load_trace import read_trace
+from holdfast.worker.errors import ConfigurationError
+
+
+def times(count: int, seed: int = 0, **fields) -> list[float]:
+    return list(itertools.islice(Arrivals(**fields).times(seed), count))
+
+
+def gaps(moments: list[float]) -> list[float]:
+    return [later - earlier for earlier, later in itertools.pairwise([0.0, *moments])]
+
+
+@pytest.mark.parametrize(
+    ("fields", "variation"),
+    [
+        ({"process": "poisson"}, 1.0),
+        ({"process": "gamma", "burstiness": 0.25}, 2.0),
+        ({"process": "gamma", "burstiness": 4.0}, 0.5),
+        ({"process": "constant"}, 0.0),
+    ],
+)
+def test_gaps_have_the_mean_of_the_rate_and_the_variation_of_the_process(fields, variation):
+    found = gaps(times(6_000, rate=8.0, **fields))
+    assert statistics.mean(found) == pytest.approx(1 / 8, rel=0.08)
+    assert statistics.stdev(found) * 8 == pytest.approx(variation, rel=0.1, abs=1e-6)
+
+
+def test_the_same_seed_gives_the_same_gaps_at_every_rate():
+    slow, fast = times(50, rate=1.0), times(50, rate=4.0)
+    assert fast == pytest.approx([time_s / 4 for time_s in slow])
+    assert times(50, seed=1, rate=1.0) != slow
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-3", "x", "uniform:5", "uniform:9:3", "normal:1:2:3", "zipf:2", "inf", "nan", ""]
+)
+def test_lengths_that_are_none_are_refused_with_the_flag(text):
+    with pytest.raises(ConfigurationError, match="--prompt-tokens"):
+        Lengths.parsed("prompt-tokens", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high", "median"),
+    [
+        ("128", 128, 128, 128),
+        ("uniform:64:256", 64, 256, 160),
+        ("normal:100:20", 1, 300, 100),
+        ("lognormal:100:0.5", 1, 5000, 100),
+        ("exponential:100", 1, 5000, 69),
+    ],
+)
+def test_lengths_are_drawn_as_they_are_written(text, low, high, median):
+    lengths = Lengths.parsed("prompt-tokens", text)
+    rng = random.Random(1)
+    drawn = [lengths.draw(rng) for _ in range(4000)]
+    assert min(drawn) >= low
+    assert max(drawn) <= high
+    assert statistics.median(drawn) == pytest.approx(median, rel=0.08)
+    assert str(lengths) == text
+
+
+def workload(**fields) -> Workload:
+    fixed = {"prompt_tokens": Lengths("uniform", 8, 40), "output_tokens": Lengths("fixed", 4)}
+    return Workload(**{**fixed, **fields})
+
+
+def test_the_same_seed_gives_the_same_sessions_whichever_number_is_the_first():
+    one, other = (list(itertools.islice(workload().sessions(first), 30)) for first in (0, 1000))
+    assert [session.turns for session in one] == [session.turns for session in other]
+    assert [session.number for session in other] == list(range(1000, 1030))
+    assert [s.turns for s in itertools.islice(workload(seed=1).sessions(), 30)] != [s.turns for s in one]
+
+
+def test_prefixes_are_shared_and_come_before_first_turns_alone():
+    sessions = list(itertools.islice(workload(num_prefixes=3, prefix_tokens=16, num_turns=2).sessions(), 100))
+    assert {session.turns[0].prefix for session in sessions} == {((one, 16),) for one in range(3)}
+    assert not any(session.turns[1].prefix for session in sessions)
+    texts = PromptTexts(0, Calibration())
+    firsts = [texts.text(session, 0).split() for session in sessions]
+    assert len({tuple(words[:16]) for words in firsts}) == 3
+    assert len({tuple(words[:20]) for words in firsts}) == 100
+
+
+def test_texts_have_the_words_that_the_calibration_asks_for_and_no_two_begin_alike():
+    texts = PromptTexts(0, Calibration.of([(8, 8 * 2 + 5), (72, 72 * 2 + 5)]))
+    sessions = [Session(number, (Turn(105, 1), Turn(40, 1))) for number in range(300)]
+    first = [texts.text(session, 0).split() for session in sessions]
+    assert {len(words) for words in first} == {50}
+    assert {len(texts.text(session, 1).split()) for session in sessions} == {20}
+    assert len({tuple(words[:3]) for words in first}) == 300
+    assert texts.text(sessions[7], 0) == PromptTexts(0, texts.calibration).text(sessions[7], 0)
+    assert texts.text(sessions[7], 0) != PromptTexts(1, texts.calibration).text(sessions[7], 0)
+
+
+def test_prompts_longer_than_the_corpus_and_shorter_than_a_word_are_made():
+    texts = PromptTexts(0, Calibration())
+    assert len(texts.text(Session(0, (Turn(100_000, 1),)), 0).split()) == 100_000
+    assert PromptTexts(0, Calibration(4.0, 100.0, True)).text(Session(0, (Turn(1, 1),)), 0)
+
+
+def test_a_server_that_counts_nonsense_leaves_a_word_a_token():
+    assert Calibration.of([(8, 10), (72, 10)]) == Calibration()
+
+
+# --- published traces ---
+
+
+def test_azures_trace_is_read_and_replayed_from_its_first_request_on(tmp_path):
+    path = tmp_path / "azure.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,4808,10\n2023-11-16 18:15:50.9951690,3180,8\n"
+    )
+    one, other = traced(read_trace(path), speed=2.0)
+    assert one == Session(0, (Turn(4808, 10),), 0.0)
+    assert other.turns == (Turn(3180, 8),)
+    assert other.start_s == pytest.approx((50.995169 - 46.68059) / 2, abs=1e-5)
+
+
+def test_burstgpts_trace_is_read_without_the_requests_that_failed(tmp_path):
+    path = tmp_path / "burst.csv"
+    path.write_text(
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,ChatGPT,472,18,490,Conversation log\n45,ChatGPT,1087,0,1087,Conversation log\n"
+        "118,GPT-4,417,276,693,Conversation log\n"
+    )
+    assert [(s.start_s, s.turns[0].max_tokens) for s in traced(read_trace(path))] == [(0.0, 18), (113.0, 276)]
+
+
+def test_mooncakes_prefixes_are_shared_texts(tmp_path):
+    path = tmp_path / "mooncake.jsonl"
+    line = '{"timestamp": %d, "input_length": %d, "output_length": 5, "hash_ids": [%s]}\n'
+    path.write_text(line % (1000, 700, "3, 4") + line % (3000, 900, "3, 9"))
+    texts = PromptTexts(0, Calibration())
+    sessions = traced(read_trace(path))
+    one, other = (texts.text(session, 0).split() for session in sessions)
+    assert [session.start_s for session in sessions] == [0.0, 2.0]
+    assert one[:512] == other[:512]
+    assert one[512:] != other[512:700]
+    assert (len(one), len(other)) == (700, 900)
+
+
+@pytest.mark.parametrize("line", ["2023-99-16,5,5", "2023-11-16,,5", "2023-11-16,5,0", "2023-11-16,five,5", "NaN,5,5"])
+def test_a_line_of_a_trace_that_cannot_be_is_named(tmp_path, line):
+    path = tmp_path / "azure.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,5,5\n" + line + "\n")
+    with pytest.raises(ConfigurationError, match=r"azure\.csv: request 2"):
+        read_trace(path)

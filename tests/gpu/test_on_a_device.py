@@ -1,0 +1,137 @@
+"""What can only be shown on a GPU: compiled kernels, their bits, and graphs.
+
+    TRITON_INTERPRET=0 python -m pytest tests/gpu
+
+Needs no network and no more than some minutes. What may not live here: what the interpreter shows as well
+(`tests/worker/decoder/gpu/`).
+"""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "0":
+    pytest.skip("needs a CUDA device, and TRITON_INTERPRET=0", allow_module_level=True)
+
+from holdfast.worker.decoder.gpu.launches import AttentionTiles, Launches, SplitSpace, StepTensors
+from holdfast.worker.decoder.gpu.weights import unfit
+from holdfast.worker.decoder.layout import Attention, Linear
+from holdfast.worker.decoder.reference import Reference
+from tests.worker.decoder.cpu.runs import layout_of, tokens
+from tests.worker.decoder.gpu.runs import Part, Runner
+from tests.worker.decoder.models import MODELS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+CUDA = torch.device("cuda", 0)
+BF16, F32 = torch.bfloat16, torch.float32
+COUNTS = (1, 2, 7, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 2048)
+SHAPES_OF_8B = ((6144, 4096, 1), (4096, 4096, 8), (28672, 4096, 1), (4096, 14336, 8), (128256, 4096, 1))
+"""Outputs, inputs, slices"""
+
+
+def cancelling(num_rows: int, num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Products that cancel to pure rounding error, so that another order of adding shows in nearly every value."""
+    from holdfast.worker.layers.row_tiles import cancelling_product
+
+    return cancelling_product(num_outputs, num_inputs, num_rows, BF16, CUDA)
+
+
+@pytest.mark.parametrize(("num_outputs", "num_inputs", "slices"), SHAPES_OF_8B)
+def test_a_row_of_a_linear_has_the_same_bits_at_any_number_of_rows(num_outputs, num_inputs, slices):
+    launches = Launches()
+    x, weight = cancelling(2048, num_outputs, num_inputs)
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(slices, len(rows), num_outputs, device=CUDA)
+        launches.linear(rows.contiguous(), Linear(weights=(weight,)), out)
+        return out
+
+    whole = run(x) if num_outputs < 100_000 else run(x[:512])
+    for count in COUNTS:
+        if count <= whole.shape[1]:
+            first = (whole.shape[1] - count) // 2
+            assert torch.equal(run(x[first : first + count]), whole[:, first : first + count]), count
+
+
+def test_a_linear_is_exact():
+    x, weight = (torch.randn(*shape, device=CUDA).to(BF16) for shape in ((200, 4096), (6144, 4096)))
+    out = torch.empty(1, 200, 6144, device=CUDA)
+    Launches().linear(x, Linear(weights=(weight,)), out)
+    torch.testing.assert_close(out[0].double(), x.double() @ weight.double().T, rtol=1e-5, atol=2e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_query_has_the_same_bits_in_any_tile_and_with_any_splits(head_dim):
+    """The last 48 queries of 3,000 keys: in wide tiles, in narrow ones, and one by one with splits of their own."""
+    launches, nothing = Launches(), Linear(weights=(torch.empty(0, 0),))
+    kv_heads, group, first, count, block = 2, 4, 2952, 48, 64
+    attention = Attention(
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        qkv=nothing,
+        rotary=None,
+        scaling=head_dim**-0.5,
+        output=nothing,
+    )
+    keys, values = (torch.randn(48, block, kv_heads, head_dim, device=CUDA).to(BF16) for _ in range(2))
+    queries = torch.randn(count, kv_heads * group * head_dim, device=CUDA).to(BF16)
+    table = torch.randperm(48, device=CUDA).int()[None]
+
+    def run(width: int, rows_each: int, rows: slice) -> torch.Tensor:
+        some = queries[rows].contiguous()
+        starts = range(0, len(some), rows_each)
+        tiles = torch.tensor([(at, min(rows_each, len(some) - at), 0) for at in starts], dtype=torch.int32, device=CUDA)
+        positions = torch.arange(first, first + count, dtype=torch.int32, device=CUDA)[rows].contiguous()
+        step = StepTensors(positions, positions, positions, table, (AttentionTiles(tiles, width, 3),))
+        columns = 3 * len(tiles) * kv_heads * width
+        space = SplitSpace(*(torch.empty(columns * size, device=CUDA) for size in (head_dim, 1, 1)))
+        out = torch.empty_like(some)
+        launches.attend(attention, some, keys, values, step, space, out)
+        return out
+
+    everything = slice(0, count)
+    expected = run(16, 4, everything)
+    if head_dim <= 128:
+        assert torch.equal(run(32, 8, everything), expected)
+    assert torch.equal(run(16, 1, everything), expected)
+    for row in (0, 17, 47):
+        assert torch.equal(run(16, 1, slice(row, row + 1)), expected[row : row + 1])
+
+
+def size_of(x: torch.Tensor) -> float:
+    return x.square().mean(1).sqrt().median().item()
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_family_is_computed_as_the_reference_does(model, dtype):
+    layout = layout_of(model, dtype)
+    if reason := unfit(layout, 1, 32):
+        pytest.skip(reason)
+    ids = tokens(90)
+    exact = Reference(layout, dtype=torch.float64).run_model(torch.tensor(ids))
+    rounded = Reference(layout, rounds=True).run_model(torch.tensor(ids))
+    runner = Runner(layout, device=CUDA)
+    logits = runner.run(ids)
+    error, rounding, size = (size_of(x) for x in (logits.double() - exact, rounded.double() - exact, exact))
+    assert error <= (2e-5 * size if dtype == F32 else 1.5 * rounding), (error, rounding, size)
+    assert torch.equal(runner.run(ids, (33, 1, 6, 2)), logits)
+
+
+def test_graphs_give_the_bits_of_single_launches():
+    layout = layout_of("llama")
+    ids = [tokens(count, seed) for seed, count in enumerate((19, 34, 3))]
+    alone, together = Runner(layout, device=CUDA), Runner(layout, device=CUDA)
+    expected = [alone.run(each) for each in ids]
+    blocks = [together.blocks(len(each)) for each in ids]
+    together.step(*(Part(0, each[:-1], table) for each, table in zip(ids, blocks, strict=True)))
+    last = [Part(len(each) - 1, each[-1:], table) for each, table in zip(ids, blocks, strict=True)]
+    before = together.executor.layers_done()
+    for _ in range(3):
+        for row, logits in zip(together.step(*last), expected, strict=True):
+            assert torch.equal(row, logits[-1:])
+        assert together.best(*last) == [int(logits[-1].argmax()) for logits in expected]
+    torch.cuda.synchronize()
+    assert together.executor.layers_done() >= before + 6 * len(layout.layers)

@@ -1,0 +1,66 @@
+"""Kernels compiled ahead, without a GPU: what they take of a device is no worse than the table that is kept says."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+from scripts.gpu_kernels import DEVICES, HOT, TABLE, occupancy, worsened
+
+KEPT = json.loads(TABLE.read_text())
+
+
+def compiled(*arguments: str) -> str:
+    """In a process of its own: in this one kernels are interpreted."""
+    command = [sys.executable, "-m", "scripts.gpu_kernels", "--check", *arguments]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_kernel_is_worse_than_the_table_says():
+    assert "no kernel is worse" in compiled()
+
+
+@pytest.mark.slow
+def test_the_linears_are_as_the_table_says():
+    assert "no kernel is worse" in compiled("--quick")
+
+
+def test_hot_kernels_do_not_spill_on_hopper():
+    """Elsewhere the loop over splits of wide tiles does, by the few bytes that the table says. A norm over a long row
+    sums by way of 32 bytes.
+    """
+    for title, devices in KEPT.items():
+        if title.split("(")[0] in HOT and not title.startswith("add_norm"):
+            assert devices["sm_90"]["stack_bytes"] == 0, title
+
+
+@pytest.mark.parametrize("name", ["linear", "attend"])
+def test_all_tiles_of_a_device_use_one_instruction_and_differ_in_tokens_alone(name):
+    for device in (f"sm_{number}" for number in DEVICES):
+        found = [use[device]["instructions"] for title, use in KEPT.items() if title.startswith(f"{name}(")]
+        assert len({re.sub(r"n\d+", "", *instructions) for instructions in found}) == 1, found
+
+
+def test_a_worse_kernel_is_seen():
+    title, device = next(title for title in KEPT if title.startswith("linear")), "sm_90"
+    changes = {"stack_bytes": 8, "warps_on_a_multiprocessor": 0, "instructions": ["mmam16n8k8"]}
+    for name, value in changes.items():
+        assert len(worsened(KEPT, {title: {device: {**KEPT[title][device], name: value}}})) == 1
+    assert worsened(KEPT, {"another": {device: KEPT[title][device]}}) == ["another on sm_90 is not in the table"]
+    assert not worsened(KEPT, KEPT)
+
+
+def test_occupancy_by_hand():
+    """128 registers x 256 threads: two of 8 warps; 82 KB of shared memory: two; 4 warps without either: 16 blocks."""
+    assert occupancy(90, 128, 0, 8) == 16
+    assert occupancy(90, 32, 81920, 4) == 8
+    assert occupancy(90, 32, 0, 4) == 64

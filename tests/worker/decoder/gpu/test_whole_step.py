@@ -1,0 +1,79 @@
+"""A whole step without a device: what it launches, that it makes no tensor, waits for nothing and mixes no devices.
+
+Tensors of the `meta` device have no memory: reading one's value on the host raises, and so does mixing it with others.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+from holdfast.worker.decoder.gpu.executor import GpuExecutor
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from scripts.gpu_kernels import Shape, decode_batch, layout_of, prompt_batch
+
+LAYERS = 3
+META = torch.device("meta")
+VIEWS = {"slice", "view", "select", "unsqueeze", "detach", "alias", "_unsafe_view"}
+
+
+class Operations(TorchDispatchMode):
+    """Torch's operations while it is active, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Device:
+    """Launches nothing, and counts. What kernels are given lies on the device, but for the counter of progress."""
+
+    def __init__(self):
+        self.launches = Counter()
+
+    def __call__(self, kernel, grid, arguments, *, num_warps, num_stages):
+        assert all(size > 0 for size in grid)
+        for name, value in arguments.items():
+            if isinstance(value, torch.Tensor):
+                assert value.device == META or name == "progress", name
+        self.launches[kernel.fn.__name__] += 1
+
+
+def executor():
+    device = Device()
+    shape = Shape(hidden=256, inner=512, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=1000)
+    made = GpuExecutor(layout_of(shape, LAYERS), SingleRank(), max_positions=8192, device=META, launch=device)
+    made.allocate_cache(16, 64)
+    return made, device
+
+
+BATCHES = {"decode": decode_batch(32), "few that decode": decode_batch(2), "prompt": prompt_batch(200)}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("with_logits", [True, False])
+def test_a_step_launches_nine_kernels_a_layer_and_makes_no_tensor(name, with_logits):
+    """A small batch with a long context has a tenth, which merges the splits of its attention."""
+    made, device = executor()
+    made.launch(BATCHES[name], with_logits=with_logits)  # its buffers are made
+    device.launches.clear()
+    with Operations() as operations:
+        made.launch(BATCHES[name], with_logits=with_logits)
+    assert set(operations.names) <= VIEWS | {"copy_"}, operations.names
+    assert operations.names["copy_"] == 1, "the step's arrays"
+    merged = LAYERS if name == "few that decode" or name == "decode" else 0
+    assert sum(device.launches.values()) == 9 * LAYERS + merged + 3 + 2 * (not with_logits), device.launches
+
+
+def test_reading_a_value_on_the_host_would_be_seen():
+    made, _ = executor()
+    launched = made.launch(BATCHES["decode"], with_logits=False)
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        made.collect(launched)

@@ -1,0 +1,74 @@
+"""The roofline against numbers worked out by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from holdfast.worker.model.roofline import DEVICES, GRAPH_LAUNCH_S, HOST_S, ModelShape, step_of, weight_bytes
+
+LLAMA_8B = ModelShape(
+    num_layers=32, hidden=4096, inner=14336, num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=128256
+)
+H200 = DEVICES["h200"]
+
+
+def test_weights_of_llama_8b():
+    """8.03e9 parameters: 32 layers of 218,103,808, and two tables of 525,336,576; norms are left out."""
+    assert weight_bytes(LLAMA_8B) == 2 * (32 * 218_103_808 + 2 * 525_336_576)
+
+
+def test_a_decode_step_reads_weights_and_cache_once():
+    """64 sequences of 1,024 tokens: 15.01 GB of weights, 64 * 1,024 * 128 KiB = 8.59 GB of keys and values."""
+    step = step_of(LLAMA_8B, H200, num_sequences=64, num_tokens=1, context=1024)
+    by_name = {kernel.name: kernel for kernel in step.kernels}
+    assert by_name["attention"].num_bytes == 32 * (2 * 64 * 1024 * 8 * 128 * 2 + 2 * 64 * 4096 * 2)
+    linears = sum(by_name[name].num_bytes for name in ("qkv", "output", "gate and up", "down", "head"))
+    assert 15.01e9 < linears < 15.01e9 * 1.07, "and what goes in and out of linears, the parts of sums included"
+    assert by_name["down"].flops == 32 * 2 * 64 * 14336 * 4096
+    assert 4.92e-3 < step.kernel_s < 5.6e-3
+
+
+def test_one_sequence_is_bound_by_its_weights():
+    step = step_of(LLAMA_8B, H200, num_sequences=1, num_tokens=1, context=1024)
+    assert step.kernel_s == pytest.approx(15.15e9 / 4.8e12, rel=0.01)
+    launches = 32 * 9 + 5
+    assert step.launch_s == pytest.approx(launches * GRAPH_LAUNCH_S)
+    assert step.seconds == pytest.approx(step.kernel_s + step.launch_s + HOST_S)
+
+
+def test_a_prompt_is_bound_by_arithmetic():
+    """2,048 tokens through 6.98e9 parameters of layers: 28.6e12 operations, and attention's 1.1e12."""
+    step = step_of(LLAMA_8B, H200, num_sequences=1, num_tokens=2048, context=2048)
+    flops = sum(kernel.flops for kernel in step.kernels)
+    assert flops == pytest.approx(2 * 2048 * 32 * 218_103_808 + 32 * 4 * 4096 * 2048 * 2049 / 2 + 2 * 525_336_576)
+    assert 28.9e-3 < step.kernel_s < 40e-3
+
+
+def test_ranks_share_the_work_and_exchange_sums():
+    """Float32 sums of 4,096 for each of 8 tokens, twice a layer, of each of 3 others."""
+    alone, shared = (step_of(LLAMA_8B, H200, num_sequences=8, num_tokens=1, context=1024, tp=tp) for tp in (1, 4))
+    assert shared.exchanged_bytes == 2 * 32 * 3 * 8 * 4096 * 4
+    assert alone.kernel_s / 4.2 < shared.kernel_s < alone.kernel_s / 3.7
+    assert alone.exchange_s == 0
+
+
+def test_other_kinds_of_models_are_refused():
+    with pytest.raises(ValueError, match="intermediate_size"):
+        ModelShape.of(SimpleNamespace(num_hidden_layers=2, hidden_size=8))
+    config = SimpleNamespace(
+        num_hidden_layers=2,
+        hidden_size=8,
+        intermediate_size=16,
+        num_attention_heads=2,
+        vocab_size=10,
+        model_type="mixtral",
+        num_local_experts=4,
+    )
+    with pytest.raises(ValueError, match="mixtral has experts"):
+        ModelShape.of(config)
+    del config.num_local_experts
+    assert ModelShape.of(config) == ModelShape(
+        num_layers=2, hidden=8, inner=16, num_heads=2, num_kv_heads=2, head_dim=4, vocab_size=10
+    )
+    with pytest.raises(ValueError, match="tensor_parallel_size = 3"):
+        step_of(ModelShape.of(config), H200, num_sequences=1, num_tokens=1, context=1, tp=3)

@@ -1,0 +1,148 @@
+"""What the code for every device does on a GPU, shown by fakes: nothing here needs one."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast.worker.attention.kv_cache import KVSpec
+from holdfast.worker.attention.query_tiles import MAX_GPU_CALL_VALUES, cut_into_tiles
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import DistributedGroup
+from holdfast.worker.engine.model_runner import ModelRunner
+from holdfast.worker.errors import ReplicaError
+from holdfast.worker.layers.row_tiles import ANY, RowRule, RowTiles, fix_gpu_kernels, linear_candidates
+from holdfast.worker.replica.rank import with_device
+from holdfast.worker.replica.replica import Replica
+from holdfast.worker.sampling import sampler
+
+CUDA = torch.device("cuda", 3)
+
+
+def test_attention_of_cudnn_is_off(monkeypatch):
+    """It builds a plan of tens of milliseconds for each number of sequences, rows and keys."""
+    calls = []
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
+        monkeypatch.setenv(name, "kept")
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", calls.append)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", calls.append)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", type("Matmul", (), {})())
+    fix_gpu_kernels()
+    assert calls == ["cublaslt", False]
+
+
+@pytest.mark.parametrize("holds", [lambda rule: False, lambda rule: rule.max_rows < ANY])
+def test_rows_that_depend_on_their_neighbours_are_reported_and_not_cut_into_tiles(holds):
+    tiles = RowTiles(CUDA)
+    rule = tiles.choose("linear", linear_candidates(CUDA, packable=False, num_weights=2**24), holds)
+    assert rule == RowRule(min_rows=1)
+    assert tiles.report.failures == ("linear",)
+    padded = RowRule(multiple_of=4)
+    assert tiles.choose("attention", (padded, RowRule(multiple_of=32, max_rows=32)), holds) == padded
+
+
+def decode_batch(count, context):
+    blocks = -(-context // 64)
+    return StepBatch(
+        step_id=0,
+        token_ids=np.zeros(count, dtype=np.int64),
+        first_positions=np.full(count, context - 1),
+        num_tokens=np.ones(count, dtype=np.int64),
+        num_draws=np.ones(count, dtype=np.int64),
+        block_ids=np.arange(count * blocks),
+        num_blocks=np.full(count, blocks),
+        block_copies=np.zeros((3, 0), dtype=np.int64),
+        logits_rows=np.arange(count),
+    )
+
+
+def test_sequences_of_equal_length_share_one_attention_call():
+    """64 of 1,024 tokens in a model with 8 KV heads of 128."""
+    spec = KVSpec(num_heads=32, num_kv_heads=8, key_dim=128, value_dim=128)
+    batch, rule = decode_batch(64, 1024), RowRule(multiple_of=4)
+    assert len(cut_into_tiles(batch, spec, rule, 64, MAX_GPU_CALL_VALUES).calls) == 1
+    assert len(cut_into_tiles(batch, spec, rule, 64).calls) == 64
+
+
+def test_rows_are_drawn_together():
+    assert sampler.rows_at_once(CUDA, 128_256) >= 256
+    assert sampler.rows_at_once(torch.device("cpu"), 128_256) == 1
+
+
+class Lost(Exception):
+    """Ends a start where a test has seen enough."""
+
+
+class Launcher:
+    host = "127.0.0.1"
+
+    def launch(self, config, rendezvous):
+        self.device = config.model.device
+        raise Lost
+
+
+def test_ranks_are_told_the_device_that_the_leader_has_found():
+    config, launcher = WorkerConfig(model={"model": "m"}, parallel={"tensor_parallel_size": 2}), Launcher()
+    assert config.model.device == "auto"
+    assert with_device(config, CUDA).model.device == "cuda"
+    with pytest.raises(Lost):
+        Replica.start(config, launcher)
+    assert launcher.device == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Ran:
+    class progress:
+        pass
+
+    def run(self, batch, *, with_logits):
+        pass
+
+
+def test_each_thread_that_runs_steps_takes_the_device(monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append((device, threading.get_ident())))
+    loaded = type("Loaded", (), {"info": None, "program": Ran(), "draft": None})()
+    runner, batch = ModelRunner(loaded, None, None, CUDA), decode_batch(1, 64)
+    runner.execute(batch)
+    thread = threading.Thread(target=lambda: [runner.execute(batch) for _ in range(2)])
+    thread.start()
+    thread.join()
+    assert [device for device, _ in taken] == [CUDA, CUDA]
+    assert taken[0][1] != taken[1][1]
+
+
+def nccl_group(size):
+    group = DistributedGroup.__new__(DistributedGroup)
+    group.size, group._control, group._aborts, group._gather = size, "gloo", True, group._collect
+    return group
+
+
+def test_nccl_gathers_into_one_tensor_and_gloo_takes_what_lies_in_main_memory(monkeypatch):
+    calls = []
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, x: calls.append(tuple(out.shape)))
+    monkeypatch.setattr(dist, "all_gather", lambda parts, x, group: calls.append(group))
+    group = nccl_group(2)
+    assert [part.shape for part in group._collect(torch.empty(5, 7, device="meta"))] == [(5, 7)] * 2
+    group.all_gather(torch.empty(3))
+    assert calls == [(2, 5, 7), "gloo"]
+
+
+def test_a_replica_that_has_lost_a_rank_ends_what_waits_for_it(monkeypatch):
+    """Nobody waits for NCCL's abort itself, which here never comes back."""
+    began, released = threading.Event(), threading.Event()
+
+    def abort():
+        began.set()
+        released.wait(30)
+
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
+    replica = Replica.__new__(Replica)
+    replica._lock, replica._stopping, replica._failure = threading.Lock(), False, None
+    replica._callbacks, replica._ranks, replica._group = [], None, nccl_group(2)
+    monkeypatch.setattr(replica, "_stop_watching", lambda: None)
+    replica._fail(ReplicaError("rank 1 ended"))
+    assert began.wait(30)
+    released.set()

@@ -1,0 +1,262 @@
+"""GPU executor of the decoder program: one rank's share of a model, as Triton kernels over buffers that stay.
+
+What may live here: a step's way from the engine's arrays to the head's output. What may not: the order of kernels
+(`layers.py`), what a step means to the engine (`worker/decoder/program.py`), draws (`worker/sampling/`).
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from holdfast.worker.attention.kv_cache import KVCache, KVSpec
+from holdfast.worker.decoder.gpu.graphs import BUCKETS, Capture, DecodeGraphs, bucket_of, cuda_capture
+from holdfast.worker.decoder.gpu.launches import (
+    SPLIT_KEYS,
+    Launch,
+    Launches,
+    StepTensors,
+    num_vocab_blocks,
+    splits_outside,
+    triton_launch,
+)
+from holdfast.worker.decoder.gpu.layers import DeviceLayers
+from holdfast.worker.decoder.gpu.step_arrays import StepArrays
+from holdfast.worker.decoder.gpu.weights import DeviceWeights
+from holdfast.worker.decoder.layout import DecoderLayout
+from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from holdfast.worker.plan.step_plan import NO_TOKEN
+from holdfast.worker.sampling.head_output import HeadOutput
+from holdfast.worker.sampling.step_sampler import StepSampler, TorchSampler
+
+NUMERICS: Final = "gpu-decoder-1"
+"""The order of all additions and roundings on one kind of device. A change of any bit takes the next number."""
+
+_FEWEST_ROWS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device has been given."""
+
+    num_wanted: int
+    num_padded: int
+    """Rows that the head has run on, the wanted ones first."""
+    with_logits: bool
+
+
+class GpuExecutor:
+    """One rank's share of a model on a CUDA device. Used by one thread at a time.
+
+    On CPU tensors it runs under Triton's interpreter, for tests.
+    """
+
+    instruction_class: Final = "triton"
+
+    def __init__(
+        self,
+        layout: DecoderLayout,
+        group: TensorParallelGroup,
+        *,
+        max_positions: int,
+        device: torch.device,
+        max_rows: int = 2048,
+        launch: Launch = triton_launch,
+        capture: Capture | None = None,
+    ) -> None:
+        """Copies the layout's weights to the device. Steps of more than `max_rows` tokens make new buffers.
+
+        `capture` makes a CUDA graph of work, and is torch's on a CUDA device. Ranks that add over a group run without.
+        """
+        self._group = group
+        self._device = device
+        self._max_positions = max_positions
+        self._weights = DeviceWeights(layout, device, max_positions)
+        self._layout = self._weights.layout
+        self._progress = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._launches = Launches(launch)
+        self._layers = DeviceLayers(self._weights, group, self._launches, self._progress)
+        if capture is None and device.type == "cuda":
+            capture = cuda_capture
+        self._graphs = DecodeGraphs(capture if group.size == 1 else None)
+        attention = layout.layers[0].attention
+        self._query_group = attention.num_heads // attention.num_kv_heads
+        self._fewest_kv_heads = min(layer.attention.num_kv_heads for layer in layout.layers)
+        self._head_dim = max(layer.attention.head_dim for layer in layout.layers)
+        self._max_rows = max(max_rows, _FEWEST_ROWS)
+        self._arrays: StepArrays | None = None
+        self._cache: KVCache | None = None
+
+    def make_sampler(self) -> StepSampler:
+        return TorchSampler()
+
+    def close(self) -> None:
+        self.drop_cache()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of this rank's cache, all layers together."""
+        return sum(spec.values_per_token for spec in self._specs()) * self._layout.dtype.itemsize
+
+    def layers_done(self) -> int:
+        """Layers that the device has run since the start, also while a graph runs. Safe to call from any thread."""
+        return int(self._progress[0])
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """The cache that steps use from now on. Raises ValueError where the block size does not fit."""
+        self.drop_cache()
+        self._cache = KVCache.allocate(self._specs(), num_blocks, block_size, self._layout.dtype, self._device)
+        self._make_arrays(self._max_rows)
+        return self._cache
+
+    def drop_cache(self) -> None:
+        self._graphs.clear()
+        self._cache = None
+
+    def free_logits(self) -> None:
+        """Nothing: logits are read from a buffer that stays."""
+
+    def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
+        """One step; all ranks of the group run it together. Blocks are copied before."""
+        return self.collect(self.launch(batch, with_logits=with_logits))
+
+    def launch(self, batch: StepBatch, *, with_logits: bool) -> "Launched":
+        """Starts one step, and waits for nothing. Steps run in the order of their launches."""
+        cache = self._cache_of()
+        if batch.block_copies.size:
+            cache.copy(*torch.from_numpy(batch.block_copies).to(self._device))
+        step, wanted, key = self._prepare(batch, cache.block_size)
+
+        def work() -> None:
+            self._run_all(step, wanted, cache, with_logits)
+
+        if key is None:
+            work()
+        else:
+            self._graphs.run((*key, with_logits), self._layers.buffers, work)
+        return Launched(len(batch.logits_rows), len(wanted), with_logits)
+
+    def collect(self, launched: "Launched") -> HeadOutput:
+        """What the last step launched comes to. Waits for the device."""
+        take, vocab_size = self._layers.buffers.take, self._layout.vocab_size
+        num_wanted, num_padded = launched.num_wanted, launched.num_padded
+        if not launched.with_logits:
+            best = take("tokens", (num_padded,), torch.int32)[:num_wanted].tolist() if num_wanted else []
+            return HeadOutput(None, best)
+        logits = take("logits", (num_padded, self._layout.head.out_features))[:num_wanted]
+        if self._group.size > 1 and num_wanted:
+            logits = self._group.all_gather(logits)
+        return HeadOutput(logits[:, :vocab_size], None)
+
+    def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
+        """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their slots."""
+        cache = self._cache_of()
+        step, _, _ = self._prepare(batch, cache.block_size, pads=False)
+        out: Tensor = self._layers.run_layer(index, x.to(self._device), step, cache).clone()
+        return out
+
+    def _run_all(self, step: StepTensors, wanted: Tensor, cache: KVCache, with_logits: bool) -> None:
+        """From token ids to the best token of each wanted row, or to the logits."""
+        x = self._layers.run(step, wanted, cache)
+        if len(wanted):
+            logits = self._layers.logits(x)
+            if not with_logits:
+                self._find_best(logits)
+
+    def _find_best(self, logits: Tensor) -> None:
+        """Each row's argmax over all ranks, of whose blocks alone something travels."""
+        take, num_wanted = self._layers.buffers.take, len(logits)
+        columns = len(self._layout.embedding)
+        own = max(0, min(columns, self._layout.vocab_size - self._group.rank * columns))
+        blocks = num_vocab_blocks(columns)
+        bests = take("bests", (num_wanted, blocks, 3))
+        places = take("places", (num_wanted, blocks), torch.int32)
+        self._launches.best_of_blocks(logits, own, bests, places)
+        all_bests, all_places = bests[None], places[None]
+        if self._group.size > 1:
+            all_bests = self._group.all_gather(all_bests, dim=0)
+            all_places = self._group.all_gather(all_places, dim=0)
+        tokens, sums = take("tokens", (num_wanted,), torch.int32), take("logsumexps", (num_wanted,))
+        self._launches.best_of_rows(all_bests, all_places, columns, tokens, sums)
+
+    def _prepare(
+        self, batch: StepBatch, block_size: int, *, pads: bool = True
+    ) -> tuple[StepTensors, Tensor, tuple[object, ...] | None]:
+        """The step on the device, its wanted rows, and the key of its graph if it has one."""
+        count, num_wanted = len(batch.token_ids), len(batch.logits_rows)
+        if self._arrays is None or max(count, num_wanted) > self._arrays.max_rows:
+            self._max_rows = max(count, num_wanted, self._max_rows)
+            self._make_arrays(self._max_rows)
+        arrays = self._arrays
+        assert arrays is not None
+        tiles = arrays.tiles_of(batch)
+        bucket = bucket_of(count) if pads and self._is_decode(batch) else None
+        if bucket is None:
+            arrays.fill(batch, count, tiles, block_size)
+            step = arrays.tensors(count, len(tiles.narrow), len(tiles.wide), (tiles.narrow_splits, tiles.wide_splits))
+            return step, arrays.wanted[:num_wanted], None
+        splits = self._splits_of_graph(bucket, tiles.narrow_splits)
+        arrays.fill(batch, bucket, tiles, block_size)
+        return arrays.tensors(bucket, bucket, 0, (splits, 0)), arrays.wanted[:bucket], (bucket, splits)
+
+    def _is_decode(self, batch: StepBatch) -> bool:
+        """Whether each sequence has one token, which is drawn from: the steps that graphs are made of."""
+        rows = batch.logits_rows
+        return (
+            self._graphs.are_used
+            and len(batch.num_tokens) == len(batch.token_ids) == len(rows)
+            and bool((rows == np.arange(len(rows))).all())
+        )
+
+    def _splits_of_graph(self, num_rows: int, num_splits: int) -> int:
+        """What a graph is captured for: a power of two, so that contexts may grow without a new one; or 1, where the
+        programs of attention go through all splits themselves.
+        """
+        most = -(-self._max_positions // SPLIT_KEYS)
+        rounded = min(most, 1 << max(0, num_splits - 1).bit_length())
+        return rounded if splits_outside(num_rows, self._fewest_kv_heads, rounded) else 1
+
+    def warm_up(self, max_rows: int) -> None:
+        """Captures all graphs of decode steps of up to `max_rows` sequences, so that none is while requests wait.
+
+        Overwrites the first block of the cache.
+        """
+        if not self._graphs.are_used:
+            return
+        cache, most = self._cache_of(), -(-self._max_positions // SPLIT_KEYS)
+        last = bucket_of(max_rows) or BUCKETS[-1]
+        for num_rows in (bucket for bucket in reversed(BUCKETS) if bucket <= last):
+            counts = {self._splits_of_graph(num_rows, 1 << power): 1 << power for power in range(most.bit_length() + 1)}
+            for num_splits in sorted(counts.values(), reverse=True):
+                context = min(self._max_positions, num_splits * SPLIT_KEYS)
+                for with_logits in (True, False):
+                    self.launch(StepBatch.decoding(num_rows, context, cache.block_size), with_logits=with_logits)
+        cache.clear(torch.zeros(1, dtype=torch.int64))
+
+    def _cache_of(self) -> KVCache:
+        assert self._cache is not None, "a cache is allocated before steps run"
+        return self._cache
+
+    def _make_arrays(self, max_rows: int) -> None:
+        assert self._cache is not None, "a cache is allocated before steps run"
+        max_blocks = -(-self._max_positions // self._cache.block_size)
+        self._graphs.clear()
+        self._arrays = StepArrays(max_rows, max_blocks, self._query_group, self._head_dim, self._device)
+
+    def _specs(self) -> list[KVSpec]:
+        return [
+            KVSpec(
+                num_heads=layer.attention.num_heads,
+                num_kv_heads=layer.attention.num_kv_heads,
+                key_dim=layer.attention.head_dim,
+                value_dim=layer.attention.head_dim,
+                sliding_window=layer.attention.sliding_window,
+            )
+            for layer in self._layout.layers
+        ]
+
+
+assert NO_TOKEN == -1, "the kernel of the best token says -1"

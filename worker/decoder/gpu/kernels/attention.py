@@ -1,0 +1,252 @@
+"""Triton kernels of paged attention: grouped-query, causal, with window, soft cap and sinks.
+
+Keys lie on the M axis of the matrix instruction, and on its N axis the queries of one KV head: of one token or of
+many. Keys are taken in tiles of 64 from position 0, and summed by themselves within each SPLIT of positions; splits are
+merged in ascending order, by the program itself or by `merge_splits`. So a query's bits depend on its position and its
+keys alone. A tile or split that a query does not see leaves its sums as they are. What may not live here: which
+tiles there are (`worker/decoder/gpu/step_arrays.py`).
+"""
+
+import triton
+import triton.language as tl
+
+KEYS = tl.constexpr(64)
+SPLIT = tl.constexpr(1024)
+
+
+@triton.jit
+def _merged(total, best, weight, more, more_best, more_weight):
+    """The sums over two disjoint sets of keys, as one. Either set may be empty: best is -inf, and the others 0."""
+    top = tl.maximum(best, more_best)
+    safe = tl.where(top == -float("inf"), 0.0, top)
+    left, right = tl.exp(best - safe), tl.exp(more_best - safe)
+    return total * left[None, :] + more * right[None, :], top, weight * left + more_weight * right
+
+
+@triton.jit
+def _divided(total, best, weight, sink, HAS_SINKS: tl.constexpr):
+    """Attention's output; `sink` is one more score, without a value."""
+    if HAS_SINKS:
+        top = tl.maximum(best, sink)
+        left = tl.exp(best - top)
+        total, weight = total * left[None, :], weight * left + tl.exp(sink - top)
+    return total / weight[None, :]
+
+
+@triton.jit
+def _first_key(first_position, WINDOW: tl.constexpr):
+    """Where the first tile begins that a query at this position sees something of."""
+    if WINDOW > 0:
+        return tl.maximum(first_position - WINDOW + 1, 0) // KEYS * KEYS
+    else:
+        return 0
+
+
+@triton.jit
+def _one_split(
+    q,
+    position,
+    keys,
+    values,
+    table,
+    kv_head,
+    first,
+    end,
+    scaling,
+    softcap,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    TILES_IN_BLOCKS: tl.constexpr,
+):
+    """(sum of weighted values [DIMS, ROWS], best score [ROWS], sum of weights [ROWS]) over keys first .. end."""
+    dims = tl.arange(0, DIMS)
+    is_dim = dims < HEAD_DIM
+    total = tl.zeros((DIMS, ROWS), dtype=tl.float32)
+    best = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+    weight = tl.zeros((ROWS,), dtype=tl.float32)
+    for start in range(first, end, KEYS):
+        places = start + tl.arange(0, KEYS)
+        is_key = places < end
+        if TILES_IN_BLOCKS:
+            slots = tl.load(table + start // BLOCK).to(tl.int64) * BLOCK + places % BLOCK
+        else:
+            slots = tl.load(table + places // BLOCK, mask=is_key, other=0).to(tl.int64) * BLOCK + places % BLOCK
+        memory = (slots[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+        k = tl.load(keys + memory, mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        scores = tl.dot(k, q, input_precision="ieee") * scaling
+        if HAS_SOFTCAP:
+            scores = softcap - 2.0 * softcap / (tl.exp(2.0 * scores / softcap) + 1.0)
+        seen = places[:, None] <= position[None, :]
+        if WINDOW > 0:
+            seen = seen & (places[:, None] > position[None, :] - WINDOW)
+        scores = tl.where(seen, scores, -float("inf"))
+        top = tl.maximum(best, tl.max(scores, 0))
+        safe = tl.where(top == -float("inf"), 0.0, top)
+        shares = tl.exp(scores - safe[None, :])
+        left = tl.exp(best - safe)
+        weight = weight * left + tl.sum(shares, 0)
+        v = tl.load(values + memory, mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        total = tl.dot(tl.trans(v), shares.to(v.dtype), total * left[None, :], input_precision="ieee")
+        best = top
+    return total, best, weight
+
+
+@triton.jit
+def attend(
+    queries,  # [rows, KV_HEADS * GROUP, HEAD_DIM]
+    keys,  # [blocks, BLOCK, KV_HEADS, HEAD_DIM]
+    values,
+    out,  # [rows, KV_HEADS * GROUP * HEAD_DIM], dtype of the model
+    split_totals,  # [splits, tiles, KV_HEADS, DIMS, ROWS], float32
+    split_bests,  # [splits, tiles, KV_HEADS, ROWS], float32; likewise the weights
+    split_weights,
+    tiles,  # [tiles, 3], int32: first row, number of rows, sequence
+    positions,  # [rows], int32
+    tables,  # [sequences, table_stride], int32
+    sinks,  # [heads], float32
+    table_stride,
+    scaling,
+    softcap,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SPLITS_OUTSIDE: tl.constexpr,
+    TILES_IN_BLOCKS: tl.constexpr,  # a block holds a whole number of tiles of keys
+):
+    """Grid: (tiles, KV_HEADS, splits), or one program for all splits. A tile of no rows is padding.
+
+    Column j of a tile is query head j % GROUP of its token j // GROUP. The rows of a tile follow each other.
+    """
+    tile = tiles + tl.program_id(0) * 3
+    kv_head = tl.program_id(1)
+    first_row, count, sequence = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    if count > 0:
+        column = tl.arange(0, ROWS)
+        is_row = column // GROUP < count
+        row = (first_row + column // GROUP).to(tl.int64)
+        head = kv_head * GROUP + column % GROUP
+        position = tl.load(positions + row, mask=is_row, other=-1)
+        first_position = tl.load(positions + first_row)
+        end = first_position + count
+        dims = tl.arange(0, DIMS)
+        places = (row * (KV_HEADS * GROUP) + head)[None, :] * HEAD_DIM + dims[:, None]
+        mask = is_row[None, :] & (dims < HEAD_DIM)[:, None]
+        q = tl.load(queries + places, mask=mask, other=0.0)
+        table = tables + sequence.to(tl.int64) * table_stride
+        begin = _first_key(first_position, WINDOW)
+        if SPLITS_OUTSIDE:
+            split = tl.program_id(2)
+            first, last = tl.maximum(begin, split * SPLIT), tl.minimum(end, (split + 1) * SPLIT)
+            if first < last:
+                total, best, weight = _one_split(
+                    q,
+                    position,
+                    keys,
+                    values,
+                    table,
+                    kv_head,
+                    first,
+                    last,
+                    scaling,
+                    softcap,
+                    KV_HEADS,
+                    HEAD_DIM,
+                    DIMS,
+                    BLOCK,
+                    ROWS,
+                    WINDOW,
+                    HAS_SOFTCAP,
+                    TILES_IN_BLOCKS,
+                )
+                place = (split * tl.num_programs(0) + tl.program_id(0)) * KV_HEADS + kv_head
+                tl.store(split_totals + place * (DIMS * ROWS) + dims[:, None] * ROWS + column[None, :], total)
+                tl.store(split_bests + place * ROWS + column, best)
+                tl.store(split_weights + place * ROWS + column, weight)
+        else:
+            total = tl.zeros((DIMS, ROWS), dtype=tl.float32)
+            best = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+            weight = tl.zeros((ROWS,), dtype=tl.float32)
+            for split in range(begin // SPLIT, tl.cdiv(end, SPLIT)):
+                more, more_best, more_weight = _one_split(
+                    q,
+                    position,
+                    keys,
+                    values,
+                    table,
+                    kv_head,
+                    tl.maximum(begin, split * SPLIT),
+                    tl.minimum(end, (split + 1) * SPLIT),
+                    scaling,
+                    softcap,
+                    KV_HEADS,
+                    HEAD_DIM,
+                    DIMS,
+                    BLOCK,
+                    ROWS,
+                    WINDOW,
+                    HAS_SOFTCAP,
+                    TILES_IN_BLOCKS,
+                )
+                total, best, weight = _merged(total, best, weight, more, more_best, more_weight)
+            sink = tl.zeros((ROWS,), dtype=tl.float32)
+            if HAS_SINKS:
+                sink = tl.load(sinks + head)
+            y = _divided(total, best, weight, sink, HAS_SINKS)
+            tl.store(out + places, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def merge_splits(
+    out,
+    split_totals,
+    split_bests,
+    split_weights,
+    tiles,
+    positions,
+    sinks,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """What `attend` does after its splits where they are programs of their own. Grid: (tiles, KV_HEADS)."""
+    tile = tiles + tl.program_id(0) * 3
+    kv_head = tl.program_id(1)
+    first_row, count = tl.load(tile), tl.load(tile + 1)
+    if count > 0:
+        column = tl.arange(0, ROWS)
+        is_row = column // GROUP < count
+        row = (first_row + column // GROUP).to(tl.int64)
+        head = kv_head * GROUP + column % GROUP
+        first_position = tl.load(positions + first_row)
+        dims = tl.arange(0, DIMS)
+        places = (row * (KV_HEADS * GROUP) + head)[None, :] * HEAD_DIM + dims[:, None]
+        mask = is_row[None, :] & (dims < HEAD_DIM)[:, None]
+        total = tl.zeros((DIMS, ROWS), dtype=tl.float32)
+        best = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+        weight = tl.zeros((ROWS,), dtype=tl.float32)
+        for split in range(_first_key(first_position, WINDOW) // SPLIT, tl.cdiv(first_position + count, SPLIT)):
+            place = (split * tl.num_programs(0) + tl.program_id(0)) * KV_HEADS + kv_head
+            more = tl.load(split_totals + place * (DIMS * ROWS) + dims[:, None] * ROWS + column[None, :])
+            more_best = tl.load(split_bests + place * ROWS + column)
+            more_weight = tl.load(split_weights + place * ROWS + column)
+            total, best, weight = _merged(total, best, weight, more, more_best, more_weight)
+        sink = tl.zeros((ROWS,), dtype=tl.float32)
+        if HAS_SINKS:
+            sink = tl.load(sinks + head)
+        y = _divided(total, best, weight, sink, HAS_SINKS)
+        tl.store(out + places, y.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,110 @@
+"""Triton kernel between the linear of queries, keys and values and attention: norms of heads, rotation, the KV write.
+
+One program takes one head of one token. What may not live here: attention (`attention.py`).
+"""
+
+import triton
+import triton.language as tl
+
+from holdfast.worker.decoder.gpu.kernels.norm import LAYER_NORM, NO_NORM, RMS_NORM  # noqa: F401
+
+
+@triton.jit
+def _normed(x, twin, dims, twins, mask, weight, bias, length, eps, KIND: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """A head and, in the same order, the dimensions that its own turn with; both normed."""
+    if KIND == LAYER_NORM:
+        mean = tl.sum(x, 0) / length
+        x, twin = tl.where(mask, x - mean, 0.0), tl.where(mask, twin - mean, 0.0)
+    if KIND != NO_NORM:
+        scale = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / length + eps)
+        x = x * scale * tl.load(weight + dims, mask=mask, other=0.0)
+        twin = twin * scale * tl.load(weight + twins, mask=mask, other=0.0)
+        if HAS_BIAS:
+            x += tl.load(bias + dims, mask=mask, other=0.0)
+            twin += tl.load(bias + twins, mask=mask, other=0.0)
+    return x, twin
+
+
+@triton.jit
+def split_heads(
+    qkv,  # [rows, (HEADS + 2 KV_HEADS) * HEAD_DIM], float32
+    positions,  # [rows], int32
+    slots,  # [rows], int32: block * block size + offset; -1: the row is padding
+    angles,  # [positions, 2, PAIRS], float32: cosines, sines
+    query_weight,  # [HEAD_DIM], or [HEADS, HEAD_DIM] with a stride; float32
+    query_bias,
+    key_weight,
+    key_bias,
+    queries,  # [rows, HEADS, HEAD_DIM]
+    keys,  # [slots, KV_HEADS, HEAD_DIM]
+    values,
+    query_eps,
+    key_eps,
+    weight_stride,  # between the weights of neighbouring heads, or 0
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,  # 0: nothing turns
+    INTERLEAVED: tl.constexpr,
+    QUERY_KIND: tl.constexpr,
+    HAS_QUERY_BIAS: tl.constexpr,
+    KEY_KIND: tl.constexpr,
+    HAS_KEY_BIAS: tl.constexpr,
+):
+    """Grid: (rows, HEADS + 2 KV_HEADS)."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
+    dims = tl.arange(0, BLOCK)
+    mask = dims < HEAD_DIM
+    start = qkv + row * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + head * HEAD_DIM
+    x = tl.load(start + dims, mask=mask, other=0.0)
+    if head >= HEADS + KV_HEADS:
+        if slot >= 0:
+            place = (slot * KV_HEADS + head - HEADS - KV_HEADS) * HEAD_DIM
+            tl.store(values + place + dims, x.to(values.dtype.element_ty), mask=mask)
+    else:
+        if INTERLEAVED:
+            twins = dims ^ 1
+            pairs = dims // 2
+            is_first = dims % 2 == 0
+        else:
+            twins = tl.where(dims < PAIRS, dims + PAIRS, dims - PAIRS)
+            pairs = tl.where(dims < PAIRS, dims, dims - PAIRS)
+            is_first = dims < PAIRS
+        turns = dims < 2 * PAIRS
+        twins = tl.where(turns, twins, dims)
+        twin = tl.load(start + twins, mask=mask, other=0.0)
+        if head < HEADS:
+            own = head * weight_stride
+            x, twin = _normed(
+                x,
+                twin,
+                dims,
+                twins,
+                mask,
+                query_weight + own,
+                query_bias + own,
+                HEAD_DIM,
+                query_eps,
+                QUERY_KIND,
+                HAS_QUERY_BIAS,
+            )
+        else:
+            own = (head - HEADS) * weight_stride
+            x, twin = _normed(
+                x, twin, dims, twins, mask, key_weight + own, key_bias + own, HEAD_DIM, key_eps, KEY_KIND, HAS_KEY_BIAS
+            )
+        if PAIRS > 0:
+            table = angles + tl.load(positions + row).to(tl.int64) * (2 * PAIRS) + pairs
+            cos = tl.load(table, mask=turns, other=1.0)
+            sin = tl.load(table + PAIRS, mask=turns, other=0.0)
+            x = x * cos + tl.where(is_first, -twin, twin) * sin
+        if head < HEADS:
+            place = (row * HEADS + head) * HEAD_DIM
+            tl.store(queries + place + dims, x.to(queries.dtype.element_ty), mask=mask)
+        else:
+            if slot >= 0:
+                place = (slot * KV_HEADS + head - HEADS) * HEAD_DIM
+                tl.store(keys + place + dims, x.to(keys.dtype.element_ty), mask=mask)

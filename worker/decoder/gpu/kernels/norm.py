@@ -1,0 +1,127 @@
+"""Triton kernels over whole rows: embedding, residual additions and norms.
+
+One program takes one row, in float32, so a row's bits depend on nothing beside it. What may not live here: what is
+normed when (`worker/decoder/gpu/layers.py`).
+"""
+
+import triton
+import triton.language as tl
+
+NO_NORM = tl.constexpr(0)
+RMS_NORM = tl.constexpr(1)
+LAYER_NORM = tl.constexpr(2)
+
+
+@triton.jit
+def embed(
+    token_ids,  # [rows], int32
+    table,  # [rows of this rank, hidden], dtype of the model
+    residual,  # [rows, hidden], float32
+    first_id,
+    num_ids,
+    hidden,
+    scale,
+    BLOCK: tl.constexpr,
+):
+    """The rows of this rank's share of the vocabulary; zeros for the tokens of other ranks."""
+    row = tl.program_id(0)
+    places = tl.arange(0, BLOCK)
+    token = tl.load(token_ids + row) - first_id
+    is_here = (token >= 0) & (token < num_ids)
+    token = tl.where(is_here, token, 0).to(tl.int64)
+    x = tl.load(table + token * hidden + places, mask=(places < hidden) & is_here, other=0.0).to(tl.float32)
+    tl.store(residual + row.to(tl.int64) * hidden + places, x * scale, mask=places < hidden)
+
+
+@triton.jit
+def tree_of(parts, stride, places, mask, PARTS: tl.constexpr):
+    """The sum of 1, 2, 4 or 8 arrays that lie `stride` apart, added as a binary tree."""
+    total = tl.load(parts + places, mask=mask, other=0.0)
+    if PARTS >= 2:
+        total = total + tl.load(parts + stride + places, mask=mask, other=0.0)
+    if PARTS >= 4:
+        third = tl.load(parts + 2 * stride + places, mask=mask, other=0.0)
+        total = total + (third + tl.load(parts + 3 * stride + places, mask=mask, other=0.0))
+    if PARTS >= 8:
+        fifth = tl.load(parts + 4 * stride + places, mask=mask, other=0.0)
+        left = fifth + tl.load(parts + 5 * stride + places, mask=mask, other=0.0)
+        seventh = tl.load(parts + 6 * stride + places, mask=mask, other=0.0)
+        total = total + (left + (seventh + tl.load(parts + 7 * stride + places, mask=mask, other=0.0)))
+    return total
+
+
+@triton.jit
+def normed_row(x, places, mask, weight, bias, length, eps, KIND: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """A row after its norm, in float32. Places beyond it are zero before, and nothing after."""
+    if KIND == LAYER_NORM:
+        x = tl.where(mask, x - tl.sum(x, 0) / length, 0.0)
+    if KIND != NO_NORM:
+        x = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / length + eps)) * tl.load(weight + places, mask=mask, other=0.0)
+        if HAS_BIAS:
+            x += tl.load(bias + places, mask=mask, other=0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=["num_values"])
+def sum_parts(parts, out, num_values, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """parts [PARTS, values] -> out [values]: a rank's own slices, before the ranks add theirs."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = places < num_values
+    tl.store(out + places, tree_of(parts, num_values, places, mask, PARTS), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_norm(
+    residual,  # [rows, hidden], float32
+    parts,  # [PARTS, rows, hidden], float32
+    parts_bias,  # [hidden], float32
+    out_weight,  # [hidden], float32
+    out_bias,
+    weight,  # [hidden], float32
+    bias,
+    out,  # [programs, hidden], of any dtype
+    wanted,  # [programs], int32: the rows to take
+    progress,  # [1], int64, in memory that the host sees
+    num_rows,
+    hidden,
+    residual_scale,
+    out_eps,
+    eps,
+    residual_stride,
+    out_stride,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_PARTS_BIAS: tl.constexpr,
+    OUT_KIND: tl.constexpr,
+    HAS_OUT_BIAS: tl.constexpr,
+    KIND: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SELECTS: tl.constexpr,
+    WRITES_OUT: tl.constexpr,
+    COUNTS: tl.constexpr,
+):
+    """`residual += scale * out_norm(sum of parts + bias)`, then `out = norm(residual)`; without parts only the latter.
+
+    With SELECTS, of the wanted rows alone, which are not written back. With COUNTS, the first program moves `progress`
+    by one, so that the host sees a graph's layers pass. Grid: (rows,).
+    """
+    program = tl.program_id(0).to(tl.int64)
+    row = program
+    if SELECTS:
+        row = tl.load(wanted + program).to(tl.int64)
+    places = tl.arange(0, BLOCK)
+    mask = places < hidden
+    x = tl.load(residual + row * residual_stride + places, mask=mask, other=0.0)
+    if PARTS > 0:
+        stride = tl.cast(num_rows, tl.int64) * hidden
+        y = tree_of(parts, stride, row * hidden + places, mask, PARTS)
+        if HAS_PARTS_BIAS:
+            y += tl.load(parts_bias + places, mask=mask, other=0.0)
+        x += normed_row(y, places, mask, out_weight, out_bias, hidden, out_eps, OUT_KIND, HAS_OUT_BIAS) * residual_scale
+        if not SELECTS:
+            tl.store(residual + row * residual_stride + places, x, mask=mask)
+    if WRITES_OUT:
+        y = normed_row(x, places, mask, weight, bias, hidden, eps, KIND, HAS_BIAS)
+        tl.store(out + program * out_stride + places, y.to(out.dtype.element_ty), mask=mask)
+    if COUNTS and program == 0:
+        tl.store(progress, tl.load(progress) + 1)

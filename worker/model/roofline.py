@@ -1,0 +1,195 @@
+"""Roofline of a model on a GPU: bytes and operations of each kernel of the GPU executor, over a device's rates.
+
+What may live here: arithmetic over shapes. What may not: torch, and measuring. A step takes no less than this; what it
+takes more is launches, the host, and kernels that do not reach the rates.
+
+Figures of devices are those of their data sheets (NVIDIA A100 SXM 80 GB, H100 SXM, H200 SXM, B200 of HGX): dense
+bfloat16 rates, without sparsity. NVLink rates are of one direction.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What a GPU can do, by its data sheet."""
+
+    bytes_per_s: float
+    """Of its memory."""
+    flops_per_s: float
+    """Dense, bfloat16, float32 sums."""
+    memory_bytes: int
+    link_bytes_per_s: float
+    """To the other GPUs of its host, one direction."""
+
+
+DEVICES: Final[Mapping[str, Device]] = {
+    "a100": Device(bytes_per_s=2.039e12, flops_per_s=312e12, memory_bytes=80 * 10**9, link_bytes_per_s=300e9),
+    "h100": Device(bytes_per_s=3.35e12, flops_per_s=989e12, memory_bytes=80 * 10**9, link_bytes_per_s=450e9),
+    "h200": Device(bytes_per_s=4.8e12, flops_per_s=989e12, memory_bytes=141 * 10**9, link_bytes_per_s=450e9),
+    "b200": Device(bytes_per_s=8.0e12, flops_per_s=2250e12, memory_bytes=180 * 10**9, link_bytes_per_s=900e9),
+}
+
+GRAPH_LAUNCH_S: Final = 1.5e-6
+"""Between two kernels of a CUDA graph; an assumption, to be measured (`benchmarks/gpu`)."""
+
+EAGER_LAUNCH_S: Final = 25e-6
+"""A launch of a Triton kernel from Python; an assumption, to be measured."""
+
+HOST_S: Final = 300e-6
+"""The host's part of a step that nothing hides: the plan, its arrays, the tokens read back; an assumption."""
+
+ALL_GATHER_S: Final = 10e-6
+"""Latency of a sum over ranks; an assumption."""
+
+_HALF, _FLOAT = 2, 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A dense decoder whose MLPs have gates, in bfloat16."""
+
+    num_layers: int
+    hidden: int
+    inner: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, config: Any) -> "ModelShape":
+        """Of a Hugging Face config. Raises ValueError where it is not of this kind."""
+        names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+        missing = [name for name in names if not isinstance(getattr(config, name, None), int)]
+        if missing:
+            raise ValueError(f"the config has no {missing[0]}: no roofline of such a model")
+        if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
+            raise ValueError(f"{config.model_type} has experts: no roofline of such a model")
+        num_layers, hidden, inner, num_heads, vocab_size = (getattr(config, name) for name in names)
+        return cls(
+            num_layers=num_layers,
+            hidden=hidden,
+            inner=inner,
+            num_heads=num_heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            head_dim=getattr(config, "head_dim", None) or hidden // num_heads,
+            vocab_size=vocab_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """All launches of one kernel in a step, on one rank."""
+
+    name: str
+    launches: int
+    num_bytes: float
+    flops: float
+
+    def seconds(self, device: Device) -> float:
+        """No less than this: memory or arithmetic, whichever takes longer."""
+        return max(self.num_bytes / device.bytes_per_s, self.flops / device.flops_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step on one rank of a replica."""
+
+    kernels: tuple[Kernel, ...]
+    device: Device
+    exchanged_bytes: float
+    """That a rank receives in all sums over ranks."""
+    num_exchanges: int
+    in_graph: bool
+
+    @property
+    def kernel_s(self) -> float:
+        return sum(kernel.seconds(self.device) for kernel in self.kernels)
+
+    @property
+    def exchange_s(self) -> float:
+        return self.exchanged_bytes / self.device.link_bytes_per_s + self.num_exchanges * ALL_GATHER_S
+
+    @property
+    def launch_s(self) -> float:
+        """Of a graph: the gaps between kernels. Without one: what the host needs longer than the kernels."""
+        launches = sum(kernel.launches for kernel in self.kernels)
+        if self.in_graph:
+            return launches * GRAPH_LAUNCH_S
+        return max(0.0, launches * EAGER_LAUNCH_S - self.kernel_s)
+
+    @property
+    def seconds(self) -> float:
+        return self.kernel_s + self.exchange_s + self.launch_s + HOST_S
+
+    @property
+    def share_of_kernels(self) -> float:
+        """What of the step the device computes."""
+        return self.kernel_s / self.seconds
+
+
+def step_of(
+    shape: ModelShape, device: Device, *, num_sequences: int, num_tokens: int, context: int, tp: int = 1
+) -> Step:
+    """A step of sequences that have `num_tokens` new tokens each and `context` tokens after it.
+
+    Raises ValueError where the ranks cannot share the heads.
+    """
+    if shape.num_heads % tp:
+        raise ValueError(f"tensor_parallel_size = {tp}: {shape.num_heads} heads are not shared evenly")
+    decodes = num_tokens == 1
+    kernels = tuple(_layers(shape, num_sequences, num_tokens, context, tp)) + _ends(
+        shape, num_sequences, num_tokens, tp
+    )
+    exchanged = 2 * shape.num_layers * (tp - 1) * num_sequences * num_tokens * shape.hidden * _FLOAT
+    return Step(
+        kernels=kernels,
+        device=device,
+        exchanged_bytes=exchanged,
+        num_exchanges=2 * shape.num_layers if tp > 1 else 0,
+        in_graph=decodes and tp == 1,
+    )
+
+
+def _layers(shape: ModelShape, num_sequences: int, num_tokens: int, context: int, tp: int) -> list[Kernel]:
+    rows, layers, hidden = num_sequences * num_tokens, shape.num_layers, shape.hidden
+    heads, kv_heads = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
+    width, both = heads * shape.head_dim, (heads + 2 * kv_heads) * shape.head_dim
+    inner, parts = shape.inner // tp, 8 // tp if tp < 8 else 1
+    seen = num_sequences * (num_tokens * context - num_tokens * (num_tokens - 1) // 2)
+    kv_bytes = 2 * num_sequences * context * kv_heads * shape.head_dim * _HALF
+    return [
+        _linear("qkv", layers, rows, hidden, both, 1),
+        Kernel("heads", layers, layers * rows * both * (_FLOAT + _HALF), 0.0),
+        Kernel("attention", layers, layers * (kv_bytes + 2 * rows * width * _HALF), layers * 4.0 * seen * width),
+        _linear("output", layers, rows, width, hidden, parts),
+        _linear("gate and up", layers, rows, hidden, 2 * inner, 1),
+        Kernel("activation", layers, layers * rows * inner * (2 * _FLOAT + _HALF), 0.0),
+        _linear("down", layers, rows, inner, hidden, parts),
+        Kernel("add and norm", 2 * layers, 2 * layers * rows * hidden * (_FLOAT * (parts + 2) + _HALF), 0.0),
+    ]
+
+
+def _ends(shape: ModelShape, num_sequences: int, num_tokens: int, tp: int) -> tuple[Kernel, ...]:
+    vocab, rows = shape.vocab_size // tp, num_sequences * num_tokens
+    return (
+        Kernel("embedding", 2, rows * shape.hidden * (_HALF + _FLOAT), 0.0),
+        _linear("head", 1, num_sequences, shape.hidden, vocab, 1),
+        Kernel("best token", 2, num_sequences * vocab * _FLOAT, 0.0),
+    )
+
+
+def _linear(name: str, launches: int, rows: int, inputs: int, outputs: int, parts: int) -> Kernel:
+    """Weights and inputs are read once, and float32 outputs written, one for each part of the sum."""
+    num_bytes = inputs * outputs * _HALF + rows * inputs * _HALF + parts * rows * outputs * _FLOAT
+    return Kernel(name, launches, launches * num_bytes, launches * 2.0 * rows * inputs * outputs)
+
+
+def weight_bytes(shape: ModelShape, tp: int = 1) -> int:
+    """Of one rank, the embedding's table and the head included."""
+    heads = shape.num_heads // tp + 2 * max(1, shape.num_kv_heads // tp) + shape.num_heads // tp
+    layer = shape.hidden * (heads * shape.head_dim + 3 * (shape.inner // tp))
+    return _HALF * (shape.num_layers * layer + 2 * shape.hidden * (shape.vocab_size // tp))
