@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def main() -> None:
             "gRPC": Target.parsed(grpc.address, "holdfast"),
         }
         for name, target in targets.items():
-            found[name] = run(lambda target=target: measured(target, options))
+            found[name] = run(partial(measured, target, options))
     table = Table("protocol", *next(iter(found.values())))
     for name, figures in found.items():
         table.add_row(name, *(f"{value:.3g}" for value in figures.values()))

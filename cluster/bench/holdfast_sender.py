@@ -68,7 +68,7 @@ class HoldfastSender:
             request = submission(
                 None if self._is_chat else ask.prompt,
                 params,
-                messages if self._is_chat else None,  # type: ignore[arg-type]
+                messages if self._is_chat else None,
                 model=self._model,
                 request_id="",
             )

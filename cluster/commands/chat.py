@@ -22,7 +22,7 @@ from holdfast.worker.errors import ConfigurationError, HoldfastError
 if TYPE_CHECKING:
     from holdfast.cluster.commands.answerers import Answerer
 
-_DEFAULTS: Final = replace(SamplingFlags(), max_tokens=512)
+_DEFAULTS: Final = replace(SamplingFlags(), max_tokens=512)  # type: ignore[call-arg]  # its fields are made of a table
 _HELP: Final = """\
 /new          forget what was said
 /retry        answer the last message again

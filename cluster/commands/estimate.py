@@ -78,9 +78,8 @@ def _print_resources(config: WorkerConfig, cpus_per_rank: float, ranks_per_host:
     except ValueError as error:
         raise ConfigurationError(f"--ranks-per-host = {ranks_per_host}: {error}") from None
     kept = "" if has_gpu else f" and {readable_bytes(cache_bytes)} of KV cache"
-    print(
-        f"# {readable_bytes(needs.weight_bytes)} of weights{kept} a rank{' in the memory of its GPU' if has_gpu else ''}"
-    )
+    place = " in the memory of its GPU" if has_gpu else ""
+    print(f"# {readable_bytes(needs.weight_bytes)} of weights{kept} a rank{place}")
     print("# workerGroupSpecs, the group of replicas:")
     print(yaml.safe_dump([pod.group()], sort_keys=False), end="")
     print("# serveConfigV2, args:")
