@@ -76,10 +76,9 @@ def until_serve_knows(config: HoldfastConfig) -> None:
     time.sleep(2 * HEALTH_CHECK_PERIOD_S)
 
 
-def rounds(model: str, num_rounds: int, *, has_spare: bool) -> list[Times]:
+def rounds(model: str, num_rounds: int) -> list[Times]:
     config = HoldfastConfig(
-        model=ModelConfig(model=model),
-        cluster=ClusterConfig(replicas=2, routers=1, port=0, http_port=None, spare_process=has_spare),
+        model=ModelConfig(model=model), cluster=ClusterConfig(replicas=2, routers=1, port=0, http_port=None)
     )
     found = []
     with serving(config, lambda phase, done, total: None):
@@ -100,10 +99,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-spare", action="store_true", help="without a spare process")
     parser.add_argument("--json", type=Path, help="where all rounds are written to")
     options = parser.parse_args()
-    found = rounds(options.model, options.rounds, has_spare=not options.no_spare)
+    found = rounds(options.model, options.rounds)
     table = Table("s from the kill", *(f"round {number}" for number, _ in enumerate(found, 1)))
     for phase in dict.fromkeys(name for times in found for name in times):
         table.add_row(phase, *(f"{times[phase]:.2f}" if phase in times else "" for times in found))

@@ -144,9 +144,6 @@ class ClusterConfig(Settings):
     object_store_memory: Bytes = Field(
         100 * 2**20, ge=80 * 2**20, description="object store of a Ray that is started here; no token is stored there"
     )
-    spare_process: bool = Field(
-        False, description="keep an idle process with the libraries loaded on a Ray of our own, for the next replica"
-    )
     drain_timeout_s: float = Field(
         30.0,
         ge=0,

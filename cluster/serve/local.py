@@ -14,13 +14,9 @@ from typing import Final
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve.running import noted, running_cluster
-from holdfast.cluster.serve.spare_process import PRELOADED
 from holdfast.worker.errors import ReplicaError
 
 LOOPBACK: Final = "127.0.0.1"
-
-_PRELOAD: Final = "RAY_preload_python_modules"
-"""Ray's name for the modules that every worker process imports at its start."""
 
 
 @contextmanager
@@ -32,8 +28,6 @@ def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
     """
     if config.address is None:
         _close_our_own()
-        if config.spare_process:
-            os.environ.update({_PRELOAD: PRELOADED})
     import ray
 
     on_sigterm = signal.getsignal(signal.SIGTERM)

@@ -23,7 +23,6 @@ from holdfast.cluster.serve.metrics_door import MetricsDoor, MetricsSettings
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
-from holdfast.cluster.serve.spare_process import keep_one
 from holdfast.cluster.serve.termination import end_on_sigterm
 from holdfast.cluster.serve.tokenizer_files import tokenizer_digest
 from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
@@ -108,7 +107,6 @@ class ReplicaDeployment:
             version=info.version,
             tokenizer_digest=await asyncio.to_thread(tokenizer_digest, Path(info.path)),
         )
-        self._sparing = self._loop.create_task(_keep_spare())
 
     async def _keep_looking(self) -> None:
         """Says when there is little room on this node."""
@@ -166,14 +164,6 @@ class ReplicaDeployment:
         assert self._server is not None, "its failures are heard of once it serves"
         await self._server.stop()
         await self._lease.end()
-
-
-async def _keep_spare() -> None:
-    """The next start is quicker with a spare process, and works without."""
-    try:
-        await asyncio.to_thread(keep_one, session_folder())
-    except Exception as error:  # Ray raises many kinds
-        logger.info("there is no spare process: %s", error)
 
 
 async def _opened(
