@@ -33,10 +33,12 @@ Times = dict[str, float]
 
 
 def replica_processes() -> list[psutil.Process]:
-    below = psutil.Process().children(recursive=True)
-    return [
-        one for one in below if any(word.startswith("ray::ServeReplica") and "Replica." in word for word in title(one))
-    ]
+    """By their titles, which end with the method that Serve has called, as long as it runs."""
+    return [one for one in psutil.Process().children(recursive=True) if any(map(is_replica, title(one)))]
+
+
+def is_replica(word: str) -> bool:
+    return word.startswith("ray::ServeReplica") and ":Replica" in word
 
 
 def title(process: psutil.Process) -> list[str]:
