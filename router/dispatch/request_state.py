@@ -181,6 +181,8 @@ class RequestState:
     fingerprint: str = ""
     """Model fingerprint of the last replica that it ran on; of a resumed request, perhaps behind another router."""
     identity_guaranteed: bool = True
+    replica_id: str = ""
+    """Of the last replica that it ran on."""
     num_steps: int = 0
     """Steps with output in the last attempt, as far as they matter: up to `NUM_STEPS_TO_CLEAR`."""
     num_refusals: int = 0
@@ -281,6 +283,7 @@ class RequestState:
             self.num_cached_tokens,
             self.fingerprint,
             self.identity_guaranteed,
+            self.replica_id,
         )
         return tuple.__new__(Deliver, fields)  # by names it takes four times as long, for every token
 
@@ -307,6 +310,7 @@ class RequestState:
             self.num_cached_tokens,
             self.fingerprint,
             self.identity_guaranteed,
+            self.replica_id,
         )
         return tuple.__new__(Deliver, fields)
 

@@ -249,7 +249,13 @@ class ReplicaRegistry:
 
     def loads(self) -> tuple[ReplicaLoad, ...]:
         return tuple(
-            ReplicaLoad(replica_id=replica_id, model=replica.facts.model, load=replica.load, stats=replica.stats)
+            ReplicaLoad(
+                replica_id=replica_id,
+                model=replica.facts.model,
+                load=replica.load,
+                stats=replica.stats,
+                num_ranks=replica.facts.tensor_parallel_size,
+            )
             for replica_id, replica in self._replicas.items()
         )
 

@@ -81,7 +81,7 @@ class LinkTraces:
                 self._span("holdfast.replica.decode", one, one.first_s, now)
 
     def _span(self, name: str, one: _Followed, began_s: float, ended_s: float) -> None:
-        attributes = {
+        attributes: dict[str, str | int] = {
             "holdfast.replica": self._replica_id,
             "holdfast.prompt_tokens": one.num_prompt_tokens,
             "holdfast.output_tokens": one.num_tokens,
