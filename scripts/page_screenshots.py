@@ -23,8 +23,10 @@ from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.replica.replica import Replica
 from scripts.browser import chromium
 
-QUESTION = "What is the capital of France?"
+QUESTION = "Tell me a story."
 NUM_TOKENS = 400
+NUM_BEFORE = 20
+"""Tokens that the first replica gets to make."""
 PATIENCE_S = 120.0
 WIDE, PHONE = (1360, 860), (420, 860)
 
@@ -62,11 +64,9 @@ async def taken(folder: Path) -> None:
         with chromium(*WIDE) as browser:
             await asyncio.to_thread(browser.get, url)
             await until(lambda: browser.execute_script("return document.querySelectorAll('#replicas tr').length == 2"))
+            losing = asyncio.create_task(lose_busy(members))
             await asyncio.to_thread(ask, browser)
-            await until(
-                lambda: browser.execute_script("return document.querySelector('.part')?.textContent.length > 60")
-            )
-            await lose_busy(members)
+            await losing
             await until(lambda: browser.execute_script("return document.querySelector('.mark') !== null"))
             await until(lambda: browser.execute_script("return document.querySelector('.event.lost') !== null"))
             await until(lambda: browser.execute_script("return document.querySelector('[data-over]') !== null"))
@@ -93,12 +93,15 @@ def ask(browser: Any, num_tokens: int = NUM_TOKENS) -> None:
 
 
 async def lose_busy(members: list[tuple[Replica, LinkServer]]) -> None:
-    """As when the machine of a replica is gone."""
-    for replica, link in members:
-        if replica.engine.load.num_running:
-            await link.stop()
-            return
-    raise SystemExit("no replica runs anything; ask for more tokens")
+    """As when the machine of a replica is gone, in the middle of an answer."""
+    before = {id(link): replica.engine.stats().num_tokens_generated for replica, link in members}
+    while True:
+        for replica, link in members:
+            stats = await asyncio.to_thread(replica.engine.stats)
+            if stats.num_running and stats.num_tokens_generated - before[id(link)] >= NUM_BEFORE:
+                await link.stop()
+                return
+        await asyncio.sleep(0)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ const KINDS = { up: "is up", leaving: "is leaving", back: "stays after all", los
 export function watchCluster({ at, made, key, shortName, onModels }) {
   let before = new Map();
   let models = "";
+  let newest = null;
 
   async function look() {
     if (document.hidden || !at("cluster").open) return;
@@ -26,17 +27,25 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
   }
 
   function show(cluster) {
-    told(`${cluster.open} open, ${cluster.queued} queued, ${cluster.failovers} failovers`);
+    told(`${cluster.open} open, ${cluster.queued} queued, ${counted(cluster.failovers, "failover")}`);
     at("replicas").replaceChildren(...cluster.replicas.map(row));
     at("waiting").replaceChildren(
       ...cluster.waiting.map((one) => made("li", "", `${one.count} × ${one.class}, ${one.tenant || "no tenant"}, ${one.model}`)),
     );
     if (!cluster.waiting.length) at("waiting").append(made("li", "quiet", "nothing waits"));
     at("events").replaceChildren(...cluster.events.slice(0, 20).map(event));
+    announce(cluster.events[0]);
     before = new Map(cluster.replicas.map((one) => [one.replica_id, one]));
     const names = cluster.models.map((one) => one.model).join();
     if (names !== models) onModels();
     models = names;
+  }
+
+  /** For screen readers, once for each thing that happens; the list itself is drawn anew each second. */
+  function announce(one) {
+    const said = one ? `${shortName(one.replica_id)} ${KINDS[one.kind] ?? one.kind}` : "";
+    if (newest !== null && said !== newest) at("news").textContent = said;
+    newest = said;
   }
 
   function row(one) {
@@ -90,12 +99,14 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
   const percent = (share) => (share === undefined || share === null ? "–" : `${Math.round(100 * share)} %`);
 
   function event(one) {
-    const moved = one.kind === "lost" && one.num_requests ? `; ${one.num_requests} requests go on elsewhere` : "";
+    const moved = one.kind === "lost" && one.num_requests ? `; ${counted(one.num_requests, "request")} moved` : "";
     const element = made("li", `event ${one.kind}`, `${shortName(one.replica_id)} ${KINDS[one.kind] ?? one.kind}${moved}`);
     element.title = one.told;
     element.append(made("time", "", ago(one.age_s)));
     return element;
   }
+
+  const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 
   const ago = (seconds) => (seconds < 90 ? `${Math.round(seconds)} s ago` : `${Math.round(seconds / 60)} min ago`);
 
