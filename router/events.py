@@ -122,6 +122,8 @@ class Deliver(NamedTuple):
     """`ModelInfo.fingerprint` of the replica that the tokens come from."""
     identity_guaranteed: bool = True
     """False once the request continued where equal tokens are not guaranteed: valid output, but a rerun may differ."""
+    replica_id: str = ""
+    """Of the replica that the tokens come from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +159,22 @@ class ModelStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterEvent:
+    """What has happened to a replica, as a router sees it. It says nothing of requests."""
+
+    at_s: float
+    """By the router's clock."""
+    kind: str
+    """up, leaving, back, lost."""
+    replica_id: str
+    model: str
+    told: str = ""
+    """Why, for people."""
+    num_requests: int = 0
+    """That it ran for this router: they go on elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
     """The load of a replica, as last reported."""
 
@@ -169,3 +187,5 @@ class ReplicaLoad:
     """`ModelInfo.version`."""
     is_retiring: bool = False
     """It gets no new requests."""
+    num_ranks: int = 1
+    """Tensor-parallel ranks."""

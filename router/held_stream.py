@@ -20,6 +20,9 @@ HOLD: Final = "x-holdfast-hold"
 RESUME: Final = "x-holdfast-resume"
 """Of a request: how many bytes at the end of its body are what its client has noted, and not the body's own."""
 
+REPLICAS: Final = "x-holdfast-replicas"
+"""Of a request that holds: `1` asks marks to say which replica has made what they stand for."""
+
 MARK: Final = b": held "
 
 
@@ -56,6 +59,8 @@ class Mark:
     """Where events are numbered: all of the stream so far."""
     is_last: bool = False
     """The stream is complete."""
+    replica_id: str = ""
+    """Where it was asked for."""
 
     @property
     def line(self) -> bytes:
@@ -67,6 +72,8 @@ class Mark:
             said["e"] = self.num_events
         if self.is_last:
             said["end"] = True
+        if self.replica_id:
+            said["r"] = self.replica_id
         return _line(said)
 
 

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from benchmarks.router_parts.load import info, token_at
 from benchmarks.router_parts.orders import run, say, until_the_end
-from holdfast.worker.config import HealthConfig
+from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
+from holdfast.worker.config import HealthConfig, TelemetryConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.replica.link import LinkServer
@@ -95,9 +96,11 @@ class Modelless:
         self.health = HealthConfig()
 
 
-async def main(steps_per_s: float) -> None:
+async def main(steps_per_s: float, otlp_endpoint: str | None) -> None:
     replica: Any = Modelless(PacedEngine(steps_per_s))
-    server = await LinkServer.start(cast(Replica, replica), replica_id="r0")
+    tracing = tracer_provider(TelemetryConfig(otlp_endpoint=otlp_endpoint), "replica", "r0")
+    tracer = None if tracing is None else tracing.get_tracer(SCOPE)
+    server = await LinkServer.start(cast(Replica, replica), replica_id="r0", tracer=tracer)
     say(address=server.address)
     await until_the_end()
     await server.stop()
@@ -106,4 +109,6 @@ async def main(steps_per_s: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("steps_per_s", type=float)
-    run(main(parser.parse_args().steps_per_s))
+    parser.add_argument("--otlp-endpoint", help="trace what comes with a trace context, and send the spans there")
+    arguments = parser.parse_args()
+    run(main(arguments.steps_per_s, arguments.otlp_endpoint))

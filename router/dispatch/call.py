@@ -99,7 +99,7 @@ class Call:
                     self.is_over = not self._streams
                 elif self.num_completions > 1:
                     self._streams[index] = self._streams.pop(index)
-                self.has_more = self.num_completions > 1 or stream.error is not None
+                self.has_more = self.num_completions > 1 or stream.has_more
                 return delivery if self._is_alone and delivery.usage is None else self._of_request(index, delivery)
         return None
 

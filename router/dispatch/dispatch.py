@@ -294,8 +294,17 @@ class Dispatch:
 
     def is_busy(self, replica_id: str) -> bool:
         """Whether a replica that is up has an attempt of this router."""
+        return self.num_attempts(replica_id) > 0
+
+    def num_attempts(self, replica_id: str) -> int:
+        """How many a replica has of this router; 0 where it is not up."""
         replica = self._registry.get(replica_id)
-        return replica is not None and bool(replica.attempts)
+        return 0 if replica is None else len(replica.attempts)
+
+    def model_of(self, replica_id: str) -> str:
+        """Of a replica that is up; else empty."""
+        replica = self._registry.get(replica_id)
+        return "" if replica is None else replica.facts.model
 
     def models(self) -> tuple[ModelStatus, ...]:
         """Every model that has been served here, in the order in which they first appeared."""

@@ -7,7 +7,7 @@ under any clock, a simulated one included.
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
@@ -17,6 +17,7 @@ from holdfast.router.dispatch.dispatch_stats import DispatchStats
 from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.events import (
     Action,
+    ClusterEvent,
     Deliver,
     Fail,
     ModelStatus,
@@ -34,6 +35,8 @@ from holdfast.worker.step_update import StepUpdate
 
 logger = logging.getLogger(__name__)
 
+
+NUM_NEWS: Final = 100
 
 FINEST_S: Final = 0.001
 """No timer is set nearer. uvloop's clock has a resolution of 1 ms: a nearer timer would fire again and again."""
@@ -74,6 +77,8 @@ class DispatchHost:
         self._timer: Alarm | None = None
         self._timer_due = math.inf
         """When the timer fires; infinity without one."""
+        self.news: deque[ClusterEvent] = deque(maxlen=NUM_NEWS)
+        """What has happened to replicas of late, the oldest first."""
         self._when_idle: list[Callable[[], None]] = []
         self._when_free: list[tuple[str, Callable[[], None]]] = []
 
@@ -130,6 +135,7 @@ class DispatchHost:
 
     def replica_up(self, port: ReplicaPort, facts: ReplicaFacts, load: EngineLoad) -> None:
         self._ports[facts.replica_id] = port
+        self._note_news("up", facts.replica_id, facts.model)
         self.perform(self._dispatch.replica_up(facts, load, self.now()))
         self._on_models_changed()
 
@@ -137,10 +143,12 @@ class DispatchHost:
         self.perform(self._dispatch.step(replica_id, update, self.now()))
 
     def replica_retiring(self, replica_id: str, is_retiring: bool) -> None:
+        self._note_news("leaving" if is_retiring else "back", replica_id)
         self.perform(self._dispatch.replica_retiring(replica_id, is_retiring, self.now()))
 
     def replica_down(self, replica_id: str, error: HoldfastError) -> None:
-        self._ports.pop(replica_id, None)
+        if self._ports.pop(replica_id, None) is not None:
+            self._note_news("lost", replica_id, told=str(error))
         try:
             self._see_through(
                 "dealing with a lost replica", lambda: self._dispatch.replica_down(replica_id, error, self.now())
@@ -249,6 +257,14 @@ class DispatchHost:
             self._end_broken(action)
 
     # --- inside ---
+
+    def _note_news(self, kind: str, replica_id: str, model: str = "", told: str = "") -> None:
+        num_requests = self._dispatch.num_attempts(replica_id)
+        known = model or self._dispatch.model_of(replica_id)
+        event = ClusterEvent(
+            at_s=self.now(), kind=kind, replica_id=replica_id, model=known, told=told, num_requests=num_requests
+        )
+        self.news.append(event)
 
     def _carry_out(self, action: SendSubmit | SendAbort | Fail) -> None:
         match action:

@@ -71,8 +71,7 @@ class OutputStream:
     def poll(self) -> Deliver | None:
         """All output since the last call, if any. After it, raises the error given to `fail`."""
         if self._pending:
-            delivery = self._pending[0] if len(self._pending) == 1 else merged(self._pending)
-            self._pending.clear()
+            delivery = self._first()
             if self._behind_since is not None:
                 self.behind_s += self._now() - self._behind_since
                 self._behind_since = None
@@ -81,13 +80,28 @@ class OutputStream:
             raise self.error.with_traceback(None)  # one error may end many streams
         return None
 
+    def _first(self) -> Deliver:
+        """All that waits, as far as one replica has made it."""
+        pending = self._pending
+        if pending[0].replica_id == pending[-1].replica_id:
+            self._pending = []
+            return merged(pending)
+        count = next(at for at, one in enumerate(pending) if one.replica_id != pending[0].replica_id)
+        self._pending = pending[count:]
+        return merged(pending[:count])
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is more to poll at once."""
+        return bool(self._pending) or self.error is not None
+
     def _note_behind(self) -> None:
         if self._behind_since is None:
             self._behind_since = self._now()
 
 
 def merged(deliveries: Sequence[Deliver]) -> Deliver:
-    """Consecutive deliveries as one."""
+    """Consecutive deliveries as one, of the last one's replica."""
     first, last = deliveries[0], deliveries[-1]
     if len(deliveries) == 1:
         return first

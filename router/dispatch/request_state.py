@@ -187,6 +187,8 @@ class RequestState:
     """Of a resumed request: the version of the output that its client has, of other sequences of it too."""
     parked_for: str = ""
     """The version whose replicas it waits for, beside the queue; empty while it is not parked."""
+    replica_id: str = ""
+    """Of the last replica that it ran on."""
     num_steps: int = 0
     """Steps with output in the last attempt, as far as they matter: up to `NUM_STEPS_TO_CLEAR`."""
     num_refusals: int = 0
@@ -293,6 +295,7 @@ class RequestState:
             self.num_cached_tokens,
             self.fingerprint,
             self.identity_guaranteed,
+            self.replica_id,
         )
         return tuple.__new__(Deliver, fields)  # by names it takes four times as long, for every token
 
@@ -319,6 +322,7 @@ class RequestState:
             self.num_cached_tokens,
             self.fingerprint,
             self.identity_guaranteed,
+            self.replica_id,
         )
         return tuple.__new__(Deliver, fields)
 

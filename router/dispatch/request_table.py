@@ -90,6 +90,7 @@ class RequestTable:
         state.attempt = Attempt(number=self._last_attempt, replica=replica, sent_at=now)
         state.num_steps = 0
         state.note_replica(replica.facts)
+        state.replica_id = replica.facts.replica_id
         self.by_attempt[self._last_attempt] = state
         num_new_tokens = self._num_new_tokens(state, replica)
         replica.note_sent(self._last_attempt, num_new_tokens)

@@ -178,6 +178,7 @@ class ReplicaRegistry:
                 stats=replica.stats,
                 version=replica.version,
                 is_retiring=replica.is_retiring,
+                num_ranks=replica.facts.tensor_parallel_size,
             )
             for replica_id, replica in self._replicas.items()
         )

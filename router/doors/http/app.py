@@ -26,12 +26,14 @@ from holdfast.router.doors.http.answering import Endpoint, answering, headers_of
 from holdfast.router.doors.http.authentication import guarded
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from holdfast.router.doors.http.chat_completions import ChatChunks, chat_request, whole_chat
+from holdfast.router.doors.http.cluster_view import cluster_view
 from holdfast.router.doors.http.completions import Completions, completion_requests
 from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream, Shape, Shortcut
 from holdfast.router.doors.http.messages import MessageEvents, whole_message
 from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
 from holdfast.router.doors.http.messages_body import chat_body as messages_chat
 from holdfast.router.doors.http.openapi import description
+from holdfast.router.doors.http.page_files import PAGE, page_file
 from holdfast.router.doors.http.responses import ResponseEvents, whole_response
 from holdfast.router.doors.http.responses_body import ResponsesBody
 from holdfast.router.doors.http.responses_body import chat_body as responses_chat
@@ -105,6 +107,8 @@ class HttpDoor:
             ("GET", "/version", self.version),
             ("GET", "/load", self.load),
             ("GET", "/metrics", self.metrics),
+            ("GET", "/cluster", self.cluster),
+            *(("GET", path, page_file(path)) for path in PAGE),
             ("GET", "/openapi.json", self.openapi),
         ]
         of_anthropic = [
@@ -176,7 +180,7 @@ class HttpDoor:
             encoder = Completions(body, answers, submission.identity.created, self._text_of(answers[0].model))
             catch_up(encoder, encoder.received(), submission)
             if len(answers) == 1 and isinstance(answers[0], SampledAnswer):
-                answers[0].hand_to(straight(answers[0], encoder, shortcut, is_held=submission.is_held))
+                answers[0].hand_to(straight(answers[0], encoder, shortcut, submission))
             async for event in numbered_events(encoder.numbered(), len(answers), encoder, submission):
                 yield event
 
@@ -313,6 +317,9 @@ class HttpDoor:
             for replica in host.loads()
         ]
         return json_response({"server_load": host.num_open, "num_queued": host.num_queued, "replicas": replicas})
+
+    async def cluster(self, request: Request) -> ASGIApp:
+        return json_response(cluster_view(self._dispatch_host))
 
     async def openapi(self, request: Request) -> ASGIApp:
         return json_response(description())

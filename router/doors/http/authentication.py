@@ -9,12 +9,15 @@ from typing import Final
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from holdfast.router.doors.http.page_files import PAGE
 from holdfast.router.security.gate import Gate, bearer
 
-OPEN: Final = ("/health", "/ping", "/ready")
-"""For balancers and Kubernetes, which have no key: they tell whether this router serves, and nothing else."""
+OPEN: Final = ("/health", "/ping", "/ready", *PAGE)
+"""For balancers and Kubernetes, which have no key: they tell whether this router serves, and nothing else. The page,
+which is the same everywhere, knows nothing of itself, and sends the key that its reader fills in.
+"""
 
-OF_OPERATORS: Final = ("/load", "/metrics")
+OF_OPERATORS: Final = ("/cluster", "/load", "/metrics")
 """They tell of all tenants."""
 
 

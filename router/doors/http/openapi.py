@@ -32,6 +32,7 @@ _READS: Final = {
     "/v1/models": "The models that are served.",
     "/version": "The version of the server.",
     "/load": "Open requests, and the load of each replica.",
+    "/cluster": "Replicas, what waits, and what has happened to replicas of late. For operators.",
 }
 _ERRORS: Final = {
     "400": "a field is wrong; the message names it",

@@ -14,7 +14,7 @@ from typing import Protocol, Self
 from holdfast.router.dispatch.output_stream import Taker
 from holdfast.router.doors.http.event_stream import Shortcut
 from holdfast.router.events import Deliver
-from holdfast.router.held_stream import HOLD, RESUME, Identity, Mark, Noted
+from holdfast.router.held_stream import HOLD, REPLICAS, RESUME, Identity, Mark, Noted
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.worker.errors import InvalidRequestError
@@ -30,17 +30,21 @@ class Submission:
     attempt: int = 0
     """0: the client does not come again."""
     noted: Noted | None = None
+    tells_replicas: bool = False
+    """Marks say which replica has made what they stand for."""
 
     @classmethod
     def read(cls, headers: Mapping[str, str], content: bytes) -> tuple[Self, bytes]:
         """With the body's own bytes. Raises `InvalidRequestError`, naming the header."""
-        attempt = _number(headers, HOLD)
+        attempt, tells_replicas = _number(headers, HOLD), headers.get(REPLICAS) == "1"
         if (size := _number(headers, RESUME)) and attempt:
             if size > len(content):
                 raise InvalidRequestError(RESUME, size, f"must be at most the body's size, {len(content)}")
             noted = Noted.read(content[-size:])
-            return cls(identity=noted.identity, attempt=attempt, noted=noted), content[:-size]
-        return cls(identity=Identity(uuid.uuid4().hex, int(time.time())), attempt=attempt), content
+            known = cls(identity=noted.identity, attempt=attempt, noted=noted, tells_replicas=tells_replicas)
+            return known, content[:-size]
+        identity = Identity(uuid.uuid4().hex, int(time.time()))
+        return cls(identity=identity, attempt=attempt, tells_replicas=tells_replicas), content
 
     @property
     def is_held(self) -> bool:
@@ -54,6 +58,19 @@ class Submission:
     def headers(self) -> dict[str, str]:
         """Of the response."""
         return {HOLD: self.identity.text} if self.is_held else {}
+
+    def mark(self, delivery: Deliver, encoder: "Encoder", *, is_last: bool) -> bytes:
+        """What stands behind the events of a delivery."""
+        return Mark(
+            choice=delivery.sequence_index,
+            token_ids=delivery.token_ids,
+            num_chars=len(delivery.text),
+            finish_reason=delivery.finish_reason,
+            fingerprint=delivery.fingerprint,
+            num_events=encoder.num_events,
+            is_last=is_last,
+            replica_id=delivery.replica_id if self.tells_replicas else "",
+        ).line
 
     def of(
         self, request: GenerationRequest, *, number: int = 0, num_prompts: int = 1, choices: int = 1
@@ -108,21 +125,21 @@ async def answer_events(
     async with opening as answer:
         encoder = encoder_of(answer)
         catch_up(encoder, answer.received, submission)
-        answer.hand_to(straight(answer, encoder, shortcut, is_held=is_held))
+        answer.hand_to(straight(answer, encoder, shortcut, submission))
         encoded = encoder.of
         async for delivery in answer:
             events, is_last = encoded(delivery), delivery.usage is not None
             if is_last:
                 events += encoder.end()
             if is_held:
-                events += mark(delivery, encoder, is_last=is_last)
+                events += submission.mark(delivery, encoder, is_last=is_last)
             if events:
                 yield events
 
 
-def straight(answer: SampledAnswer, encoder: Encoder, shortcut: Shortcut, *, is_held: bool) -> Taker:
+def straight(answer: SampledAnswer, encoder: Encoder, shortcut: Shortcut, submission: Submission) -> Taker:
     """Writes plain deliveries while the answer's reader waits, which therefore has written all before them."""
-    has_output, plain = answer.has_output, encoder.plain
+    has_output, plain, is_held, mark = answer.has_output, encoder.plain, submission.is_held, submission.mark
 
     def take(delivery: Deliver) -> bool:
         waiter, connection = has_output.waiter, shortcut.connection
@@ -143,7 +160,7 @@ async def numbered_events(
         if not num_answers:
             events += encoder.end()
         if submission.is_held:
-            events += mark(delivery, encoder, is_last=not num_answers)
+            events += submission.mark(delivery, encoder, is_last=not num_answers)
         yield events
 
 
@@ -152,18 +169,6 @@ def catch_up(encoder: Encoder, received: Iterable[Deliver], submission: Submissi
     for delivery in received:
         encoder.of(delivery)
     encoder.num_events = submission.num_events
-
-
-def mark(delivery: Deliver, encoder: Encoder, *, is_last: bool) -> bytes:
-    return Mark(
-        choice=delivery.sequence_index,
-        token_ids=delivery.token_ids,
-        num_chars=len(delivery.text),
-        finish_reason=delivery.finish_reason,
-        fingerprint=delivery.fingerprint,
-        num_events=encoder.num_events,
-        is_last=is_last,
-    ).line
 
 
 def _number(headers: Mapping[str, str], name: str) -> int:

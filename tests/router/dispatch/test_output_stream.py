@@ -112,3 +112,13 @@ def test_a_watch_hears_of_the_first_token_and_of_the_end():
     for one in every:
         watched.push(one)
     assert (heard, watched.num_tokens) == ([every[0], every[2]], 3)
+
+
+def test_what_two_replicas_have_made_is_read_apart():
+    stream = OutputStream("x", lambda: None)
+    for index, replica_id in enumerate("aabb"):
+        stream.push(Deliver("x", index, (index,), "t", replica_id=replica_id))
+    first = stream.poll()
+    assert (first.token_ids, first.replica_id, stream.has_more) == ((0, 1), "a", True)
+    second = stream.poll()
+    assert (second.token_ids, second.replica_id, stream.has_more) == ((2, 3), "b", False)

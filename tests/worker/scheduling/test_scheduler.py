@@ -7,6 +7,7 @@ import pytest
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.plan.step_plan import StepResult
 from holdfast.worker.request import FinishReason, TokenDelta
+from holdfast.worker.step_update import is_plain
 from tests.worker.schedulers import EOS, make_request, make_result, make_scheduler, run_to_end, shares, step
 
 
@@ -248,3 +249,13 @@ def test_stats_count_steps_tokens_and_ends():
     assert (stats.num_steps, stats.num_tokens_computed, stats.num_tokens_recomputed) == (3, 4 + 4 + 1 + 1, 0)
     assert (stats.num_finished, stats.num_aborted, stats.num_preemptions) == (1, 1, 0)
     assert (stats.num_used_blocks, stats.num_free_blocks, stats.num_wasted_slots) == (0, 64, 0)
+
+
+def test_the_first_tokens_say_how_long_the_request_has_waited():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", max_tokens=3), now=10.0)
+    deltas = []
+    while (plan := scheduler.plan(now=14.0)) is not None:
+        deltas += scheduler.commit(plan, make_result(plan))
+    assert [delta.queued_s for delta in deltas] == [4.0, 0.0, 0.0]
+    assert [is_plain(delta) for delta in deltas] == [False, True, False]

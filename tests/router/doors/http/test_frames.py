@@ -14,8 +14,9 @@ from holdfast.router.doors.http.bodies import ChatBody, CompletionBody
 from holdfast.router.doors.http.chat_completions import ChatChunks
 from holdfast.router.doors.http.completions import Completions
 from holdfast.router.doors.http.event_stream import Shortcut
-from holdfast.router.doors.http.submission import Encoder, straight
+from holdfast.router.doors.http.submission import Encoder, Submission, straight
 from holdfast.router.events import Deliver, Usage
+from holdfast.router.held_stream import Identity
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.worker.request import FinishReason, TokenLogprob
@@ -116,7 +117,7 @@ def test_what_the_socket_does_not_take_waits_and_nothing_overtakes_it():
                 written.append(encoder.of(delivery))
                 await gate.wait()  # as a `send` that waits for the client
 
-        one.hand_to(straight(one, encoder, shortcut, is_held=False))
+        one.hand_to(straight(one, encoder, shortcut, Submission(identity=Identity("x", 0))))
         reading = asyncio.create_task(read())
         await turns()
         stream.push(piece(0, "a"))  # the first one has the role before it, and goes the usual way

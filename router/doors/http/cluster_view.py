@@ -1,0 +1,62 @@
+"""Endpoint `/cluster`: the cluster as one router sees it now, for the page's live view. For operators.
+
+What may not live here: counting (`worker/stats.py`, `router/dispatch/dispatch_stats.py`).
+"""
+
+from typing import Any
+
+from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.events import ReplicaLoad
+
+
+def cluster_view(host: DispatchHost) -> dict[str, Any]:
+    """As JSON."""
+    now = host.now()
+    return {
+        "open": host.num_open,
+        "queued": host.num_queued,
+        "waiting": [
+            {"model": model, "class": priority, "tenant": tenant, "count": count}
+            for (model, priority, tenant), count in sorted(host.waiting().items())
+        ],
+        "models": [{"model": one.name, "num_replicas": one.num_replicas} for one in host.models()],
+        "replicas": [_replica(one) for one in host.loads()],
+        "failovers": sum(host.stats.failovers.values()),
+        "events": [
+            {
+                "age_s": round(now - one.at_s, 1),
+                "kind": one.kind,
+                "replica_id": one.replica_id,
+                "model": one.model,
+                "told": one.told,
+                "num_requests": one.num_requests,
+            }
+            for one in reversed(host.news)
+        ],
+    }
+
+
+def _replica(one: ReplicaLoad) -> dict[str, Any]:
+    load, stats = one.load, one.stats
+    said: dict[str, Any] = {
+        "replica_id": one.replica_id,
+        "model": one.model,
+        "num_ranks": one.num_ranks,
+        "num_running": load.num_running,
+        "num_waiting": load.num_waiting,
+        "num_used_blocks": load.num_total_blocks - load.num_free_blocks,
+        "num_total_blocks": load.num_total_blocks,
+    }
+    if stats is not None:
+        said |= {
+            "num_cached_blocks": min(stats.num_cached_blocks, load.num_free_blocks),
+            "prefix_hit_rate": stats.prefix_hit_rate,
+            "num_tokens_generated": stats.num_tokens_generated,
+            "num_preemptions": stats.num_preemptions,
+            "acceptance": stats.num_accepted_tokens / stats.num_draft_tokens if stats.num_draft_tokens else None,
+            "num_steps": stats.num_steps,
+            "plan_time_s": stats.plan_time_s,
+            "run_time_s": stats.step_time_s,
+            "commit_time_s": stats.commit_time_s,
+        }
+    return said

@@ -1,0 +1,117 @@
+// The live view of the cluster: replicas, queue, and what happens to them. Asks once a second while it is looked at.
+
+const EVERY_MS = 1_000;
+const KINDS = { up: "is up", leaving: "is leaving", back: "stays after all", lost: "was lost" };
+
+export function watchCluster({ at, made, key, shortName, onModels }) {
+  let before = new Map();
+  let models = "";
+  let newest = null;
+
+  async function look() {
+    if (document.hidden || !at("cluster").open) return;
+    const headers = key() ? { authorization: `Bearer ${key()}` } : {};
+    try {
+      const answer = await fetch("/cluster", { headers });
+      if (!answer.ok) return told(answer.status === 401 ? "The cluster is shown to an operator's key." : denied(answer));
+      show(await answer.json());
+    } catch (error) {
+      told("The router does not answer.");
+    }
+  }
+
+  const denied = (answer) => (answer.status === 403 ? "This key is no operator's." : `The server answered ${answer.status}.`);
+
+  function told(text) {
+    at("state").textContent = text;
+  }
+
+  function show(cluster) {
+    told(`${cluster.open} open, ${cluster.queued} queued, ${counted(cluster.failovers, "failover")}`);
+    at("replicas").replaceChildren(...cluster.replicas.map(row));
+    at("waiting").replaceChildren(
+      ...cluster.waiting.map((one) => made("li", "", `${one.count} × ${one.class}, ${one.tenant || "no tenant"}, ${one.model}`)),
+    );
+    if (!cluster.waiting.length) at("waiting").append(made("li", "quiet", "nothing waits"));
+    at("events").replaceChildren(...cluster.events.slice(0, 20).map(event));
+    announce(cluster.events[0]);
+    before = new Map(cluster.replicas.map((one) => [one.replica_id, one]));
+    const names = cluster.models.map((one) => one.model).join();
+    if (names !== models) onModels();
+    models = names;
+  }
+
+  /** For screen readers, once for each thing that happens; the list itself is drawn anew each second. */
+  function announce(one) {
+    const said = one ? `${shortName(one.replica_id)} ${KINDS[one.kind] ?? one.kind}` : "";
+    if (newest !== null && said !== newest) at("news").textContent = said;
+    newest = said;
+  }
+
+  function row(one) {
+    const element = made("tr", "");
+    const name = made("th", "", shortName(one.replica_id));
+    name.scope = "row";
+    name.title = `${one.replica_id}, ${one.model}`;
+    const cells = [
+      `${one.num_ranks}`,
+      `${one.num_running} + ${one.num_waiting}`,
+      null,
+      percent(one.prefix_hit_rate),
+      percent(one.acceptance),
+      steps(one),
+      rate(one),
+    ].map((text) => (text === null ? blocks(one) : made("td", "", text)));
+    element.append(name, ...cells);
+    return element;
+  }
+
+  function blocks(one) {
+    const cell = made("td", "");
+    const meter = made("meter", "");
+    meter.max = one.num_total_blocks;
+    meter.value = one.num_used_blocks;
+    const said = `${one.num_used_blocks} of ${one.num_total_blocks} blocks in use, ${one.num_cached_blocks ?? 0} cached`;
+    meter.setAttribute("aria-label", said);
+    meter.title = said;
+    cell.append(meter);
+    return cell;
+  }
+
+  /** The mean step since the last look, and how it is split. */
+  function steps(one) {
+    const last = before.get(one.replica_id) ?? {};
+    const count = one.num_steps - (last.num_steps ?? 0);
+    if (!(count > 0)) return "–";
+    const ms = ["plan", "run", "commit"].map((name) => {
+      const field = `${name}_time_s`;
+      return (1000 * (one[field] - (last[field] ?? 0))) / count;
+    });
+    return `${ms.reduce((sum, each) => sum + each).toFixed(1)} ms (${ms.map((each) => each.toFixed(1)).join(" + ")})`;
+  }
+
+  function rate(one) {
+    const last = before.get(one.replica_id);
+    if (!last || one.num_tokens_generated === undefined) return "–";
+    return `${Math.max(0, one.num_tokens_generated - (last.num_tokens_generated ?? 0))}/s`;
+  }
+
+  const percent = (share) => (share === undefined || share === null ? "–" : `${Math.round(100 * share)} %`);
+
+  function event(one) {
+    const moved = one.kind === "lost" && one.num_requests ? `; ${counted(one.num_requests, "request")} moved` : "";
+    const element = made("li", `event ${one.kind}`, `${shortName(one.replica_id)} ${KINDS[one.kind] ?? one.kind}${moved}`);
+    element.title = one.told;
+    element.append(made("time", "", ago(one.age_s)));
+    return element;
+  }
+
+  const counted = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
+
+  const ago = (seconds) => (seconds < 90 ? `${Math.round(seconds)} s ago` : `${Math.round(seconds / 60)} min ago`);
+
+  setInterval(look, EVERY_MS);
+  at("cluster").addEventListener("toggle", look);
+  at("key").addEventListener("change", look);
+  look();
+}

@@ -1,0 +1,167 @@
+"""The page in headless Chromium: a chat streams, its replica is killed, and the text goes on as if nothing had been."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+from holdfast.router.config import LimitsConfig, RouterConfig
+from holdfast.router.router import Router
+from scripts.browser import BrowserMissing, chromium
+from tests.fakes import FakeReplica
+from tests.router.doors.http.test_openai_sdk import with_template
+from tests.router.site import Site, site
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+PATIENCE_S = 90
+
+
+class Page:
+    """What a reader of the page sees and does. Selenium blocks, so each step runs on a thread beside the router."""
+
+    def __init__(self, browser, place: Site) -> None:
+        self.browser, self.place = browser, place
+
+    async def do(self, step):
+        return await asyncio.to_thread(step)
+
+    async def until(self, condition):
+        wait = WebDriverWait(self.browser, PATIENCE_S, poll_frequency=0.1)
+        return await self.do(lambda: wait.until(lambda _: condition()))
+
+    def find(self, selector: str):
+        return self.browser.find_elements(By.CSS_SELECTOR, selector)
+
+    async def open(self) -> None:
+        await self.do(lambda: self.browser.get(f"http://{self.place.router.http_address}/"))
+        await self.until(lambda: self.find("#model option"))
+
+    async def set(self, **fields: object) -> None:
+        def fill() -> None:
+            self.browser.execute_script("document.getElementById('sampling').open = true")
+            for name, value in fields.items():
+                field = self.browser.find_element(By.ID, name)
+                field.clear()
+                field.send_keys(str(value))
+
+        await self.do(fill)
+
+    async def send(self, text: str) -> None:
+        await self.do(lambda: self.browser.find_element(By.ID, "prompt").send_keys(text, Keys.ENTER))
+
+    @property
+    def text(self) -> str:
+        """Of the last answer, by all replicas together."""
+        return "".join(self.browser.execute_script(TEXTS))
+
+    @property
+    def parts(self) -> list[str]:
+        return self.browser.execute_script(REPLICAS)
+
+    async def ended(self) -> str:
+        await self.until(lambda: self.find(".assistant:last-of-type[data-over]"))
+        return (await self.do(lambda: self.find(".assistant")[-1])).get_attribute("data-over")
+
+    def complaints(self) -> list[str]:
+        """Of the console: what the content security policy refuses is said there."""
+        lines = [line["message"] for line in self.browser.get_log("browser")]
+        return [line for line in lines if "security policy" in line.lower()]
+
+
+LAST = "const last = [...document.querySelectorAll('.assistant')].at(-1);"
+TEXTS = f"{LAST} return [...last.querySelectorAll('.part')].map((part) => part.textContent);"
+REPLICAS = f"{LAST} return [...last.querySelectorAll('.part')].map((part) => part.dataset.replica);"
+
+
+@asynccontextmanager
+async def opened(*replicas: FakeReplica, **options: object) -> AsyncIterator[Page]:
+    async with site(*replicas, http=True, load_tokenizer=with_template, **options) as place:
+        try:
+            with chromium() as browser:
+                page = Page(browser, place)
+                await page.open()
+                yield page
+        except BrowserMissing as missing:
+            pytest.fail(str(missing))
+
+
+async def two_replicas() -> list[FakeReplica]:
+    return [await FakeReplica.start(f"model#Replica#{name}", step_s=0.02) for name in ("one", "two")]
+
+
+def test_a_chat_streams_and_goes_on_with_the_same_text_when_its_replica_is_killed():
+    async def run() -> None:
+        replicas = await two_replicas()
+        async with opened(*replicas) as page:
+            await page.set(max_tokens=150, seed=7)
+            await page.send("Hello")
+            assert await page.ended() == "true"
+            undisturbed = page.text
+            assert len(undisturbed) == 150
+            assert len(page.parts) == 1
+            await page.do(lambda: page.browser.find_element(By.ID, "again").click())
+            await page.until(lambda: not page.find(".assistant[data-over]") and len(page.text) > 5)
+            busy = next(replica for replica in replicas if not replica.is_idle)
+            await busy.kill()
+            page.place.replicas.remove(busy)
+            assert await page.ended() == "true"
+            assert page.text == undisturbed
+            other = next(replica for replica in replicas if replica is not busy)
+            assert page.parts == [busy.replica_id, other.replica_id]
+            (mark,) = page.find(".mark")
+            assert mark.text.endswith(f"goes on at {other.replica_id.split('#')[-1]}")
+            await page.until(lambda: page.find(".event.lost"))
+            assert "tokens/s" in page.find(".figures")[-1].text
+            assert not page.complaints()
+
+    asyncio.run(run())
+
+
+def test_a_chat_goes_on_when_the_router_that_has_served_the_page_is_replaced():
+    async def run() -> None:
+        replicas = await two_replicas()
+        async with opened(*replicas) as page:
+            await page.set(max_tokens=150, seed=7)
+            await page.send("Hello")
+            assert await page.ended() == "true"
+            undisturbed = page.text
+            await page.do(lambda: page.browser.find_element(By.ID, "again").click())
+            await page.until(lambda: not page.find(".assistant[data-over]") and len(page.text) > 5)
+            old = page.place.router
+            port = int(old.http_address.rpartition(":")[2])
+            await old.stop(hands_over=False)
+            await page.until(lambda: page.find(".assistant.lost"))
+            new = await Router.start(
+                RouterConfig(), LimitsConfig(), page.place.directory, load_tokenizer=with_template, http_port=port
+            )
+            try:
+                assert await page.ended() == "true"
+                assert page.text == undisturbed
+            finally:
+                await page.do(lambda: page.browser.get("about:blank"))
+                await new.stop()
+
+    asyncio.run(run())
+
+
+def test_a_chat_can_be_stopped_by_a_key_and_probabilities_are_shown():
+    async def run() -> None:
+        replica = await FakeReplica.start("model#Replica#one", step_s=0.02)
+        async with opened(replica) as page:
+            await page.set(max_tokens=5000)
+            await page.send("Hello")
+            await page.until(lambda: len(page.find(".assistant .part")) and len(page.text) > 5)
+            await page.do(lambda: page.browser.find_element(By.ID, "prompt").send_keys(Keys.ESCAPE))
+            assert await page.ended() == "stopped"
+            await page.place.until_idle()
+            await page.set(schema="{not json")
+            await page.send("Hello")
+            await page.until(lambda: "JSON schema cannot be read" in page.find("#status")[0].text)
+            await page.do(lambda: page.browser.find_element(By.ID, "clear").click())
+            assert not page.find(".message")
+
+    asyncio.run(run())
