@@ -101,7 +101,7 @@ def test_each_of_several_models_has_replicas_of_its_own():
 @pytest.mark.usefixtures("four_cpus")
 def test_one_more_model_is_an_application_that_names_its_cluster():
     built = holdfast.build_model({"model": {"model": "./b"}, "cluster": {"namespace": "ours"}})
-    worker, _, _, directory, _ = built._bound_deployment.init_args
+    worker, _, _, directory, *_ = built._bound_deployment.init_args
     assert (worker.model.name, directory) == ("b", "ours")
     with pytest.raises(ConfigurationError, match=r"cluster\.models: build_model makes the application of one model"):
         holdfast.build_model({"cluster": {"models": "./a,./b"}})
