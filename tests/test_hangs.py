@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 INI = """
 [pytest]
@@ -29,6 +31,7 @@ def test_after(): pass
 """
 
 
+@pytest.mark.slow
 def test_a_test_that_hangs_is_named_and_the_others_run(tmp_path):
     """On a loop that swallows what the handlers of signals raise, in a call that holds the interpreter."""
     for name, text in {

@@ -89,6 +89,11 @@ class ReplicaFacts(ModelInfo):
         return cls(replica_id=replica_id, **{item.name: getattr(info, item.name) for item in fields(ModelInfo)})
 
 
+def without_version(fingerprint: str) -> str:
+    """A fingerprint that says the same but for the version, of which `version_of` finds none."""
+    return fingerprint.removesuffix(f"/{version}") if (version := version_of(fingerprint)) else fingerprint
+
+
 def version_of(fingerprint: str) -> str:
     """The version that a fingerprint ends with; empty where it has none, or is none."""
     last = fingerprint.rpartition("/")[2]

@@ -52,7 +52,7 @@ from holdfast.worker.errors import (
     RequestSupersededError,
     VersionGoneError,
 )
-from holdfast.worker.model_info import ReplicaFacts
+from holdfast.worker.model_info import ReplicaFacts, without_version
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.service_order.waiting_queue import DUE_AFTER_S
 from holdfast.worker.step_update import StepUpdate
@@ -190,6 +190,12 @@ class Dispatch:
     def models_asleep(self, waits_s: Mapping[str, float]) -> None:
         """These models have no replica at rest, by decision: a request wakes one, and waits for so many seconds."""
         self._registry.set_asleep(waits_s)
+
+    def release_versions(self, model: str) -> None:
+        """What has output of a model may go on at any version of it, by the wish of whoever updates it in place."""
+        for state in self._requests:
+            if state.model == model:
+                state.bound_version, state.fingerprint = "", without_version(state.fingerprint)
 
     def set_orders(self, orders: Orders, now: float) -> list[Action]:
         """Operators have ordered something: what waits for a version that is retired ends, and shares may be others."""

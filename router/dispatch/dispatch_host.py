@@ -170,6 +170,10 @@ class DispatchHost:
         """Whether a model that is not known here is one at rest: asking again soon finds it."""
         return self._dispatch.is_unknown_sleeper(model)
 
+    def release_versions(self, model: str) -> None:
+        """As `Dispatch.release_versions`."""
+        self._dispatch.release_versions(model)
+
     def set_orders(self, orders: Orders) -> None:
         """Operators have ordered something."""
         self._see_through("obeying operators", lambda: self._dispatch.set_orders(orders, self.now()))

@@ -25,6 +25,14 @@ class RecentErrors(logging.Handler):
         return list(self._lines)
 
     def emit(self, record: logging.LogRecord) -> None:
-        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        error = "" if record.exc_info is None or record.exc_info[0] is None else f" ({record.exc_info[0].__name__})"
-        self._lines.append(f"{when} {record.levelname} {record.name}: {record.getMessage()}{error}"[:MAX_LENGTH])
+        try:
+            self._lines.append(_line(record)[:MAX_LENGTH])
+        except Exception:  # as every handler: whoever logs goes on, whatever is wrong with the record
+            self.handleError(record)
+
+
+def _line(record: logging.LogRecord) -> str:
+    when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    kind = record.exc_info[0] if record.exc_info else None  # False, where a caller says so
+    error = "" if kind is None else f" ({kind.__name__})"
+    return f"{when} {record.levelname} {record.name}: {record.getMessage()}{error}"

@@ -64,6 +64,7 @@ def test_every_policy_serves_the_whole_load(routing):
     assert min(result.busy_s) > 0
 
 
+@pytest.mark.slow
 def test_looking_at_the_load_balances_better_than_chance():
     trace = made_up_trace(rate=90, num_requests=400, mean_prompt=64, mean_output=32, max_len=512, seed=1)
     p99 = {}
@@ -73,6 +74,7 @@ def test_looking_at_the_load_balances_better_than_chance():
     assert p99["power_of_two"] < p99["random"]
 
 
+@pytest.mark.slow
 def test_prompts_that_begin_alike_are_sent_to_where_their_prefix_is():
     trace = made_up_trace(
         rate=100, num_requests=300, mean_prompt=16, mean_output=8, max_len=1024, seed=1, num_prefixes=16, prefix_len=400

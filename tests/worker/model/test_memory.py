@@ -39,7 +39,7 @@ def folder_of(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_bigcode", "gpt_neox", "gpt_oss", "llama", "olmo2", "phi3"])
 def test_estimates_are_what_loading_finds(family, size, folder_of, monkeypatch):
     placed = [0] * size

@@ -139,8 +139,14 @@ def chi_square_limit(degrees: int) -> float:
     return degrees * (1 - spread + 3.09 * math.sqrt(spread)) ** 3
 
 
-@pytest.mark.parametrize("num_seeds", [FEW_SEEDS, pytest.param(NUM_SEEDS, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "num_seeds"),
+    [
+        pytest.param(name, number, marks=[] if (name, number) == ("all", FEW_SEEDS) else pytest.mark.slow)
+        for name in SETTINGS
+        for number in (FEW_SEEDS, NUM_SEEDS)
+    ],
+)
 def test_two_tokens_follow_the_exact_distribution_with_and_without_drafts(name, num_seeds):
     params = SETTINGS[name]
     drawn, _ = play(params, num_seeds, speculate=False)

@@ -180,6 +180,7 @@ def test_two_hundred_thousand_steps_are_right_and_fair_and_nobody_starves():
     check_continuous(200_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_policy", [MemoryAwareBatching, StaticBatching, BucketedBatching])
 def test_the_other_policies_are_right_and_answer_everyone(make_policy):
     soak = play(make_policy, seed=2, num_steps=2_500)

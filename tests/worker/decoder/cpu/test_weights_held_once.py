@@ -81,6 +81,7 @@ def test_converted_weights_leave_no_memory_behind(folder):
     program.close()
 
 
+@pytest.mark.slow
 def test_storages_of_weights_end_with_the_load(folder):
     """What lives on of torch's memory is small: norms, biases and, where it is no part of the head, the embedding."""
     gc.collect()
