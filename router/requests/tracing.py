@@ -30,9 +30,12 @@ def note_incoming(traceparent: str) -> None:
 class RequestTrace:
     """The trace of one open request that is sampled."""
 
-    def __init__(self, tracer: "Tracer", span: "Span", traceparent: str, now: Callable[[], float]) -> None:
+    def __init__(
+        self, tracer: "Tracer", span: "Span", began_ns: int, traceparent: str, now: Callable[[], float]
+    ) -> None:
         self._tracer = tracer
         self._span = span
+        self._began_ns = began_ns
         self.traceparent = traceparent
         """For its replicas, whose spans stand below its own."""
         self._now = now
@@ -44,7 +47,8 @@ class RequestTrace:
         offset_s = time.time() - self._now()
 
         def at(moment_s: float) -> int:
-            return round(1e9 * (moment_s + offset_s))
+            # A loop's clock may count in milliseconds, and no phase begins before its request.
+            return max(self._began_ns, round(1e9 * (moment_s + offset_s)))
 
         context = trace.set_span_in_context(self._span)
         for name, began_s, ended_s, attributes in phase_spans(ended):
@@ -80,12 +84,13 @@ class RequestTracer:
 
         parent = self._propagator.extract({TRACEPARENT: _INCOMING.get()})
         attributes = {"holdfast.request_id": request_id, "gen_ai.request.model": model}
-        span = self._tracer.start_span("holdfast.request", parent, trace.SpanKind.SERVER, attributes)
+        kind, began_ns = trace.SpanKind.SERVER, time.time_ns()
+        span = self._tracer.start_span("holdfast.request", parent, kind, attributes, start_time=began_ns)
         if not span.is_recording():
             return None
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, trace.set_span_in_context(span))
-        return RequestTrace(self._tracer, span, carrier[TRACEPARENT], self._now)
+        return RequestTrace(self._tracer, span, began_ns, carrier[TRACEPARENT], self._now)
 
 
 def phase_spans(ended: EndedRequest) -> Iterator[tuple[str, float, float, dict[str, Any]]]:

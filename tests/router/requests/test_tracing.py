@@ -67,7 +67,7 @@ async def test_a_request_over_http_is_a_child_of_its_callers_span_and_so_are_its
     for name in ("queue", "prefill", "decode"):
         (span,) = spans[f"holdfast.{name}"]
         assert span.parent.span_id == request.context.span_id
-        assert request.start_time <= span.end_time <= request.end_time + 10**6
+        assert request.start_time <= span.end_time <= request.end_time + 2 * 10**6  # a loop's clock has milliseconds
     assert request.attributes["gen_ai.usage.output_tokens"] == 3
     assert request.attributes["holdfast.outcome"] == "length"
 
