@@ -44,7 +44,7 @@ def _of_model(
         num_open=len(states),
         num_queued=len(queued),
         num_queued_tokens=sum(len(one.request.prompt_token_ids) + len(one.output_token_ids) for one in queued),
-        longest_wait_s=max((now - state.opened_s for state in states if not state.output_token_ids), default=0.0),
+        longest_wait_s=max((now - one.timeline.opened_s for one in states if not one.output_token_ids), default=0.0),
         num_arrived=first.num_arrived,
         num_first_tokens=first.num_first_tokens,
         ttft_s=first.ttft_s(now),

@@ -113,7 +113,6 @@ class Dispatch:
         timeline = timeline or Timeline()
         timeline.opened_s = now
         state = RequestState.opened(request, model, text, caught_up, client_attempt, urgency, timeline)
-        state.opened_s = now
         if state.version:
             self._registry.want_version(model, state.version, now)
             if self._registry.is_gone(model, state.version, now):
@@ -404,7 +403,7 @@ class Dispatch:
         if delta.finish_reason is FinishReason.ABORT:
             return self._refuse(state, ReplicaError("the replica gave the request up"), now)
         if not state.output_token_ids:
-            self._first_tokens[state.model].note(state.opened_s, now)
+            self._first_tokens[state.model].note(state.timeline.opened_s, now)
             state.num_cached_tokens = delta.num_cached_tokens
         try:
             token_ids, logprobs = delta.token_ids[num_seen:], delta.logprobs[num_seen:]

@@ -166,8 +166,6 @@ class RequestState:
     """Text of a resumed request that goes out with the first delivery."""
     num_cached_tokens: int = 0
     status: RequestStatus = RequestStatus.QUEUED
-    opened_s: float = 0.0
-    """When this router took it, by the clock of the core's caller."""
     attempt: Attempt | None = None
     """Set where the status says that there is one."""
     urgency: tuple[float, int] = (0.0, 0)
