@@ -17,6 +17,7 @@ from tests.chaos.forked import ForkedCluster, forked_cluster, loads
 from tests.chaos.kinds import KINDS, Answer, Kind, ask
 from tests.chaos.tally import Row, Tally
 from tests.fakes import Wire
+from tests.programs import started
 
 LIMIT_S = 120
 pytestmark = pytest.mark.timeout(LIMIT_S + 60)
@@ -133,12 +134,7 @@ def test_memory_that_others_take_holds_nothing_up(tmp_path: Path, tally: Tally):
 async def memory_hog(num_bytes: int) -> AsyncIterator[None]:
     """A process that has taken so much, and touched every page of it."""
     program = f"import sys; taken = bytearray(b'x') * {num_bytes}; print('taken', flush=True); sys.stdin.read()"
-    pipe = asyncio.subprocess.PIPE
-    hog = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdin=pipe, stdout=pipe)
-    try:
+    async with started(sys.executable, "-c", program) as hog:
         assert hog.stdout is not None
-        assert await hog.stdout.readline() == b"taken\n"
+        assert await asyncio.to_thread(hog.stdout.readline) == "taken\n"
         yield
-    finally:
-        hog.kill()
-        await hog.wait()

@@ -10,6 +10,7 @@ from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
 from holdfast.foreign import grpc_service_pb2_grpc
 from holdfast.v1 import inference_pb2, inference_pb2_grpc
+from tests.programs import printed_by
 from tests.router.doors.oip.messages import infer, text
 
 PROMPT = "Once upon a time"
@@ -43,15 +44,7 @@ async def _by_oip(channel: grpc.aio.Channel) -> str:
 
 
 async def _by_triton(address: str) -> str:
-    arguments = (str(_TRITON), address, "demo", str(NUM_TRITON), str(NUM_TOKENS))
-    client = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
-    try:
-        output, _ = await client.communicate()
-    finally:
-        if client.returncode is None:
-            client.kill()
-    assert client.returncode == 0
-    return output.decode()
+    return await printed_by(sys.executable, _TRITON, address, "demo", str(NUM_TRITON), str(NUM_TOKENS))
 
 
 async def by_a_gateway(address: str, num_tokens: int) -> tuple[str, list[int]]:

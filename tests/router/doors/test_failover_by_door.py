@@ -16,6 +16,7 @@ from holdfast.v1 import inference_pb2, inference_pb2_grpc
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop, on_each_loop
+from tests.programs import printed_by
 from tests.router.doors.oip.messages import infer, text
 from tests.router.site import Site, expected, request, site
 
@@ -137,17 +138,9 @@ async def test_tritonclients_streams_outlive_their_replica():
     one, other = await FakeReplica.start("one", step_s=0.01), await FakeReplica.start("other", step_s=0.01)
     async with site(one, other) as place:
         arguments = (str(TRITON_CLIENT), place.router.address, "fake", "8", str(NUM_TOKENS))
-        client = await asyncio.create_subprocess_exec(
-            sys.executable, *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
-        )
-        assert client.stdout is not None
-        try:
-            await one.until(lambda: one.num_tokens >= 20)
-            await one.kill()
-            place.replicas.remove(one)
-            told = (await client.communicate())[0].decode().splitlines()
-        finally:
-            if client.returncode is None:
-                client.kill()
-        assert client.returncode == 0
+        client = asyncio.create_task(printed_by(sys.executable, *arguments))
+        await one.until(lambda: one.num_tokens >= 20)
+        await one.kill()
+        place.replicas.remove(one)
+        told = (await client).splitlines()
         assert told == [f"{number} {expected(f'prompt {number}', 1, NUM_TOKENS)[1]}" for number in range(8)]

@@ -23,6 +23,7 @@ from holdfast.worker.security.tls import ServerTls, Tls
 from tests.certificates import Authority
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_a_loop, on_each_loop
+from tests.programs import outcome
 from tests.router.site import collected, eventually, expected, request
 
 LIST = inference_pb2.ListModelsRequest()
@@ -89,14 +90,8 @@ async def http_answers(router: Router, tls: Tls) -> bool:
 async def openssl(address: str, authority: Authority, *more: str) -> tuple[int, str]:
     """The verdict of `openssl s_client`: its exit code, and what it says."""
     arguments = ["s_client", "-connect", address, "-CAfile", str(authority.cert), "-verify_return_error", *more]
-    pipes = {
-        "stdin": asyncio.subprocess.DEVNULL,
-        "stdout": asyncio.subprocess.PIPE,
-        "stderr": asyncio.subprocess.STDOUT,
-    }
-    process = await asyncio.create_subprocess_exec("openssl", *arguments, **pipes)
-    output, _ = await process.communicate()
-    return process.returncode, output.decode(errors="replace")
+    ended = await outcome("openssl", *arguments)
+    return ended.returncode, ended.stdout + ended.stderr
 
 
 @on_each_loop

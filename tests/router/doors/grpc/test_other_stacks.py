@@ -14,6 +14,7 @@ from holdfast.foreign import grpc_service_pb2, health_pb2
 from holdfast.v1 import inference_pb2
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop, on_each_loop
+from tests.programs import outcome
 from tests.router.doors.oip.messages import infer, text
 from tests.router.site import Site, expected, request, site
 
@@ -28,14 +29,8 @@ async def buf_curl(place: Site, method: str, data: dict, *more: str) -> tuple[in
     assert BUF is not None, "buf-bin belongs to the tools that tests need"
     url = f"http://{place.router.address}/{method}"
     arguments = ("curl", "--protocol", "grpc", "--http2-prior-knowledge", *more, "-d", json.dumps(data), url)
-    pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
-    process = await asyncio.create_subprocess_exec(BUF, *arguments, **pipes)
-    try:
-        output, errors = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    return process.returncode or 0, documents(output.decode()), errors.decode()
+    ended = await outcome(BUF, *arguments)
+    return ended.returncode, documents(ended.stdout), ended.stderr
 
 
 def documents(text: str) -> list[dict]:

@@ -1,6 +1,5 @@
 """OpenAI's client of npm, in a process of node: whole, streamed, tools, responses, errors, a stream that it leaves."""
 
-import asyncio
 import json
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ import pytest
 from tests import fakes
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_a_loop
+from tests.programs import printed_by
 from tests.router.doors.http.test_openai_sdk import text_of
 from tests.router.doors.http.test_tools import CALL, TEMPLATE, TOOLS
 from tests.router.site import site
@@ -48,10 +48,8 @@ async def test_the_npm_client_is_served(sdk):
     replica = await FakeReplica.start()
     async with site(replica, load_tokenizer=lambda path: byte_tokenizer(path, TEMPLATE), http=True) as place:
         url = f"http://{place.router.http_address}/v1"
-        node = await asyncio.create_subprocess_exec("node", sdk, url, json.dumps(TOOLS), stdout=asyncio.subprocess.PIPE)
-        out, _ = await node.communicate()
-    assert node.returncode == 0
-    told, text = json.loads(out), text_of(RENDERED, 5, 6)
+        told = json.loads(await printed_by("node", sdk, url, json.dumps(TOOLS)))
+    text = text_of(RENDERED, 5, 6)
     assert told["models"] == ["fake"]
     assert told["whole"] == [text, "length", 6]
     assert told["streamed"] == [text, 6]

@@ -1,6 +1,5 @@
 """NVIDIA's own client, unmodified and in a process of its own; and its definition of the protocol against ours."""
 
-import asyncio
 import json
 import re
 import sys
@@ -13,6 +12,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from holdfast.foreign import grpc_service_pb2, model_config_pb2
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
+from tests.programs import printed_by
 from tests.router.site import expected, site
 
 pytestmark = pytest.mark.skipif(find_spec("tritonclient") is None, reason="tritonclient is not installed")
@@ -59,24 +59,13 @@ async def test_the_program_of_the_documentation_prints_what_is_streamed():
     page = SCRIPT.parents[4].joinpath("docs/doors.md").read_text()
     (program,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "tritonclient" in text]
     async with site(await FakeReplica.start()) as place:
-        output = await printed_by("-c", program.replace("localhost:50051", place.router.address))
+        output = await printed_by(sys.executable, "-c", program.replace("localhost:50051", place.router.address))
         (submit,) = place.replicas[0].submits
         assert output == expected("The capital of France is", submit.sampling_params.seed, 8)[1]
 
 
 async def client_of(place) -> dict:
-    return json.loads(await printed_by(str(SCRIPT), place.router.address, "fake"))
-
-
-async def printed_by(*arguments: str) -> str:
-    process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdout=asyncio.subprocess.PIPE)
-    try:
-        output, _ = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    assert process.returncode == 0
-    return output.decode()
+    return json.loads(await printed_by(sys.executable, str(SCRIPT), place.router.address, "fake"))
 
 
 def test_every_message_is_that_of_tritons_definition():
