@@ -21,7 +21,7 @@ class Usage:
     """Who used the cores over a stretch of time, as shares of all cores."""
 
     ours: float
-    """The process group that was watched, and the process that watched it."""
+    """The process group that was watched, and the process that watched it, with its children that ended meanwhile."""
     others: float
     """Everyone else, and what the hypervisor took."""
 
@@ -41,7 +41,7 @@ class NoiseWatch:
 
     def _now(self) -> tuple[float, float, float]:
         own = os.times()
-        mine = (own.user + own.system) * _TICKS_PER_S + sum(_ticks(stat) for stat in _group_stats(self._group))
+        mine = sum(own[:4]) * _TICKS_PER_S + sum(_ticks(stat) for stat in _group_stats(self._group))
         return time.perf_counter(), _busy_ticks(), mine
 
 

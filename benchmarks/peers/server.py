@@ -11,7 +11,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -63,6 +63,8 @@ class Server:
                 start_new_session=True,
             )
         self._is_paused = False
+        self.doors: dict[str, str] = {}
+        """Its addresses on a network by protocol, once it is ready: `http`, and `grpc` for ours."""
 
     @property
     def group(self) -> int:
@@ -74,8 +76,19 @@ class Server:
 
     def await_ready(self) -> dict[str, str]:
         """Waits until the model is loaded. Returns the versions of its packages."""
-        versions: dict[str, str] = self._read().get("versions", {})
+        said = self._read()
+        self.doors = said.get("doors", {})
+        versions: dict[str, str] = said.get("versions", {})
         return versions
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While others ask it at its doors."""
+        self._resume()
+        try:
+            yield
+        finally:
+            self.pause()
 
     def ask(
         self,

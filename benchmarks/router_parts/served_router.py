@@ -37,7 +37,8 @@ async def main(replica: str, folder: Path | None, *, http: bool, otlp_endpoint: 
     )
     if http:
         await until_up(router.http_address)
-    say(address=router.http_address if http else router.address)  # our clients ask again until the replica is up
+    # Our clients ask again until the replica is up.
+    say(address=router.http_address if http else router.address, grpc_address=router.address)
     await until_the_end()
     await router.stop()
 

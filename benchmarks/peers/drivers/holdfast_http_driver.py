@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from http_burst import generate_over_http
+from http_burst import HttpServer
 from line_server import Generate, serve
 
 _PARTS = "benchmarks.router_parts"
@@ -18,13 +18,13 @@ _PARTS = "benchmarks.router_parts"
 def load(model: str, settings: dict[str, Any]) -> Generate:
     shared = {name: settings[name] for name in ("dtype", "max_model_len", "max_num_seqs", "num_threads")}
     given = {**shared, "kv_cache_memory": settings["kv_cache_bytes"]}
-    replica = _start("model_replica", model, "--settings", json.dumps(given))
+    replica = _start("model_replica", model, "--settings", json.dumps(given))["address"]
     router = _start("served_router", replica, "--model", model, "--http")
-    return generate_over_http(int(router.rpartition(":")[2]), Path(model).name)
+    return HttpServer(int(router["address"].rpartition(":")[2]), Path(model).name, grpc=router["grpc_address"])
 
 
-def _start(part: str, *arguments: str) -> str:
-    """Starts a process that ends with this one's group; its address."""
+def _start(part: str, *arguments: str) -> dict[str, str]:
+    """Starts a process that ends with this one's group; its addresses."""
     child = subprocess.Popen(
         [sys.executable, "-m", f"{_PARTS}.{part}", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -33,7 +33,8 @@ def _start(part: str, *arguments: str) -> str:
     if not line:
         sys.exit(f"{part} has ended ({child.wait()})")
     _children.append(child)
-    return str(json.loads(line)["address"])
+    said: dict[str, str] = json.loads(line)
+    return said
 
 
 _children: list["subprocess.Popen[bytes]"] = []

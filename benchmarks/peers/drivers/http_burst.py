@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Sequence
 
-from line_server import Generate, Output, Prompts, Sampling, split_at
+from line_server import Output, Prompts, Sampling, split_at
 
 _START_S = 400.0
 _END = b"data: [DONE]"
@@ -41,13 +41,15 @@ def start_server(command: Sequence[str], port: int, health: str = "/health") -> 
     sys.exit(f"the server was not healthy after {_START_S:.0f} s: {' '.join(command)}")
 
 
-def generate_over_http(port: int, model: str) -> Generate:
-    """Answers a burst by as many streams of `/v1/completions` as it has prompts."""
+class HttpServer:
+    """Answers a burst by as many streams of `/v1/completions` as it has prompts. `doors`: its addresses by protocol."""
 
-    def generate(prompts: Prompts, max_tokens: int, split: bool, sampling: Sampling) -> Output:
-        return asyncio.run(_burst(port, model, prompts, max_tokens, sampling))
+    def __init__(self, port: int, model: str, **doors: str) -> None:
+        self._port, self._model = port, model
+        self.doors = {"http": f"http://127.0.0.1:{port}", **doors}
 
-    return generate
+    def __call__(self, prompts: Prompts, max_tokens: int, split: bool, sampling: Sampling) -> Output:
+        return asyncio.run(_burst(self._port, self._model, prompts, max_tokens, sampling))
 
 
 async def _burst(port: int, model: str, prompts: Prompts, max_tokens: int, sampling: Sampling) -> Output:

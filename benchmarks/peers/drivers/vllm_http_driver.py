@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from http_burst import free_port, generate_over_http, start_server
+from http_burst import HttpServer, free_port, start_server
 from line_server import Generate, serve
 
 _SERVER = "vllm.entrypoints.openai.api_server"  # the `vllm` command asks for its version under the upstream name
@@ -15,7 +15,7 @@ def load(model: str, settings: dict[str, Any]) -> Generate:
     options = [text for name, value in limits.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     served = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "served"]
     start_server([sys.executable, "-m", _SERVER, "--model", model, *served, *options, "--seed", "0"], port)
-    return generate_over_http(port, "served")
+    return HttpServer(port, "served")
 
 
 if __name__ == "__main__":
