@@ -7,7 +7,10 @@ from benchmarks.router_parts.load import token_at
 from holdfast.v1 import engine_pb2
 from holdfast.worker.request import AttemptKey, EngineLoad, TokenDelta
 from holdfast.worker.step_update import StepUpdate
-from holdfast.worker.wire.link_codec import read_response, step_messages
+from holdfast.worker.wire.link_responses import (
+    read_response,
+    step_messages,
+)
 
 REPEATS = 200
 

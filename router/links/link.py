@@ -1,7 +1,7 @@
 """Router's end of the link to one replica: a gRPC stream that reconnects when it is lost.
 
 What may live here: the stream's life cycle and its gRPC options. What may not: which request goes where
-(`router/dispatch/`), conversion of messages (`worker/wire/link_codec.py`). However a session ends, the dispatch host
+(`router/dispatch/`), conversion of messages (`worker/wire/`). However a session ends, the dispatch host
 gets exactly one `replica_down` for it.
 """
 
@@ -25,12 +25,14 @@ from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.step_update import Heartbeat, Hello, StepUpdate
-from holdfast.worker.wire.link_codec import (
-    LinkMessageError,
+from holdfast.worker.wire.link_requests import (
     abort_message,
     follow_cache_message,
-    read_response,
     submit_message,
+)
+from holdfast.worker.wire.link_responses import (
+    LinkMessageError,
+    read_response,
 )
 
 logger = logging.getLogger(__name__)

@@ -1,19 +1,19 @@
-"""Request processor: turns a client's request into engine requests and opens them on the dispatch host.
+"""Request processor: opens clients' requests on the dispatch host, and answers what they ask about text.
 
-What may live here: the choice of the model, tokenization, the limits that depend on the model, the seed. What may not:
-wire formats (`router/wire/`), decisions about replicas (`router/dispatch/`).
+What may live here: the life of an open request, with its figures and its trace. What may not: checks of a request and
+what becomes of it (`request_admission.py`), wire formats (`router/wire/`), decisions about replicas
+(`router/dispatch/`).
 """
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
-from holdfast.router.dispatch.call import open_call, stopping
+from holdfast.router.dispatch.call import open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.parallel_sampling import siblings
 from holdfast.router.events import ModelStatus
@@ -24,44 +24,23 @@ from holdfast.router.requests.beam_search import BeamSearch
 from holdfast.router.requests.open_answers import OpenAnswers
 from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.router.requests.pauses import Pauses
+from holdfast.router.requests.request_admission import AdmittedRequest, RequestAdmission
 from holdfast.router.requests.request_stats import RequestStats, RequestWatch, watching
 from holdfast.router.requests.tracing import RequestTracer
-from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence, received_delivery
+from holdfast.router.resume import Resume, received_delivery
 from holdfast.router.security.gate import Caller, Gate
-from holdfast.router.text.prompt import check_length, kept_tokens
-from holdfast.router.text.text_stream import TextStream
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
-from holdfast.router.text.vocabulary import check_vocabulary, resolved
+from holdfast.router.text.vocabulary import check_vocabulary
 from holdfast.router.tools.chat_style import ChatStyle
 from holdfast.worker.errors import (
     DeadlineExceededError,
     InvalidRequestError,
-    RateLimitError,
-    ReplicaError,
-    UnknownModelError,
 )
-from holdfast.worker.request import EngineRequest
 from holdfast.worker.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
-
-OPEN_RETRY_S: Final = 1.0
-"""When to come again where a tenant has as many open requests as it may have."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Admitted:
-    """A request that has passed all checks."""
-
-    engine_request: EngineRequest
-    model: ModelStatus
-    deadline: float
-    echo: str
-    """The prompt's text if the request asks for `echo`; else empty."""
-    attempt: int
-    caller: Caller
 
 
 class RequestProcessor:
@@ -80,22 +59,33 @@ class RequestProcessor:
         self._gate = gate or Gate()
         self._tokenizers = tokenizers
         self._limits = limits
-        self._is_closed = False
         self._chat_styles: dict[str, tuple[Tokenizer, ChatStyle]] = {}
         self._open_answers = OpenAnswers()
-        self.pauses = Pauses(limits.max_queued)
-        """Which models take no new requests for now."""
+        self._admission = RequestAdmission(dispatch_host, tokenizers, limits, self._gate, self._open_answers)
         self.stats = RequestStats()
         self._tracer = None if tracer is None else RequestTracer(tracer, dispatch_host.now)
 
     @property
     def is_closed(self) -> bool:
         """New requests are refused."""
-        return self._is_closed
+        return self._admission.is_closed
 
     def close(self) -> None:
         """From here on new requests are refused; open ones go on."""
-        self._is_closed = True
+        self._admission.is_closed = True
+
+    @property
+    def pauses(self) -> Pauses:
+        """Which models take no new requests for now."""
+        return self._admission.pauses
+
+    def models(self) -> tuple[ModelStatus, ...]:
+        """Those that the caller may use."""
+        return self._admission.models()
+
+    def model(self, name: str) -> ModelStatus:
+        """As `RequestAdmission.model`."""
+        return self._admission.model(name)
 
     @asynccontextmanager
     async def open(
@@ -105,7 +95,7 @@ class RequestProcessor:
 
         `time_remaining_s` is the time until the call's own deadline; the earliest limit holds. Raises `HoldfastError`.
         """
-        admitted = await self._counted(self._admit(request, time_remaining_s))
+        admitted = await self._counted(self._admission.admit(request, time_remaining_s))
         watch = self._watch(admitted)
         if self._tracer is not None:
             admitted = self._traced(self._tracer, admitted, watch)
@@ -115,7 +105,7 @@ class RequestProcessor:
             is_over.append(answer.is_over)
 
     @asynccontextmanager
-    async def _while_it_is_read(self, admitted: "_Admitted") -> AsyncIterator[None]:
+    async def _while_it_is_read(self, admitted: AdmittedRequest) -> AsyncIterator[None]:
         """Ends the task of a reader that does not even take the error of its deadline."""
         time_left_s = admitted.deadline - self._dispatch_host.now() + self._limits.slow_reader_s
         try:
@@ -136,17 +126,16 @@ class RequestProcessor:
 
     @asynccontextmanager
     async def _opened(
-        self, request: GenerationRequest, admitted: "_Admitted", watch: RequestWatch
+        self, request: GenerationRequest, admitted: AdmittedRequest, watch: RequestWatch
     ) -> AsyncIterator[SampledAnswer]:
         engine_request, model = admitted.engine_request, admitted.model.name
         sequences = [
-            await self._new_sequence(one, index, request.resume, admitted)
+            await self._admission.new_sequence(one, index, request.resume, admitted)
             for index, one in enumerate(siblings(engine_request))
         ]
-        self._check_open()
-        self._check_tenant(
-            engine_request.request_id, engine_request.tenant
-        )  # once more: others may have come meanwhile
+        self._admission.check_open()
+        # Once more: others may have come meanwhile.
+        self._admission.check_tenant(engine_request.request_id, engine_request.tenant)
         has_output = OutputSignal()
         call = open_call(
             self._dispatch_host,
@@ -186,9 +175,9 @@ class RequestProcessor:
         self, request: GenerationRequest, time_remaining_s: float | None = None
     ) -> AsyncIterator[BeamAnswer]:
         """As `open`, for a request with a `beam_width`. The search begins with `whole`."""
-        admitted = await self._counted(self._admit(request, time_remaining_s))
+        admitted = await self._counted(self._admission.admit(request, time_remaining_s))
         engine_request, model = admitted.engine_request, admitted.model
-        self._check_tenant(engine_request.request_id, engine_request.tenant)
+        self._admission.check_tenant(engine_request.request_id, engine_request.tenant)
         search = BeamSearch.of(
             engine_request.sampling_params,
             len(engine_request.prompt_token_ids),
@@ -211,18 +200,18 @@ class RequestProcessor:
             finally:
                 admitted.caller.took_tokens(answer.num_tokens, self._dispatch_host.now())
 
-    async def _counted(self, admitting: Awaitable["_Admitted"]) -> "_Admitted":
+    async def _counted(self, admitting: Awaitable[AdmittedRequest]) -> AdmittedRequest:
         try:
             return await admitting
         except BaseException as error:
             self.stats.refused(error)
             raise
 
-    def _watch(self, admitted: "_Admitted") -> RequestWatch:
+    def _watch(self, admitted: AdmittedRequest) -> RequestWatch:
         now = self._dispatch_host.now
         return RequestWatch(self.stats, admitted.engine_request, admitted.model.name, now, now())
 
-    def _traced(self, tracer: RequestTracer, admitted: "_Admitted", watch: RequestWatch) -> "_Admitted":
+    def _traced(self, tracer: RequestTracer, admitted: AdmittedRequest, watch: RequestWatch) -> AdmittedRequest:
         """The request as its replicas get it, with the context of its trace, if it is sampled."""
         watch.on_end = trace = tracer.begin(admitted.engine_request.request_id, admitted.model.name)
         if trace is None:
@@ -289,130 +278,3 @@ class RequestProcessor:
             raise InvalidRequestError("token_ids", tuple(token_ids[:10]), limit)
         check_vocabulary("token_ids", token_ids, status.facts.vocab_size)
         return await self._tokenizers.decode(status.name, tuple(token_ids))
-
-    def models(self) -> tuple[ModelStatus, ...]:
-        """Those that the caller may use."""
-        caller = self._gate.caller()
-        return tuple(model for model in self._dispatch_host.models() if caller.may_use(model.name))
-
-    def model(self, name: str) -> ModelStatus:
-        """A model that has been served here; an empty name means the only one that the caller sees.
-
-        Raises `UnknownModelError`, `InvalidRequestError` (a name is needed), `ReplicaError` (none is up yet),
-        `PermissionDeniedError`.
-        """
-        self._gate.caller().check_model(name)
-        models = {model.name: model for model in self.models()}
-        if name not in models and self._dispatch_host.is_starting(name):
-            raise ReplicaError(f"model {name!r} was at rest; it is being started")
-        if not models:
-            raise ReplicaError("no replica is up yet")
-        if not name and len(models) > 1:
-            raise InvalidRequestError("model", name, f"must be one of {', '.join(models)}")
-        if not name:
-            return next(iter(models.values()))
-        if name not in models:
-            raise UnknownModelError(name, tuple(models))
-        return models[name]
-
-    async def _admit(self, request: GenerationRequest, time_remaining_s: float | None) -> "_Admitted":
-        self._check_open()
-        request.check(self._limits)
-        caller, now = self._gate.caller(), self._dispatch_host.now()
-        request = caller.charged(request, now)
-        self._check_tenant(request.request_id, request.tenant)
-        deadline = now + self._timeout_s(request, time_remaining_s)
-        model = self.model(request.model)
-        if request.resume is None:  # what has begun goes on
-            await self.pauses.pass_by(model.name, deadline - now)
-        engine_request = await self._engine_request(request, model)
-        caller.took_tokens(len(engine_request.prompt_token_ids), now)
-        echo = await self._echo(request, model.name, engine_request) if engine_request.sampling_params.echo else ""
-        self._check_open()
-        return _Admitted(
-            engine_request=engine_request,
-            model=model,
-            deadline=deadline,
-            echo=echo,
-            attempt=request.attempt,
-            caller=caller,
-        )
-
-    def _check_tenant(self, request_id: str, tenant: str) -> None:
-        """Refuses what would touch another tenant's request, or is more than one tenant may have open."""
-        most = self._limits.max_open_per_tenant
-        if self._gate.is_locked and self._open_answers.belongs_to_another(request_id, tenant):
-            raise InvalidRequestError("request_id", request_id, "is that of another open request")
-        if most is not None and self._open_answers.num_of(tenant) >= most:
-            told = f"its tenant has {most} open requests, which is the most (limits.max_open_per_tenant)"
-            raise RateLimitError(told, OPEN_RETRY_S)
-
-    async def _new_sequence(
-        self, sibling: EngineRequest, index: int, resume: Resume | None, admitted: "_Admitted"
-    ) -> NewSequence:
-        """One sequence of a request, ready to open. A resumed one continues after what the client has."""
-        text = TextStream(self._tokenizers[admitted.model.name], sibling.sampling_params, sibling.prompt_token_ids)
-        if resume is None:
-            return new_sequence(sibling, text, None, index)
-        received, facts = resume.progress(index).token_ids, admitted.model.facts
-        field, num_prompt_tokens = f"resume.sequences[{index}].token_ids", len(sibling.prompt_token_ids)
-        check_vocabulary(field, received, facts.vocab_size)
-        _check_room(field, len(received), num_prompt_tokens, facts.max_model_len)
-        check_ends(field, received, sibling, facts.eos_token_ids)
-        await self._tokenizers.check_output(admitted.model.name, field, sibling.grammar, received, facts.eos_token_ids)
-        return await asyncio.to_thread(new_sequence, sibling, text, resume, index, len(admitted.echo))
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise stopping()
-
-    def _timeout_s(self, request: GenerationRequest, time_remaining_s: float | None) -> float:
-        timeout_s = self._limits.default_timeout_s if request.timeout_s is None else request.timeout_s
-        return timeout_s if time_remaining_s is None else min(timeout_s, time_remaining_s)
-
-    async def _engine_request(self, request: GenerationRequest, model: ModelStatus) -> EngineRequest:
-        request_id = request.request_id or uuid.uuid4().hex
-        token_ids = await self._prompt_token_ids(request, model)
-        token_ids = kept_tokens(token_ids, request.sampling_params, model.facts.max_sequence_len)
-        shown = request.prompt if request.chat is None else request.chat.messages
-        max_sequence_len, max_model_len = model.facts.max_sequence_len, model.facts.max_model_len
-        check_length(
-            request.prompt_field, shown, len(token_ids), max_sequence_len=max_sequence_len, max_model_len=max_model_len
-        )
-        return EngineRequest(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
-            sampling_params=resolved(
-                request.sampling_params, request_id, vocab_size=model.facts.vocab_size, max_model_len=max_model_len
-            ),
-            priority=request.priority,
-            cache_salt=request.cache_salt,
-            tenant=request.tenant,
-            session_id=request.session_id,
-            bad_word_token_ids=await self._tokenizers.bad_words(model.name, request.sampling_params.bad_words),
-            grammar=await self._tokenizers.grammar(model.name, request.sampling_params.structure),
-        )
-
-    async def _prompt_token_ids(self, request: GenerationRequest, model: ModelStatus) -> tuple[int, ...]:
-        """The token ids of the whole prompt, before truncation."""
-        if request.chat is not None:
-            text = await self._tokenizers.render(model.name, request.chat)
-            check_text(text, self._limits, "chat")  # a template adds to each message
-            return await self._tokenizers.encode(model.name, text, add_special_tokens=False)
-        if isinstance(request.prompt, str):
-            return await self._tokenizers.encode(model.name, request.prompt)
-        check_vocabulary("token_ids", request.prompt, model.facts.vocab_size)
-        return request.prompt
-
-    async def _echo(self, request: GenerationRequest, model: str, engine_request: EngineRequest) -> str:
-        """The text that `echo` puts before the output; of a chat, the rendered prompt."""
-        prompt = request.prompt if request.chat is None else engine_request.prompt_token_ids
-        return await self._tokenizers.echo(model, prompt, engine_request)
-
-
-def _check_room(field: str, num_received: int, num_prompt_tokens: int, max_model_len: int) -> None:
-    """Raises `InvalidRequestError` if the received tokens do not fit into the context after the prompt."""
-    most = max_model_len - num_prompt_tokens
-    if num_received > most:
-        limit = f"must have at most {most} tokens: this model's maximum context length is {max_model_len} tokens"
-        raise InvalidRequestError(field, num_received, f"{limit}, and the prompt has {num_prompt_tokens}")

@@ -27,7 +27,10 @@ from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.request import AttemptKey, EngineLoad, FinishReason, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_update import StepUpdate
-from holdfast.worker.wire.link_codec import read_response, step_messages
+from holdfast.worker.wire.link_responses import (
+    read_response,
+    step_messages,
+)
 from tests import loops
 
 NUM_STREAMS = 32

@@ -1,7 +1,7 @@
 """Link server of a replica: `holdfast.v1.Engine` over gRPC, one stream per router, one message per step.
 
 What may live here: the stubs, and the hand-over between the engine's thread and the event loop. What may not: the
-meaning of messages (`worker/wire/link_codec.py`), decisions. When a router's stream ends, for whatever reason, all
+meaning of messages (`worker/wire/`), decisions. When a router's stream ends, for whatever reason, all
 requests that came through it are aborted.
 """
 
@@ -23,9 +23,11 @@ from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import AttemptKey, EngineRequest
 from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.step_update import Heartbeat, Hello, Rejection, StepUpdate
-from holdfast.worker.wire.link_codec import (
-    LinkMessageError,
+from holdfast.worker.wire.link_requests import (
     engine_request,
+)
+from holdfast.worker.wire.link_responses import (
+    LinkMessageError,
     heartbeat_message,
     hello_message,
     step_messages,

@@ -199,5 +199,5 @@ def test_both_ends_of_a_link_speak_protobuf():
     assert {method.name for method in service.methods} == {"Link"}
     (link,) = service.methods
     assert (link.input_type.name, link.output_type.name) == ("LinkRequest", "LinkResponse")
-    source = (ROOT / "worker/wire/link_codec.py").read_text()
+    source = (ROOT / "worker/wire/link_responses.py").read_text()
     assert "engine_pb2" in source

@@ -12,7 +12,10 @@ from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
-from holdfast.worker.wire.link_codec import engine_request, submit_message
+from holdfast.worker.wire.link_requests import (
+    engine_request,
+    submit_message,
+)
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_each_loop
 from tests.router import sample_tokenizers as sample

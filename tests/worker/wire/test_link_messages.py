@@ -33,8 +33,10 @@ from holdfast.worker.sampling_params import MAX_LOGPROBS, MAX_SEED, SamplingPara
 from holdfast.worker.stats import NO_STEPS, EngineStats
 from holdfast.worker.step_update import CacheChanges, Heartbeat, Hello, PlainTokens, Rejection, StepUpdate
 from holdfast.worker.suspicion import Suspicion
-from holdfast.worker.wire import link_codec as codec
-from holdfast.worker.wire.link_codec import LinkMessageError
+from holdfast.worker.wire import link_requests, link_responses
+from holdfast.worker.wire.link_responses import (
+    LinkMessageError,
+)
 
 VOCAB_SIZE = 50_000
 Words = TypeVar("Words")
@@ -151,24 +153,24 @@ heartbeats = of(Heartbeat, progress=uint64, expected_gap_s=st.floats(0, width=32
 
 @given(attempt=uint64, request=requests)
 def test_a_submission_comes_through(attempt, request):
-    submit = sent_down(codec.submit_message(attempt, request)).submit
+    submit = sent_down(link_requests.submit_message(attempt, request)).submit
     group_id = request.group_id and GroupKey("link-1", request.group_id)
-    received = codec.engine_request(submit, "link-1", VOCAB_SIZE)
+    received = link_requests.engine_request(submit, "link-1", VOCAB_SIZE)
     assert (submit.attempt, received) == (attempt, replace(request, group_id=group_id))
 
 
 @given(attempt=uint64)
 def test_an_abort_comes_through(attempt):
-    assert sent_down(codec.abort_message(attempt)).abort.attempt == attempt
+    assert sent_down(link_requests.abort_message(attempt)).abort.attempt == attempt
 
 
 def test_a_router_can_ask_for_the_cache():
-    assert sent_down(codec.follow_cache_message()).HasField("follow_cache")
+    assert sent_down(link_requests.follow_cache_message()).HasField("follow_cache")
 
 
 @given(update=updates)
 def test_an_update_comes_through_with_the_numbers_of_attempts(update):
-    (message,) = codec.step_messages(update)
+    (message,) = link_responses.step_messages(update)
     plain, others = PlainTokens.split([replace(delta, attempt=delta.attempt.number) for delta in update.deltas])
     assert sent_up(message) == replace(update, plain=PlainTokens(*map(tuple, plain)), deltas=tuple(others))
 
@@ -190,21 +192,21 @@ def test_columns_and_deltas_are_what_was_said_and_an_attempts_own_keep_their_ord
 
 @given(hello=hellos)
 def test_a_hello_comes_through(hello):
-    assert sent_up(codec.hello_message(hello)) == hello
+    assert sent_up(link_responses.hello_message(hello)) == hello
 
 
 @given(heartbeat=heartbeats)
 def test_a_heartbeat_comes_through(heartbeat):
-    assert sent_up(codec.heartbeat_message(heartbeat)) == heartbeat
+    assert sent_up(link_responses.heartbeat_message(heartbeat)) == heartbeat
 
 
 def test_a_large_cache_comes_in_pieces_of_one_update():
-    blocks = range(2 * codec.MAX_CACHE_EVENTS + 1)
+    blocks = range(2 * link_responses.MAX_CACHE_EVENTS + 1)
     update = StepUpdate(load=NO_LOAD, step_id=7, cache=CacheChanges(stored=blocks[5:], evicted=blocks[:5]))
-    parts = [sent_up(message) for message in codec.step_messages(update)]
+    parts = [sent_up(message) for message in link_responses.step_messages(update)]
     assert [(part.step_id, len(part.cache.stored) + len(part.cache.evicted)) for part in parts] == [
-        (7, codec.MAX_CACHE_EVENTS),
-        (7, codec.MAX_CACHE_EVENTS),
+        (7, link_responses.MAX_CACHE_EVENTS),
+        (7, link_responses.MAX_CACHE_EVENTS),
         (7, 1),
     ]
     assert [block for part in parts for block in part.cache.stored] == list(blocks[5:])
@@ -277,7 +279,7 @@ def test_messages_have_a_field_for_each_of_the_words():
 )
 def test_what_a_replica_says_wrongly_is_named(message, told):
     with pytest.raises(LinkMessageError, match=told):
-        codec.read_response(message)
+        link_responses.read_response(message)
 
 
 @pytest.mark.parametrize(
@@ -305,14 +307,14 @@ def test_what_a_replica_says_wrongly_is_named(message, told):
 def test_what_a_router_asks_wrongly_is_refused_by_field(change, told):
     submit = engine_pb2.Submit(**({"prompt_token_ids": [1], "sampling_params": {"top_p": 1.0}} | change))
     with pytest.raises(InvalidRequestError, match=told):
-        codec.engine_request(submit, "link-1", VOCAB_SIZE)
+        link_requests.engine_request(submit, "link-1", VOCAB_SIZE)
 
 
 @st.composite
 def garbled(draw: st.DrawFn) -> tuple[bytes, bytes]:
     """A submission and an update, each with some of its bytes changed; or just bytes."""
-    (up,) = codec.step_messages(draw(updates))
-    messages = codec.submit_message(draw(uint64), draw(requests)), up
+    (up,) = link_responses.step_messages(draw(updates))
+    messages = link_requests.submit_message(draw(uint64), draw(requests)), up
     return tuple(_garbled(draw, message.SerializeToString()) for message in messages)
 
 
@@ -326,9 +328,9 @@ def test_whatever_bytes_come_are_read_or_named(data):
     """Nothing else than these errors comes out of a codec, so that no link's task ends by them."""
     down, up = parsed(engine_pb2.LinkRequest, data[0]), parsed(engine_pb2.LinkResponse, data[1])
     with suppress(LinkMessageError):
-        codec.read_response(up)
+        link_responses.read_response(up)
     with suppress(InvalidRequestError):
-        codec.engine_request(engine_pb2.Submit() if down is None else down.submit, "link-1", VOCAB_SIZE)
+        link_requests.engine_request(engine_pb2.Submit() if down is None else down.submit, "link-1", VOCAB_SIZE)
 
 
 NO_LOAD = EngineLoad(num_running=0, num_waiting=0, num_waiting_tokens=0, num_free_blocks=9, num_total_blocks=9)
@@ -339,12 +341,12 @@ def sent_down(message: engine_pb2.LinkRequest) -> engine_pb2.LinkRequest:
 
 
 def sent_up(message: engine_pb2.LinkResponse) -> Hello | StepUpdate | Heartbeat:
-    return codec.read_response(engine_pb2.LinkResponse.FromString(message.SerializeToString()))
+    return link_responses.read_response(engine_pb2.LinkResponse.FromString(message.SerializeToString()))
 
 
 def rejected(error: HoldfastError) -> HoldfastError:
     rejection = Rejection(attempt=AttemptKey("link-1", 5), error=error)
-    (message,) = codec.step_messages(StepUpdate(load=NO_LOAD, rejections=(rejection,)))
+    (message,) = link_responses.step_messages(StepUpdate(load=NO_LOAD, rejections=(rejection,)))
     (received,) = sent_up(message).rejections
     assert received.attempt == 5
     return received.error

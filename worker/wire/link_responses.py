@@ -1,17 +1,14 @@
-"""Codec of the link between routers and replicas: plain data to protobuf messages and back, for both ends.
+"""Link responses: what a replica says to a router, as plain data and as protobuf messages, for both ends.
 
 What may live here: field by field conversion, kept lean, for it runs at least once a step, and the checks of messages.
-What may not: decisions, IO (`worker/replica/link.py`, `router/links/link.py`), the public API.
-
-An attempt crosses the wire as its number alone, which is the router's key of it; the replica combines it with the
-link's name (`AttemptKey`), since each router counts for itself. The same holds for groups.
+What may not: what a router says (`link_requests.py`), decisions, IO (`worker/replica/link.py`,
+`router/links/link.py`), the public API.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import fields
-from enum import IntEnum
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from holdfast.v1 import engine_pb2
 from holdfast.worker.errors import (
@@ -27,14 +24,10 @@ from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.request import (
     AttemptKey,
     EngineLoad,
-    EngineRequest,
     FinishReason,
-    GroupKey,
-    Priority,
     TokenDelta,
     TokenLogprob,
 )
-from holdfast.worker.sampling_fields import TOKEN_WORLD, fields_of, params_of
 from holdfast.worker.stats import NO_STEPS, EngineStats
 from holdfast.worker.step_update import (
     NO_CHANGES,
@@ -45,7 +38,6 @@ from holdfast.worker.step_update import (
     Rejection,
     StepUpdate,
 )
-from holdfast.worker.suspicion import Suspicion
 
 if TYPE_CHECKING:
     from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
@@ -65,8 +57,6 @@ _LOAD_NAMES: Final = tuple(item.name for item in fields(EngineLoad))
 _STATS_NAMES: Final = tuple(item.name for item in fields(EngineStats))
 _COUNTS: Final = ("max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks")
 
-Kind = TypeVar("Kind", bound=IntEnum)
-
 
 class LinkMessageError(ReplicaError):
     """The other end of a link has said what cannot be read. The message names the field, the value and the limit."""
@@ -82,93 +72,7 @@ class ReplicaRefusal(InvalidRequestError):
         self.limit = limit
 
 
-# --- down, at the router's end ---
-
-
-def submit_message(attempt: int, request: EngineRequest) -> engine_pb2.LinkRequest:
-    submit = engine_pb2.Submit(
-        attempt=attempt,
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=request.output_token_ids,
-        sampling_params=_sampling_params_message(request),
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        tenant=request.tenant,
-        time_left_ms=None if request.time_left_s is None else round(1000 * request.time_left_s),
-        group_id=str(request.group_id),
-        suspicion=int(request.suspicion),  # type: ignore[arg-type]  # the numbers are those of the message's enum
-        traceparent=request.traceparent,
-    )
-    return engine_pb2.LinkRequest(submit=submit)
-
-
-def abort_message(attempt: int) -> engine_pb2.LinkRequest:
-    return engine_pb2.LinkRequest(abort=engine_pb2.Abort(attempt=attempt))
-
-
-def follow_cache_message() -> engine_pb2.LinkRequest:
-    return engine_pb2.LinkRequest(follow_cache=engine_pb2.FollowCache())
-
-
-def _sampling_params_message(request: EngineRequest) -> engine_pb2.EngineSamplingParams:
-    return engine_pb2.EngineSamplingParams(
-        **fields_of(request.sampling_params, engine_pb2.EngineSamplingParams, TOKEN_WORLD),
-        bad_words=[engine_pb2.TokenSequence(ids=word) for word in request.bad_word_token_ids],
-        grammar=request.grammar,
-    )
-
-
-# --- down, at the replica's end ---
-
-
-def engine_request(submit: engine_pb2.Submit, link: str, vocab_size: int) -> EngineRequest:
-    """As it comes by a link of that name. Raises `InvalidRequestError`, by field, for what an engine must not get."""
-    params = submit.sampling_params
-    request = EngineRequest(
-        request_id=submit.request_id,
-        prompt_token_ids=tuple(submit.prompt_token_ids),
-        sampling_params=params_of(params, TOKEN_WORLD),
-        priority=_member(Priority, "priority", submit.priority),
-        output_token_ids=tuple(submit.output_token_ids),
-        cache_salt=submit.cache_salt,
-        tenant=submit.tenant,
-        time_left_s=submit.time_left_ms / 1000 if submit.HasField("time_left_ms") else None,
-        bad_word_token_ids=tuple(tuple(word.ids) for word in params.bad_words),
-        grammar=params.grammar,
-        group_id=GroupKey(link, submit.group_id) if submit.group_id else "",
-        suspicion=_member(Suspicion, "suspicion", submit.suspicion),
-        traceparent=submit.traceparent,
-    )
-    _check_vocabulary(request, vocab_size)
-    return request
-
-
-def _member(kind: type[Kind], field: str, number: int) -> Kind:
-    try:
-        return kind(number)
-    except ValueError:
-        raise InvalidRequestError(field, number, f"must be one of {', '.join(map(str, map(int, kind)))}") from None
-
-
-def _check_vocabulary(request: EngineRequest, vocab_size: int) -> None:
-    """A token id beyond the model's vocabulary would bring the engine down, and not only its own request."""
-    params = request.sampling_params
-    checked: tuple[tuple[str, Iterable[int]], ...] = (
-        ("prompt", request.prompt_token_ids),
-        ("output_token_ids", request.output_token_ids),
-        ("sampling_params.stop_token_ids", params.stop_token_ids),
-        ("sampling_params.logit_bias", params.logit_bias),
-        ("sampling_params.allowed_token_ids", params.allowed_token_ids or ()),
-        ("sampling_params.bad_words", (token_id for word in request.bad_word_token_ids for token_id in word)),
-    )
-    for field, token_ids in checked:
-        largest = max(token_ids, default=0)
-        if largest >= vocab_size:
-            raise InvalidRequestError(field, largest, f"token ids must be below the vocabulary's size, {vocab_size}")
-
-
-# --- up, at the replica's end ---
+# --- at the replica's end ---
 
 
 def hello_message(hello: Hello) -> engine_pb2.LinkResponse:
@@ -278,7 +182,7 @@ def _stats_message(stats: EngineStats) -> engine_pb2.EngineStats:
     return engine_pb2.EngineStats(**{name: getattr(stats, name) for name in _STATS_NAMES})
 
 
-# --- up, at the router's end ---
+# --- at the router's end ---
 
 
 def read_response(message: engine_pb2.LinkResponse | None) -> Hello | StepUpdate | Heartbeat:

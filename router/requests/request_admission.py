@@ -1,0 +1,191 @@
+"""Request admission: the checks of a client's request, and the engine request that it becomes.
+
+What may live here: the choice of the model, tokenization, the limits that depend on the model and the tenant, the
+seed. What may not: opening requests and their answers (`request_processor.py`), wire formats (`router/wire/`).
+"""
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+from typing import Final
+
+from holdfast.router.config import LimitsConfig
+from holdfast.router.dispatch.call import stopping
+from holdfast.router.dispatch.dispatch_host import DispatchHost
+from holdfast.router.events import ModelStatus
+from holdfast.router.request import GenerationRequest, check_text
+from holdfast.router.requests.open_answers import OpenAnswers
+from holdfast.router.requests.pauses import Pauses
+from holdfast.router.resume import NewSequence, Resume, check_ends, new_sequence
+from holdfast.router.security.gate import Caller, Gate
+from holdfast.router.text.prompt import check_length, kept_tokens
+from holdfast.router.text.text_stream import TextStream
+from holdfast.router.text.tokenizer_registry import TokenizerRegistry
+from holdfast.router.text.vocabulary import check_vocabulary, resolved
+from holdfast.worker.errors import InvalidRequestError, RateLimitError, ReplicaError, UnknownModelError
+from holdfast.worker.request import EngineRequest
+
+OPEN_RETRY_S: Final = 1.0
+"""When to come again where a tenant has as many open requests as it may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmittedRequest:
+    """A request that has passed all checks."""
+
+    engine_request: EngineRequest
+    model: ModelStatus
+    deadline: float
+    echo: str
+    """The prompt's text if the request asks for `echo`; else empty."""
+    attempt: int
+    caller: Caller
+
+
+class RequestAdmission:
+    """Admits requests to a router. Raises the `HoldfastError` of the first check that fails."""
+
+    def __init__(
+        self,
+        dispatch_host: DispatchHost,
+        tokenizers: TokenizerRegistry,
+        limits: LimitsConfig,
+        gate: Gate,
+        open_answers: OpenAnswers,
+    ) -> None:
+        self._dispatch_host = dispatch_host
+        self._tokenizers = tokenizers
+        self._limits = limits
+        self._gate = gate
+        self._open_answers = open_answers
+        self.is_closed = False
+        """New requests are refused."""
+        self.pauses = Pauses(limits.max_queued)
+        """Which models take no new requests for now."""
+
+    def models(self) -> tuple[ModelStatus, ...]:
+        """Those that the caller may use."""
+        caller = self._gate.caller()
+        return tuple(model for model in self._dispatch_host.models() if caller.may_use(model.name))
+
+    def model(self, name: str) -> ModelStatus:
+        """A model that has been served here; an empty name means the only one that the caller sees.
+
+        Raises `UnknownModelError`, `InvalidRequestError` (a name is needed), `ReplicaError` (none is up yet),
+        `PermissionDeniedError`.
+        """
+        self._gate.caller().check_model(name)
+        models = {model.name: model for model in self.models()}
+        if name not in models and self._dispatch_host.is_starting(name):
+            raise ReplicaError(f"model {name!r} was at rest; it is being started")
+        if not models:
+            raise ReplicaError("no replica is up yet")
+        if not name and len(models) > 1:
+            raise InvalidRequestError("model", name, f"must be one of {', '.join(models)}")
+        if not name:
+            return next(iter(models.values()))
+        if name not in models:
+            raise UnknownModelError(name, tuple(models))
+        return models[name]
+
+    async def admit(self, request: GenerationRequest, time_remaining_s: float | None) -> AdmittedRequest:
+        self.check_open()
+        request.check(self._limits)
+        caller, now = self._gate.caller(), self._dispatch_host.now()
+        request = caller.charged(request, now)
+        self.check_tenant(request.request_id, request.tenant)
+        deadline = now + self._timeout_s(request, time_remaining_s)
+        model = self.model(request.model)
+        if request.resume is None:  # what has begun goes on
+            await self.pauses.pass_by(model.name, deadline - now)
+        engine_request = await self._engine_request(request, model)
+        caller.took_tokens(len(engine_request.prompt_token_ids), now)
+        echo = await self._echo(request, model.name, engine_request) if engine_request.sampling_params.echo else ""
+        self.check_open()
+        return AdmittedRequest(
+            engine_request=engine_request,
+            model=model,
+            deadline=deadline,
+            echo=echo,
+            attempt=request.attempt,
+            caller=caller,
+        )
+
+    def check_tenant(self, request_id: str, tenant: str) -> None:
+        """Refuses what would touch another tenant's request, or is more than one tenant may have open."""
+        most = self._limits.max_open_per_tenant
+        if self._gate.is_locked and self._open_answers.belongs_to_another(request_id, tenant):
+            raise InvalidRequestError("request_id", request_id, "is that of another open request")
+        if most is not None and self._open_answers.num_of(tenant) >= most:
+            told = f"its tenant has {most} open requests, which is the most (limits.max_open_per_tenant)"
+            raise RateLimitError(told, OPEN_RETRY_S)
+
+    async def new_sequence(
+        self, sibling: EngineRequest, index: int, resume: Resume | None, admitted: AdmittedRequest
+    ) -> NewSequence:
+        """One sequence of a request, ready to open. A resumed one continues after what the client has."""
+        text = TextStream(self._tokenizers[admitted.model.name], sibling.sampling_params, sibling.prompt_token_ids)
+        if resume is None:
+            return new_sequence(sibling, text, None, index)
+        received, facts = resume.progress(index).token_ids, admitted.model.facts
+        field, num_prompt_tokens = f"resume.sequences[{index}].token_ids", len(sibling.prompt_token_ids)
+        check_vocabulary(field, received, facts.vocab_size)
+        _check_room(field, len(received), num_prompt_tokens, facts.max_model_len)
+        check_ends(field, received, sibling, facts.eos_token_ids)
+        await self._tokenizers.check_output(admitted.model.name, field, sibling.grammar, received, facts.eos_token_ids)
+        return await asyncio.to_thread(new_sequence, sibling, text, resume, index, len(admitted.echo))
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise stopping()
+
+    def _timeout_s(self, request: GenerationRequest, time_remaining_s: float | None) -> float:
+        timeout_s = self._limits.default_timeout_s if request.timeout_s is None else request.timeout_s
+        return timeout_s if time_remaining_s is None else min(timeout_s, time_remaining_s)
+
+    async def _engine_request(self, request: GenerationRequest, model: ModelStatus) -> EngineRequest:
+        request_id = request.request_id or uuid.uuid4().hex
+        token_ids = await self._prompt_token_ids(request, model)
+        token_ids = kept_tokens(token_ids, request.sampling_params, model.facts.max_sequence_len)
+        shown = request.prompt if request.chat is None else request.chat.messages
+        max_sequence_len, max_model_len = model.facts.max_sequence_len, model.facts.max_model_len
+        check_length(
+            request.prompt_field, shown, len(token_ids), max_sequence_len=max_sequence_len, max_model_len=max_model_len
+        )
+        return EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=resolved(
+                request.sampling_params, request_id, vocab_size=model.facts.vocab_size, max_model_len=max_model_len
+            ),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
+            session_id=request.session_id,
+            bad_word_token_ids=await self._tokenizers.bad_words(model.name, request.sampling_params.bad_words),
+            grammar=await self._tokenizers.grammar(model.name, request.sampling_params.structure),
+        )
+
+    async def _prompt_token_ids(self, request: GenerationRequest, model: ModelStatus) -> tuple[int, ...]:
+        """The token ids of the whole prompt, before truncation."""
+        if request.chat is not None:
+            text = await self._tokenizers.render(model.name, request.chat)
+            check_text(text, self._limits, "chat")  # a template adds to each message
+            return await self._tokenizers.encode(model.name, text, add_special_tokens=False)
+        if isinstance(request.prompt, str):
+            return await self._tokenizers.encode(model.name, request.prompt)
+        check_vocabulary("token_ids", request.prompt, model.facts.vocab_size)
+        return request.prompt
+
+    async def _echo(self, request: GenerationRequest, model: str, engine_request: EngineRequest) -> str:
+        """The text that `echo` puts before the output; of a chat, the rendered prompt."""
+        prompt = request.prompt if request.chat is None else engine_request.prompt_token_ids
+        return await self._tokenizers.echo(model, prompt, engine_request)
+
+
+def _check_room(field: str, num_received: int, num_prompt_tokens: int, max_model_len: int) -> None:
+    """Raises `InvalidRequestError` if the received tokens do not fit into the context after the prompt."""
+    most = max_model_len - num_prompt_tokens
+    if num_received > most:
+        limit = f"must have at most {most} tokens: this model's maximum context length is {max_model_len} tokens"
+        raise InvalidRequestError(field, num_received, f"{limit}, and the prompt has {num_prompt_tokens}")
