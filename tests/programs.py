@@ -29,9 +29,14 @@ async def printed_by(*words: str | Path) -> str:
 
 @asynccontextmanager
 async def started(*words: str | Path, cwd: Path | None = None) -> AsyncIterator["subprocess.Popen[str]"]:
-    """A program beside the test, with pipes; the end of the block is its end."""
+    """A program beside the test, with pipes; the end of the block is its end.
+
+    Bytes that are not UTF-8 (openssl prints some) come as U+FFFD.
+    """
     pipe = subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=cwd) as program:
+    with subprocess.Popen(
+        words, stdin=pipe, stdout=pipe, stderr=pipe, encoding="utf-8", errors="replace", cwd=cwd
+    ) as program:
         try:
             yield program
         finally:
