@@ -5,12 +5,10 @@ What may live here: what can be ordered, and how one order changes the others. W
 """
 
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 from holdfast.worker.errors import InvalidRequestError
-
-LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
-LOG_LEVELS: Final[tuple[LogLevel, ...]] = ("DEBUG", "INFO", "WARNING", "ERROR")
+from holdfast.worker.log_level import LogLevel, log_level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +50,7 @@ class Orders:
     held: frozenset[str] = frozenset()
     """Applications whose replicas get nothing yet: they have just come, and are looked at first."""
     log_level: LogLevel | None = None
-    """None: as routers were started."""
+    """None: as routers and replicas were started."""
 
     def pause_of(self, model: str) -> Pause | None:
         return next((pause for pause in self.pauses if pause.model == model), None)
@@ -83,10 +81,7 @@ class Orders:
 
     def with_log_level(self, level: str) -> "Orders":
         """Raises `InvalidRequestError` for a level that there is not."""
-        for known in LOG_LEVELS:
-            if known == level.upper():
-                return self._next(log_level=known)
-        raise InvalidRequestError("log_level", level, f"must be one of {', '.join(LOG_LEVELS)}")
+        return self._next(log_level=log_level(level))
 
     def _next(self, **changes: object) -> "Orders":
         return replace(self, revision=self.revision + 1, **changes)  # type: ignore[arg-type]  # by name, above

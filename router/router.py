@@ -15,12 +15,12 @@ from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.grpc import admin, health, server
-from holdfast.router.doors.grpc.admin import SendChange
 from holdfast.router.doors.grpc.load_reports import LoadReports
 from holdfast.router.doors.http.app import HttpDoor
 from holdfast.router.doors.http.server import HttpServer
 from holdfast.router.doors.in_process import InProcessDoor
 from holdfast.router.doors.oip import servicer as open_inference
+from holdfast.router.doors.operators import Operators, SendChange
 from holdfast.router.doors.recent_errors import RecentErrors
 from holdfast.router.doors.state_dump import state_dump
 from holdfast.router.events import ModelStatus
@@ -34,6 +34,7 @@ from holdfast.router.security.gate import Gate
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.config import ServiceOrderConfig, TelemetryConfig
+from holdfast.worker.log_level import PACKAGE, set_log_level
 from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.security.tls import ServerTls, add_port
 
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-
-PACKAGE = "holdfast"
-"""The logger above all of ours."""
 
 CLOSE_GRACE_S = 1.0
 """Seconds that the server waits for the ended calls to send their status."""
@@ -85,9 +83,11 @@ class Router:
         parts = self._request_processor, self._dispatch_host
         self._recent_errors = RecentErrors()
         logging.getLogger(PACKAGE).addHandler(self._recent_errors)
-        dump = partial(self._dump, config)
+        operators = Operators(
+            *parts, gate, send_change or self._alone, lambda: self.orders, partial(self._dump, config)
+        )
         servicers = {
-            admin.SERVICE: admin.AdminServicer(*parts, gate, send_change or self._alone, lambda: self.orders, dump),
+            admin.SERVICE: admin.AdminServicer(operators),
             server.SERVICE: server.InferenceServicer(*parts),
             open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts),
             health.SERVICE: self._health,
@@ -96,7 +96,7 @@ class Router:
         trailers = LoadReports(self._dispatch_host).trailers if config.load_reports else None
         self._server: grpc.aio.Server = self._build_server(servicers, trailers=trailers)
         self._admin_server: grpc.aio.Server | None = None
-        self._http_door = HttpDoor(*parts, limits, gate)
+        self._http_door = HttpDoor(*parts, limits, gate, operators)
         self.in_process = InProcessDoor(self._request_processor, gate)
         """For calls from this process."""
         self._http_server: HttpServer | None = None
@@ -211,7 +211,7 @@ class Router:
         self._dispatch_host.set_orders(orders)
         self._request_processor.pauses.set(orders.pauses)
         if orders.log_level is not None:
-            logging.getLogger(PACKAGE).setLevel(orders.log_level)
+            set_log_level(orders.log_level)
 
     async def _listen(self, host: str, port: int) -> None:
         bound = add_port(self._server, f"{host}:{port}", self._tls)

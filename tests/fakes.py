@@ -64,6 +64,8 @@ class FakeReplica:
         """Links that have ever been made to it."""
         self.num_followers = 0
         """Links whose router has asked for the prefix cache's events. There are none."""
+        self.log_levels: list[str] = []
+        """Those that routers have ordered."""
         self.after_hello: list[engine_pb2.LinkResponse | bytes] = []
         """What every new link is told next after the hello."""
         self.num_steps = 0
@@ -169,6 +171,8 @@ class FakeReplica:
                 self.running.pop(request.abort.attempt, None)
             elif request.HasField("follow_cache"):
                 self.num_followers += 1
+            elif request.HasField("set_log_level"):
+                self.log_levels.append(request.set_log_level.level)
             elif self.refusal is not None:
                 self.refusal.attempt = request.submit.attempt
                 self.say(engine_pb2.StepUpdate(rejections=[self.refusal], load=self._load()))
@@ -202,7 +206,11 @@ class FakeReplica:
             self.running.pop(attempt, None)
             finish_reason = STOP
         return engine_pb2.Delta(
-            attempt=attempt, first_token_index=done, token_ids=[token_id], finish_reason=finish_reason
+            attempt=attempt,
+            first_token_index=done,
+            token_ids=[token_id],
+            finish_reason=finish_reason,
+            logprobs=_logprobs(submit.sampling_params, token_id),
         )
 
     def hello(self) -> engine_pb2.LinkResponse:
@@ -229,6 +237,15 @@ class FakeReplica:
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _logprobs(params: engine_pb2.EngineSamplingParams, token_id: int) -> list[engine_pb2.EngineTokenLogprob]:
+    """Where they are asked for: the token is the likeliest, and those after it come next."""
+    if not params.HasField("logprobs"):
+        return []
+    top = [(token_id + place) % 256 for place in range(params.logprobs)]
+    logprobs = [-0.5 - place for place in range(len(top))]
+    return [engine_pb2.EngineTokenLogprob(logprob=-0.5, rank=1, top_token_ids=top, top_logprobs=logprobs)]
 
 
 def _serialized(message: engine_pb2.LinkResponse | bytes) -> bytes:

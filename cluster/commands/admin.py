@@ -67,9 +67,9 @@ def log_level(
     server: Server = _LOCAL,
     settings: Layer,
 ) -> int:
-    """Change what the routers of a cluster log."""
+    """Change what the routers and replicas of a cluster log."""
     _ask(server, settings, "SetLogLevel", level=level)
-    print(f"routers log from {level.upper()} on")
+    print(f"routers and replicas log from {level.upper()} on")
     return 0
 
 

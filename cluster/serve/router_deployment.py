@@ -33,7 +33,7 @@ from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.cluster.serve.termination import end_on_sigterm
 from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.router.chat import Message
-from holdfast.router.doors.grpc.admin import SendChange
+from holdfast.router.doors.operators import SendChange
 from holdfast.router.events import ModelStatus
 from holdfast.router.generation import Chunk, Generation
 from holdfast.router.orders import Change, Orders

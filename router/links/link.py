@@ -22,12 +22,14 @@ from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.router.replicas.backoff import Backoff
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.errors import HoldfastError, InternalError, ReplicaError
+from holdfast.worker.log_level import LogLevel
 from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.security.link_security import UNSECURED, LinkSecurity
 from holdfast.worker.step_update import Heartbeat, Hello, StepUpdate
 from holdfast.worker.wire.link_requests import (
     abort_message,
     follow_cache_message,
+    set_log_level_message,
     submit_message,
 )
 from holdfast.worker.wire.link_responses import (
@@ -71,6 +73,7 @@ class ReplicaLink:
         self._outbox: asyncio.Queue[engine_pb2.LinkRequest] = asyncio.Queue()
         self.is_up = False
         self._is_retired = False
+        self._log_level: LogLevel | None = None
         self._watch: LinkWatch | None = None
         self._frozen_s: float | None = None
         """Seconds without progress after which this session was cut off; None if it was not."""
@@ -86,6 +89,12 @@ class ReplicaLink:
         """A retired link is not dialled again once it is lost. Its replica gets no new requests."""
         self._is_retired = is_retired
         self._dispatch_host.replica_retiring(self.endpoint.replica_id, is_retired)
+
+    def set_log_level(self, level: LogLevel | None) -> None:
+        """How much the replica is to log, in this session and those to come; None: as it was started."""
+        if level is not None and level != self._log_level:
+            self._outbox.put_nowait(set_log_level_message(level))
+        self._log_level = level
 
     @property
     def has_ended(self) -> bool:
@@ -161,6 +170,8 @@ class ReplicaLink:
         self._frozen_s = None
         if self._config.is_prefix_aware:
             self._outbox.put_nowait(follow_cache_message())
+        if self._log_level is not None:
+            self._outbox.put_nowait(set_log_level_message(self._log_level))
         async with self._security.channel(self.endpoint.address, _channel_options(self._config)) as channel:
             stub = engine_pb2_grpc.EngineStub(channel)  # type: ignore[no-untyped-call]
             call: LinkCall = stub.Link(metadata=self._security.metadata())

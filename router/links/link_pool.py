@@ -71,6 +71,8 @@ class LinkPool:
             link = ReplicaLink(wanted[replica_id], self._dispatch_host, self._prepare, self._config, self._security)
             self._links[replica_id] = link
             link.start()
+        for link in self._links.values():
+            link.set_log_level(self._orders.log_level)
 
     async def stop(self) -> None:
         """Closes all links."""

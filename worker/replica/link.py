@@ -17,6 +17,7 @@ from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.config import HealthConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
+from holdfast.worker.log_level import log_level, set_log_level
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.replica.link_traces import LinkTraces
 from holdfast.worker.replica.replica import Replica
@@ -211,6 +212,8 @@ class RouterLink:
                 self._engine.abort(AttemptKey(self._name, request.abort.attempt))
             case "follow_cache":
                 self._engine.follow_cache(self)
+            case "set_log_level":
+                set_log_level(log_level(request.set_log_level.level))
             case _:
                 raise LinkMessageError("the router has sent a message of a kind that is not known here")
 

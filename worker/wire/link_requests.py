@@ -15,6 +15,7 @@ from holdfast.v1 import engine_pb2
 from holdfast.worker.errors import (
     InvalidRequestError,
 )
+from holdfast.worker.log_level import LogLevel
 from holdfast.worker.request import (
     EngineRequest,
     GroupKey,
@@ -53,6 +54,10 @@ def abort_message(attempt: int) -> engine_pb2.LinkRequest:
 
 def follow_cache_message() -> engine_pb2.LinkRequest:
     return engine_pb2.LinkRequest(follow_cache=engine_pb2.FollowCache())
+
+
+def set_log_level_message(level: LogLevel) -> engine_pb2.LinkRequest:
+    return engine_pb2.LinkRequest(set_log_level=engine_pb2.SetLogLevel(level=level))
 
 
 def _sampling_params_message(request: EngineRequest) -> engine_pb2.EngineSamplingParams:

@@ -17,14 +17,16 @@ SUSPICION_SUSPECT: Suspicion
 SUSPICION_ON_TRIAL: Suspicion
 
 class LinkRequest(_message.Message):
-    __slots__ = ("submit", "abort", "follow_cache")
+    __slots__ = ("submit", "abort", "follow_cache", "set_log_level")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_CACHE_FIELD_NUMBER: _ClassVar[int]
+    SET_LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     abort: Abort
     follow_cache: FollowCache
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ...) -> None: ...
+    set_log_level: SetLogLevel
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevel, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion", "request_id", "traceparent")
@@ -116,6 +118,12 @@ class Abort(_message.Message):
 class FollowCache(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class SetLogLevel(_message.Message):
+    __slots__ = ("level",)
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    level: str
+    def __init__(self, level: _Optional[str] = ...) -> None: ...
 
 class LinkResponse(_message.Message):
     __slots__ = ("hello", "step", "heartbeat")

@@ -22,6 +22,7 @@ from holdfast.router.chat import Chat, flat_message
 from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.chat_answer import ChatPlan
+from holdfast.router.doors.http.admin import AdminEndpoints
 from holdfast.router.doors.http.answering import Endpoint, answering, headers_of, json_response, not_found, unless_gone
 from holdfast.router.doors.http.authentication import guarded
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -45,6 +46,7 @@ from holdfast.router.doors.http.submission import (
     numbered_events,
     straight,
 )
+from holdfast.router.doors.operators import Operators
 from holdfast.router.events import ModelStatus
 from holdfast.router.metrics.exposition import exposed
 from holdfast.router.metrics.router_samples import router_samples
@@ -78,12 +80,14 @@ class HttpDoor:
         dispatch_host: DispatchHost,
         limits: LimitsConfig,
         gate: Gate | None = None,
+        operators: Operators | None = None,
     ) -> None:
-        """The `gate` lets requests in; without it all may come."""
+        """The `gate` lets requests in; without it all may come. Without `operators` there are no paths for them."""
         self._requests = request_processor
         self._gate = gate or Gate()
         self._dispatch_host = dispatch_host
         self._limits = limits
+        self._admin = [] if operators is None else AdminEndpoints(operators, self._content).routes()
         self._is_stopping = False
         self._responses: Counter[tuple[str, int]] = Counter()
 
@@ -110,6 +114,7 @@ class HttpDoor:
             ("GET", "/cluster", self.cluster),
             *(("GET", path, page_file(path)) for path in PAGE),
             ("GET", "/openapi.json", self.openapi),
+            *self._admin,
         ]
         of_anthropic = [
             ("POST", "/v1/messages", self.messages),

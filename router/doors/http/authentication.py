@@ -18,7 +18,7 @@ which is the same everywhere, knows nothing of itself, and sends the key that it
 """
 
 OF_OPERATORS: Final = ("/cluster", "/load", "/metrics")
-"""They tell of all tenants."""
+"""They tell of all tenants. Paths of `admin.py` are operators' too, and ask themselves."""
 
 
 def guarded(

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final
 from pydantic import TypeAdapter
 from pydantic.json_schema import models_json_schema
 
+from holdfast.router.doors.http.admin import AdminEndpoints
 from holdfast.router.doors.http.bodies import Body, ChatBody, CompletionBody, DetokenizeBody, Reads, TokenizeBody
 from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
 from holdfast.router.doors.http.responses_body import ResponsesBody
@@ -59,7 +60,8 @@ _OTHERS_WORDS: Final[Mapping[str, Mapping[str, Any]]] = {
 @cache
 def description() -> dict[str, Any]:
     """The whole document."""
-    models = {model for model, _, _ in _BODIES.values()}
+    posts = {**_BODIES, **{path: (*body, False) for path, body in AdminEndpoints.bodies.items()}}
+    models = {model for model, _, _ in posts.values()}
     _, defined = models_json_schema(
         [(model, "validation") for model in sorted(models, key=lambda one: one.__name__)],
         ref_template="#/components/schemas/{model}",
@@ -71,6 +73,8 @@ def description() -> dict[str, Any]:
         schemas[model.__name__]["properties"] = properties | (declared if _draws(model) else {})
     paths: dict[str, Any] = {path: {"post": _post(path, *body)} for path, body in _BODIES.items()}
     paths |= {path: {"get": _get(told, {"type": "object"})} for path, told in _READS.items()}
+    paths |= {path: {"post": _order(path, *body)} for path, body in AdminEndpoints.bodies.items()}
+    paths["/admin/state"] = {"get": _of_operators(_get("A dump of the router's state, for a bug report.", _OBJECT))}
     paths["/v1/models/{model}"] = {"get": {**_get("One of them.", {"type": "object"}), "parameters": [_MODEL]}}
     paths |= {path: {"get": _state(path)} for path in ("/health", "/ready", "/ping")}
     paths["/metrics"] = {"get": {"summary": "Figures for Prometheus.", "responses": {"200": _content("text/plain")}}}
@@ -115,6 +119,16 @@ def _post(path: str, body: type[Reads], told: str, streams: bool) -> dict[str, A
     }
 
 
+def _order(path: str, body: type[Reads], told: str) -> dict[str, Any]:
+    order = _of_operators(_post(path, body, told, streams=False))
+    return order | ({"parameters": [_REPLICA]} if "{replica_id}" in path else {})
+
+
+def _of_operators(operation: dict[str, Any]) -> dict[str, Any]:
+    operation["responses"]["403"] = _error("", "the caller is no operator")
+    return operation
+
+
 def _get(told: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     answer = {"description": told, "content": {_JSON: {"schema": schema}}}
     return {"summary": told, "responses": {"200": answer, **_errors("")}}
@@ -139,6 +153,8 @@ def _error(path: str, told: str) -> dict[str, Any]:
 
 
 _MODEL: Final = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_REPLICA: Final = {"name": "replica_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+_OBJECT: Final = {"type": "object"}
 _TEXT: Final = {"type": "string"}
 _ERROR_SCHEMAS: Final = {
     "Error": {

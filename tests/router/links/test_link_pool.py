@@ -10,6 +10,7 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.links.link import ReplicaLink
 from holdfast.router.links.replica_directory import DirectoryView, StaticDirectory
+from holdfast.router.orders import Change
 from holdfast.router.router import Router
 from holdfast.v1 import engine_pb2, inference_pb2, inference_pb2_grpc
 from tests.fakes import FakeReplica, Wire, byte_tokenizer
@@ -56,6 +57,25 @@ async def test_a_replica_that_leaves_the_directory_is_empty_soon():
             assert list((await call).completions[0].token_ids) == expected("hello", seed, 300)[0]
         place.replicas.remove(leaving)
         await leaving.kill()
+
+
+@on_each_loop
+async def test_every_replica_hears_the_log_level_once_and_again_when_its_link_is_new():
+    async with site(await FakeReplica.start("old")) as place:
+        (old,) = place.replicas
+        for level in ("DEBUG", "DEBUG", "WARNING"):
+            await place.router._alone(Change("with_log_level", (level,)))
+        await old.until(lambda: old.log_levels == ["DEBUG", "WARNING"])
+        new = await FakeReplica.start("new")
+        place.directory.set([old.endpoint, new.endpoint])
+        await new.until(lambda: new.log_levels == ["WARNING"])
+        await place.until_up(2)
+        await new.kill()
+        again = await FakeReplica.start("new", port=new.port)
+        await again.until(lambda: again.log_levels == ["WARNING"])
+        await place.until_up(2)
+        await again.kill()
+    assert old.log_levels == ["DEBUG", "WARNING"]
 
 
 @on_each_loop

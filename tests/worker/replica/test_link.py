@@ -1,6 +1,7 @@
 """The replica's end of the link, over real gRPC on loopback, with a pseudo-model behind it."""
 
 import asyncio
+import logging
 import threading
 from collections import defaultdict
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from holdfast.v1 import engine_pb2, engine_pb2_grpc
 from holdfast.worker.block_hash import HashChain
 from holdfast.worker.config import HealthConfig, SchedulerConfig
 from holdfast.worker.engine.engine import Engine
+from holdfast.worker.log_level import PACKAGE
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.scheduling.scheduler import Scheduler
@@ -88,6 +90,9 @@ class Router:
 
     async def follow_cache(self) -> None:
         await self._call.write(engine_pb2.LinkRequest(follow_cache=engine_pb2.FollowCache()))
+
+    async def set_log_level(self, level: str) -> None:
+        await self._call.write(engine_pb2.LinkRequest(set_log_level=engine_pb2.SetLogLevel(level=level)))
 
     async def read_until(self, condition) -> None:
         while not condition():
@@ -381,6 +386,25 @@ def test_a_router_that_asks_hears_what_is_cached_in_messages_of_bounded_size(eng
         assert int.from_bytes(last[:8], "little") in router.cached
 
     over_a_link(engine, scenario)
+
+
+def test_a_router_that_passes_on_an_operators_order_changes_what_is_logged(engine):
+    async def scenario(router, server):
+        await router.set_log_level("DEBUG")
+        await router.submit(1, max_tokens=1)
+        await router.read_until(lambda: 1 in router.finished)
+        assert logger.level == logging.DEBUG
+        await router.set_log_level("loud")
+        with pytest.raises(grpc.aio.AioRpcError, match="log_level"):
+            await router.read_until(lambda: False)
+        assert logger.level == logging.DEBUG
+
+    logger = logging.getLogger(PACKAGE)
+    level = logger.level
+    try:
+        over_a_link(engine, scenario)
+    finally:
+        logger.setLevel(level)
 
 
 def test_statistics_come_up_the_link(engine):

@@ -18,6 +18,7 @@ from holdfast.worker.errors import (
     QueueFullError,
     ReplicaError,
 )
+from holdfast.worker.log_level import LOG_LEVELS
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
 from holdfast.worker.request import (
     AttemptKey,
@@ -166,6 +167,11 @@ def test_an_abort_comes_through(attempt):
 
 def test_a_router_can_ask_for_the_cache():
     assert sent_down(link_requests.follow_cache_message()).HasField("follow_cache")
+
+
+@pytest.mark.parametrize("level", LOG_LEVELS)
+def test_an_order_to_log_more_or_less_comes_through(level):
+    assert sent_down(link_requests.set_log_level_message(level)).set_log_level.level == level
 
 
 @given(update=updates)

@@ -9,13 +9,15 @@ import pytest
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.doors.grpc.admin import AdminServicer
+from holdfast.router.doors.operators import Operators
 from holdfast.router.links.replica_directory import StaticDirectory
-from holdfast.router.router import PACKAGE, Router
+from holdfast.router.router import Router
 from holdfast.router.security.api_keys import ApiKey, KeyRing, digest_of
 from holdfast.router.security.gate import Gate
 from holdfast.v1 import admin_pb2 as pb
 from holdfast.v1 import admin_pb2_grpc
 from holdfast.worker.errors import PermissionDeniedError
+from holdfast.worker.log_level import PACKAGE
 from tests.fakes import FakeReplica, byte_tokenizer
 from tests.loops import on_a_loop
 from tests.router.site import eventually, refusal, request, site
@@ -157,7 +159,7 @@ class _Peer:
     [("ipv4:127.0.0.1:5", True), ("ipv6:%5B::1%5D:5", True), ("ipv4:10.0.0.7:5", False), ("ipv6:[fe80::1]:5", False)],
 )
 def test_without_keys_callers_of_this_machine_alone_are_heard(peer: str, may: bool):
-    servicer = AdminServicer(None, None, Gate(), None, None, lambda: "{}")
+    servicer = AdminServicer(Operators(None, None, Gate(), None, None, lambda: "{}"))
     call = servicer.DumpState(pb.DumpStateRequest(), _Peer(peer))
     if may:
         assert asyncio.run(call).json == "{}"

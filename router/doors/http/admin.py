@@ -1,0 +1,128 @@
+"""HTTP endpoints of operators, `/admin/...`: the same calls as gRPC's `holdfast.v1.AdminService`.
+
+What may live here: bodies, paths, and what makes a call one of this machine's own. What may not: what the calls do
+(`operators.py`), keys (`authentication.py`).
+
+Without keys, a web page that someone on this machine has opened must not give orders: a browser may be made to send
+them (cross-site requests, names that come to mean 127.0.0.1). So the body must be called JSON, which no page of another
+site may send unasked, the host must be called by a name of loopback, and no other origin may be named.
+"""
+
+import ipaddress
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar, Final
+from urllib.parse import urlsplit
+
+from pydantic import ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from holdfast.router.doors.http.answering import Endpoint, json_response
+from holdfast.router.doors.http.bodies import Reads
+from holdfast.router.doors.operators import Operators
+from holdfast.worker.errors import InvalidRequestError
+
+ADMIN: Final = "/admin/"
+_FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip")
+_JSON: Final = "application/json"
+
+
+class OrderBody(Reads):
+    """An order without fields. Fields that nobody declared are refused: an order that is not understood is none."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class PauseBody(OrderBody):
+    """Which model's new requests wait; with `refuse` they are refused."""
+
+    model: str = ""
+    refuse: bool = False
+
+
+class ResumeBody(OrderBody):
+    """Which model goes on."""
+
+    model: str = ""
+
+
+class LogLevelBody(OrderBody):
+    """How much is logged: DEBUG, INFO, WARNING or ERROR."""
+
+    level: str
+
+
+class AdminEndpoints:
+    """The endpoints, for the application's table of routes."""
+
+    bodies: ClassVar[dict[str, tuple[type[Reads], str]]] = {
+        "/admin/replicas/{replica_id}/drain": (OrderBody, "Nothing new goes to a replica; what runs there moves."),
+        "/admin/replicas/{replica_id}/undrain": (OrderBody, "A drained replica gets requests again."),
+        "/admin/pause": (PauseBody, "New requests of a model wait, or are refused."),
+        "/admin/resume": (ResumeBody, "A paused model goes on."),
+        "/admin/log-level": (LogLevelBody, "How much routers and replicas log."),
+    }
+
+    def __init__(self, operators: Operators, content: Callable[[Request], Awaitable[bytes]]) -> None:
+        """`content` reads a request's body."""
+        self._operators = operators
+        self._content = content
+
+    def routes(self) -> list[tuple[str, str, Endpoint]]:
+        """Method, path and endpoint of each."""
+        orders: dict[str, Callable[[Any, str], Awaitable[int]]] = {
+            "/admin/replicas/{replica_id}/drain": lambda _, replica_id: self._operators.drain(replica_id),
+            "/admin/replicas/{replica_id}/undrain": lambda _, replica_id: self._operators.undrain(replica_id),
+            "/admin/pause": lambda body, _: self._operators.pause(body.model, body.refuse),
+            "/admin/resume": lambda body, _: self._operators.resume(body.model),
+            "/admin/log-level": lambda body, _: self._operators.set_log_level(body.level),
+        }
+        posts = [("POST", path, self._order(self.bodies[path][0], order)) for path, order in orders.items()]
+        return [*posts, ("GET", "/admin/state", self.state)]
+
+    async def state(self, request: Request) -> ASGIApp:
+        self._operators.check(_not_local(request))
+        return Response(self._operators.dump(), media_type=_JSON)
+
+    def _order(self, body: type[Reads], order: Callable[[Any, str], Awaitable[int]]) -> Endpoint:
+        async def call(request: Request) -> ASGIApp:
+            self._operators.check(_not_local(request))
+            kind = request.headers.get("content-type", "")
+            if kind.partition(";")[0].strip().lower() != _JSON:
+                raise InvalidRequestError("content-type", kind, f"must be {_JSON}")
+            read = body.read(await self._content(request) or b"{}")
+            return json_response({"revision": await order(read, request.path_params.get("replica_id", ""))})
+
+        return call
+
+
+def _not_local(request: Request) -> str:
+    """Why the call is not one that a person of this machine has made; empty: it is."""
+    headers, client = request.headers, request.client
+    if client is None or not _is_loopback(client.host):
+        return f"this one comes from {client.host if client else 'nowhere'}"
+    if forwarded := [name for name in _FORWARDED if name in headers]:
+        return f"this one was sent on ({forwarded[0]})"
+    if not _is_loopback(_name_of(f"//{headers.get('host', '')}")):
+        return "this one calls it by another name than localhost"
+    origin = headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc.lower() != headers["host"].lower():
+        return "this one comes from a page of another site"
+    return ""
+
+
+def _name_of(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback

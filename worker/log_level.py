@@ -1,0 +1,28 @@
+"""Log level of a process: how much this package logs, by order of the cluster's operators.
+
+What may not live here: how logs are written (`cluster/serve/`), and how an order reaches a process.
+"""
+
+import logging
+from typing import Final, Literal
+
+from holdfast.worker.errors import InvalidRequestError
+
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+LOG_LEVELS: Final[tuple[LogLevel, ...]] = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+PACKAGE: Final = "holdfast"
+"""The logger above all of ours."""
+
+
+def log_level(name: str) -> LogLevel:
+    """The level of that name, in any case. Raises `InvalidRequestError` for a level that there is not."""
+    for known in LOG_LEVELS:
+        if known == name.upper():
+            return known
+    raise InvalidRequestError("log_level", name, f"must be one of {', '.join(LOG_LEVELS)}")
+
+
+def set_log_level(level: LogLevel) -> None:
+    """What this package logs in this process from now on."""
+    logging.getLogger(PACKAGE).setLevel(level)
