@@ -1,11 +1,12 @@
 """A model served, beside `LLM.generate`: both rates in one run, and which process takes how much of the cores.
 
-    python -m benchmarks.served MODEL [--streams 1 32] [--tokens 128] [--rounds 4] [--json FILE]
+    python -m benchmarks.served MODEL [--streams 1 32] [--tokens 128] [--rounds 4] [--apart] [--json FILE]
 
 The same requests go to `LLM.generate` and, over gRPC and over HTTP, from a client through a router to a replica, by
 turns. All of these processes share the cores: what the client and the router take, the replica cannot have. The client
 of gRPC is `AsyncClient`; that of HTTP reads a socket, and counts tokens by the usage. No Ray is started; tokens pass
-through none. What may not live here: the processes (`router_parts/`).
+through none. With `--apart` engines have the first half of the cores, and routers and clients the other: what is lost
+then is what serving costs where there are cores enough. What may not live here: the processes (`router_parts/`).
 """
 
 import argparse
@@ -43,12 +44,15 @@ def served(door: str, parts: dict[str, Part], streams: int, tokens: int, figures
         figures[f"{door} {name}: us per token"].append(1e6 * (part.cpu_s() - before[name]) / num_tokens)
 
 
-def measure(model: Path, streams: list[int], tokens: int, rounds: int) -> dict[int, Figures]:
+def measure(model: Path, streams: list[int], tokens: int, rounds: int, apart: bool = False) -> dict[int, Figures]:
     figures = {number: Figures(list) for number in streams}
+    cores = sorted(os.sched_getaffinity(0))
+    engines, others = (cores[: len(cores) // 2], cores[len(cores) // 2 :]) if apart else (cores, cores)
     with ExitStack() as stack:
 
         def started(module: str, *arguments: str) -> Part:
-            return stack.enter_context(Part(module, *arguments))
+            own = engines if module in ("offline", "model_replica") else others
+            return stack.enter_context(Part(module, *arguments, cores=own))
 
         alone, replica = started("offline", str(model)), started("model_replica", str(model))
         routers = {
@@ -99,9 +103,10 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--apart", action="store_true", help="engines on cores of their own")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    figures = measure(options.model.resolve(), options.streams, options.tokens, options.rounds)
+    figures = measure(options.model.resolve(), options.streams, options.tokens, options.rounds, options.apart)
     show(figures, Console(width=130))
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1))
