@@ -12,17 +12,17 @@ Failover: a lost attempt is replaced by a new one, which submits the prompt and 
 it. The text state is kept. A retiring replica is drained the same way. Clients see none of this.
 """
 
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from typing import Final
 
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.demands import demands
 from holdfast.router.dispatch.dispatch_stats import DispatchStats
+from holdfast.router.dispatch.endings import Endings
 from holdfast.router.dispatch.first_tokens import FirstTokens
 from holdfast.router.dispatch.placement import Placement
+from holdfast.router.dispatch.progress import Progress
 from holdfast.router.dispatch.request_state import RequestEvent, RequestState
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.dispatch.timeline import Timeline
@@ -30,10 +30,8 @@ from holdfast.router.events import (
     FRESH,
     Action,
     CaughtUp,
-    Fail,
     ModelStatus,
     ReplicaLoad,
-    SendAbort,
     TextState,
 )
 from holdfast.router.orders import Orders
@@ -44,23 +42,16 @@ from holdfast.router.replicas.versions import VersionCounts, VersionLedger
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import (
     DeadlineExceededError,
-    Fault,
     HoldfastError,
-    InternalError,
     ReplicaError,
     RequestQuarantinedError,
     RequestSupersededError,
     VersionGoneError,
 )
 from holdfast.worker.model_info import ReplicaFacts, without_version
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason
 from holdfast.worker.service_order.waiting_queue import DUE_AFTER_S
 from holdfast.worker.step_update import StepUpdate
-from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR
-
-logger = logging.getLogger(__name__)
-
-_OF_SERVERS: Final = {Fault.REPLICA, Fault.BUG}
 
 
 class Dispatch:
@@ -83,6 +74,8 @@ class Dispatch:
         self._num_submitted = 0
         self._first_tokens = defaultdict[str, FirstTokens](FirstTokens)
         self._ledger = VersionLedger()
+        self._endings = Endings(self._requests, self._placement, self._ledger)
+        self._progress = Progress(self._requests, self._placement, self._ledger, self._first_tokens, self._endings)
 
     # --- events from clients ---
 
@@ -136,14 +129,14 @@ class Dispatch:
             stale = f"submission {client_attempt} of request {request_id} came after submission {state.client_attempt}"
             raise RequestSupersededError(f"{stale}, which goes on")
         error = RequestSupersededError(f"request {request_id} was submitted again; the newer submission goes on")
-        return [*self._fail(state, error), *self._drain(state.model, now)]
+        return [*self._endings.fail(state, error), *self._drain(state.model, now)]
 
     def cancel(self, request_id: str, now: float) -> list[Action]:
         """The client has cancelled or disconnected. An id that is not open is ignored."""
         state = self._requests.get(request_id)
         if state is None:
             return []
-        return [*self._close(state, RequestEvent.CANCEL), *self._drain(state.model, now)]
+        return [*self._endings.close(state, RequestEvent.CANCEL), *self._drain(state.model, now)]
 
     def abort(self, request_id: str, now: float) -> list[Action]:
         """Ends a request after the output that it has, with finish reason ABORT. An id that is not open is ignored."""
@@ -152,7 +145,7 @@ class Dispatch:
             return []
         delivery = state.take((), FinishReason.ABORT)
         assert delivery is not None, "an end is always told"
-        return [delivery, *self._close(state, RequestEvent.CANCEL), *self._drain(state.model, now)]
+        return [delivery, *self._endings.close(state, RequestEvent.CANCEL), *self._drain(state.model, now)]
 
     # --- events from replicas ---
 
@@ -178,7 +171,7 @@ class Dispatch:
         if not replica.is_retiring:
             self._note_lost(replica)
         for state in self._placement.lose_all(replica, now):
-            actions += self._fail(state, _quarantined(state, error), replica_has_it=False)
+            actions += self._endings.fail(state, _quarantined(state, error), replica_has_it=False)
         return actions + self._drain(replica.facts.model, now)
 
     def models_removed(self, names: frozenset[str]) -> list[Action]:
@@ -206,35 +199,7 @@ class Dispatch:
         replica = self._registry.get(replica_id)
         if replica is None:
             return []
-        replica.note_report(update.load)
-        replica.note_memory(update)
-        actions: list[Action] = []
-        running, attempts = self._requests.by_attempt.get, replica.attempts
-        for attempt, index, token_id in zip(*update.plain, strict=True):
-            state = running(attempt) if attempt in attempts else None
-            if state is None:
-                continue
-            if state.num_steps == NUM_STEPS_TO_CLEAR and index == len(state.output_token_ids):
-                try:  # as nearly all go on, which is `_advance`, cut short
-                    delivery = state.take_one(token_id)
-                except Exception as bug:
-                    actions += self._fail_unreadable(state, bug, replica_has_it=True)
-                    continue
-                state.tenant.counter += state.tenant.output_token_cost
-                actions.append(delivery)
-                if delivery.finish_reason is not None:
-                    actions += self._close(state, RequestEvent.FINISH)
-            else:
-                delta = TokenDelta(attempt=attempt, first_token_index=index, token_ids=(token_id,))
-                actions += self._advance(state, delta, now)
-        for delta in update.deltas:
-            state = self._requests.running(replica, delta.attempt)
-            if state is not None:
-                actions += self._advance(state, delta, now)
-        for rejection in update.rejections:
-            state = self._requests.running(replica, rejection.attempt)
-            if state is not None:
-                actions += self._refuse(state, rejection.error, now)
+        actions = self._progress.take(replica, update, now)
         return actions + self._drain(replica.facts.model, now)
 
     # --- time, and the end ---
@@ -243,10 +208,10 @@ class Dispatch:
         """Does what is due: deadlines, outages, rests, retries. To be called at `next_tick`; earlier is harmless."""
         actions: list[Action] = []
         while (late := self._requests.deadlines.pop(now)) is not None:
-            actions += self._expire(self._requests[late])
+            actions += self._endings.expire(self._requests[late])
         for model, down_since in self._registry.outages():
             if now >= down_since + self._wait_s(model):
-                actions += self._fail_all(list(self._queue.waiting(model)), self._no_replica(model))
+                actions += self._endings.fail_all(list(self._queue.waiting(model)), self._no_replica(model))
         actions += self._fail_gone(now)
         self._placement.refresh(now)
         return actions + self._placement.drain_all(now)
@@ -267,11 +232,11 @@ class Dispatch:
     def hand_over(self, error: HoldfastError) -> list[Action]:
         """Ends with `error` every open request whose client will resume it at another router."""
         handed_over = [state for state in self._requests if state.client_attempt > 0]
-        return self._fail_all(handed_over, error, RequestEvent.HAND_OVER)
+        return self._endings.fail_all(handed_over, error, RequestEvent.HAND_OVER)
 
     def close_all(self, error: HoldfastError) -> list[Action]:
         """Ends every open request with `error`."""
-        return self._fail_all(list(self._requests), error)
+        return self._endings.fail_all(list(self._requests), error)
 
     # --- queries ---
 
@@ -354,10 +319,10 @@ class Dispatch:
     def _fail_gone(self, now: float) -> list[Action]:
         """Ends what waits for a version that will not come."""
         gone = self._placement.bound_in_vain(now)
-        return [action for state in gone for action in self._fail(state, _version_gone(state))]
+        return [action for state in gone for action in self._endings.fail(state, _version_gone(state))]
 
     def _fail_removed(self, model: str) -> list[Action]:
-        return self._fail_all(list(self._queue.waiting(model)), self._registry.unknown(model))
+        return self._endings.fail_all(list(self._queue.waiting(model)), self._registry.unknown(model))
 
     def _check_admissible(self, model: str, deadline: float, now: float) -> None:
         down_since = self._registry.model(model).down_since
@@ -382,93 +347,6 @@ class Dispatch:
             return ReplicaError(f"no replica of model {model!r} is up")
         told = f"none has started within {cold_start_s:g} s (scaling.cold_start_wait_s)"
         return ReplicaError(f"model {model!r} had no replica at rest, and {told}")
-
-    def _fail_unreadable(self, state: RequestState, bug: Exception, *, replica_has_it: bool) -> list[Action]:
-        logger.error(
-            "request %s: its tokens could not be turned into text",
-            state.request_id,
-            exc_info=bug,
-            extra={"details": {"request_id": state.request_id, "model": state.model}},
-        )
-        error = InternalError(f"the output could not be turned into text: {type(bug).__name__}")
-        return self._fail(state, error, replica_has_it=replica_has_it)
-
-    def _advance(self, state: RequestState, delta: TokenDelta, now: float) -> list[Action]:
-        """Takes one delta. A bug of ours ends this request alone, not the others of the link."""
-        replica_has_it = delta.finish_reason is None
-        num_seen = len(state.output_token_ids) - delta.first_token_index
-        if num_seen < 0:
-            gap = f"{-num_seen} output tokens are missing before token {delta.first_token_index}"
-            return self._fail(state, InternalError(gap), replica_has_it=replica_has_it)
-        if delta.finish_reason is FinishReason.ABORT:
-            return self._refuse(state, ReplicaError("the replica gave the request up"), now)
-        if not state.output_token_ids:
-            self._first_tokens[state.model].note(state.timeline.opened_s, now)
-            state.num_cached_tokens = delta.num_cached_tokens
-        try:
-            token_ids, logprobs = delta.token_ids[num_seen:], delta.logprobs[num_seen:]
-            delivery = state.take(token_ids, delta.finish_reason, logprobs, delta.prompt_logprobs)
-        except Exception as bug:
-            return self._fail_unreadable(state, bug, replica_has_it=replica_has_it)
-        if delivery is None:
-            return []
-        if not state.num_steps and state.attempt is not None:
-            first_token_s = now - state.attempt.sent_at
-            self._ledger.note_first_token(state.model, state.attempt.replica.version, first_token_s)
-        self._placement.note_step(state, len(delivery.token_ids), now, delta.queued_s)
-        if delivery.finish_reason is None:
-            return [delivery]
-        return [delivery, *self._close(state, RequestEvent.FINISH, replica_has_it=replica_has_it)]
-
-    def _refuse(self, state: RequestState, error: HoldfastError, now: float) -> list[Action]:
-        """A replica that is up refused an attempt or gave it up. The request is retried elsewhere if that may help."""
-        attempt = state.attempt
-        is_taken_back = self._placement.take_back(state, error, now)
-        if is_taken_back and attempt is not None and error.fault is Fault.REPLICA:
-            self._ledger.note_failed(state.model, attempt.replica.version)
-        return [] if is_taken_back else self._fail(state, error, replica_has_it=False)
-
-    def _expire(self, state: RequestState) -> list[Action]:
-        doing = "waited for a replica" if state.status.is_waiting else "ran"
-        num_tokens = len(state.output_token_ids)
-        error = DeadlineExceededError(f"time was up while the request {doing}, after {num_tokens} output tokens")
-        return self._fail(state, error)
-
-    def _fail_all(
-        self, states: list[RequestState], error: HoldfastError, event: RequestEvent = RequestEvent.FAIL
-    ) -> list[Action]:
-        return [action for state in states for action in self._fail(state, error, event)]
-
-    def _fail(
-        self,
-        state: RequestState,
-        error: HoldfastError,
-        event: RequestEvent = RequestEvent.FAIL,
-        *,
-        replica_has_it: bool = True,
-    ) -> list[Action]:
-        is_told = event is RequestEvent.FAIL and state.attempt is not None
-        if is_told and (error.fault in _OF_SERVERS or isinstance(error, DeadlineExceededError)):
-            assert state.attempt is not None
-            self._ledger.note_failed(state.model, state.attempt.replica.version)
-        closing = self._close(state, event, replica_has_it=replica_has_it)
-        return [Fail(request_id=state.request_id, error=error), *closing]
-
-    def _close(self, state: RequestState, event: RequestEvent, *, replica_has_it: bool = True) -> list[Action]:
-        """Removes a request. Its replica gets an abort if it may still run the attempt."""
-        actions: list[Action] = []
-        if state.status.is_waiting:
-            self._queue.remove(state)
-        else:
-            attempt = self._requests.end_attempt(state)
-            if event is RequestEvent.FINISH:
-                self._ledger.note_finished(state.model, attempt.replica.version)
-            if replica_has_it:
-                actions.append(SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number))
-        self._placement.quarantine.end_trial(state)
-        state.note(event)
-        self._requests.remove(state)
-        return actions
 
 
 def _quarantined(state: RequestState, error: HoldfastError) -> RequestQuarantinedError:

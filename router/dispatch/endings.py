@@ -1,0 +1,85 @@
+"""How open requests end: finished, failed, handed over or cancelled, each exactly once.
+
+What may live here: an end's actions, and what it leaves in the tables. What may not: when a request is to end
+(`dispatch.py`, `progress.py`).
+"""
+
+import logging
+from typing import Final
+
+from holdfast.router.dispatch.placement import Placement
+from holdfast.router.dispatch.request_state import RequestEvent, RequestState
+from holdfast.router.dispatch.request_table import RequestTable
+from holdfast.router.events import Action, Fail, SendAbort
+from holdfast.router.replicas.versions import VersionLedger
+from holdfast.worker.errors import DeadlineExceededError, Fault, HoldfastError, InternalError
+
+logger = logging.getLogger(__name__)
+
+_OF_SERVERS: Final = {Fault.REPLICA, Fault.BUG}
+
+
+class Endings:
+    """Ends requests of one router's tables."""
+
+    def __init__(self, requests: RequestTable, placement: Placement, ledger: VersionLedger) -> None:
+        self._requests = requests
+        self._placement = placement
+        self._queue = placement.queue
+        self._ledger = ledger
+
+    def fail(
+        self,
+        state: RequestState,
+        error: HoldfastError,
+        event: RequestEvent = RequestEvent.FAIL,
+        *,
+        replica_has_it: bool = True,
+    ) -> list[Action]:
+        """Ends one with an error, which its client is told."""
+        is_told = event is RequestEvent.FAIL and state.attempt is not None
+        if is_told and (error.fault in _OF_SERVERS or isinstance(error, DeadlineExceededError)):
+            assert state.attempt is not None
+            self._ledger.note_failed(state.model, state.attempt.replica.version)
+        closing = self.close(state, event, replica_has_it=replica_has_it)
+        return [Fail(request_id=state.request_id, error=error), *closing]
+
+    def fail_all(
+        self, states: list[RequestState], error: HoldfastError, event: RequestEvent = RequestEvent.FAIL
+    ) -> list[Action]:
+        """Ends each of them with the same error."""
+        return [action for state in states for action in self.fail(state, error, event)]
+
+    def expire(self, state: RequestState) -> list[Action]:
+        """Ends one whose deadline has passed."""
+        doing = "waited for a replica" if state.status.is_waiting else "ran"
+        num_tokens = len(state.output_token_ids)
+        error = DeadlineExceededError(f"time was up while the request {doing}, after {num_tokens} output tokens")
+        return self.fail(state, error)
+
+    def fail_unreadable(self, state: RequestState, bug: Exception, *, replica_has_it: bool) -> list[Action]:
+        """Ends one whose tokens a bug of ours has kept from becoming text; the others of its link go on."""
+        logger.error(
+            "request %s: its tokens could not be turned into text",
+            state.request_id,
+            exc_info=bug,
+            extra={"details": {"request_id": state.request_id, "model": state.model}},
+        )
+        error = InternalError(f"the output could not be turned into text: {type(bug).__name__}")
+        return self.fail(state, error, replica_has_it=replica_has_it)
+
+    def close(self, state: RequestState, event: RequestEvent, *, replica_has_it: bool = True) -> list[Action]:
+        """Removes a request. Its replica gets an abort if it may still run the attempt."""
+        actions: list[Action] = []
+        if state.status.is_waiting:
+            self._queue.remove(state)
+        else:
+            attempt = self._requests.end_attempt(state)
+            if event is RequestEvent.FINISH:
+                self._ledger.note_finished(state.model, attempt.replica.version)
+            if replica_has_it:
+                actions.append(SendAbort(replica_id=attempt.replica.facts.replica_id, attempt=attempt.number))
+        self._placement.quarantine.end_trial(state)
+        state.note(event)
+        self._requests.remove(state)
+        return actions
