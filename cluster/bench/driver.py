@@ -67,6 +67,12 @@ class Driver:
                     tasks.create_task(self._session(session, session.start_s, places))
         return sorted(self.records, key=lambda record: record.due_s)
 
+    @property
+    def ended(self) -> list[RequestRecord]:
+        """The records of what was over when a run was interrupted, in the order in which they were due."""
+        over = (record for record in self.records if record.end_s and not record.is_cut)
+        return sorted(over, key=lambda record: record.due_s)
+
     # --- inside ---
 
     def _now(self) -> float:
@@ -114,6 +120,9 @@ class Driver:
                 reply = await self._sender.send(ask, lambda: piece_s.append(now() - began_s))
         except TimeoutError:
             record.error, record.message = "timeout", f"no end within {self._pace.timeout_s:g} s"
+        except asyncio.CancelledError:
+            record.is_cut = True
+            raise
         except SendFailed as failed:
             record.error, record.message = failed.kind, failed.message
         else:

@@ -21,6 +21,8 @@ class RequestRecord:
     error: str | None = None
     """The kind of its failure; None: it was answered to the end."""
     message: str = ""
+    is_cut: bool = False
+    """It was in flight when the run was interrupted: it says nothing of the server."""
 
     @property
     def ttft_s(self) -> float | None:

@@ -79,6 +79,9 @@ class Run(Part):
     """One load and what the server made of it."""
 
     load: Load
+    interrupted: bool = Field(
+        False, description="it was ended early; what was in flight then is not counted, so long answers are missing"
+    )
     duration_s: float = Field(description="from the beginning to the end of the last request, and at least --duration")
     requests: int
     completed: int

@@ -3,6 +3,8 @@
 What may not live here: flags (`cluster/commands/bench.py`), a run's sending (`driver.py`), its figures (`summary.py`).
 """
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -57,7 +59,11 @@ class Plan:
 class Bench:
     """One bench on one server."""
 
-    def __init__(self, plan: Plan, sender: Sender, watch: Watch) -> None:
+    def __init__(
+        self, plan: Plan, sender: Sender, watch: Watch, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`clock` is the drivers' own."""
+        self._clock = clock
         self._plan = plan
         self._sender = sender
         self._watch = watch
@@ -73,10 +79,19 @@ class Bench:
         if self._plan.warmup:
             pace = self._pace(concurrency=min(self._plan.warmup, _WARMUP_AT_A_TIME), is_timed=False)
             sessions = islice(self._sessions(), self._plan.warmup)
-            await self._driven("warm-up", sessions, pace, self._plan.warmup)
+            await self._warm_up(sessions, pace)
+
+    async def _warm_up(self, sessions: Iterator[Session], pace: Pace) -> None:
+        self._num_runs += 1
+        total = self._plan.warmup * self._plan.workload.num_turns
+        with self._watch("warm-up", total, pace.duration_s) as on_change:
+            await Driver(self._sender, self._texts, pace, on_change, self._clock).run(sessions)
 
     async def run(self) -> None:
-        """All runs, or the search. What is done is in `runs` from then on, whatever comes later."""
+        """All runs, or the search. What is done is in `runs` from then on, whatever comes later.
+
+        Cancelled, it ends; what was over of the last run is in `runs` too.
+        """
         plan = self._plan
         if plan.find_max:
             await self._find_max()
@@ -129,19 +144,20 @@ class Bench:
     async def _measured(
         self, load: Load, sessions: Iterator[Session], pace: Pace, total: int | None, sending_s: float | None = None
     ) -> Run:
-        driver = await self._driven(str(load), sessions, pace, total)
-        run = summary(load, driver.records, self._plan.slo, sending_s)
-        self.runs.append(run)
-        return run
-
-    async def _driven(self, title: str, sessions: Iterator[Session], pace: Pace, total: int | None) -> Driver:
+        """Cancelled, it leaves a run of the requests that are over by then, if there are any."""
         self._num_runs += 1
         if total is not None:
             total *= self._plan.workload.num_turns
-        with self._watch(title, total, pace.duration_s) as on_change:
-            driver = Driver(self._sender, self._texts, pace, on_change)
-            await driver.run(sessions)
-        return driver
+        with self._watch(str(load), total, pace.duration_s) as on_change:
+            driver = Driver(self._sender, self._texts, pace, on_change, self._clock)
+            try:
+                records = await driver.run(sessions)
+            except asyncio.CancelledError:
+                if driver.ended:
+                    self.runs.append(summary(load, driver.ended, self._plan.slo, is_interrupted=True))
+                raise
+        self.runs.append(summary(load, records, self._plan.slo, sending_s))
+        return self.runs[-1]
 
     # --- the search ---
 

@@ -40,7 +40,14 @@ def distribution(values: Iterable[float | None]) -> Distribution | None:
     )
 
 
-def summary(load: Load, records: Sequence[RequestRecord], slo: Slo | None, sending_s: float | None = None) -> Run:
+def summary(
+    load: Load,
+    records: Sequence[RequestRecord],
+    slo: Slo | None,
+    sending_s: float | None = None,
+    *,
+    is_interrupted: bool = False,
+) -> Run:
     """Latencies are those of requests that were answered to the end; `records` is not empty.
 
     The run lasts at least `sending_s`: an open loop of 10 seconds whose last request came after 8 took 10.
@@ -53,6 +60,7 @@ def summary(load: Load, records: Sequence[RequestRecord], slo: Slo | None, sendi
     good = None if slo is None else sum(map(slo.is_met, records))
     return Run(
         load=load,
+        interrupted=is_interrupted,
         duration_s=duration_s,
         requests=len(records),
         completed=len(done),

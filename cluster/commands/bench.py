@@ -146,13 +146,19 @@ def bench(
     for name, path in (("json", result.json), ("html", result.html)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigurationError(f"--{name} {path}: there is no folder {path.absolute().parent}")
-    report = _run(plan, target, model, _params(work), load_config(settings).config.client.options, load, console)
+    report, is_interrupted = _run(
+        plan, target, model, _params(work), load_config(settings).config.client.options, load, console
+    )
     if result.json is not None:
         report.write(result.json)
     if result.html is not None:
         from holdfast.cluster.bench.page import page, write_page
 
         write_page(result.html, page(report))
+    if is_interrupted:
+        from holdfast.cluster.commands.cli import EXIT_INTERRUPTED
+
+        return EXIT_INTERRUPTED
     return 0 if any(run.completed for run in report.runs) else 1
 
 
@@ -164,19 +170,26 @@ def _run(
     options: dict[str, Any],
     load: LoadFlags,
     console: Any,
-) -> "Report":
+) -> "tuple[Report, bool]":
+    """The report, and whether Ctrl-C has ended it early."""
     from holdfast.cluster.bench.display import print_report, watch
     from holdfast.cluster.bench.report import Report, Settings
     from holdfast.cluster.bench.runs import Bench
 
+    is_interrupted = False
     began_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
     async def run() -> Report:
+        nonlocal is_interrupted
         sender, named = await target.sender(model, params, **options)
         bench = Bench(plan, sender, watch)
         try:
             await bench.prepare()
             await bench.run()
+        except asyncio.CancelledError:  # Ctrl-C: what is done is shown and written
+            if not bench.runs:
+                raise
+            is_interrupted = True
         finally:
             await sender.close()
         work = plan.workload
@@ -204,7 +217,7 @@ def _run(
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         report = runner.run(run())
     print_report(console, report)
-    return report
+    return report, is_interrupted
 
 
 def _loop_factory() -> Any:

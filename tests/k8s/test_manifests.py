@@ -98,6 +98,16 @@ def test_budgets_policies_and_monitors_choose_pods_that_there_are(build):
 
 
 @EACH_CLUSTER
+def test_clients_reach_both_ports_of_routers(build):
+    (policy,) = [one for one in of_kind(build, "NetworkPolicy") if one["metadata"]["name"] == "holdfast-clients"]
+    routers = [pod for pod in pods(build) if pod.matches(policy["spec"]["podSelector"])]
+    assert routers
+    for rule in policy["spec"]["ingress"]:
+        opened = {port["port"] for port in rule["ports"]}
+        assert all(opened == {pod.ports["grpc"], pod.ports["http"]} for pod in routers)
+
+
+@EACH_CLUSTER
 def test_no_eviction_takes_the_last_router_but_one_may_go(build):
     (budget,) = [one for one in of_kind(build, "PodDisruptionBudget") if one["metadata"]["name"] == "holdfast-routers"]
     routers = [pod for pod in pods(build) if pod.group == "routers"]

@@ -1,14 +1,17 @@
 """The driver against a server in virtual time: what is sent when, and what a latency counts from."""
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 
 from holdfast.cluster.bench.driver import Driver, Pace
+from holdfast.cluster.bench.lengths import Lengths
 from holdfast.cluster.bench.prompts import Calibration, PromptTexts
 from holdfast.cluster.bench.records import RequestRecord
+from holdfast.cluster.bench.runs import Bench, Plan
 from holdfast.cluster.bench.sender import Ask, Reply, SendFailed
-from holdfast.cluster.bench.workload import Session, Turn
+from holdfast.cluster.bench.workload import Session, Turn, Workload
 from tests.virtual_loop import run
 
 
@@ -125,6 +128,30 @@ def test_failures_end_their_session_and_no_other():
     assert [(record.session, record.turn, record.error) for record in records] == [
         (0, 0, None), (0, 1, "HTTP 503"), (1, 0, None), (1, 1, None), (2, 0, None), (2, 1, None)
     ]  # fmt: skip
+
+
+def test_an_interrupted_bench_keeps_the_runs_that_are_done_and_what_was_over_of_the_last():
+    async def main() -> Bench:
+        plan = Plan(
+            workload=Workload(prompt_tokens=Lengths.parsed("p", "4"), output_tokens=Lengths.parsed("o", "3")),
+            concurrency=(1, 2),
+            num_sessions=4,
+        )
+        bench = Bench(plan, Server(), lambda *_: nullcontext(lambda *_: None), clock=asyncio.get_running_loop().time)
+        await bench.prepare()
+        began_s = asyncio.get_running_loop().time()
+        running = asyncio.create_task(bench.run())
+        await asyncio.sleep(12 + 4.5)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert asyncio.get_running_loop().time() - began_s == pytest.approx(16.5)
+        return bench
+
+    whole, cut = run(main()).runs
+    assert (whole.interrupted, whole.completed, whole.failed) == (False, 4, 0)
+    assert (cut.interrupted, cut.completed, cut.failed, cut.requests) == (True, 2, 0, 2)
+    assert cut.duration_s == pytest.approx(3.0)
 
 
 def test_a_request_without_an_end_is_given_up():

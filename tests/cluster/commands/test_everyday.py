@@ -3,8 +3,10 @@
 import io
 import json
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 
 import pytest
 
@@ -261,3 +263,23 @@ def test_a_shell_is_told_of_all_commands(shell, capsys):
     assert all(name in script for name, _, _ in _COMMANDS)
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
+
+
+# --- bench ---
+
+
+def test_ctrl_c_ends_a_bench_and_keeps_what_is_done(tmp_path):
+    report = tmp_path / "report.json"
+    with served() as router:
+        words = ["bench", "--server", f"http://{router.address}", "--requests", "4", "--output-tokens", "2"]
+        words += ["--concurrency", ",".join(["1"] * 10_000), "--json", str(report)]
+        command = [sys.executable, "-m", "holdfast.cluster.commands.cli", *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
+            assert "1 at a time: 4 requests" in bench.stderr.readline()
+            bench.send_signal(signal.SIGINT)
+            shown, told = bench.communicate(timeout=60)
+    assert bench.returncode == 130, told
+    assert "1 at a time" in shown
+    runs = json.loads(report.read_text())["runs"]
+    assert runs[0]["completed"] == 4
+    assert not runs[0]["interrupted"]
