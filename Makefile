@@ -9,7 +9,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,\
 # Tests in two processes, a file at a time.
 SHARED := -n 2 --dist loadscope --no-loadscope-reorder --durations 25
 
-.PHONY: help install demo test test-all test-fast lint format types proto proto-check proto-release check bench bench-peers nightly model clean
+.PHONY: help install demo test test-all test-fast docs lint format types proto proto-check proto-release check bench bench-peers nightly model clean
 
 help:            ## Show this list.
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -35,6 +35,10 @@ test-all: install  ## Run every test: every failover on Ray, the soak, full swee
 
 test-fast: install  ## Run the tests that start neither Ray nor long searches.
 	@$(BIN)/python -m pytest -m "not cluster and not slow" $(SHARED)
+
+docs: install    ## Build the documentation as a site with search, in build/site.
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html"
 
 lint: install    ## Check style and formatting.
 	@$(BIN)/ruff check .

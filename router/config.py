@@ -154,6 +154,10 @@ class RouterConfig(Settings):
         True,
         description="calls end with the router's load in an ORCA trailer, for clients that balance by it",
     )
+    endpoint_picker: bool = Field(
+        False,
+        description="serve Envoy's ext_proc: gateways with an InferencePool ask routers which of them gets a request",
+    )
     reuse_port: bool = Field(False, description="let several routers of one host share a port")
 
     def policy_of(self, model: str) -> PolicyName:

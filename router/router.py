@@ -14,7 +14,7 @@ from holdfast.router.demand import ModelDemand
 from holdfast.router.dispatch.call import stopping
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
-from holdfast.router.doors.grpc import admin, health, server
+from holdfast.router.doors.grpc import admin, endpoint_picker, health, server
 from holdfast.router.doors.grpc.load_reports import LoadReports
 from holdfast.router.doors.http.app import HttpDoor
 from holdfast.router.doors.http.server import HttpServer
@@ -25,7 +25,7 @@ from holdfast.router.doors.recent_errors import RecentErrors
 from holdfast.router.doors.state_dump import state_dump
 from holdfast.router.events import ModelStatus
 from holdfast.router.links.link_pool import LinkPool
-from holdfast.router.links.replica_directory import ReplicaDirectory
+from holdfast.router.links.replica_directory import ReplicaDirectory, RouterEndpoint
 from holdfast.router.orders import NO_ORDERS, Change, Orders
 from holdfast.router.replicas.versions import VersionCounts
 from holdfast.router.requests.request_processor import RequestProcessor
@@ -68,7 +68,11 @@ class Router:
     ) -> None:
         self._tls, self._limits = tls, limits
         self._on_models = on_models
-        self._health = health.HealthServicer()
+        picks = config.endpoint_picker
+        self._health = health.HealthServicer(
+            (*health.OVERALL, *(endpoint_picker.HEALTH_NAMES if picks else ())), ("liveness",) if picks else ()
+        )
+        self._picker = endpoint_picker.EndpointPicker(self._as_endpoint, random.Random().randrange) if picks else None
         gate = gate or Gate()
         dispatch = Dispatch(config, limits, random.Random().randrange, order=order)
         self._dispatch_host = DispatchHost(dispatch, asyncio.get_running_loop(), self._publish_health)
@@ -77,7 +81,8 @@ class Router:
         telemetry, stats = telemetry or TelemetryConfig(), self._request_processor.stats
         if telemetry.slow_request_s is not None:
             stats.on_end.append(SlowRequests(telemetry.slow_request_s, stats))
-        self._link_pool = LinkPool(self._dispatch_host, tokenizers, config, links, self._obey)
+        on_routers = None if self._picker is None else self._picker.set_routers
+        self._link_pool = LinkPool(self._dispatch_host, tokenizers, config, links, self._obey, on_routers)
         self.orders = NO_ORDERS
         """What its operators have ordered."""
         parts = self._request_processor, self._dispatch_host
@@ -92,6 +97,8 @@ class Router:
             open_inference.SERVICE: open_inference.InferenceProtocolServicer(*parts),
             health.SERVICE: self._health,
         }
+        if self._picker is not None:
+            servicers[endpoint_picker.SERVICE] = endpoint_picker.EndpointPickerServicer(self._picker)
         self._build_server = partial(server.build_server, config=config, limits=limits, gate=gate)
         trailers = LoadReports(self._dispatch_host).trailers if config.load_reports else None
         self._server: grpc.aio.Server = self._build_server(servicers, trailers=trailers)
@@ -105,6 +112,8 @@ class Router:
         """`host:port` of the gRPC API, once started."""
         self.http_address = ""
         """`host:port` of the HTTP API, once started; empty where there is none."""
+        self.advertised_http_address = ""
+        """`host:port` of the HTTP API as others dial it, set by whoever knows; empty: as it listens."""
         self.admin_address = ""
         """`host:port` for operators, once started; empty where there is none."""
 
@@ -205,6 +214,14 @@ class Router:
         orders = change.applied_to(self.orders)
         await self._link_pool.obey(orders)
         return orders
+
+    def _as_endpoint(self) -> RouterEndpoint | None:
+        """This router as its own picker sees it; None while it serves no HTTP."""
+        if self._http_server is None or self._http_door.is_stopping:
+            return None
+        has_replicas = any(model.takes_requests for model in self._dispatch_host.models())
+        address = self.advertised_http_address or self.http_address
+        return RouterEndpoint(address=address, num_open=self.num_open, has_replicas=has_replicas)
 
     def _obey(self, orders: Orders) -> None:
         self.orders = orders

@@ -2,11 +2,16 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from holdfast.cluster.commands.cli import app
+from holdfast.cluster.config.config import HoldfastConfig
+from scripts import docs_site
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,6 +69,36 @@ def test_the_table_of_rooms_names_every_file_and_no_other():
     paths = [path for package in ("worker", "router", "cluster") for path in (ROOT / package).rglob("*.py")]
     there = {str(path.relative_to(ROOT)) for path in paths if path.name != "__init__.py"}
     assert named == there, f"missing: {sorted(there - named)}; no such file: {sorted(named - there)}"
+
+
+def test_the_site_has_every_page_and_its_reference_every_setting_and_rpc():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    named = {page for group in site["nav"] for pages in group.values() for page in _paths(pages)}
+    written = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert named == written | {f"reference/{name}.md" for name in ("commands", "settings", "rpcs")}
+    pages = docs_site.settings(), docs_site.rpcs()
+    for section, field in HoldfastConfig.model_fields.items():
+        part = pages[0].split(f"## {section}\n")[1].split("\n## ")[0]
+        assert re.findall(r"^\| `(\w+)` \|", part, re.MULTILINE) == list(field.annotation.model_fields)
+    for method in ("Generate", "GenerateStream", "Drain"):
+        assert f"| `{method}` |" in pages[1]
+
+
+def _paths(pages: object) -> list[str]:
+    return [pages] if isinstance(pages, str) else [path for page in pages for path in page.values()]
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "holdfast serve" in (tmp_path / "reference" / "commands.html").read_text()
+    assert "Generate" in (tmp_path / "search" / "search_index.json").read_text()
 
 
 def test_the_tests_that_the_threat_model_names_exist():

@@ -75,6 +75,8 @@ class Member:
     """Of a replica: its `WorkerConfig` as JSON, which holds no secrets."""
     counts: tuple[VersionCounts, ...] = ()
     """Of a router: what came of its requests, by version."""
+    num_open: int = 0
+    """Of a router that serves as an endpoint picker: its open requests, some seconds ago."""
     is_disk_full: bool = False
     """There is little room under Ray's session folder of its node."""
     orders: Orders = NO_ORDERS

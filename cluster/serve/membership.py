@@ -16,7 +16,7 @@ from holdfast.cluster.scaling.demand_book import Followed
 from holdfast.cluster.serve.directory import DIRECTORY, RENEW_S, Member, Role, Snapshot
 from holdfast.cluster.serve.security import ClusterSecurity
 from holdfast.router.demand import ModelDemand
-from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint
+from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint, RouterEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,13 @@ class WatchedDirectory:
                 orders = max(known.orders, orders, key=lambda one: one.revision)
                 if not snapshot.is_settled:
                     cold_starts = tuple((dict(known.cold_starts) | dict(cold_starts)).items())
-            found = DirectoryView(endpoints=endpoints, removed_models=removed, cold_starts=cold_starts, orders=orders)
+            found = DirectoryView(
+                endpoints=endpoints,
+                removed_models=removed,
+                cold_starts=cold_starts,
+                orders=orders,
+                routers=_routers(snapshot, known),
+            )
             if found != known:
                 known = found
                 yield known
@@ -184,6 +190,19 @@ def _endpoints(snapshot: Snapshot) -> frozenset[ReplicaEndpoint]:
         for member in snapshot.serving(Role.REPLICA)
         if member.address is not None and member.application not in snapshot.orders.held
     )
+
+
+def _routers(snapshot: Snapshot, known: DirectoryView | None) -> frozenset[RouterEndpoint]:
+    """Those that serve HTTP. A directory that was replaced may not have heard of all yet."""
+    old = () if known is None or snapshot.is_settled else known.routers
+    routers = {one.address: one for one in old} | {
+        member.http_address: RouterEndpoint(
+            address=member.http_address, num_open=member.num_open, has_replicas=any(count for _, count in member.linked)
+        )
+        for member in snapshot.serving(Role.ROUTER)
+        if member.http_address
+    }
+    return frozenset(routers.values())
 
 
 async def _call(method: Any, *arguments: object) -> object:

@@ -84,6 +84,8 @@ class RouterDeployment:
             await self._lease.flush()
             raise
         address, http_address = reachable(self._router.address), reachable(self._router.http_address)
+        self._router.advertised_http_address = http_address
+        self._picks = config.router.endpoint_picker
         self._lease.update(replace(self._lease.member, phase="serving", address=address, http_address=http_address))
         demand = tell_demand(directory, self._lease.member.member_id, watched, self._router.demands)
         self._telling = [asyncio.create_task(told) for told in (demand, self._keep_telling(self._router))]
@@ -115,7 +117,8 @@ class RouterDeployment:
             await asyncio.sleep(TELL_EVERY_S)
             is_disk_full = await asyncio.to_thread(guard.look)
             told, counts = self._lease.member, router.version_counts()
-            news = replace(told, orders=router.orders, counts=counts, is_disk_full=is_disk_full)
+            num_open = router.num_open if self._picks else 0
+            news = replace(told, orders=router.orders, counts=counts, is_disk_full=is_disk_full, num_open=num_open)
             if news != told:
                 self._lease.update(news)
 

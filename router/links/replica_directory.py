@@ -26,6 +26,17 @@ class ReplicaEndpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterEndpoint:
+    """A router, as others may send requests to it."""
+
+    address: str
+    """`host:port` of its HTTP API."""
+    num_open: int = 0
+    """Requests that it had open, when it last said so."""
+    has_replicas: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryView:
     """What a directory knows at one moment."""
 
@@ -37,6 +48,8 @@ class DirectoryView:
     """Models that may be without replicas by decision, and how many seconds requests wait for the first one."""
     orders: Orders = NO_ORDERS
     """What the cluster's operators want of its routers."""
+    routers: frozenset[RouterEndpoint] = frozenset()
+    """All routers that serve HTTP."""
 
 
 class ReplicaDirectory(Protocol):
@@ -57,11 +70,18 @@ class StaticDirectory:
         self._changed = asyncio.Event()
 
     def set(
-        self, endpoints: Iterable[ReplicaEndpoint], removed_models: Iterable[str] = (), orders: Orders | None = None
+        self,
+        endpoints: Iterable[ReplicaEndpoint],
+        removed_models: Iterable[str] = (),
+        orders: Orders | None = None,
+        routers: Iterable[RouterEndpoint] = (),
     ) -> None:
         """Replaces the view. To be called on the event loop of the watchers."""
         self._view = DirectoryView(
-            endpoints=frozenset(endpoints), removed_models=frozenset(removed_models), orders=orders or NO_ORDERS
+            endpoints=frozenset(endpoints),
+            removed_models=frozenset(removed_models),
+            orders=orders or NO_ORDERS,
+            routers=frozenset(routers),
         )
         self._changed.set()
         self._changed = asyncio.Event()

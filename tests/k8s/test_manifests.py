@@ -147,7 +147,22 @@ def test_routes_lead_to_services_and_gateways_that_there_are(build):
     for route in routes:
         assert {(ref["name"], ref["sectionName"]) for ref in route["spec"]["parentRefs"]} <= listeners
         backends = [backend for rule in route["spec"]["rules"] for backend in rule["backendRefs"]]
-        assert {(backend["name"], backend["port"]) for backend in backends} <= services
+        pools = {backend["name"] for backend in backends if backend.get("kind") == "InferencePool"}
+        assert pools <= {one["metadata"]["name"] for one in of_kind(build, "InferencePool")}
+        assert {(one["name"], one["port"]) for one in backends if one.get("kind") != "InferencePool"} <= services
+
+
+@EACH_CLUSTER
+def test_pools_are_of_routers_that_are_asked_to_pick(build):
+    made = pods(build)
+    for pool in of_kind(build, "InferencePool"):
+        chosen = [pod for pod in made if pod.matches(pool["spec"]["selector"])]
+        assert {pod.group for pod in chosen} == {"routers"}
+        assert all({port["number"] for port in pool["spec"]["targetPorts"]} == {pod.ports["http"]} for pod in chosen)
+        picker = pool["spec"]["endpointPickerRef"]
+        (service,) = [one for one in of_kind(build, "Service") if one["metadata"]["name"] == picker["name"]]
+        assert picker["port"]["number"] in {port["port"] for port in service["spec"]["ports"] if port["name"] == "grpc"}
+        assert all(pod.environment["HOLDFAST_ROUTER__ENDPOINT_PICKER"] == "true" for pod in chosen)
 
 
 def test_the_grpc_route_names_services_that_routers_serve():
@@ -228,7 +243,9 @@ def test_components_go_together(tmp_path: Path):
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "resources": ["../k8s/overlays/gpu-single"],
-        "components": [f"../k8s/components/{name}" for name in ("ha", "autoscaling", "auth-tls", "gateway")],
+        "components": [
+            f"../k8s/components/{name}" for name in ("ha", "autoscaling", "auth-tls", "gateway", "inference-pool")
+        ],
     }
     (tmp_path / "k8s").symlink_to(K8S)
     (tmp_path / "own").mkdir()

@@ -220,6 +220,16 @@ def test_what_kuberay_refuses_is_not_there(build):
     assert tuple(map(int, cluster["rayVersion"].split("."))) >= (2, 53, 0), "tokens, and health on one path"
 
 
+@EACH_CLUSTER
+def test_pods_may_follow_as_far_as_replicas_are_scaled(build):
+    (application,) = serve_config(build)["applications"]
+    scaling, group = settings(build).scaling, ray_service(build)["spec"]["rayClusterConfig"]["workerGroupSpecs"][1]
+    assert scaling.is_on == build.endswith("autoscaling")
+    assert scaling.is_on != application.get("external_scaler_enabled", False), "Serve refuses both"
+    if scaling.is_on:
+        assert (scaling.min_replicas, scaling.max_replicas) == (group["minReplicas"], group["maxReplicas"])
+
+
 def test_the_autoscaler_may_add_replicas_and_asks_kubernetes_by_its_account():
     cluster = ray_service("overlays/autoscaling")["spec"]["rayClusterConfig"]
     assert cluster["enableInTreeAutoscaling"]

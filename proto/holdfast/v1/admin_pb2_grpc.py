@@ -100,7 +100,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetLogLevel(self, request, context):
-        """SetLogLevel changes what routers log.
+        """SetLogLevel changes what routers and replicas log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -18,8 +18,11 @@ OPEN: Final = (
     "/inference.GRPCInferenceService/ServerLive",
     "/inference.GRPCInferenceService/ServerReady",
     "/vllm.grpc.engine.VllmEngine/HealthCheck",
+    "/envoy.service.ext_proc.v3.ExternalProcessor/",
 )
-"""For balancers, Kubernetes and gateways: what is served is not told, only whether."""
+"""For balancers, Kubernetes and gateways: what is served is not told, only whether; and, of an endpoint picker, the
+addresses of routers.
+"""
 
 OF_OPERATORS: Final = (
     "/holdfast.v1.AdminService/",

@@ -25,17 +25,19 @@ _SERVICE_UNKNOWN: Final = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 class HealthServicer:
     """Answers with the state that was published last."""
 
-    def __init__(self, overall: Sequence[str] = OVERALL) -> None:
-        """`overall` are the names that stand for the whole server."""
+    def __init__(self, overall: Sequence[str] = OVERALL, always: Sequence[str] = ()) -> None:
+        """`overall` are the names that stand for the whole server; those of `always` say that the process runs."""
+        self._always = always
         self._overall = overall
-        self._serving: dict[str, bool] = dict.fromkeys(overall, False)
+        self._serving: dict[str, bool] = dict.fromkeys(overall, False) | dict.fromkeys(always, True)
         self._changed = asyncio.Event()
         self._is_stopping = False
 
     def publish(self, models: Iterable[ModelStatus]) -> None:
         """Sets the state and wakes the watchers."""
         serving = {model.name: model.takes_requests for model in models}
-        self._serving = dict.fromkeys(self._overall, any(serving.values())) | serving
+        overall = dict.fromkeys(self._overall, any(serving.values()))
+        self._serving = overall | serving | dict.fromkeys(self._always, True)
         self._wake()
 
     def stop(self) -> None:

@@ -95,6 +95,10 @@ class HttpDoor:
         """From here on `/health` and `/ready` say no."""
         self._is_stopping = True
 
+    @property
+    def is_stopping(self) -> bool:
+        return self._is_stopping
+
     def app(self) -> Starlette:
         """The application, which is also what others mount."""
         routes = [

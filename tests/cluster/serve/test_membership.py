@@ -6,7 +6,7 @@ from typing import Any
 from holdfast.cluster.serve.directory import Directory, Member, Role, Snapshot
 from holdfast.cluster.serve.membership import Lease, WatchedDirectory, has_other_routers, tell_demand
 from holdfast.router.demand import ModelDemand
-from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint
+from holdfast.router.links.replica_directory import DirectoryView, ReplicaEndpoint, RouterEndpoint
 from holdfast.router.orders import NO_ORDERS
 from tests import loops, virtual_loop
 
@@ -280,3 +280,23 @@ def test_replicas_of_a_held_application_are_not_dialled():
         replace(snapshot(2, replica(1), new), orders=held.with_held("h:demo#2", False)),
     )
     assert sets_of(handle, 2) == [{endpoint(1)}, {endpoint(1), endpoint(2)}]
+
+
+def test_routers_hear_of_each_others_http_addresses_and_load():
+    def told(number: int, num_open: int, *linked: tuple[str, int]) -> Member:
+        return replace(router(f"f{number}"), http_address=f"h:800{number}", num_open=num_open, linked=linked)
+
+    def endpoint_of(number: int, num_open: int, has_replicas: bool = True) -> RouterEndpoint:
+        return RouterEndpoint(address=f"h:800{number}", num_open=num_open, has_replicas=has_replicas)
+
+    handle = ScriptedHandle(
+        snapshot(1, told(1, 3, ("demo", 2)), told(2, 0, ("demo", 0)), router("without")),
+        snapshot(100, told(1, 5, ("demo", 1)), is_settled=False),
+        snapshot(101, told(1, 5, ("demo", 1))),
+    )
+    views = loops.run(asyncio.wait_for(_first_views(handle, 3), 10.0))
+    assert [view.routers for view in views] == [
+        {endpoint_of(1, 3), endpoint_of(2, 0, has_replicas=False)},
+        {endpoint_of(1, 5), endpoint_of(2, 0, has_replicas=False)},
+        {endpoint_of(1, 5)},
+    ]
