@@ -16,7 +16,7 @@ from tests.worker.schedulers import BLOCK_SIZE, make_request, make_scheduler, me
 
 def test_hashes_are_the_same_in_every_process():
     assert root_hash("").hex() == "cae66941d9efbd404e4d88758ea67670"
-    assert next_hash(root_hash("tenant"), [1, 2, 3]).hex() == "dd2bd222ac2db7846715795eeb7a2d58"
+    assert next_hash(root_hash("tenant"), [1, 2, 3]).hex() == "175c7fe4e9b847e23f3a1fd2a80d8325"
 
 
 def test_a_hash_knows_the_tokens_their_order_what_was_before_and_the_salt():
@@ -33,7 +33,7 @@ def test_a_hash_knows_the_tokens_their_order_what_was_before_and_the_salt():
     assert len(set(hashes)) == len(hashes)
 
 
-@given(st.lists(st.integers(0, 2**40), max_size=20), st.integers(1, 5))
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=20), st.integers(1, 5))
 def test_a_chain_that_grows_with_its_tokens_is_that_of_all_of_them(token_ids, block_size):
     growing, whole = HashChain("salt"), HashChain("salt")
     for end in range(block_size, len(token_ids) + 1):
