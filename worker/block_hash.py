@@ -7,13 +7,19 @@ which block is cached where.
 
 import struct
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Final
 
 HASH_BYTES: Final = 16
-_SHORT_BYTES: Final = 8
+
+_EMPTY: Final = blake2b(digest_size=HASH_BYTES)
+"""Copied for each block: to make one by its arguments takes as long as to hash a block."""
+
+_SHORT: Final = struct.Struct("<Q")
 
 
+@lru_cache(maxsize=256)
 def root_hash(salt: str) -> bytes:
     """The parent of every first block under this salt. Blocks under different salts are never found for each other."""
     return blake2b(salt.encode(errors="surrogatepass"), digest_size=HASH_BYTES).digest()
@@ -21,21 +27,35 @@ def root_hash(salt: str) -> bytes:
 
 def next_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Hash of a full block that follows the block `parent`."""
-    return blake2b(parent + struct.pack(f"<{len(token_ids)}I", *token_ids), digest_size=HASH_BYTES).digest()
+    hasher = _EMPTY.copy()
+    hasher.update(parent + _tokens(len(token_ids)).pack(*token_ids))
+    return hasher.digest()
 
 
 def short_hash(block_hash: bytes) -> int:
     """The first 64 bits: what goes over the wire. For advice alone, where a false match costs time and not tokens."""
-    return int.from_bytes(block_hash[:_SHORT_BYTES], "little")
+    number: int = _SHORT.unpack_from(block_hash)[0]
+    return number
 
 
 def short_hashes(salt: str, token_ids: Sequence[int], block_size: int, num_blocks: int) -> Iterator[int]:
-    """The short hashes of a prompt's first blocks, which are full; each is worked out when it is asked for."""
-    parent, pack = root_hash(salt), struct.Struct(f"<{block_size}I").pack
-    for start in range(0, num_blocks * block_size, block_size):  # `next_hash`, without a call and a format for each
-        block = pack(*token_ids[start : start + block_size])
-        parent = blake2b(parent + block, digest_size=HASH_BYTES).digest()
-        yield int.from_bytes(parent[:_SHORT_BYTES], "little")
+    """The short hashes of a prompt's first blocks, which are full; each is worked out when it is asked for.
+
+    They are `next_hash` and `short_hash`, without the calls: a router makes all of them for each request.
+    """
+    fresh, pack, short = _EMPTY.copy, _tokens(block_size).pack, _SHORT.unpack_from
+    parent = root_hash(salt)
+    for start in range(0, num_blocks * block_size, block_size):
+        hasher = fresh()
+        hasher.update(parent + pack(*token_ids[start : start + block_size]))
+        parent = hasher.digest()
+        yield short(parent)[0]
+
+
+@lru_cache(maxsize=64)
+def _tokens(num_tokens: int) -> struct.Struct:
+    """So many token ids as bytes."""
+    return struct.Struct(f"<{num_tokens}I")
 
 
 class HashChain:

@@ -6,8 +6,7 @@ What may live here: the snapshot, what it estimates, and the policies by name. W
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from holdfast.router.config import PolicyName
 from holdfast.router.replicas.hash_ring import HashRing
@@ -48,8 +47,7 @@ def load_score(load: EngineLoad, num_sent: int = 0, num_sent_tokens: int = 0, nu
     return num_sequences + (load.num_waiting_tokens + num_sent_tokens) / TOKENS_PER_SEQUENCE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingSnapshot:
+class RoutingSnapshot(NamedTuple):
     """What a policy may look at: the replicas of one model as a router knows them now, and the request.
 
     The sequences are the table's own, so that a choice among a thousand replicas copies nothing.
@@ -82,7 +80,7 @@ class RoutingSnapshot:
         """The same with these replicas closed as well."""
         scores = [CLOSED if slot in slots else score for slot, score in enumerate(self.scores)]
         kept = [score for score in scores if score != CLOSED]
-        return replace(self, scores=scores, num_open=len(kept), total_score=sum(kept))
+        return self._replace(scores=scores, num_open=len(kept), total_score=sum(kept))
 
     def draw(self) -> Slot:
         """A random open replica."""
@@ -107,8 +105,15 @@ class RoutingSnapshot:
 
     def draw_of(self, mask: int) -> Slot | None:
         """The less loaded of two open replicas out of a set, given as the bits of an integer; None if none is open."""
-        found = {self._open_from(mask, self.random_index(len(self.scores))) for _ in range(2)} - {None}
-        return min((slot for slot in found if slot is not None), key=self.scores.__getitem__, default=None)
+        scores = self.scores
+        if not mask & (mask - 1):
+            only = mask.bit_length() - 1
+            return only if only >= 0 and scores[only] != CLOSED else None
+        one = self._open_from(mask, self.random_index(len(scores)))
+        if one is None:
+            return None
+        two = self._open_from(mask, self.random_index(len(scores)))
+        return one if two is None or scores[one] <= scores[two] else two
 
     def seconds(self, slot: Slot) -> float:
         """Estimated seconds until a replica has computed the prompt: what it has to do before, and what is not cached.
@@ -116,15 +121,10 @@ class RoutingSnapshot:
         A running sequence counts as `TOKENS_PER_SEQUENCE`: it shares every step with the prompt.
         """
         num_new = self.num_prompt_tokens - self.prefix.num_cached(slot)
-        return (self.scores[slot] * TOKENS_PER_SEQUENCE + num_new) * self._token_s(slot)
+        return (self.scores[slot] * TOKENS_PER_SEQUENCE + num_new) * self.token_s_of(slot)
 
-    def copy_s(self, slot: Slot, holder: Slot) -> float:
-        """What it costs all others that a replica computes what a holder has; nothing if it has as much itself."""
-        is_copy = self.prefix.num_cached(slot) < self.prefix.num_cached(holder)
-        return COPY_TOKENS * self._token_s(slot) if is_copy else 0.0
-
-    def _token_s(self, slot: Slot) -> float:
-        """What is not measured is taken to be as fast as the others."""
+    def token_s_of(self, slot: Slot) -> float:
+        """Seconds a prompt token. What is not measured is taken to be as fast as the others."""
         measured = self.token_s[slot]
         return self.typical_token_s if measured is None else measured
 
@@ -204,11 +204,13 @@ def prefix_aware(snapshot: RoutingSnapshot) -> Slot:
     its holders are loaded, and no holder more than its share.
     """
     one, two = snapshot.draw_two()
-    other = two if snapshot.seconds(two) < snapshot.seconds(one) else one
-    for _, mask in snapshot.prefix.holders:
+    one_s, two_s = snapshot.seconds(one), snapshot.seconds(two)
+    other, other_s = (two, two_s) if two_s < one_s else (one, one_s)
+    for num_tokens, mask in snapshot.prefix.holders:
         holder = snapshot.draw_of(mask)
         if holder is not None:
-            other_s = snapshot.seconds(other) + snapshot.copy_s(other, holder)
+            if snapshot.prefix.num_cached(other) < num_tokens:  # it would compute a copy
+                other_s += COPY_TOKENS * snapshot.token_s_of(other)
             return holder if snapshot.seconds(holder) <= other_s else other
     return other
 

@@ -121,9 +121,7 @@ def test_of_few_open_ones_among_many_two_are_drawn():
 
 
 def _with(one: RoutingSnapshot, draws) -> RoutingSnapshot:
-    from dataclasses import replace
-
-    return replace(one, random_index=draws)
+    return one._replace(random_index=draws)
 
 
 def test_a_single_replica_is_taken_by_every_policy():
