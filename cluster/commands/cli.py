@@ -31,6 +31,34 @@ Examples:
 """
 
 
+_WORDS = {
+    "serve": "[MODEL]",
+    "generate": "PROMPT",
+    "apply": "CONFIG",
+    "estimate": "[MODEL]",
+    "logs": "[PROCESS]",
+    "completion": "SHELL",
+    "drain": "REPLICA",
+    "undrain": "REPLICA",
+    "pause": "MODEL",
+    "resume": "MODEL",
+    "log-level": "LEVEL",
+    "models update": "NAME",
+    "models rollback": "NAME",
+    "models add": "MODEL",
+    "models remove": "NAME",
+    "keys add": "NAME",
+    "keys revoke": "NAME",
+}
+"""What a command takes besides options."""
+
+
+def _usage(command: str) -> str:
+    """The first line of a command's help. Said here, since cyclopts goes through all settings once more to find it."""
+    options = "" if command == "completion" else "[OPTIONS]"
+    return " ".join(filter(None, ("Usage: holdfast", command, options, _WORDS.get(command, "")))) + "\n"
+
+
 def version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -60,7 +88,7 @@ _ADMIN = (
     ("undrain", "undrain", "Put a replica back into service."),
     ("pause", "pause", "Let new requests of a model wait, or refuse them."),
     ("resume", "resume", "End a pause of a model."),
-    ("log-level", "log_level", "Change what routers log."),
+    ("log-level", "log_level", "Change what routers and replicas log."),
     ("dump", "dump", "Write what routers know, for a bug report."),
 )
 _COMMANDS = (
@@ -79,23 +107,45 @@ _COMMANDS = (
     ("estimate", _MORE, "Say how much memory a model needs, without loading it."),
 )
 for _order, (_name, _group, _help) in enumerate(_COMMANDS):
-    app.command(f"holdfast.cluster.commands.{_name}:{_name}", name=_name, group=_group, help=_help, sort_key=_order)
-app.command("holdfast.cluster.commands.drain_node:drain_node", name="drain-node", group=_MORE, help=_DRAIN_NODE)
+    app.command(
+        f"holdfast.cluster.commands.{_name}:{_name}",
+        name=_name,
+        group=_group,
+        help=_help,
+        sort_key=_order,
+        usage=_usage(_name),
+    )
+app.command(
+    "holdfast.cluster.commands.drain_node:drain_node",
+    name="drain-node",
+    group=_MORE,
+    help=_DRAIN_NODE,
+    usage=_usage("drain-node"),
+)
 for _name, _function, _help in _ADMIN:
-    app.command(f"holdfast.cluster.commands.admin:{_function}", name=_name, group=_OPERATE, help=_help)
+    app.command(
+        f"holdfast.cluster.commands.admin:{_function}", name=_name, group=_OPERATE, help=_help, usage=_usage(_name)
+    )
 app.command(models_app)
 app.command(config_app)
 app.command(keys_app)
 for _name in ("update", "rollback"):
-    models_app.command(f"holdfast.cluster.commands.updates:{_name}", name=_name, sort_key=_order)
+    models_app.command(
+        f"holdfast.cluster.commands.updates:{_name}", name=_name, sort_key=_order, usage=_usage(f"models {_name}")
+    )
 for _name, _function in (("add", "add"), ("remove", "remove"), ("list", "show")):
-    models_app.command(f"holdfast.cluster.commands.models:{_function}", name=_name, sort_key=_order)
+    models_app.command(
+        f"holdfast.cluster.commands.models:{_function}", name=_name, sort_key=_order, usage=_usage(f"models {_name}")
+    )
 for _name, _function in (("add", "add"), ("list", "show"), ("revoke", "revoke")):
-    keys_app.command(f"holdfast.cluster.commands.keys:{_function}", name=_name, sort_key=_order)
+    keys_app.command(
+        f"holdfast.cluster.commands.keys:{_function}", name=_name, sort_key=_order, usage=_usage(f"keys {_name}")
+    )
 config_app.command(
     "holdfast.cluster.commands.config_show:show",
     name="show",
     help="Print every setting's value and where it came from.",
+    usage=_usage("config show"),
 )
 
 

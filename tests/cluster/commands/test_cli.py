@@ -1,9 +1,13 @@
+import re
 import subprocess
 import sys
 
 import pytest
+from cyclopts.help import format_usage
 
-from holdfast.cluster.commands.cli import _COMMANDS, run
+from holdfast.cluster.commands.cli import _ADMIN, _COMMANDS, _usage, app, run
+
+MODELS = ("update", "rollback", "add", "remove", "list")
 
 
 def holdfast(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[str]":
@@ -31,6 +35,23 @@ for command in {COMMANDS}:
     for command, page, loaded in zip(COMMANDS, pages, pages[1:], strict=False):
         assert "Usage: " + " ".join(["holdfast", *command]) in page
         assert not loaded.splitlines()[0], " ".join(command)
+
+
+OF_SEVERAL = ["keys add", "keys list", "keys revoke", "config show", *(f"models {name}" for name in MODELS)]
+
+
+@pytest.mark.parametrize(
+    "command", [*(name for name, _, _ in _COMMANDS), *(name for name, _, _ in _ADMIN), *OF_SEVERAL]
+)
+def test_the_first_line_of_help_is_what_the_command_takes(command):
+    words = command.split()
+    found = app
+    for word in words:
+        found = found[word]
+    made = str(format_usage(app, words, [found])).strip()
+    said = re.sub(r"\[(?!OPTIONS)\w+\]", "[ARGS]", _usage(command)).strip()
+    assert found.usage == _usage(command)
+    assert f"Usage: {made}" == said
 
 
 def test_help_names_the_essentials_first(capsys):
