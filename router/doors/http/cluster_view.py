@@ -42,6 +42,7 @@ def _replica(one: ReplicaLoad) -> dict[str, Any]:
         "replica_id": one.replica_id,
         "model": one.model,
         "num_ranks": one.num_ranks,
+        "is_retiring": one.is_retiring,
         "num_running": load.num_running,
         "num_waiting": load.num_waiting,
         "num_used_blocks": load.num_total_blocks - load.num_free_blocks,

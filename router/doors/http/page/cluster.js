@@ -5,20 +5,22 @@ const KINDS = { up: "is up", leaving: "is leaving", back: "stays after all", los
 
 export function watchCluster({ at, made, key, shortName, onModels }) {
   let before = new Map();
+  const rows = new Map(); // by replica, drawn in place: a button that is looked at or focused stays where it is
   let models = "";
   let newest = null;
 
   async function look() {
     if (document.hidden || !at("cluster").open) return;
-    const headers = key() ? { authorization: `Bearer ${key()}` } : {};
     try {
-      const answer = await fetch("/cluster", { headers });
+      const answer = await fetch("/cluster", { headers: authorization() });
       if (!answer.ok) return told(answer.status === 401 ? "The cluster is shown to an operator's key." : denied(answer));
       show(await answer.json());
     } catch (error) {
       told("The router does not answer.");
     }
   }
+
+  const authorization = () => (key() ? { authorization: `Bearer ${key()}` } : {});
 
   const denied = (answer) => (answer.status === 403 ? "This key is no operator's." : `The server answered ${answer.status}.`);
 
@@ -28,7 +30,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
 
   function show(cluster) {
     told(`${cluster.open} open, ${cluster.queued} queued, ${counted(cluster.failovers, "failover")}`);
-    at("replicas").replaceChildren(...cluster.replicas.map(row));
+    drawRows(cluster.replicas);
     at("waiting").replaceChildren(
       ...cluster.waiting.map((one) => made("li", "", `${one.count} × ${one.class}, ${one.tenant || "no tenant"}, ${one.model}`)),
     );
@@ -48,12 +50,53 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     newest = said;
   }
 
-  function row(one) {
+  function drawRows(replicas) {
+    const there = new Set(replicas.map((one) => one.replica_id));
+    for (const [id, row] of rows) if (!there.has(id)) row.element.remove(), rows.delete(id);
+    for (const one of replicas) {
+      const row = rows.get(one.replica_id) ?? newRow(one);
+      for (const cell of row.cells) cell.remove();
+      row.cells = cellsOf(one);
+      row.orders.before(...row.cells);
+      row.element.classList.toggle("leaving", one.is_retiring);
+      row.isDrained = one.is_retiring;
+      row.button.textContent = one.is_retiring ? "Put back" : "Drain";
+    }
+  }
+
+  function newRow(one) {
     const element = made("tr", "");
     const name = made("th", "", shortName(one.replica_id));
     name.scope = "row";
     name.title = `${one.replica_id}, ${one.model}`;
-    const cells = [
+    const orders = made("td", "");
+    const button = made("button", "order");
+    const row = { element, orders, button, cells: [], isDrained: false };
+    button.type = "button";
+    button.setAttribute("aria-describedby", "order");
+    button.addEventListener("click", () => order(one.replica_id, row.isDrained ? "undrain" : "drain"));
+    orders.append(button);
+    element.append(name, orders);
+    at("replicas").append(element);
+    rows.set(one.replica_id, row);
+    return row;
+  }
+
+  /** An operator's order; what came of it is said beside the table. */
+  async function order(replica, verb) {
+    const headers = { "content-type": "application/json", ...authorization() };
+    const done = verb === "drain" ? "gets nothing new, and what runs there moves" : "gets requests again";
+    try {
+      const answer = await fetch(`/admin/replicas/${encodeURIComponent(replica)}/${verb}`, { method: "POST", headers, body: "{}" });
+      at("order").textContent = answer.ok ? `${shortName(replica)} ${done}.` : (await answer.json()).error.message;
+    } catch (error) {
+      at("order").textContent = "The router does not answer.";
+    }
+    look();
+  }
+
+  function cellsOf(one) {
+    return [
       `${one.num_ranks}`,
       `${one.num_running} + ${one.num_waiting}`,
       null,
@@ -62,8 +105,6 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
       steps(one),
       rate(one),
     ].map((text) => (text === null ? blocks(one) : made("td", "", text)));
-    element.append(name, ...cells);
-    return element;
   }
 
   function blocks(one) {
