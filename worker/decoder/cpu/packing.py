@@ -193,7 +193,7 @@ class PackedModel:
                 slices,
                 slice_length,
                 slice_tiles,
-                self._itemsize,
+                self.dtype,
                 packed + first * row_bytes,
             )
             if self._spent is not None:
@@ -237,6 +237,13 @@ class Arena:
             self._end = self._next + size
         address, self._next = self._next, self._next + num_bytes
         return address
+
+
+def tile_places(library: CDLL, dtype: torch.dtype) -> Tensor:
+    """[32 inputs, 16 outputs]: where each number lies in a tile of packed weights, keys or values."""
+    places = torch.empty(32, 16, dtype=torch.int16)
+    library.hf_places(DTYPES[dtype], places.data_ptr())
+    return places.long()
 
 
 def mapped_memory(num_bytes: int) -> mmap.mmap:
