@@ -37,7 +37,7 @@ IN_SOFTWARE: Final = {
     "tiles2": (*_AVX2, "-DHF_SOFTWARE_TILES", "-DHF_BF16_ALONE"),
     "pairs2": (*_AVX2, "-DHF_PAIRS", "-DHF_BF16_ALONE"),
 }
-"""The logic of `amx` and `avx512bf16`, their instructions in software: for tests, on any machine. They run bf16 alone."""
+"""The logic of `amx` and `avx512bf16` with their instructions in software: for tests anywhere. For bf16 alone."""
 
 _COMPILERS: Final = (("g++",), ("clang++",), ("c++",))
 
