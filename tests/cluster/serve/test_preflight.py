@@ -12,7 +12,7 @@ from holdfast.cluster.checks.machine import RANK_BYTES, Machine, check_fits
 from holdfast.cluster.checks.model_files import check_files, check_hub
 from holdfast.cluster.commands.cli import run
 from holdfast.cluster.config.config import HoldfastConfig, load_config
-from holdfast.cluster.config.sources import Setting
+from holdfast.cluster.config.layers import Setting
 from holdfast.cluster.serve.local import plain_ray_errors
 from holdfast.router.text.chat import render_chat
 from holdfast.router.wire.statuses import CallStatus, error_of
