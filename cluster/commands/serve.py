@@ -60,10 +60,13 @@ def run(config: "HoldfastConfig") -> int:
     if config.cluster.address is not None:
         host(config)
         return 0
+    from holdfast.cluster.checks.machine import Machine, crowding
     from holdfast.cluster.serve.preflight import check_here
     from holdfast.cluster.serve.supervisor import STOP_SLACK_S, supervise
 
     check_here(config)
+    if crowded := crowding(config.each_model, Machine.here()):
+        _say(crowded)
     command = [sys.executable, "-m", "holdfast.cluster.commands.hosted"]
     limit_s = config.cluster.drain_timeout_s + STOP_SLACK_S
     return supervise(command, config.model_dump_json(), limit_s, _say)
