@@ -13,7 +13,7 @@ from holdfast.cluster.checks.model_files import check_files, check_hub
 from holdfast.cluster.commands.cli import run
 from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.layers import Setting
-from holdfast.cluster.serve.local import plain_ray_errors
+from holdfast.cluster.serve.local import check_reachable, plain_ray_errors
 from holdfast.router.text.chat import render_chat
 from holdfast.router.wire.statuses import CallStatus, error_of
 from holdfast.worker.errors import HoldfastError, InvalidRequestError, ReplicaError
@@ -261,6 +261,18 @@ def test_a_ray_that_does_not_start_is_one_line(address, expected):
     assert "The current node timed out during startup." in str(found.value)
     assert expected in str(found.value)
     assert "\n" not in str(found.value)
+
+
+def test_a_ray_where_nothing_listens_is_told_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        check_reachable(address)
+    said = refusal(check_reachable, address)
+    assert said.startswith(f"cluster.address = {address!r}: no Ray can be joined there")
+    assert "ray start --head" in said
+    assert "65536" in refusal(check_reachable, "127.0.0.1:65536")
+    for looked_up in ("auto", "local", "ray://127.0.0.1:1"):
+        check_reachable(looked_up)
 
 
 def test_a_server_that_is_not_there_is_one_line():
