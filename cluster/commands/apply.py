@@ -7,18 +7,19 @@ What may live here: showing the difference, asking, and doing one step after the
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from holdfast.cluster.commands.models import NOT_WHICH, Pid, connected
-from holdfast.cluster.config.chat_templates import with_template_texts
-from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.flags import takes_settings
-from holdfast.cluster.config.sources import Layer
+from holdfast.cluster.config.layers import Layer
 from holdfast.cluster.progress_bars import Report, progress
-from holdfast.cluster.serve.difference import Kind, Step, difference
 from holdfast.worker.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from holdfast.cluster.config.config import HoldfastConfig
+    from holdfast.cluster.serve.difference import Step
 
 
 @takes_settings("cluster", without=NOT_WHICH)
@@ -36,6 +37,10 @@ def apply(
     Models are added, updated (one replica after the other, without ending a stream), scaled and removed. Settings of
     routers and of the cluster as a whole are not compared: they need a restart.
     """
+    from holdfast.cluster.config.chat_templates import with_template_texts
+    from holdfast.cluster.config.config import load_config
+    from holdfast.cluster.serve.difference import difference
+
     wanted = with_template_texts(load_config(settings, config).config)
     with connected(wanted, pid):
         from holdfast.cluster.serve.serving import running_models
@@ -57,7 +62,7 @@ def apply(
     return 0
 
 
-def _show(steps: Sequence[Step]) -> None:
+def _show(steps: "Sequence[Step]") -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -80,9 +85,10 @@ def _agrees() -> bool:
     return input("do it? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _do(step: Step, wanted: HoldfastConfig, report: Report) -> None:
+def _do(step: "Step", wanted: "HoldfastConfig", report: Report) -> None:
     """Returns once it serves. Raises what says that it does not."""
     from holdfast.cluster.serve import models, serving
+    from holdfast.cluster.serve.difference import Kind
     from holdfast.cluster.serve.updates import UpdatePlan
 
     namespace, config = wanted.cluster.namespace, step.config
