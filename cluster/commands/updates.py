@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from holdfast.cluster.commands.models import NOT_WHICH, OF_REPLICA, OF_ROUTERS, Pid, connected
-from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig, load_config
+from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig, is_given, load_config
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.sources import Layer, Setting
 from holdfast.cluster.progress_bars import progress
@@ -56,7 +56,7 @@ def update(
 
         plan = UpdatePlan(
             model=name,
-            num_replicas=loaded.config.cluster.replicas if _is_given(loaded, "cluster.replicas") else None,
+            num_replicas=loaded.config.cluster.replicas if is_given(loaded, "cluster.replicas") else None,
             share=canary,
             watch_s=canary_for,
             min_requests=min_requests,
@@ -98,10 +98,6 @@ def _over(running: Mapping[str, Any], loaded: LoadedConfig) -> HoldfastConfig:
     """What is given, over how the model runs."""
     tree = loaded.config.model_dump()
     for section, values in running.items():
-        given = {key: value for key, value in tree[section].items() if _is_given(loaded, f"{section}.{key}")}
-        tree[section] = {**values, **given}
+        given = {key: value for key, value in tree[section].items() if is_given(loaded, f"{section}.{key}")}
+        tree[section] = {**tree[section], **values, **given}
     return HoldfastConfig.model_validate(tree)
-
-
-def _is_given(loaded: LoadedConfig, path: str) -> bool:
-    return loaded.sources.get(path, "default") != "default"
