@@ -55,7 +55,8 @@ class SharedArena(Arena):
         self._file, self._turn = file, turn
         self._maps: list[tuple[int, int]] = []
         """Address and length of each chunk, which follow each other in the file."""
-        weakref.finalize(self, _close, file, turn, self._maps)
+        end = weakref.finalize(self, _close, file, turn, self._maps)
+        end.atexit = False  # steps may still run on other threads: what is mapped goes with the process
 
     def finish(self) -> None:
         if self._turn is None:
