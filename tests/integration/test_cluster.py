@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -354,6 +355,38 @@ def test_operators_are_obeyed_by_all_routers(cluster: Serving, tmp_path: Path):
     done = operations.apply(str(wanted), "--yes")
     assert (done.returncode, "done: remove other" in done.stdout) == (0, True), done.stderr
     assert asyncio.run(run_time.served_models(cluster.routers)) == [{"demo": 2}, {"demo": 2}]
+
+
+@pytest.mark.slow
+def test_other_settings_of_routers_end_no_stream(cluster: Serving, tmp_path: Path):
+    """Routers are replaced one after the other under streams, at the same addresses."""
+    entry = {"model": {"model": "demo"}, "replicas": 2, "parallel": {"tensor_parallel_size": 2}}
+
+    def wanted(**sections: dict) -> str:
+        path = tmp_path / "wanted.yaml"
+        path.write_text(json.dumps({"cluster": {"models": [entry]}, **sections}))
+        return str(path)
+
+    def applied(*arguments: str, **sections: dict) -> tuple[Any, list[updates.Stream]]:
+        act = functools.partial(operations.apply, wanted(**sections), *arguments)
+        return asyncio.run(updates.traffic_while(cluster.routers, "demo", act))
+
+    said, streams = applied("--yes", limits={"max_queued": 77})
+    print(f"{said.stdout}{len(streams)} streams")
+    assert (said.returncode, "done: replace routers" in said.stdout) == (0, True), said.stderr
+    assert [one.error for one in streams if one.error is not None] == []
+    folder = str(Path(bundled_model.__file__).parent / "model")
+    assert [one.token_ids for one in streams] == tokens_of(folder, streams)
+    assert [queue_length(router) for router in cluster.routers] == [77, 77]
+    assert operations.apply(wanted(limits={"max_queued": 77}), "--dry-run").stdout == "nothing differs\n"
+    said, streams = applied("--yes")
+    assert said.returncode == 0, said.stderr
+    assert [one.error for one in streams if one.error is not None] == []
+    assert [queue_length(router) for router in cluster.routers] == [1024, 1024]
+
+
+def queue_length(router: str) -> int:
+    return operations.dumped(router)["settings"]["limits"]["max_queued"]
 
 
 def retiring(state: dict) -> set[str]:

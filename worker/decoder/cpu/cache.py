@@ -9,7 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.decoder.cpu.packing import address_of, elements_per_token, mapped_memory
+from holdfast.worker.decoder.cpu.arena import address_of, mapped_memory
+from holdfast.worker.decoder.cpu.packing import elements_per_token
 from holdfast.worker.decoder.cpu.structures import HfLayer
 
 SUB_PAGE: Final = 16

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from holdfast.worker.decoder.cpu.arena import Arena
 from holdfast.worker.decoder.cpu.build import CLASSES, IN_SOFTWARE
 from holdfast.worker.decoder.cpu.library import Unavailable, load_library
-from holdfast.worker.decoder.cpu.packing import DTYPES, GROUP, TILE, Arena, IntArray, PackedModel
+from holdfast.worker.decoder.cpu.packing import DTYPES, GROUP, TILE, IntArray, PackedModel
 from holdfast.worker.decoder.layout import Linear
 
 ALL = (*CLASSES, *IN_SOFTWARE)
