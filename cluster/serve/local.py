@@ -68,7 +68,7 @@ def check_reachable(address: str) -> None:
     except (OSError, OverflowError) as error:
         raise ReplicaError(
             f"cluster.address = {address!r}: no Ray can be joined there ({error}); is it the GCS address that "
-            "`ray start --head` has printed (port 6379 unless said otherwise), and does a firewall let this machine through?"
+            "`ray start --head` has printed (port 6379 unless said otherwise), and does a firewall let this machine in?"
         ) from error
 
 
