@@ -21,6 +21,7 @@ from holdfast.cluster.config.chat_templates import with_template_texts
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig, load_config
 from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.serve.directory import DIRECTORY, DirectoryDeployment
+from holdfast.cluster.serve.domains import DomainChoice, choose_domains, known_nodes
 from holdfast.cluster.serve.engine_door import DoorSettings
 from holdfast.cluster.serve.metrics_door import MetricsSettings
 from holdfast.cluster.serve.placement_groups import (
@@ -118,12 +119,42 @@ def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: s
     _warn_of_unmet("rank", config.cluster.rank_resources, nodes)
     bundle = rank_bundle(config.worker, config.cluster, nodes)
     check_labels("cluster.rank_labels", config.cluster.rank_labels)
+    if config.cluster.domain_label is not None:
+        check_labels("cluster.domain_label", {config.cluster.domain_label: ""})
     bundles = [bundle] * config.parallel.tensor_parallel_size
-    _warn_of_room(config, bundles, nodes)
-    placed = _replica(config, name, bundles)
+    domains = _domains(config, bundles)
+    if domains is None or not domains.domains:
+        _warn_of_room(config, bundles, nodes)
+    placed = _replica(config, name, bundles, _rank_labels(config.cluster, domains))
     door, metrics = _door(config, default_host), _metrics(config, default_host)
     told = of_replica(config)
-    return placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory, door, metrics, told)
+    domain_label = config.cluster.domain_label
+    settings = (config.worker, bundle, config.cluster.drain_timeout_s)
+    return placed.bind(*settings, directory, door, metrics, told, domain_label)
+
+
+def _domains(config: HoldfastConfig, bundles: Sequence[Resources]) -> DomainChoice | None:
+    """Where the ranks of all replicas go, as the nodes are now; None: no domains are asked for."""
+    cluster, num_ranks = config.cluster, len(bundles)
+    if cluster.domain_label is None or num_ranks == 1:
+        return None
+    nodes = known_nodes(cluster.rank_labels)
+    chosen = choose_domains(cluster.domain_label, bundles[0], num_ranks, config.most_replicas, nodes)
+    if not chosen.is_one:
+        logger.warning(
+            "%d replicas of %d ranks do not fit into one domain of cluster.domain_label = %s: ranks of one replica may "
+            "talk over slow links in every layer",
+            config.most_replicas,
+            num_ranks,
+            cluster.domain_label,
+        )
+    return chosen
+
+
+def _rank_labels(cluster: ClusterConfig, domains: DomainChoice | None) -> dict[str, str]:
+    if domains is None or cluster.domain_label is None:
+        return cluster.rank_labels
+    return cluster.rank_labels | domains.selector(cluster.domain_label)
 
 
 def _metrics(config: HoldfastConfig, default_host: str) -> MetricsSettings | None:
@@ -202,8 +233,9 @@ def known_token(namespace: str) -> str | None:
     return str(known.token)
 
 
-def _replica(config: HoldfastConfig, name: str, bundles: list[dict[str, float]]) -> serve.Deployment:
-    labels = config.cluster.rank_labels
+def _replica(
+    config: HoldfastConfig, name: str, bundles: list[dict[str, float]], labels: dict[str, str]
+) -> serve.Deployment:
     return serve.deployment(
         ReplicaDeployment,
         name=name,
