@@ -6,6 +6,7 @@ What may not live here: what they do to logits (`kernels/edits.py`), and what th
 
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from struct import Struct
 from typing import Final
 
@@ -53,7 +54,7 @@ class EditTable:
         """Flat. Not empty."""
         return np.concatenate((*self._lists, np.zeros(1, np.int32)))
 
-    @property
+    @cached_property
     def masks(self) -> Int32Array:
         """[masks, words]"""
         return np.array(self._masks, np.int32).reshape(-1, mask_words(self._vocab_size))

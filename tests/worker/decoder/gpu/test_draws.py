@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,10 +12,12 @@ from torch import Tensor
 
 from tests.worker.decoder.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.decoder.cpu.sampler import NativeSampler
+from holdfast.worker.decoder.gpu.buffers import Buffers
 from holdfast.worker.decoder.gpu.sampler import DeviceSampler
 from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, PromptLogprobParams
 from holdfast.worker.sampling.head_output import HeadOutput
+from holdfast.worker.sampling.logits_processors import apply_logits_processors
 from holdfast.worker.sampling.step_sampler import Sampled
 from tests.worker.decoder.cpu.native import library_or_skip
 
@@ -68,7 +71,7 @@ class Replayed:
 
 
 def device_sampler(capture=None) -> DeviceSampler:
-    return DeviceSampler(torch.device("cpu"), launch=launch, capture=capture)
+    return DeviceSampler(Buffers(torch.device("cpu")), launch=launch, capture=capture)
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +156,25 @@ def test_logits_processors(native):
     assert_same(native, logits, draws, (), masks)
 
 
+def test_edited_rows_are_those_of_pytorch():
+    """Not only the tokens that are drawn from them: each logit, and what the masks leave."""
+    logits, draws, masks = edited_batch(129)
+    seen = {}
+
+    def spy(kernel, grid, arguments, **options):
+        launch(kernel, grid, arguments, **options)
+        if kernel.fn.__name__ == "edit_rows":
+            seen.update({name: arguments[name].clone() for name in ("logits", "masks", "kept", "counts")})
+
+    sampled(DeviceSampler(Buffers(torch.device("cpu")), launch=spy), logits.clone(), draws, masks)
+    bits = np.unpackbits(seen["masks"].numpy().view(np.uint8), axis=1, count=129, bitorder="little")
+    kept = np.where(seen["kept"].numpy()[:, None] >= 0, bits[seen["kept"].clamp(min=0)], 1)
+    expected = logits[1:].clone()
+    apply_logits_processors(expected, draws[1:], {row - 1: mask for row, mask in masks.items()})
+    assert torch.equal(seen["logits"].where(torch.from_numpy(kept) > 0, -INF)[1:], expected)
+    assert not seen["counts"].any()
+
+
 def test_logprobs_are_raw_after_edits_too(native):
     logits, draws, masks = edited_batch(70, top_p=0.9, num_logprobs=2)
     assert_same(
@@ -162,7 +184,7 @@ def test_logprobs_are_raw_after_edits_too(native):
 
 def test_a_row_is_drawn_alike_in_any_company_and_padding():
     """Graphs pad rows up to their size; what lies behind the wanted rows is not read."""
-    logits, draws = made(3, 200), seeded(replace(PLAIN, top_p=0.7, num_logprobs=2), 3)
+    logits, draws = made(3, 70), seeded(replace(PLAIN, top_p=0.7, num_logprobs=2), 3)
     alone = [sampled(device_sampler(), logits[row : row + 1], draws[row : row + 1]) for row in range(3)]
     padded = device_sampler(capture=Replayed)
     for _ in range(2):
@@ -171,6 +193,20 @@ def test_a_row_is_drawn_alike_in_any_company_and_padding():
         assert together.logprobs == [told for each in alone for told in each.logprobs]
     fewer = sampled(padded, logits[1:], draws[1:])
     assert fewer.token_ids == together.token_ids[1:]
+
+
+def test_padding_is_not_drawn_from():
+    """A graph of four rows has drawn three tokens, though there are logits behind."""
+    drawn = []
+
+    def spy(kernel, grid, arguments, **options):
+        launch(kernel, grid, arguments, **options)
+        if kernel.fn.__name__ == "settle_races":
+            drawn.append(arguments["drawn"].tolist())
+
+    sampler = DeviceSampler(Buffers(torch.device("cpu")), launch=spy, capture=Replayed)
+    token_ids = sampled(sampler, made(4, 70)[:3], seeded(PLAIN, 3)).token_ids
+    assert drawn == [[*token_ids, NO_TOKEN]] * 2
 
 
 @pytest.mark.slow
