@@ -7,18 +7,19 @@ What may live here: showing the difference, asking, and doing one step after the
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from holdfast.cluster.commands.models import NOT_WHICH, Pid, connected
-from holdfast.cluster.config.chat_templates import with_template_texts
-from holdfast.cluster.config.config import HoldfastConfig, is_given, load_config
 from holdfast.cluster.config.flags import takes_settings
-from holdfast.cluster.config.sources import Layer
+from holdfast.cluster.config.layers import Layer
 from holdfast.cluster.progress_bars import Report, progress
-from holdfast.cluster.serve.difference import Changed, Kind, Step, difference, in_order, router_difference
 from holdfast.worker.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from holdfast.cluster.config.config import HoldfastConfig
+    from holdfast.cluster.serve.difference import Changed, Step
 
 
 @takes_settings("cluster", without=NOT_WHICH)
@@ -36,6 +37,10 @@ def apply(
     Models are added, updated (one replica after the other, without ending a stream), scaled and removed; routers are
     replaced one after the other. Addresses and security need a restart: where they differ, that is said.
     """
+    from holdfast.cluster.config.chat_templates import with_template_texts
+    from holdfast.cluster.config.config import is_given, load_config
+    from holdfast.cluster.serve.difference import difference, in_order, router_difference
+
     loaded = load_config(settings, config)
     wanted = with_template_texts(loaded.config)
     with connected(wanted, pid):
@@ -64,13 +69,13 @@ def apply(
     return 0
 
 
-def _warn_of(fixed: Sequence[Changed]) -> None:
+def _warn_of(fixed: "Sequence[Changed]") -> None:
     for change in fixed:
         now, then = _said(change.before) or "none", _said(change.after) or "none"
         print(f"{change.name}: {now} now, {then} there: it needs a restart, and stays", file=sys.stderr)
 
 
-def _show(steps: Sequence[Step]) -> None:
+def _show(steps: "Sequence[Step]") -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -93,9 +98,10 @@ def _agrees() -> bool:
     return input("do it? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _do(step: Step, wanted: HoldfastConfig, routers: HoldfastConfig | None, report: Report) -> None:
+def _do(step: "Step", wanted: "HoldfastConfig", routers: "HoldfastConfig | None", report: Report) -> None:
     """Returns once it serves. Raises what says that it does not."""
     from holdfast.cluster.serve import models, serving
+    from holdfast.cluster.serve.difference import Kind
     from holdfast.cluster.serve.router_update import replace_routers
     from holdfast.cluster.serve.updates import UpdatePlan
 

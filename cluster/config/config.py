@@ -12,8 +12,9 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
+from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.cluster.config.models import ModelEntries
-from holdfast.cluster.config.sources import Layer, Setting, environment_layer, file_layer, resolve
+from holdfast.cluster.config.sources import environment_layer, file_layer, resolve
 from holdfast.cluster.scaling.settings import ScalingConfig
 from holdfast.router.config import LimitsConfig, RouterConfig, SecurityConfig
 from holdfast.worker.config import (

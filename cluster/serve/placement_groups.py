@@ -143,6 +143,8 @@ class RayRanks:
         rank = next(rank for rank, run in self._runs.items() if run == ended[0])
         try:
             ray.get(ended[0])
+        except ray.exceptions.OutOfMemoryError:
+            return f"rank {rank} was ended by Ray's memory monitor: its machine has run out of memory"
         except ray.exceptions.RayActorError as error:
             return f"rank {rank} died: {type(error).__name__}"
         except ray.exceptions.RayError as error:

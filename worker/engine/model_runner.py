@@ -5,7 +5,6 @@ What may live here: one step's way through a rank, and the messages between rank
 (`worker/replica/rank.py`).
 """
 
-import errno
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.worker.available_memory import readable_bytes
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
@@ -27,6 +27,7 @@ from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError
 from holdfast.worker.layers.mapped_files import trim_heap
 from holdfast.worker.model.checks import first_line
 from holdfast.worker.model.loading import LoadedModel, check_same_model, load_model, reloaded_config
+from holdfast.worker.model.memory import WAYS_OUT, is_failed_allocation, memory_left
 from holdfast.worker.model.model import choose_device
 from holdfast.worker.model.program import BlockCache
 from holdfast.worker.model_info import ModelInfo
@@ -95,13 +96,12 @@ class ModelRunner:
         device = device or choose_device(config.model)
         try:
             loaded = load_model(config, group, device, progress)
-        except (MemoryError, OSError, torch.OutOfMemoryError) as error:
-            if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+        except (MemoryError, OSError, RuntimeError) as error:
+            if not is_failed_allocation(error):
                 raise
             raise ConfigurationError(
-                f"model.model = {config.model.model!r}: out of memory while it was loaded ({first_line(error)}); lower "
-                "--kv-cache-memory or --gpu-memory-utilization, raise --tp, or serve a smaller model (`holdfast "
-                "estimate` says what one needs)"
+                f"model.model = {config.model.model!r}: out of memory while it was loaded ({first_line(error)}); "
+                f"{readable_bytes(memory_left(device))} of memory are left; {WAYS_OUT}"
             ) from error
         runner = cls(loaded, config, group, device)
         progress("check", 0, 1)

@@ -16,7 +16,7 @@ from holdfast.worker.decoder.cpu.arena import Arena
 from holdfast.worker.decoder.cpu.cache import TiledCache
 from holdfast.worker.decoder.cpu.exchange import Exchange, attach
 from holdfast.worker.decoder.cpu.library import class_of, load_library
-from holdfast.worker.decoder.cpu.packing import PackedModel, elements_per_token
+from holdfast.worker.decoder.cpu.packing import PackedModel, elements_per_token, tile_places
 from holdfast.worker.decoder.cpu.sampler import NativeSampler
 from holdfast.worker.decoder.cpu.shared_weights import arena_for
 from holdfast.worker.decoder.cpu.structures import HfStep
@@ -113,7 +113,8 @@ class CpuExecutor:
     def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache:
         """The cache that steps use from now on. Raises ValueError (see `TiledCache`)."""
         self._drop_decoder()
-        self._cache = TiledCache(list(self.packed.layers), num_blocks, block_size, self._dtype)
+        places = tile_places(self._library, self._dtype)
+        self._cache = TiledCache(list(self.packed.layers), num_blocks, block_size, self._dtype, places)
         for layer, address in zip(self.packed.layers, self._cache.addresses, strict=True):
             layer.pages = address
         self.packed.model.block_size = block_size

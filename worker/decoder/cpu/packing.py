@@ -217,7 +217,7 @@ class PackedModel:
                 slices,
                 slice_length,
                 slice_tiles,
-                self._itemsize,
+                self.dtype,
                 packed + first * row_bytes,
             )
             if self._spent is not None:
@@ -233,6 +233,13 @@ class PackedModel:
     def _address(self, tensor: Tensor) -> int:
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def tile_places(library: CDLL, dtype: torch.dtype) -> Tensor:
+    """[32 inputs, 16 outputs]: where each number lies in a tile of packed weights, keys or values."""
+    places = torch.empty(32, 16, dtype=torch.int16)
+    library.hf_places(DTYPES[dtype], places.data_ptr())
+    return places.long()
 
 
 def _head_norms(norm: Norm | None, head_dim: int, num_heads: int) -> int:

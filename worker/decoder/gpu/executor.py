@@ -23,6 +23,7 @@ from holdfast.worker.decoder.gpu.launches import (
     triton_launch,
 )
 from holdfast.worker.decoder.gpu.layers import DeviceLayers
+from holdfast.worker.decoder.gpu.sampler import DeviceSampler
 from holdfast.worker.decoder.gpu.step_arrays import StepArrays
 from holdfast.worker.decoder.gpu.weights import DeviceWeights
 from holdfast.worker.decoder.layout import DecoderLayout
@@ -30,7 +31,6 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.plan.step_plan import NO_TOKEN
 from holdfast.worker.sampling.head_output import HeadOutput
-from holdfast.worker.sampling.step_sampler import StepSampler, TorchSampler
 
 NUMERICS: Final = "gpu-decoder-1"
 """The order of all additions and roundings on one kind of device. A change of any bit takes the next number."""
@@ -81,7 +81,9 @@ class GpuExecutor:
         self._layers = DeviceLayers(self._weights, group, self._launches, self._progress)
         if capture is None and device.type == "cuda":
             capture = cuda_capture
-        self._graphs = DecodeGraphs(capture if group.size == 1 else None)
+        capture = capture if group.size == 1 else None
+        self._graphs = DecodeGraphs(capture)
+        self._sampler = DeviceSampler(device, launch=launch, capture=capture)
         attention = layout.layers[0].attention
         self._query_group = attention.num_heads // attention.num_kv_heads
         self._fewest_kv_heads = min(layer.attention.num_kv_heads for layer in layout.layers)
@@ -90,8 +92,8 @@ class GpuExecutor:
         self._arrays: StepArrays | None = None
         self._cache: KVCache | None = None
 
-    def make_sampler(self) -> StepSampler:
-        return TorchSampler()
+    def make_sampler(self) -> DeviceSampler:
+        return self._sampler
 
     def close(self) -> None:
         self.drop_cache()
@@ -114,6 +116,7 @@ class GpuExecutor:
 
     def drop_cache(self) -> None:
         self._graphs.clear()
+        self._sampler.close()
         self._cache = None
 
     def free_logits(self) -> None:
@@ -234,6 +237,9 @@ class GpuExecutor:
                 context = min(self._max_positions, num_splits * SPLIT_KEYS)
                 for with_logits in (True, False):
                     self.launch(StepBatch.decoding(num_rows, context, cache.block_size), with_logits=with_logits)
+            logits = self.collect(Launched(num_rows, num_rows, with_logits=True)).logits
+            assert logits is not None, "they were asked for"
+            self._sampler.warm_up(logits)
         cache.clear(torch.zeros(1, dtype=torch.int64))
 
     def _cache_of(self) -> KVCache:
