@@ -111,7 +111,8 @@ def cluster_application(
     _warn_of_unmet("router", config.cluster.router_resources, node_resources())
     directory = _directory(config) if directory is None else directory
     host = config.cluster.host or default_host
-    return _router(config).bind(config, host, directory, *replicas, replaces=replaces)
+    router = _router(config, replaces=replaces)
+    return router.bind(config, host, directory, *replicas, replaces=replaces)
 
 
 def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: str) -> serve.Application:
@@ -252,10 +253,12 @@ def _replica(
     )
 
 
-def _router_options(cluster: ClusterConfig) -> dict[str, Any]:
+def _router_options(cluster: ClusterConfig, *, replaces: bool) -> dict[str, Any]:
+    """Our own Ray counts CPUs for the routers that it was started with, and those that go have theirs until then."""
+    num_cpus = 0 if replaces and cluster.address is None else 1
     check_labels("cluster.router_labels", cluster.router_labels)
     labels = {"label_selector": cluster.router_labels} if cluster.router_labels else {}
-    return {"num_cpus": 1, "resources": cluster.router_resources, **labels}
+    return {"num_cpus": num_cpus, "resources": cluster.router_resources, **labels}
 
 
 def number_of_replicas(config: HoldfastConfig) -> dict[str, Any]:
@@ -300,13 +303,13 @@ def _runs_already(config: HoldfastConfig) -> bool:
     return running is not None and any(name.startswith(REPLICA) for name in running.deployments)
 
 
-def _router(config: HoldfastConfig) -> serve.Deployment:
+def _router(config: HoldfastConfig, *, replaces: bool) -> serve.Deployment:
     return serve.deployment(
         RouterDeployment,
         name=ROUTER,
         num_replicas=config.cluster.routers,
         max_ongoing_requests=_MANY,  # calls through handles: a router bounds what waits by itself
-        ray_actor_options=_router_options(config.cluster),
+        ray_actor_options=_router_options(config.cluster, replaces=replaces),
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + _SHUTDOWN_SLACK_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
