@@ -119,8 +119,8 @@ def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: s
         _warn_of_room(config, bundles, nodes)
     placed = _replica(config, name, bundles, _rank_labels(config.cluster, domains))
     door, metrics = _door(config, default_host), _metrics(config, default_host)
-    domain_label = config.cluster.domain_label
-    return placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory, door, metrics, domain_label)
+    more = {"domain_label": config.cluster.domain_label, "is_killable": config.router.killable}
+    return placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory, door, metrics, **more)
 
 
 def _domains(config: HoldfastConfig, bundles: Sequence[Resources]) -> DomainChoice | None:
