@@ -45,7 +45,7 @@ def update(
     What is given here changes, all else is as the model runs now. Streams that have begun end on the old version; what
     has not ended drain_timeout_s after its last replica began to drain is told so.
     """
-    from holdfast.cluster.config.config import load_config
+    from holdfast.cluster.config.config import is_given, load_config
     from holdfast.cluster.serve.canary import read_known_answers
 
     if not 0 <= canary <= 1:
@@ -60,7 +60,7 @@ def update(
 
         plan = UpdatePlan(
             model=name,
-            num_replicas=loaded.config.cluster.replicas if _is_given(loaded, "cluster.replicas") else None,
+            num_replicas=loaded.config.cluster.replicas if is_given(loaded, "cluster.replicas") else None,
             share=canary,
             watch_s=canary_for,
             min_requests=min_requests,
@@ -102,14 +102,10 @@ def running_settings(namespace: str, name: str) -> Mapping[str, Any]:
 
 def _over(running: Mapping[str, Any], loaded: "LoadedConfig") -> "HoldfastConfig":
     """What is given, over how the model runs."""
-    from holdfast.cluster.config.config import HoldfastConfig
+    from holdfast.cluster.config.config import HoldfastConfig, is_given
 
     tree = loaded.config.model_dump()
     for section, values in running.items():
-        given = {key: value for key, value in tree[section].items() if _is_given(loaded, f"{section}.{key}")}
-        tree[section] = {**values, **given}
+        given = {key: value for key, value in tree[section].items() if is_given(loaded, f"{section}.{key}")}
+        tree[section] = {**tree[section], **values, **given}
     return HoldfastConfig.model_validate(tree)
-
-
-def _is_given(loaded: "LoadedConfig", path: str) -> bool:
-    return loaded.sources.get(path, "default") != "default"

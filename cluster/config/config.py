@@ -277,6 +277,11 @@ class LoadedConfig:
     sources: Mapping[str, str]
 
 
+def is_given(loaded: LoadedConfig, path: str) -> bool:
+    """Whether a setting comes from a source, and not from its default."""
+    return loaded.sources.get(path, "default") != "default"
+
+
 def load_config(
     flags: Layer | None = None, file: str | Path | None = None, environ: Mapping[str, str] | None = None
 ) -> LoadedConfig:

@@ -9,6 +9,8 @@ live here: what the deployments do, and starting Ray or Serve.
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from hashlib import blake2b
+from importlib.metadata import version
 from typing import Any, Final
 
 import ray
@@ -35,6 +37,7 @@ from holdfast.cluster.serve.replica_deployment import ReplicaDeployment
 from holdfast.cluster.serve.router_deployment import RouterDeployment
 from holdfast.cluster.serve.scaling_policy import ScalingPolicy
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed, cluster_token
+from holdfast.cluster.serve.told_settings import of_replica
 from holdfast.worker.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -99,11 +102,17 @@ def cluster_application(
     default_host: str,
     directory: serve.Application | None = None,
     *replicas: serve.Application,
+    replaces: bool = False,
 ) -> serve.Application:
-    """Directory and routers, with replicas or without. Routers listen on `default_host` if no host is set."""
+    """Directory and routers, with replicas or without. Routers listen on `default_host` if no host is set.
+
+    `replaces`: others serve at their ports, and go as these come.
+    """
     _warn_of_unmet("router", config.cluster.router_resources, node_resources())
     directory = _directory(config) if directory is None else directory
-    return _router(config).bind(config, config.cluster.host or default_host, directory, *replicas)
+    host = config.cluster.host or default_host
+    router = _router(config, replaces=replaces)
+    return router.bind(config, host, directory, *replicas, replaces=replaces)
 
 
 def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: str) -> serve.Application:
@@ -119,8 +128,10 @@ def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: s
         _warn_of_room(config, bundles, nodes)
     placed = _replica(config, name, bundles, _rank_labels(config.cluster, domains))
     door, metrics = _door(config, default_host), _metrics(config, default_host)
+    told = of_replica(config)
     more = {"domain_label": config.cluster.domain_label, "is_killable": config.router.killable}
-    return placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory, door, metrics, **more)
+    settings = (config.worker, bundle, config.cluster.drain_timeout_s)
+    return placed.bind(*settings, directory, door, metrics, told, **more)
 
 
 def _domains(config: HoldfastConfig, bundles: Sequence[Resources]) -> DomainChoice | None:
@@ -188,7 +199,8 @@ def _directory(config: HoldfastConfig) -> serve.Application:
     token = known_token(config.cluster.namespace)
     if token is None or config.security.cluster_token_file is not None:
         token = cluster_token(config.security)
-    return serve.deployment(
+    security = ClusterSecurity(token=token, settings=config.security)
+    deployment = serve.deployment(
         DirectoryDeployment,
         name=DIRECTORY,
         ray_actor_options={"num_cpus": 0},
@@ -198,7 +210,14 @@ def _directory(config: HoldfastConfig) -> serve.Application:
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         logging_config=_QUIET,
-    ).bind(ClusterSecurity(token=token, settings=config.security))
+    )
+    # Serve takes a deployment without a version for another one: a directory stays while routers are replaced.
+    return deployment.options(version=_version(security), _internal=True).bind(security)
+
+
+def _version(security: ClusterSecurity) -> str:
+    seen = f"{version('holdfast')} {security.token} {security.settings.model_dump_json()}"
+    return blake2b(seen.encode(), digest_size=8).hexdigest()
 
 
 def known_token(namespace: str) -> str | None:
@@ -234,10 +253,12 @@ def _replica(
     )
 
 
-def _router_options(cluster: ClusterConfig) -> dict[str, Any]:
+def _router_options(cluster: ClusterConfig, *, replaces: bool) -> dict[str, Any]:
+    """Our own Ray counts CPUs for the routers that it was started with, and those that go have theirs until then."""
+    num_cpus = 0 if replaces and cluster.address is None else 1
     check_labels("cluster.router_labels", cluster.router_labels)
     labels = {"label_selector": cluster.router_labels} if cluster.router_labels else {}
-    return {"num_cpus": 1, "resources": cluster.router_resources, **labels}
+    return {"num_cpus": num_cpus, "resources": cluster.router_resources, **labels}
 
 
 def number_of_replicas(config: HoldfastConfig) -> dict[str, Any]:
@@ -282,13 +303,13 @@ def _runs_already(config: HoldfastConfig) -> bool:
     return running is not None and any(name.startswith(REPLICA) for name in running.deployments)
 
 
-def _router(config: HoldfastConfig) -> serve.Deployment:
+def _router(config: HoldfastConfig, *, replaces: bool) -> serve.Deployment:
     return serve.deployment(
         RouterDeployment,
         name=ROUTER,
         num_replicas=config.cluster.routers,
         max_ongoing_requests=_MANY,  # calls through handles: a router bounds what waits by itself
-        ray_actor_options=_router_options(config.cluster),
+        ray_actor_options=_router_options(config.cluster, replaces=replaces),
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + _SHUTDOWN_SLACK_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,

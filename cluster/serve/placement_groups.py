@@ -28,7 +28,7 @@ Resources = Mapping[str, float]
 Strategy = Literal["STRICT_PACK", "PACK"]
 """All ranks of a replica on one node, or on as few as there is room on."""
 
-SLOW_IMPORTS: Final = ("torch", "transformers.modeling_utils", "holdfast.worker.engine.model_runner")
+SLOW_IMPORTS: Final = ("torch", "holdfast.worker.engine.model_runner")
 KILL_WAIT_S: Final = 5.0
 ANY_INTERFACE: Final = "0.0.0.0"
 

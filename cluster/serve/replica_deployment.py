@@ -62,9 +62,11 @@ class ReplicaDeployment:
         directory: Any,
         door: "DoorSettings | None" = None,
         metrics: MetricsSettings | None = None,
+        told: str = "",
         domain_label: str | None = None,
         is_killable: bool = False,
     ) -> None:
+        """`told`: what it says of its settings (`told_settings.py`)."""
         date_log_lines(config.telemetry.log_format)
         end_when_out_of_memory()
         self._drain_timeout_s = drain_timeout_s
@@ -73,7 +75,7 @@ class ReplicaDeployment:
         if domain_label is not None:
             await asyncio.to_thread(_warn_of_domains, domain_label, launcher)
         handle = await found(directory)
-        self._lease = Lease(handle, _starting(config))
+        self._lease = Lease(handle, _starting(config, told))
         self._server: LinkServer | None = None
         self._door: EngineDoor | None = None
         self._metrics: MetricsDoor | None = None
@@ -199,13 +201,13 @@ async def _opened(
     return await EngineDoor.start(replica, door, config.scheduler, security)
 
 
-def _starting(config: WorkerConfig) -> Member:
+def _starting(config: WorkerConfig, told: str) -> Member:
     return Member(
         member_id=_replica_id(),
         role=Role.REPLICA,
         model=config.model.name,
         application=serve.get_replica_context().app_name,
-        settings=config.model_dump_json(),
+        settings=told,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from itertools import islice
 from typing import Final
 
@@ -31,8 +32,8 @@ from holdfast.worker.model.memory import WAYS_OUT, is_failed_allocation, memory_
 from holdfast.worker.model.model import choose_device
 from holdfast.worker.model.program import BlockCache
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.plan.draws import by_sequence, draws_of
-from holdfast.worker.plan.step_plan import StepPlan, StepResult
+from holdfast.worker.plan.draws import by_sequence, draws_of, plain_draws_of
+from holdfast.worker.plan.step_plan import DrawParams, StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling.grammar_masks import GrammarMasks
@@ -169,7 +170,8 @@ class LeaderRunner:
         plan = plan.with_drafts(drafts)
         waiting = self._grammars.start(plan)
         with_logits = needs_logits(plan)
-        output = self._execute(plan, with_logits=with_logits, with_masses=with_logits and asks_for_logprobs(plan))
+        with_masses, draws = with_logits and asks_for_logprobs(plan), partial(plain_draws_of, plan)
+        output = self._execute(plan, with_logits=with_logits, with_masses=with_masses, draws=draws)
         self._runner.progress.tick()
         masks = self._masks(waiting) if waiting is not None else None
         result = step_result(plan, output, self._runner.sampler, masks)
@@ -181,9 +183,19 @@ class LeaderRunner:
         assert logits is not None, "rank 0 is the leader"
         return logits.clone()
 
-    def _execute(self, plan: StepPlan, *, with_logits: bool, with_masses: bool = False) -> HeadOutput:
+    def _execute(
+        self,
+        plan: StepPlan,
+        *,
+        with_logits: bool,
+        with_masses: bool = False,
+        draws: Callable[[], list[DrawParams] | None] | None = None,
+    ) -> HeadOutput:
+        """One step everywhere. With `draws`, the device may draw in place of giving logits."""
         message = self._group.broadcast(StepBatch.pack(plan, with_logits=with_logits, with_masses=with_masses))
-        return self._runner.execute(StepBatch.unpack(message))
+        batch = StepBatch.unpack(message)
+        batch.draws = draws
+        return self._runner.execute(batch)
 
     def _masks(self, waiting: "Future[dict[int, bytes]]") -> dict[int, bytes]:
         """The first grammar of a replica has to load the tokenizer, which takes a second if it is large: that counts as
@@ -266,6 +278,8 @@ def step_result(
 
     Rows with NaN or infinity give `NO_TOKEN`; the other rows are not affected.
     """
+    if output.sampled is not None:
+        return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.sampled.token_ids))
     if output.logits is None:
         assert output.best is not None, "a head gives logits or their argmax"
         return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.best))

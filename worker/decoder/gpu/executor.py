@@ -4,7 +4,9 @@ What may live here: a step's way from the engine's arrays to the head's output. 
 (`layers.py`), what a step means to the engine (`worker/decoder/program.py`), draws (`worker/sampling/`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -23,14 +25,14 @@ from holdfast.worker.decoder.gpu.launches import (
     triton_launch,
 )
 from holdfast.worker.decoder.gpu.layers import DeviceLayers
+from holdfast.worker.decoder.gpu.sampler import DeviceSampler, Drawing, plain_draws
 from holdfast.worker.decoder.gpu.step_arrays import StepArrays
 from holdfast.worker.decoder.gpu.weights import DeviceWeights
 from holdfast.worker.decoder.layout import DecoderLayout
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-from holdfast.worker.plan.step_plan import NO_TOKEN
+from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams
 from holdfast.worker.sampling.head_output import HeadOutput
-from holdfast.worker.sampling.step_sampler import StepSampler, TorchSampler
 
 NUMERICS: Final = "gpu-decoder-1"
 """The order of all additions and roundings on one kind of device. A change of any bit takes the next number."""
@@ -46,6 +48,8 @@ class Launched:
     num_padded: int
     """Rows that the head has run on, the wanted ones first."""
     with_logits: bool
+    drawing: Drawing | None = None
+    """What is drawn from the logits in the step itself."""
 
 
 class GpuExecutor:
@@ -81,7 +85,9 @@ class GpuExecutor:
         self._layers = DeviceLayers(self._weights, group, self._launches, self._progress)
         if capture is None and device.type == "cuda":
             capture = cuda_capture
-        self._graphs = DecodeGraphs(capture if group.size == 1 else None)
+        capture = capture if group.size == 1 else None
+        self._graphs = DecodeGraphs(capture)
+        self._sampler = DeviceSampler(self._layers.buffers, launch=launch, capture=capture)
         attention = layout.layers[0].attention
         self._query_group = attention.num_heads // attention.num_kv_heads
         self._fewest_kv_heads = min(layer.attention.num_kv_heads for layer in layout.layers)
@@ -90,8 +96,8 @@ class GpuExecutor:
         self._arrays: StepArrays | None = None
         self._cache: KVCache | None = None
 
-    def make_sampler(self) -> StepSampler:
-        return TorchSampler()
+    def make_sampler(self) -> DeviceSampler:
+        return self._sampler
 
     def close(self) -> None:
         self.drop_cache()
@@ -114,6 +120,7 @@ class GpuExecutor:
 
     def drop_cache(self) -> None:
         self._graphs.clear()
+        self._sampler.close()
         self._cache = None
 
     def free_logits(self) -> None:
@@ -130,6 +137,9 @@ class GpuExecutor:
             cache.copy(*torch.from_numpy(batch.block_copies).to(self._device))
         step, wanted, key = self._prepare(batch, cache.block_size)
 
+        if key is not None and with_logits and batch.draws is not None and (draws := batch.draws()) is not None:
+            return Launched(len(draws), len(wanted), True, self._launch_draws(step, wanted, key, cache, draws))
+
         def work() -> None:
             self._run_all(step, wanted, cache, with_logits)
 
@@ -139,8 +149,30 @@ class GpuExecutor:
             self._graphs.run((*key, with_logits), self._layers.buffers, work)
         return Launched(len(batch.logits_rows), len(wanted), with_logits)
 
+    def _launch_draws(
+        self,
+        step: StepTensors,
+        wanted: Tensor,
+        key: tuple[object, ...],
+        cache: KVCache,
+        draws: Sequence[DrawParams],
+    ) -> Drawing:
+        """Starts a step that decodes, and its draws, as one graph."""
+        buffers, sampler = self._layers.buffers, self._sampler
+        logits = buffers.take("logits", (len(wanted), self._layout.head.out_features))
+        asked = sampler.place(logits[:, : self._layout.vocab_size], draws)
+
+        def work() -> None:
+            self._run_all(step, wanted, cache, with_logits=True)
+            sampler.draw(asked)
+
+        self._graphs.run((*key, *sampler.key_of(asked)), buffers, work)
+        return sampler.send(asked)
+
     def collect(self, launched: "Launched") -> HeadOutput:
         """What the last step launched comes to. Waits for the device."""
+        if launched.drawing is not None:
+            return HeadOutput(None, None, sampled=self._sampler.collect(launched.drawing))
         take, vocab_size = self._layers.buffers.take, self._layout.vocab_size
         num_wanted, num_padded = launched.num_wanted, launched.num_padded
         if not launched.with_logits:
@@ -221,10 +253,13 @@ class GpuExecutor:
 
     def warm_up(self, max_rows: int) -> None:
         """Captures all graphs of decode steps of up to `max_rows` sequences, so that none is while requests wait.
+        Without graphs, makes ready for draws.
 
         Overwrites the first block of the cache.
         """
         if not self._graphs.are_used:
+            if self._group.rank == 0 and self._device.type != "cpu":
+                self._sampler.warm_up(torch.zeros((max_rows, self._layout.vocab_size), device=self._device))
             return
         cache, most = self._cache_of(), -(-self._max_positions // SPLIT_KEYS)
         last = bucket_of(max_rows) or BUCKETS[-1]
@@ -232,8 +267,14 @@ class GpuExecutor:
             counts = {self._splits_of_graph(num_rows, 1 << power): 1 << power for power in range(most.bit_length() + 1)}
             for num_splits in sorted(counts.values(), reverse=True):
                 context = min(self._max_positions, num_splits * SPLIT_KEYS)
+                batch = StepBatch.decoding(num_rows, context, cache.block_size)
                 for with_logits in (True, False):
-                    self.launch(StepBatch.decoding(num_rows, context, cache.block_size), with_logits=with_logits)
+                    self.launch(batch, with_logits=with_logits)
+                batch.draws = partial(plain_draws, num_rows)
+                self.launch(batch, with_logits=True)
+            logits = self.collect(Launched(num_rows, num_rows, with_logits=True)).logits
+            assert logits is not None, "they were asked for"
+            self._sampler.warm_up(logits)
         cache.clear(torch.zeros(1, dtype=torch.int64))
 
     def _cache_of(self) -> KVCache:
