@@ -114,6 +114,7 @@ class Replica:
         Raises `ReplicaError` when a rank dies on the way. Nothing is left running then.
         """
         from holdfast.worker.engine.model_runner import LeaderRunner
+        from holdfast.worker.engine.threaded_runner import ThreadedRunner
 
         info = runner.info
         speculation = Speculation(config.speculation, config.scheduler)
@@ -133,7 +134,9 @@ class Replica:
         )
         leader = LeaderRunner(runner, group)
         gpu = gpu_watch(default_device(config, rank=0))
-        engine = Engine(scheduler, leader, progress=runner.progress, tuner=tuner, gpu=gpu)
+        has_two_plans = config.scheduler.async_scheduling and not speculation.num_speculative_tokens
+        stepping = ThreadedRunner(leader) if has_two_plans else leader
+        engine = Engine(scheduler, stepping, progress=runner.progress, tuner=tuner, gpu=gpu)
         replica = cls(info, engine, leader, group, ranks, config.health)
         try:
             replica._begin()
