@@ -6,7 +6,7 @@ recognition (`recognize.py`), proofs (`proof.py`), arithmetic (`cpu/`, `gpu/`).
 
 import logging
 from importlib.util import find_spec
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -83,6 +83,24 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class OverlappingExecutor(Protocol):
+    """An executor of a device that runs by itself."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step can be launched before the one before it is collected, if that one has no logits."""
+        ...
+
+    def launch(self, batch: StepBatch, *, with_logits: bool) -> Any:
+        """Starts one step, and waits for nothing. Pending tokens are put in on the device."""
+        ...
+
+    def collect(self, launched: Any) -> HeadOutput:
+        """What the oldest step that was launched and not collected comes to."""
+        ...
+
+
 class DecoderProgram:
     """One rank's share of a model on an executor. All ranks make the same calls."""
 
@@ -117,6 +135,12 @@ class DecoderProgram:
     def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
         """One step; the same output on every rank."""
         return self.executor.run(batch, with_logits=with_logits)
+
+    @property
+    def overlapping(self) -> OverlappingExecutor | None:
+        """What runs two steps at a time, if the device does."""
+        executor = self.executor
+        return executor if isinstance(executor, OverlappingExecutor) and executor.overlaps else None
 
     def close(self) -> None:
         self.sampler.close()

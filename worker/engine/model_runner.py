@@ -13,13 +13,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from enum import IntEnum
 from itertools import islice
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.worker.config import WorkerConfig
+from holdfast.worker.decoder.program import OverlappingExecutor
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.self_check import SelfCheck
@@ -143,6 +144,24 @@ class ModelRunner:
         self._enter_device()
         return self.program.run(batch, with_logits=batch.with_logits)
 
+    @property
+    def overlapping(self) -> OverlappingExecutor | None:
+        """What runs two steps at a time, if the device does."""
+        return self.program.overlapping
+
+    def launch(self, batch: StepBatch) -> Any:
+        """Starts one step of a device that overlaps them; `collect` waits for it."""
+        overlapping = self.program.overlapping
+        assert overlapping is not None, "the device runs steps in turn"
+        self._enter_device()
+        return overlapping.launch(batch, with_logits=batch.with_logits)
+
+    def collect(self, launched: Any) -> HeadOutput:
+        """What a step that was launched comes to."""
+        overlapping = self.program.overlapping
+        assert overlapping is not None, "the device runs steps in turn"
+        return overlapping.collect(launched)
+
     def _enter_device(self) -> None:
         """CUDA's current device belongs to a thread, and a model is loaded on another one than its steps run on."""
         thread = threading.get_ident()
@@ -153,6 +172,16 @@ class ModelRunner:
     def close(self) -> None:
         """Frees what the program holds. Nothing is run after it."""
         self.program.close()
+
+
+class LaunchedStep(NamedTuple):
+    """A step that the device has been given."""
+
+    plan: StepPlan
+    waiting: "Future[dict[int, bytes]] | None"
+    """The masks of its grammars, if it has any."""
+    launched: Any
+    """The program's own."""
 
 
 class LeaderRunner:
@@ -170,10 +199,31 @@ class LeaderRunner:
         waiting = self._grammars.start(plan)
         with_logits = needs_logits(plan)
         output = self._execute(plan, with_logits=with_logits, with_masses=with_logits and asks_for_logprobs(plan))
+        result = self._result(plan, output, waiting)
+        return replace(result, drafts=drafts) if drafts else result
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step can be launched before the one before it is collected, if that one needs no logits."""
+        return self._runner.overlapping is not None and self._runner.draft is None
+
+    def launch(self, plan: StepPlan, before: StepPlan | None) -> LaunchedStep:
+        """Starts one step everywhere. `before` is the plan of the step before, if that one is in flight."""
+        waiting = self._grammars.start(plan)
+        with_logits = needs_logits(plan)
+        with_masses = with_logits and asks_for_logprobs(plan)
+        packed = StepBatch.pack(plan, with_logits=with_logits, with_masses=with_masses, before=before)
+        launched = self._runner.launch(StepBatch.unpack(self._group.broadcast(packed)))
+        return LaunchedStep(plan, waiting, launched)
+
+    def collect(self, step: LaunchedStep) -> StepResult:
+        """What a step that was launched comes to: the oldest first."""
+        return self._result(step.plan, self._runner.collect(step.launched), step.waiting)
+
+    def _result(self, plan: StepPlan, output: HeadOutput, waiting: "Future[dict[int, bytes]] | None") -> StepResult:
         self._runner.progress.tick()
         masks = self._masks(waiting) if waiting is not None else None
-        result = step_result(plan, output, self._runner.sampler, masks)
-        return replace(result, drafts=drafts) if drafts else result
+        return step_result(plan, output, self._runner.sampler, masks)
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Runs one step everywhere; a copy of the logits [rows wanted, vocab], in float32."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.attention.kv_cache import KVCache, KVSpec
+from holdfast.worker.decoder.gpu.drawn_tokens import DrawnTokens, SentTokens
 from holdfast.worker.decoder.gpu.graphs import BUCKETS, Capture, DecodeGraphs, bucket_of, cuda_capture
 from holdfast.worker.decoder.gpu.launches import (
     SPLIT_KEYS,
@@ -46,6 +47,8 @@ class Launched:
     num_padded: int
     """Rows that the head has run on, the wanted ones first."""
     with_logits: bool
+    tokens: SentTokens | None = None
+    """The argmax of each row wanted, where the head gives no logits."""
 
 
 class GpuExecutor:
@@ -77,6 +80,7 @@ class GpuExecutor:
         self._weights = DeviceWeights(layout, device, max_positions)
         self._layout = self._weights.layout
         self._progress = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._launch = launch
         self._launches = Launches(launch)
         self._layers = DeviceLayers(self._weights, group, self._launches, self._progress)
         if capture is None and device.type == "cuda":
@@ -88,7 +92,15 @@ class GpuExecutor:
         self._head_dim = max(layer.attention.head_dim for layer in layout.layers)
         self._max_rows = max(max_rows, _FEWEST_ROWS)
         self._arrays: StepArrays | None = None
+        self._drawn: DrawnTokens | None = None
         self._cache: KVCache | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step can be launched before the one before it is collected, if that one has no logits. With several
+        ranks it has not been tried.
+        """
+        return self._group.size == 1
 
     def make_sampler(self) -> StepSampler:
         return TorchSampler()
@@ -124,11 +136,17 @@ class GpuExecutor:
         return self.collect(self.launch(batch, with_logits=with_logits))
 
     def launch(self, batch: StepBatch, *, with_logits: bool) -> "Launched":
-        """Starts one step, and waits for nothing. Steps run in the order of their launches."""
+        """Starts one step, and waits for nothing. Steps run in the order of their launches: tokens that the step before
+        draws without logits are put in on the device. At most two are launched before the first is collected, and none
+        after one with logits.
+        """
         cache = self._cache_of()
         if batch.block_copies.size:
             cache.copy(*torch.from_numpy(batch.block_copies).to(self._device))
         step, wanted, key = self._prepare(batch, cache.block_size)
+        assert self._drawn is not None, "it is made with the step's arrays"
+        if batch.has_pending:
+            self._drawn.put_in(step.token_ids)
 
         def work() -> None:
             self._run_all(step, wanted, cache, with_logits)
@@ -137,15 +155,19 @@ class GpuExecutor:
             work()
         else:
             self._graphs.run((*key, with_logits), self._layers.buffers, work)
-        return Launched(len(batch.logits_rows), len(wanted), with_logits)
+        num_wanted, num_padded = len(batch.logits_rows), len(wanted)
+        if with_logits or not num_wanted:
+            self._drawn.forget()
+            return Launched(num_wanted, num_padded, with_logits)
+        tokens = self._layers.buffers.take("tokens", (num_padded,), torch.int32)
+        return Launched(num_wanted, num_padded, with_logits, self._drawn.send(tokens[:num_wanted]))
 
     def collect(self, launched: "Launched") -> HeadOutput:
-        """What the last step launched comes to. Waits for the device."""
+        """What the oldest step that was launched and not collected comes to. Waits for the device."""
         take, vocab_size = self._layers.buffers.take, self._layout.vocab_size
         num_wanted, num_padded = launched.num_wanted, launched.num_padded
         if not launched.with_logits:
-            best = take("tokens", (num_padded,), torch.int32)[:num_wanted].tolist() if num_wanted else []
-            return HeadOutput(None, best)
+            return HeadOutput(None, launched.tokens.read() if launched.tokens is not None else [])
         logits = take("logits", (num_padded, self._layout.head.out_features))[:num_wanted]
         if self._group.size > 1 and num_wanted:
             logits = self._group.all_gather(logits)
@@ -244,6 +266,7 @@ class GpuExecutor:
         assert self._cache is not None, "a cache is allocated before steps run"
         max_blocks = -(-self._max_positions // self._cache.block_size)
         self._graphs.clear()
+        self._drawn = DrawnTokens(max_rows, self._device, self._launch)
         self._arrays = StepArrays(max_rows, max_blocks, self._query_group, self._head_dim, self._device)
 
     def _specs(self) -> list[KVSpec]:

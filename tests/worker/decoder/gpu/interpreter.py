@@ -55,6 +55,12 @@ def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprec
     return interpreter.TensorHandle(total, d.dtype.scalar)
 
 
+def _splat(self: Any, kind: Any, scalar: Any) -> Any:
+    """Triton 3.9 takes a comparison's kind from what is compared, so that a mask of one value became an int32."""
+    value = scalar.data.reshape(-1)[0]
+    return interpreter.TensorHandle(np.full(kind.shape, value, dtype=scalar.data.dtype), scalar.dtype.scalar)
+
+
 def _patch_tensor(tensor: Any, scope: Any) -> None:
     _plain_patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # numpy 2.4 takes no arrays
@@ -64,6 +70,7 @@ _plain_patch = interpreter._patch_lang_tensor
 interpreter._patch_lang_tensor = _patch_tensor
 interpreter._convert_float = _convert
 interpreter.InterpreterBuilder.create_dot = _dot
+interpreter.InterpreterBuilder.create_splat = _splat
 
 _LOCK = threading.Lock()
 

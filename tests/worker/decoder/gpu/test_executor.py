@@ -127,7 +127,10 @@ def test_blocks_are_copied_before_a_step():
     runner = Runner(layout, block_size=16)
     blocks, others = runner.blocks(20), runner.blocks(20)
     runner.step(Part(0, ids[:19], blocks))
-    copies = tuple(BlockCopy(source, to, count) for source, to, count in zip(blocks, others, (16, 3), strict=True))
+    copies = tuple(
+        BlockCopy(source=source, destination=to, num_tokens=count)
+        for source, to, count in zip(blocks, others, (16, 3), strict=True)
+    )
     (after,) = runner.step(Part(19, ids[19:], others), copies=copies)
     assert torch.equal(after, runner.run(ids)[-1:])
 
