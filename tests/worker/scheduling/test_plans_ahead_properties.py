@@ -147,8 +147,8 @@ class MemoryAwareAheadMachine(AheadMachine):
 @pytest.mark.parametrize(
     ("machine", "max_examples"),
     [
-        (AheadMachine, 20),
-        (MemoryAwareAheadMachine, 8),
+        (AheadMachine, 15),
+        (MemoryAwareAheadMachine, 6),
         pytest.param(AheadMachine, 300, marks=pytest.mark.slow),
         pytest.param(MemoryAwareAheadMachine, 80, marks=pytest.mark.slow),
     ],
