@@ -105,6 +105,11 @@ class RouterConfig(Settings):
     max_waiting_per_replica: int = Field(
         64, ge=1, description="requests that may wait in one replica; more wait in the router"
     )
+    max_ttft_s: float | None = Field(
+        None,
+        gt=0,
+        description="longest time to the first token in s: what would probably begin later is refused; unset: off",
+    )
     replica_wait_s: float = Field(
         30.0, ge=0, description="seconds that requests wait for a replica when none of their model is up"
     )

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,17 +33,28 @@ from holdfast.worker.decoder.layout import (
 )
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
-from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan
+from holdfast.worker.plan.logits_settings import LogitsSettings
+from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
 
 TABLE: Final = Path(__file__).parent.parent / "docs" / "gpu-kernels.json"
 DEVICES: Final = (80, 90, 100)
-HOT: Final = ("linear", "attend", "add_norm", "split_heads", "activate", "merge_splits", "best_of_blocks")
+HOT: Final = (
+    "linear",
+    "attend",
+    "add_norm",
+    "split_heads",
+    "activate",
+    "merge_splits",
+    "best_of_blocks",
+    "race_chunks",
+)
 """These may not spill."""
 
 _DTYPES: Final = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -122,7 +133,24 @@ def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: in
         for count in decode_rows:
             executor.launch(decode_batch(count), with_logits=False)
         executor.launch(prompt_batch(prompt_rows), with_logits=False)
+        for draws, masks in drawn_rows():
+            logits = executor.collect(executor.launch(decode_batch(len(draws)), with_logits=True)).logits
+            assert logits is not None, "they were asked for"
+            executor.make_sampler().launch(logits, draws, masks)
     return sorted(found.values(), key=lambda use: use.title)
+
+
+def drawn_rows() -> list[tuple[list[DrawParams], dict[int, bytes] | None]]:
+    """Draws of all kinds: plain, with log-probabilities, with edits, with masks."""
+    plain = DrawParams(seed=1, first_output_index=0, temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+    penalized = replace(plain, logits_settings=LogitsSettings(repetition_penalty=1.5), output_token_ids=(1, 2))
+    masked = replace(plain, logits_settings=LogitsSettings(grammar="x"))
+    return [
+        ([plain, plain], None),
+        ([plain, replace(plain, num_logprobs=5)], None),
+        ([plain, penalized], None),
+        ([plain, masked], {1: b"\x07"}),
+    ]
 
 
 def use_of(kernel: Any, arguments: Mapping[str, Any], num_warps: int, num_stages: int) -> Use:

@@ -21,6 +21,7 @@ from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.parameters import About, Topic, World, declared
 from holdfast.worker.sampling_fields import TOKEN_WORLD, fields_of, params_of
 from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
+from scripts.flag_table import sampling_flags
 from scripts.sampling_docs import PAGE, table, with_table
 
 ROOT = Path(__file__).parent.parent
@@ -161,7 +162,7 @@ def test_a_new_parameter_travels_on_both_wires(parameters, warmth):
 
 
 def test_a_new_parameter_has_a_flag_and_a_row(parameters):
-    made = flags_of(parameters.values())
+    made = flags_of(sampling_flags(parameters.values()))
     app = App(result_action="return_value")
 
     @app.default

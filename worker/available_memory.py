@@ -1,6 +1,6 @@
-"""Memory that the machine, or the container around this process, can still give. It needs no torch.
+"""Memory that the machine, or the container around this process, can still give, and what ended for want of it.
 
-What may not live here: who gets how much of it (`worker/model/memory.py`).
+It needs no torch. What may not live here: who gets how much of it (`worker/model/memory.py`).
 """
 
 from pathlib import Path
@@ -14,6 +14,13 @@ def available_memory() -> int:
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
         available = min(available, int(text) - int(used.read_text()))
     return max(available, 0)
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has ended for want of memory: in this container, or else on this machine."""
+    in_container = Path("/sys/fs/cgroup/memory.events")
+    words = (in_container if in_container.is_file() else Path("/proc/vmstat")).read_text().split()
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
 
 
 def readable_bytes(num_bytes: float) -> str:

@@ -18,6 +18,9 @@ from holdfast.worker.errors import ConfigurationError
 RANK_BYTES: Final = 200 * 2**20
 """Of a rank's process without weights and cache: a little less than what torch takes."""
 
+MOST_RANKS_PER_CORE: Final = 4
+"""With more of them on a CPU, a start takes minutes. Two replicas of two ranks on two cores, the demo, are fine."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -46,6 +49,18 @@ def check_fits(models: Sequence[HoldfastConfig], machine: Machine) -> None:
         _check_gpus(models, machine)
     else:
         _check_memory(models, machine)
+
+
+def crowding(models: Sequence[HoldfastConfig], machine: Machine) -> str | None:
+    """What to say of so many ranks on so few cores: they start, one after the other, and every step takes its time."""
+    on_cores = [one for one in models if one.model.device == "cpu" or not machine.num_gpus]
+    num_ranks = sum(map(_num_ranks, on_cores))
+    if num_ranks <= MOST_RANKS_PER_CORE * machine.num_cores:
+        return None
+    return (
+        f"{_shape(on_cores)}: {num_ranks} ranks share {machine.num_cores} cores, so they start slowly, and a token "
+        f"takes about {num_ranks / machine.num_cores:.0f} times as long; lower --replicas or --tp"
+    )
 
 
 def _check_gpus(models: Sequence[HoldfastConfig], machine: Machine) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.model import weight_files
 from holdfast.worker.model.checks import check_heads
 
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -59,7 +60,7 @@ def check_hub(config: HoldfastConfig) -> None:
             allow_patterns=["config.json"],
         )
     except Exception as error:  # the hub client raises whatever its HTTP library does
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[:200].rstrip(".")
         raise ConfigurationError(
             f"{given} is neither a local folder nor a model that the hub would give: {reason}. Is the name right, is "
             f"this machine online, and does the model need HF_TOKEN? Or {_WAY_OUT}"
@@ -76,11 +77,11 @@ def local_folder(config: HoldfastConfig) -> Path | None:
 
 
 def weight_bytes(config: HoldfastConfig) -> int:
-    """Of a model that lies here, as its files have them; 0 of others."""
+    """Memory for the weights of a model that lies here, of the type that it is served in; 0 of others."""
     folder = local_folder(config)
     if folder is None or config.model.load_format == "dummy":
         return 0
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return weight_files.weight_bytes(folder, config.model.dtype)
 
 
 def _names(config: HoldfastConfig) -> list[tuple[str, str]]:

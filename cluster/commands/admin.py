@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from holdfast.cluster.config.config import load_config
 from holdfast.cluster.config.flags import takes_settings
-from holdfast.cluster.config.sources import Layer
+from holdfast.cluster.config.layers import Layer
 
 Server = Annotated[str, Parameter(help="host:port of a running router; all routers of its cluster obey")]
 Model = Annotated[str, Parameter(help="the model's name in the API")]
@@ -93,5 +92,6 @@ def dump(
 
 def _ask(server: str, settings: Layer, method: str, **fields: object) -> Any:
     from holdfast.cluster.client.admin_client import call_admin
+    from holdfast.cluster.config.config import load_config
 
     return call_admin(server, method, fields, **load_config(settings).config.client.options)

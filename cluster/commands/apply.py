@@ -1,24 +1,25 @@
-"""Command `holdfast apply`: makes the models of a running cluster those of a configuration.
+"""Command `holdfast apply`: makes the models and routers of a running cluster those of a configuration.
 
 What may live here: showing the difference, asking, and doing one step after the other. What may not: what differs
-(`cluster/serve/difference.py`), and how a model comes, changes and goes (`cluster/serve/`).
+(`cluster/serve/difference.py`), and how models and routers come, change and go (`cluster/serve/`).
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from holdfast.cluster.commands.models import NOT_WHICH, Pid, connected
-from holdfast.cluster.config.chat_templates import with_template_texts
-from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.flags import takes_settings
-from holdfast.cluster.config.sources import Layer
+from holdfast.cluster.config.layers import Layer
 from holdfast.cluster.progress_bars import Report, progress
-from holdfast.cluster.serve.difference import Kind, Step, difference
 from holdfast.worker.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from holdfast.cluster.config.config import HoldfastConfig
+    from holdfast.cluster.serve.difference import Changed, Step
 
 
 @takes_settings("cluster", without=NOT_WHICH)
@@ -31,16 +32,27 @@ def apply(
     pid: Pid = None,
     settings: Layer,
 ) -> int:
-    """Show how the models of a running cluster differ from CONFIG, ask, and change them.
+    """Show how the models and routers of a running cluster differ from CONFIG, ask, and change them.
 
-    Models are added, updated (one replica after the other, without ending a stream), scaled and removed. Settings of
-    routers and of the cluster as a whole are not compared: they need a restart.
+    Models are added, updated (one replica after the other, without ending a stream), scaled and removed; routers are
+    replaced one after the other. Addresses and security need a restart: where they differ, that is said.
     """
-    wanted = with_template_texts(load_config(settings, config).config)
+    from holdfast.cluster.config.chat_templates import with_template_texts
+    from holdfast.cluster.config.config import is_given, load_config
+    from holdfast.cluster.serve.difference import difference, in_order, router_difference
+
+    loaded = load_config(settings, config)
+    wanted = with_template_texts(loaded.config)
     with connected(wanted, pid):
+        from holdfast.cluster.serve.router_update import running_routers
         from holdfast.cluster.serve.serving import running_models
 
         steps = difference(running_models(wanted.cluster.namespace), wanted)
+        routers = running_routers(wanted.cluster.namespace)
+        if routers is not None:
+            of_routers, fixed = router_difference(routers, wanted, lambda path: is_given(loaded, path))
+            steps = in_order([*steps, *of_routers])
+            _warn_of(fixed)
         if not steps:
             print("nothing differs")
             return 0
@@ -52,16 +64,22 @@ def apply(
             return 1
         with progress(sys.stderr) as report:
             for step in steps:
-                _do(step, wanted, report)
+                _do(step, wanted, routers, report)
     print(f"done: {', '.join(f'{step.kind} {step.model}' for step in steps)}")
     return 0
 
 
-def _show(steps: Sequence[Step]) -> None:
+def _warn_of(fixed: "Sequence[Changed]") -> None:
+    for change in fixed:
+        now, then = _said(change.before) or "none", _said(change.after) or "none"
+        print(f"{change.name}: {now} now, {then} there: it needs a restart, and stays", file=sys.stderr)
+
+
+def _show(steps: "Sequence[Step]") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("model", "", "setting", "now", "then", box=None, pad_edge=False)
+    table = Table("", "", "setting", "now", "then", box=None, pad_edge=False)
     for step in steps:
         for number, change in enumerate(step.changes):
             head = ("", "") if number else (step.model, str(step.kind))
@@ -80,14 +98,19 @@ def _agrees() -> bool:
     return input("do it? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _do(step: Step, wanted: HoldfastConfig, report: Report) -> None:
+def _do(step: "Step", wanted: "HoldfastConfig", routers: "HoldfastConfig | None", report: Report) -> None:
     """Returns once it serves. Raises what says that it does not."""
     from holdfast.cluster.serve import models, serving
+    from holdfast.cluster.serve.difference import Kind
+    from holdfast.cluster.serve.router_update import replace_routers
     from holdfast.cluster.serve.updates import UpdatePlan
 
     namespace, config = wanted.cluster.namespace, step.config
     if step.kind is Kind.REMOVE or config is None:
         models.remove(namespace, step.model, wanted.cluster.drain_timeout_s)
+    elif step.kind is Kind.REPLACE:
+        assert routers is not None, "they differ from something"
+        replace_routers(routers, config, report)
     elif step.kind is Kind.ADD:
         serving.add_model(config, report)
     elif step.kind is Kind.UPDATE:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Group, Parameter
 
-from holdfast.cluster.config.config import load_config
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
-from holdfast.cluster.config.sources import Layer
+from holdfast.cluster.config.layers import Layer
 from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -135,6 +134,8 @@ def bench(
     holdfast bench --find-max --slo ttft=500ms,tpot=50ms
     """
     from rich.console import Console
+
+    from holdfast.cluster.config.config import load_config
 
     console = Console() if sys.stdout.isatty() else Console(width=120)
     if result.compare is not None:

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from cyclopts import Parameter
 
 from holdfast.cluster.commands.sampling_flags import SamplingFlags
-from holdfast.cluster.config.config import load_config
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
-from holdfast.cluster.config.sources import Layer
-from holdfast.router.chat import Message
+from holdfast.cluster.config.layers import Layer
 from holdfast.worker.errors import ConfigurationError, HoldfastError
 
 if TYPE_CHECKING:
     from holdfast.cluster.commands.answerers import Answerer
+    from holdfast.router.chat import Message
 
 _FLAGS: Any = SamplingFlags  # a class made from the declarations
 _DEFAULTS: Final = _FLAGS(max_tokens=512)
@@ -52,6 +51,7 @@ def chat(
     """
     from holdfast.cluster.commands.answerers import answering_here, answering_server
     from holdfast.cluster.commands.generate import check_for_server, clients_options
+    from holdfast.cluster.config.config import load_config
 
     params = sampling.params()
     if server is not None:

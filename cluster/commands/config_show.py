@@ -2,16 +2,18 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig, load_config
-from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
-from holdfast.cluster.config.sources import Layer, leaves
+from holdfast.cluster.config.flags import ESSENTIALS, SECTIONS, takes_settings
+from holdfast.cluster.config.layers import Layer
+
+if TYPE_CHECKING:
+    from holdfast.cluster.config.config import LoadedConfig
 
 
-@takes_settings(*HoldfastConfig.model_fields)
+@takes_settings(*SECTIONS)
 def show(
     *,
     config: Annotated[Path | None, Parameter(group=ESSENTIALS, help="a .yaml or .toml file of settings")] = None,
@@ -21,6 +23,9 @@ def show(
 
     Later sources win: defaults, the file, the environment (HOLDFAST_SECTION__KEY), flags.
     """
+    from holdfast.cluster.config.config import HoldfastConfig, load_config
+    from holdfast.cluster.config.sources import leaves
+
     loaded = load_config(settings, config)
     rows = [(path, _value(loaded, path), loaded.sources[path]) for path, _ in leaves(HoldfastConfig)]
     if sys.stdout.isatty():
@@ -31,7 +36,7 @@ def show(
     return 0
 
 
-def _value(loaded: LoadedConfig, path: str) -> str:
+def _value(loaded: "LoadedConfig", path: str) -> str:
     section, _, name = path.partition(".")
     value = getattr(getattr(loaded.config, section), name)
     return "unset" if value is None else str(value)

@@ -8,9 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from holdfast.cluster.config.config import load_config
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
-from holdfast.cluster.config.sources import Layer
+from holdfast.cluster.config.layers import Layer
 
 _MARKS = {"good": "[green]ok[/green]  ", "note": "[yellow]note[/yellow]", "bad": "[red]bad[/red] "}
 
@@ -31,6 +30,7 @@ def doctor(
     """
     from rich.console import Console
 
+    from holdfast.cluster.config.config import load_config
     from holdfast.cluster.serve.examination import Level, examine
 
     console = Console(soft_wrap=True)

@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from holdfast.cluster.config.config import ClusterConfig, load_config
+from holdfast.cluster.config.flag_table import flag_table
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
-from holdfast.cluster.config.sources import Layer, Setting
+from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.worker.available_memory import readable_bytes
-from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from holdfast.worker.config import WorkerConfig
     from holdfast.worker.model.memory import MemoryEstimator
 
 
-_NOT_WHICH = tuple(f"cluster.{name}" for name in ClusterConfig.model_fields if name != "cpus_per_rank")
+_NOT_WHICH = tuple(
+    flag.path for flag in flag_table().settings if flag.section == "cluster" and flag.name != "cpus_per_rank"
+)
 
 
 @takes_settings("model", "parallel", "cache", "cluster", without=("model.model", "model.device", *_NOT_WHICH))
@@ -44,6 +46,7 @@ def estimate(
     Figures are of one rank. Unless a setting of the cache says otherwise, it is what this machine would give it.
     """
     from holdfast.cluster.bundled_model.bundled_model import located
+    from holdfast.cluster.config.config import load_config
 
     if model is not None:
         settings = {**settings, "model.model": Setting(model, "MODEL")}
@@ -62,7 +65,7 @@ def estimate(
     return 0
 
 
-def _print_resources(config: WorkerConfig, cpus_per_rank: float, ranks_per_host: int) -> None:
+def _print_resources(config: "WorkerConfig", cpus_per_rank: float, ranks_per_host: int) -> None:
     """With device `auto` for GPUs: a machine that asks this need have none."""
     import yaml
 
@@ -88,7 +91,7 @@ def _print_resources(config: WorkerConfig, cpus_per_rank: float, ranks_per_host:
         print("# a replica over several hosts: every layer waits for the network twice")
 
 
-def _print_estimate(config: WorkerConfig) -> None:
+def _print_estimate(config: "WorkerConfig") -> None:
     from holdfast.worker.model.memory import MemoryEstimator
 
     needs = MemoryEstimator(config)
@@ -100,7 +103,7 @@ def _print_estimate(config: WorkerConfig) -> None:
     print(f"            {num_sequences} sequences of {needs.max_model_len} tokens, the longest this model takes")
 
 
-def _cache_bytes_here(config: WorkerConfig, needs: "MemoryEstimator") -> int:
+def _cache_bytes_here(config: "WorkerConfig", needs: "MemoryEstimator") -> int:
     """What a rank on this machine would give its cache; on a GPU, about."""
     import torch
 

@@ -14,19 +14,19 @@ from cyclopts import Parameter
 
 from holdfast.cluster.commands.printing import Printer, print_logprobs
 from holdfast.cluster.commands.sampling_flags import SamplingFlags
-from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
-from holdfast.cluster.config.sources import Layer
-from holdfast.cluster.service_options import ServiceOptions
-from holdfast.router.chat import Message
+from holdfast.cluster.config.layers import Layer
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.request import Priority, TokenLogprob
-from holdfast.worker.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from holdfast.cluster.client.async_client import AsyncClient
+    from holdfast.cluster.config.config import HoldfastConfig
     from holdfast.cluster.offline.inference_engine import InferenceEngine
     from holdfast.cluster.offline.outputs import Logprob, RequestOutput
+    from holdfast.cluster.service_options import ServiceOptions
+    from holdfast.router.chat import Message
+    from holdfast.worker.request import TokenLogprob
+    from holdfast.worker.sampling_params import SamplingParams
 
 
 _DEFAULTS: Final = SamplingFlags()
@@ -37,8 +37,8 @@ class Ask:
     """What is to be completed, and how."""
 
     text: str
-    params: SamplingParams
-    service: ServiceOptions
+    params: "SamplingParams"
+    service: "ServiceOptions"
     chat: bool = False
 
     @property
@@ -47,7 +47,7 @@ class Ask:
         return None if self.chat else self.text
 
     @property
-    def messages(self) -> list[Message] | None:
+    def messages(self) -> "list[Message] | None":
         """The chat of one turn; None: the text is the prompt."""
         return [{"role": "user", "content": self.text}] if self.chat else None
 
@@ -87,6 +87,9 @@ def generate(
 
     Examples: holdfast generate "The capital of France is"; holdfast generate --chat "What is 2 plus 3?"
     """
+    from holdfast.cluster.config.config import load_config
+    from holdfast.worker.request import Priority
+
     text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt  # the one that `echo` adds
     ask = Ask(
         text=text,
@@ -120,6 +123,8 @@ def check_for_server(settings: Layer, config: Path | None) -> None:
 
 def clients_options(settings: Layer) -> dict[str, Any]:
     """Keyword arguments of a client, from the settings that are one's."""
+    from holdfast.cluster.config.config import load_config
+
     return load_config({path: one for path, one in settings.items() if _is_clients(path)}).config.client.options
 
 
@@ -131,7 +136,7 @@ def _is_clients(path: str) -> bool:
 # --- in this process ---
 
 
-def engine_here(config: HoldfastConfig) -> "InferenceEngine":
+def engine_here(config: "HoldfastConfig") -> "InferenceEngine":
     """Started, with its progress shown. Raises `ConfigurationError` for what cannot work, before anything is loaded."""
     from holdfast.cluster.checks.machine import Machine, check_fits
     from holdfast.cluster.checks.model_files import check_files
@@ -148,7 +153,7 @@ def engine_here(config: HoldfastConfig) -> "InferenceEngine":
     return engine
 
 
-def _complete_here(config: HoldfastConfig, ask: Ask) -> None:
+def _complete_here(config: "HoldfastConfig", ask: Ask) -> None:
     from holdfast.cluster.offline.chat_prompts import chat_token_ids
 
     engine = engine_here(config)
@@ -187,8 +192,10 @@ def _print_all_logprobs(output: "RequestOutput", text_of: Callable[[int], str]) 
             print_logprobs(f"completion {completion.index}", list(map(_ranked, completion.logprobs)), text_of)
 
 
-def _ranked(by_token_id: "dict[int, Logprob] | None") -> TokenLogprob | None:
+def _ranked(by_token_id: "dict[int, Logprob] | None") -> "TokenLogprob | None":
     """The token's own entry is the first; among the best it is only if it has its place there."""
+    from holdfast.worker.request import TokenLogprob
+
     if by_token_id is None:
         return None
     (token_id, own), *_ = by_token_id.items()
@@ -222,7 +229,7 @@ async def _complete_on_server(addresses: str, ask: Ask, model: str, options: dic
 
 async def _stream_from(
     client: "AsyncClient", ask: Ask, model: str, printer: Printer
-) -> tuple[tuple[TokenLogprob | None, ...], tuple[TokenLogprob | None, ...]]:
+) -> "tuple[tuple[TokenLogprob | None, ...], tuple[TokenLogprob | None, ...]]":
     """Log-probabilities of the prompt's tokens, and of the output's."""
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     logprobs: tuple[TokenLogprob | None, ...] = ()
@@ -235,7 +242,7 @@ async def _stream_from(
     return prompt_logprobs, logprobs
 
 
-def _token_ids(items: Iterable[TokenLogprob | None]) -> Iterator[int]:
+def _token_ids(items: "Iterable[TokenLogprob | None]") -> Iterator[int]:
     """The ids of all tokens that a table of log-probabilities shows."""
     for item in items:
         if item is not None:

@@ -9,8 +9,6 @@ from typing import Annotated, Final, Literal
 
 from cyclopts import Parameter
 
-from holdfast.router.security.api_keys import KEY_PREFIX, ApiKey, KeyRing, digest_of
-from holdfast.router.security.key_file import read_keys, write_keys
 from holdfast.worker.errors import ConfigurationError
 
 _File = Annotated[Path, Parameter(help="the file of keys, which routers are given by --api-keys")]
@@ -31,6 +29,9 @@ def add(
     operator: Annotated[bool, Parameter(negative=(), help="it may see load and metrics, and give orders")] = False,
 ) -> int:
     """Make a key, and print it: this once, since the file has only its hash."""
+    from holdfast.router.security.api_keys import KEY_PREFIX, ApiKey, KeyRing, digest_of
+    from holdfast.router.security.key_file import read_keys, write_keys
+
     ring = read_keys(file) if file.exists() else KeyRing()
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     try:
@@ -53,6 +54,8 @@ def add(
 
 def show(*, file: _File = _DEFAULT) -> int:
     """List the keys, and what each may do."""
+    from holdfast.router.security.key_file import read_keys
+
     for key in read_keys(file).keys:
         rates = [
             f"{number:g} {unit} a minute"
@@ -67,5 +70,7 @@ def show(*, file: _File = _DEFAULT) -> int:
 
 def revoke(name: Annotated[str, Parameter(help="the key's name")], *, file: _File = _DEFAULT) -> int:
     """Take a key away. Routers refuse it within a second or two; what runs may finish."""
+    from holdfast.router.security.key_file import read_keys, write_keys
+
     write_keys(file, read_keys(file).without(name))
     return 0

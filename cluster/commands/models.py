@@ -9,14 +9,17 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from holdfast.cluster.config.config import HoldfastConfig, load_config
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
-from holdfast.cluster.config.sources import Layer, Setting
+from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.cluster.progress_bars import progress
+
+if TYPE_CHECKING:
+    from holdfast.cluster.config.config import HoldfastConfig
+
 
 Pid = Annotated[int | None, Parameter(help="the process of `holdfast serve`, where several clusters run here")]
 
@@ -49,6 +52,8 @@ def add(
 
     The cluster is that of `holdfast serve` on this machine, or the one on the Ray at --address.
     """
+    from holdfast.cluster.config.config import load_config
+
     loaded = load_config({**settings, "model.model": Setting(model, "MODEL")}, config).config
     with connected(loaded, pid), progress(sys.stderr) as report:
         from holdfast.cluster.serve.serving import add_model
@@ -67,6 +72,8 @@ def remove(
     New requests for it are refused at once; those that run may finish within the time that it was started with
     (drain_timeout_s).
     """
+    from holdfast.cluster.config.config import load_config
+
     loaded = load_config(settings).config
     with connected(loaded, pid):
         from holdfast.cluster.serve import models
@@ -79,6 +86,8 @@ def remove(
 @takes_settings("cluster", without=(*NOT_WHICH, "cluster.drain_timeout_s"))
 def show(*, pid: Pid = None, settings: Layer) -> int:
     """List the models of a running cluster: each one's state, replicas that serve, and what the others are doing."""
+    from holdfast.cluster.config.config import load_config
+
     loaded = load_config(settings).config
     with connected(loaded, pid):
         from holdfast.cluster.serve import models
@@ -94,7 +103,7 @@ def show(*, pid: Pid = None, settings: Layer) -> int:
 
 
 @contextmanager
-def connected(config: HoldfastConfig, pid: int | None) -> Iterator[None]:
+def connected(config: "HoldfastConfig", pid: int | None) -> Iterator[None]:
     """A connection to the Ray of the cluster."""
     from holdfast.cluster.serve.local import running_ray
 

@@ -6,9 +6,10 @@ What may not live here: where completions come from.
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from holdfast.worker.request import TokenLogprob
+if TYPE_CHECKING:
+    from holdfast.worker.request import TokenLogprob
 
 
 class WholeCompletion(Protocol):
@@ -63,7 +64,7 @@ class Printer:
         print(f"{len(completions)} completions in {total_s:.2f} s", file=sys.stderr)
 
 
-def print_logprobs(title: str, items: Sequence[TokenLogprob | None], text_of: Callable[[int], str]) -> None:
+def print_logprobs(title: str, items: "Sequence[TokenLogprob | None]", text_of: Callable[[int], str]) -> None:
     """A table on stderr, a row for each token: how likely it was, and the best ones at its place.
 
     `text_of` gives a token id's text. None stands for a token of which nothing can be said.

@@ -1,4 +1,4 @@
-"""Command-line flags of the sampling parameters, made from their declarations (`worker/sampling_params.py`).
+"""Command-line flags of the sampling parameters, made from the table of their declarations (`flag_table.py`).
 
 What may not live here: commands, and what the parameters mean. `SamplingParams` checks the values, as for any caller.
 """
@@ -6,63 +6,54 @@ What may not live here: commands, and what the parameters mean. `SamplingParams`
 from collections.abc import Iterable
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Parameter as Option
 
+from holdfast.cluster.config.flag_table import SamplingFlag, flag_table
 from holdfast.cluster.config.flags import ENDING, REPORT, SAMPLING, STRUCTURE
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.parameters import BIASES, NUMBER, SWITCH, TEXTS, TOKEN_IDS, WHOLE, Kind, Parameter, Topic
-from holdfast.worker.sampling_params import PARAMETERS, SamplingParams
-from holdfast.worker.structured_outputs import StructuredOutputs
 
-_GROUPS: Final = {
-    Topic.SAMPLING: SAMPLING,
-    Topic.STRUCTURE: STRUCTURE,
-    Topic.ENDING: ENDING,
-    Topic.REPORT: REPORT,
-}
-_TYPES: Final[dict[Kind, Any]] = {
-    NUMBER: float,
-    WHOLE: int,
-    SWITCH: bool,
-    TEXTS: list[str] | None,
-    TOKEN_IDS: list[int] | None,
-    BIASES: list[str] | None,
+if TYPE_CHECKING:
+    from holdfast.worker.sampling_params import SamplingParams
+    from holdfast.worker.structured_outputs import StructuredOutputs
+
+_GROUPS: Final = {group.name: group for group in (SAMPLING, STRUCTURE, ENDING, REPORT)}
+_TYPES: Final[dict[str, Any]] = {
+    "number": float,
+    "whole": int,
+    "switch": bool,
+    "texts": list[str] | None,
+    "token_ids": list[int] | None,
+    "biases": list[str] | None,
 }
 _NOTES: Final = {
-    TEXTS: "; may be repeated",
-    TOKEN_IDS: "; a token id, may be repeated",
-    BIASES: "; TOKEN_ID=BIAS, may be repeated",
+    "texts": "; may be repeated",
+    "token_ids": "; a token id, may be repeated",
+    "biases": "; TOKEN_ID=BIAS, may be repeated",
 }
 
 
-def flags_of(parameters: Iterable[Parameter]) -> type:
-    """A dataclass with one flag for each parameter, but for those that have several, such as structured outputs."""
-    fields = [(item.name, _annotation(item), _default(item)) for item in parameters if item.kind in _TYPES]
+def flags_of(declared: Iterable[SamplingFlag]) -> type:
+    """A dataclass with one flag for each parameter of the table."""
+    fields = [(item.name, _annotation(item), item.default) for item in declared]
     own = {"__module__": __name__}  # else cyclopts takes it for a built-in type
     return make_dataclass("ParameterFlags", fields, namespace=own, frozen=True, kw_only=True)
 
 
-def _annotation(item: Parameter) -> Any:
-    about, long_flag = item.about, f"--{item.name.replace('_', '-')}"
+def _annotation(item: SamplingFlag) -> Any:
+    long_flag = f"--{item.name.replace('_', '-')}"
     option = Option(
-        name=[long_flag, about.short_flag] if about.short_flag else None,
-        group=_GROUPS[about.topic],
+        name=[long_flag, item.short] if item.short else None,
+        group=_GROUPS[item.topic.capitalize()],
         help=item.help + _NOTES.get(item.kind, ""),
-        negative=about.negative_flag or (),
+        negative=item.negative or (),
     )
     kind = _TYPES[item.kind]
     return Annotated[kind | None if item.is_optional else kind, option]
 
 
-def _default(item: Parameter) -> Any:
-    if item.about.flag_default is not ...:
-        return item.about.flag_default
-    return None if item.kind in _NOTES else item.default
-
-
-_ParameterFlags: Any = flags_of(PARAMETERS.values())
+_ParameterFlags: Any = flags_of(flag_table().sampling)
 
 
 def _shape(help: str) -> Option:
@@ -79,17 +70,22 @@ class SamplingFlags(_ParameterFlags):  # type: ignore[misc]  # a class made from
     choice: Annotated[list[str] | None, _shape("one of the texts that the output can be; may be repeated")] = None
     grammar: Annotated[str | None, _shape("a Lark grammar that the output follows, or a file that holds one")] = None
 
-    def params(self) -> SamplingParams:
+    def params(self) -> "SamplingParams":
         """Raises `InvalidRequestError`, and `ConfigurationError` for what is not even of the right form."""
-        values = {item.name: getattr(self, item.name) for item in PARAMETERS.values() if item.kind in _TYPES}
-        for item in PARAMETERS.values():
-            if item.kind is BIASES:
+        from holdfast.worker.sampling_params import SamplingParams
+
+        declared = flag_table().sampling
+        values = {item.name: getattr(self, item.name) for item in declared}
+        for item in declared:
+            if item.kind == "biases":
                 values[item.name] = dict(
                     _bias(f"--{item.name.replace('_', '-')}", text) for text in values[item.name] or ()
                 )
         return SamplingParams(**values, structured_outputs=self._structured_outputs())
 
-    def _structured_outputs(self) -> StructuredOutputs | None:
+    def _structured_outputs(self) -> "StructuredOutputs | None":
+        from holdfast.worker.structured_outputs import StructuredOutputs
+
         kinds = (self.json_schema, self.json_object, self.regex, self.choice, self.grammar)
         if not any(kind not in (None, False) for kind in kinds):
             return None

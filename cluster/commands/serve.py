@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
-from holdfast.cluster.config.config import HoldfastConfig, load_config
-from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
-from holdfast.cluster.config.sources import Layer, Setting
+from holdfast.cluster.config.flags import ESSENTIALS, SECTIONS, takes_settings
+from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.cluster.progress_bars import progress
 from holdfast.cluster.serve.stop_signals import STOP_SIGNALS, stop_signals
 
 if TYPE_CHECKING:
+    from holdfast.cluster.config.config import HoldfastConfig
     from holdfast.cluster.serve.serving import Serving
 
 SETTLE_S: Final = 0.3
 """Signals that come so soon after the first are no second one: `timeout` and terminals may send the same one twice."""
 
 
-@takes_settings(*HoldfastConfig.model_fields, without=("model.model", "cluster.models"))
+@takes_settings(*SECTIONS, without=("model.model", "cluster.models"))
 def serve(
     model: Annotated[
         list[str] | None,
@@ -46,6 +46,8 @@ def serve(
 
     On SIGINT and SIGTERM running requests get drain_timeout_s to finish; a second signal ends them at once.
     """
+    from holdfast.cluster.config.config import load_config
+
     if model and len(model) == 1:
         settings = {**settings, "model.model": Setting(model[0], "MODEL"), "cluster.models": Setting((), "MODEL")}
     elif model:
@@ -53,21 +55,24 @@ def serve(
     return run(load_config(settings, config).config)
 
 
-def run(config: HoldfastConfig) -> int:
+def run(config: "HoldfastConfig") -> int:
     """Serves until a signal comes. A cluster of this machine runs in processes of its own, which replace each other."""
     if config.cluster.address is not None:
         host(config)
         return 0
+    from holdfast.cluster.checks.machine import Machine, crowding
     from holdfast.cluster.serve.preflight import check_here
     from holdfast.cluster.serve.supervisor import STOP_SLACK_S, supervise
 
     check_here(config)
+    if crowded := crowding(config.each_model, Machine.here()):
+        _say(crowded)
     command = [sys.executable, "-m", "holdfast.cluster.commands.hosted"]
     limit_s = config.cluster.drain_timeout_s + STOP_SLACK_S
     return supervise(command, config.model_dump_json(), limit_s, _say)
 
 
-def host(config: HoldfastConfig) -> None:
+def host(config: "HoldfastConfig") -> None:
     """Serves in this process until a signal comes. Interrupted while it starts, raises `KeyboardInterrupt`.
 
     Where the Ray is our own and is lost, this process ends at once, with `EXIT_LOST`.
@@ -109,7 +114,7 @@ def _interrupt(_signum: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _announce(cluster: "Serving", config: HoldfastConfig, seconds: float) -> None:
+def _announce(cluster: "Serving", config: "HoldfastConfig", seconds: float) -> None:
     print(f"ready after {seconds:.1f} s: {_models(cluster, config)}, gRPC on {' and '.join(cluster.routers)}")
     security = config.security
     scheme = "http" if security.tls_cert is None else "https"
@@ -124,7 +129,7 @@ def _announce(cluster: "Serving", config: HoldfastConfig, seconds: float) -> Non
     print(f'try: holdfast generate --server {",".join(cluster.routers)}{chosen} "The capital of France is"', flush=True)
 
 
-def _models(cluster: "Serving", config: HoldfastConfig) -> str:
+def _models(cluster: "Serving", config: "HoldfastConfig") -> str:
     """Each model with its replicas."""
     shown = []
     for one in config.each_model:

@@ -3,10 +3,12 @@
 What may not live here: simulating (`cluster/simulate/`).
 """
 
+import math
 import os
 import sys
 import time
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -30,27 +32,36 @@ class LoadFlags:
     """What is to be served: a trace, or a load that is made up."""
 
     trace: Annotated[Path | None, Parameter(group=_LOAD, help=".jsonl or .csv; without, a load is made up")] = None
-    rate: Annotated[float, Parameter(group=_LOAD, help="made up: requests a second")] = 10.0
+    rate: Annotated[
+        tuple[float, ...], Parameter(group=_LOAD, negative=(), help="made up: requests a second; several are compared")
+    ] = (10.0,)
     requests: Annotated[int, Parameter(group=_LOAD, help="made up: requests")] = 1000
     mean_prompt: Annotated[int, Parameter(group=_LOAD, help="made up: prompt tokens, on average")] = 128
     mean_output: Annotated[int, Parameter(group=_LOAD, help="made up: output tokens, on average")] = 64
     prefixes: Annotated[int, Parameter(group=_LOAD, help="made up: prefixes, one of which each prompt has")] = 0
     prefix_len: Annotated[int, Parameter(group=_LOAD, help="made up: tokens of each of these prefixes")] = 0
 
-    def load(self, max_len: int) -> "list[Arrival]":
-        """In order of arrival. Raises `ConfigurationError`."""
-        from holdfast.cluster.load_trace import made_up_trace, read_trace
+    def loads(self, max_len: int) -> "list[list[Arrival]]":
+        """Each in order of arrival. Raises `ConfigurationError`."""
+        from holdfast.cluster.load_trace import read_trace
 
         if self.trace is not None:
-            return read_trace(self.trace)
-        for name in ("rate", "requests", "mean_prompt", "mean_output"):
+            return [read_trace(self.trace)]
+        for rate in self.rate:
+            _require(0 < rate < math.inf, "rate", rate, "must be above 0")
+        for name in ("requests", "mean_prompt", "mean_output"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "must be above 0")
         _require(self.prefixes >= 0, "prefixes", self.prefixes, "must not be below 0")
         limit = f"must be 1 to {max_len // 2 - 1} with --prefixes, half of --max-model-len, and else 0"
         is_possible = 0 < self.prefix_len < max_len // 2 if self.prefixes else self.prefix_len == 0
         _require(is_possible, "prefix_len", self.prefix_len, limit)
+        return [self._made_up(rate, max_len) for rate in self.rate]
+
+    def _made_up(self, rate: float, max_len: int) -> "list[Arrival]":
+        from holdfast.cluster.load_trace import made_up_trace
+
         return made_up_trace(
-            rate=self.rate,
+            rate=rate,
             num_requests=self.requests,
             mean_prompt=self.mean_prompt,
             mean_output=self.mean_output,
@@ -119,6 +130,9 @@ def simulate(
     routing: Annotated[
         list[str] | None, Parameter(group=_CAPACITY, negative=(), help="policies to compare; default: all")
     ] = None,
+    max_ttft_s: Annotated[
+        float | None, Parameter(group=_CAPACITY, help="routers' setting of this name; unset: they refuse nothing")
+    ] = None,
     slo_ttft: Annotated[float, Parameter(group=_CAPACITY, help="goodput: seconds to the first token")] = 1.0,
     slo_tpot: Annotated[float, Parameter(group=_CAPACITY, help="goodput: seconds for each further token")] = 0.1,
     plot: Annotated[Path | None, Parameter(group=_CAPACITY, help="write a .png or .svg here")] = None,
@@ -132,7 +146,8 @@ def simulate(
     """
     if replicas is not None:
         cluster = shape.cluster(replicas)
-        return _capacity(load.load(cluster.max_model_len), cluster, routing, slo_ttft, slo_tpot, plot)
+        loads = load.loads(cluster.max_model_len)
+        return _capacity(loads, cluster, routing, max_ttft_s, slo_ttft, slo_tpot, plot)
     if replay is not None:
         _require(last >= 0, "last", last, "must not be below 0")
         return _replay(replay, last, async_scheduling)
@@ -188,9 +203,10 @@ def _replay(seed: int, num_events: int, async_scheduling: bool) -> int:
 
 
 def _capacity(
-    load: "list[Arrival]",
+    loads: "list[list[Arrival]]",
     shape: "ClusterShape",
     routing: list[str] | None,
+    max_ttft_s: float | None,
     slo_ttft_s: float,
     slo_tpot_s: float,
     plot: Path | None,
@@ -201,8 +217,11 @@ def _capacity(
     from holdfast.cluster.simulate.capacity.capacity import serve
     from holdfast.cluster.simulate.capacity.capacity_report import plot as draw
     from holdfast.cluster.simulate.capacity.capacity_report import print_results
+    from holdfast.router.config import RouterConfig
     from holdfast.router.replicas.policy import POLICIES
 
+    _require(max_ttft_s is None or max_ttft_s > 0, "max_ttft_s", max_ttft_s, "must be above 0")
+    config = RouterConfig(max_ttft_s=max_ttft_s)
     unknown = set(routing or ()) - POLICIES.keys()
     # Traces have no sessions: by session, their requests would go as by power of two choices.
     names = [name for name in POLICIES if name in (routing or POLICIES.keys() - {"session_affinity"})]
@@ -210,9 +229,11 @@ def _capacity(
         raise ConfigurationError(f"--routing {', '.join(sorted(unknown))}: must be among {', '.join(POLICIES)}")
     results = []
     with progress(sys.stderr) as report:
-        for name in names:
-            report(name, 0, len(load))
-            results.append(serve(load, shape, name, on_done=lambda num, name=name: report(name, num, len(load))))  # type: ignore[misc]
+        for (number, load), name in product(enumerate(loads), names):
+            phase, most = name if len(loads) == 1 else f"{name}, load {number + 1}", len(load)
+            report(phase, 0, most)
+            show = lambda num, phase=phase, most=most: report(phase, num, most)  # noqa: E731
+            results.append(serve(load, shape, name, config=config, on_done=show))
     print_results(Console(), results, slo_ttft_s, slo_tpot_s)
     if plot is not None:
         draw(results, plot)

@@ -9,9 +9,8 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from holdfast.cluster.config.config import load_config
 from holdfast.cluster.config.flags import takes_settings
-from holdfast.cluster.config.sources import Layer
+from holdfast.cluster.config.layers import Layer
 
 _PIPE_WIDTH = 200
 """Columns where the output is no terminal: wide enough that no row is broken."""
@@ -37,6 +36,8 @@ def stats(
     """
     from rich.console import Console
     from rich.table import Table
+
+    from holdfast.cluster.config.config import load_config
 
     load = asyncio.run(_load(server, load_config(settings).config.client.options))
     table = Table(_COLUMNS[0], box=None, pad_edge=False)

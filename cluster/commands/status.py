@@ -11,9 +11,8 @@ from typing import Annotated, Any, Final
 
 from cyclopts import Parameter
 
-from holdfast.cluster.config.config import load_config
 from holdfast.cluster.config.flags import takes_settings
-from holdfast.cluster.config.sources import Layer
+from holdfast.cluster.config.layers import Layer
 from holdfast.worker.errors import ConfigurationError, HoldfastError
 
 _WIDTH: Final = 120
@@ -42,6 +41,8 @@ def status(
 
     Exit code 0: all routers answer, and every model has a replica; 1: not so.
     """
+    from holdfast.cluster.config.config import load_config
+
     if not every > 0:
         raise ConfigurationError(f"--every {every}: must be above 0 seconds")
     options = load_config(settings).config.client.options

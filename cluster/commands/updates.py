@@ -8,16 +8,19 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from holdfast.cluster.commands.models import NOT_WHICH, OF_REPLICA, OF_ROUTERS, Pid, connected
-from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig, load_config
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
-from holdfast.cluster.config.sources import Layer, Setting
+from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.cluster.progress_bars import progress
 from holdfast.worker.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig
+
 
 _CANARY = "how much of the new requests a canary gets, in (0, 1]; default: no canary"
 
@@ -42,6 +45,7 @@ def update(
     What is given here changes, all else is as the model runs now. Streams that have begun end on the old version; what
     has not ended drain_timeout_s after its last replica began to drain is told so.
     """
+    from holdfast.cluster.config.config import is_given, load_config
     from holdfast.cluster.serve.canary import read_known_answers
 
     if not 0 <= canary <= 1:
@@ -56,7 +60,7 @@ def update(
 
         plan = UpdatePlan(
             model=name,
-            num_replicas=loaded.config.cluster.replicas if _is_given(loaded, "cluster.replicas") else None,
+            num_replicas=loaded.config.cluster.replicas if is_given(loaded, "cluster.replicas") else None,
             share=canary,
             watch_s=canary_for,
             min_requests=min_requests,
@@ -73,6 +77,8 @@ def rollback(
     name: Annotated[str, Parameter(help="the model's name in the API")], /, *, pid: Pid = None, settings: Layer
 ) -> int:
     """Take back an update that was cut off: the model's older version serves alone again."""
+    from holdfast.cluster.config.config import load_config
+
     loaded = load_config(settings).config
     with connected(loaded, pid):
         from holdfast.cluster.serve.serving import rollback_model
@@ -94,14 +100,12 @@ def running_settings(namespace: str, name: str) -> Mapping[str, Any]:
     return settings
 
 
-def _over(running: Mapping[str, Any], loaded: LoadedConfig) -> HoldfastConfig:
+def _over(running: Mapping[str, Any], loaded: "LoadedConfig") -> "HoldfastConfig":
     """What is given, over how the model runs."""
+    from holdfast.cluster.config.config import HoldfastConfig, is_given
+
     tree = loaded.config.model_dump()
     for section, values in running.items():
-        given = {key: value for key, value in tree[section].items() if _is_given(loaded, f"{section}.{key}")}
-        tree[section] = {**values, **given}
+        given = {key: value for key, value in tree[section].items() if is_given(loaded, f"{section}.{key}")}
+        tree[section] = {**tree[section], **values, **given}
     return HoldfastConfig.model_validate(tree)
-
-
-def _is_given(loaded: LoadedConfig, path: str) -> bool:
-    return loaded.sources.get(path, "default") != "default"

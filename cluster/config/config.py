@@ -12,8 +12,9 @@ from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, model_validator
 
+from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.cluster.config.models import ModelEntries
-from holdfast.cluster.config.sources import Layer, Setting, environment_layer, file_layer, resolve
+from holdfast.cluster.config.sources import environment_layer, file_layer, resolve
 from holdfast.cluster.scaling.settings import ScalingConfig
 from holdfast.router.config import LimitsConfig, RouterConfig, SecurityConfig
 from holdfast.worker.config import (
@@ -260,6 +261,11 @@ class LoadedConfig:
 
     config: HoldfastConfig
     sources: Mapping[str, str]
+
+
+def is_given(loaded: LoadedConfig, path: str) -> bool:
+    """Whether a setting comes from a source, and not from its default."""
+    return loaded.sources.get(path, "default") != "default"
 
 
 def load_config(

@@ -10,30 +10,19 @@ from the environment as JSON alone, so `config show` and these refusals would ta
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar, get_args
 
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 
+from holdfast.cluster.config.layers import Layer, Setting
 from holdfast.worker.errors import ConfigurationError
 
 ENV_PREFIX: Final = "HOLDFAST_"
 ENV_SEPARATOR: Final = "__"
 
 Tree = TypeVar("Tree", bound=BaseModel)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A value and where it came from, as a user knows it (`--tp`, `serve.yaml`, a variable)."""
-
-    value: object
-    source: str
-
-
-Layer = dict[str, Setting]
 
 
 def leaves(tree: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

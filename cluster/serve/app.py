@@ -9,6 +9,8 @@ live here: what the deployments do, and starting Ray or Serve.
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from hashlib import blake2b
+from importlib.metadata import version
 from typing import Any, Final
 
 import ray
@@ -34,6 +36,7 @@ from holdfast.cluster.serve.replica_deployment import ReplicaDeployment
 from holdfast.cluster.serve.router_deployment import RouterDeployment
 from holdfast.cluster.serve.scaling_policy import ScalingPolicy
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed, cluster_token
+from holdfast.cluster.serve.told_settings import of_replica
 from holdfast.worker.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -98,11 +101,16 @@ def cluster_application(
     default_host: str,
     directory: serve.Application | None = None,
     *replicas: serve.Application,
+    replaces: bool = False,
 ) -> serve.Application:
-    """Directory and routers, with replicas or without. Routers listen on `default_host` if no host is set."""
+    """Directory and routers, with replicas or without. Routers listen on `default_host` if no host is set.
+
+    `replaces`: others serve at their ports, and go as these come.
+    """
     _warn_of_unmet("router", config.cluster.router_resources, node_resources())
     directory = _directory(config) if directory is None else directory
-    return _router(config).bind(config, config.cluster.host or default_host, directory, *replicas)
+    host = config.cluster.host or default_host
+    return _router(config).bind(config, host, directory, *replicas, replaces=replaces)
 
 
 def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: str) -> serve.Application:
@@ -114,7 +122,8 @@ def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: s
     _warn_of_room(config, bundles, nodes)
     placed = _replica(config, name, bundles)
     door, metrics = _door(config, default_host), _metrics(config, default_host)
-    return placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory, door, metrics)
+    told = of_replica(config)
+    return placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory, door, metrics, told)
 
 
 def _metrics(config: HoldfastConfig, default_host: str) -> MetricsSettings | None:
@@ -158,7 +167,8 @@ def _directory(config: HoldfastConfig) -> serve.Application:
     token = known_token(config.cluster.namespace)
     if token is None or config.security.cluster_token_file is not None:
         token = cluster_token(config.security)
-    return serve.deployment(
+    security = ClusterSecurity(token=token, settings=config.security)
+    deployment = serve.deployment(
         DirectoryDeployment,
         name=DIRECTORY,
         ray_actor_options={"num_cpus": 0},
@@ -168,7 +178,14 @@ def _directory(config: HoldfastConfig) -> serve.Application:
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         logging_config=_QUIET,
-    ).bind(ClusterSecurity(token=token, settings=config.security))
+    )
+    # Serve takes a deployment without a version for another one: a directory stays while routers are replaced.
+    return deployment.options(version=_version(security), _internal=True).bind(security)
+
+
+def _version(security: ClusterSecurity) -> str:
+    seen = f"{version('holdfast')} {security.token} {security.settings.model_dump_json()}"
+    return blake2b(seen.encode(), digest_size=8).hexdigest()
 
 
 def known_token(namespace: str) -> str | None:

@@ -72,7 +72,7 @@ class Member:
     tokenizer_digest: str = ""
     """Of the files that routers read its tokenizer from, of a replica that serves."""
     settings: str = ""
-    """Of a replica: its `WorkerConfig` as JSON, which holds no secrets."""
+    """How it was started (`told_settings.py`)."""
     counts: tuple[VersionCounts, ...] = ()
     """Of a router: what came of its requests, by version."""
     num_open: int = 0

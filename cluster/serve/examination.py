@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from holdfast.cluster.bundled_model.bundled_model import located
-from holdfast.cluster.checks.machine import Machine, check_fits
+from holdfast.cluster.checks.machine import Machine, check_fits, crowding
 from holdfast.cluster.checks.model_files import check_files, check_hub, local_folder
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.cluster.serve.preflight import check_ports
@@ -73,6 +73,8 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
         yield tokenizer(one)
     shape = f"{readable_bytes(machine.available_bytes)} of memory left, {machine.num_cores} cores"
     yield checked("memory", lambda: check_fits(config.each_model, machine), shape)
+    if crowded := crowding(config.each_model, machine):
+        yield Finding(Level.NOTE, "cores", crowded)
 
 
 def checked(what: str, check: Callable[[], None], found: str) -> Finding:

@@ -7,6 +7,7 @@ import functools
 import os
 import secrets
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from holdfast.cluster.serve.running import noted, running_cluster
 from holdfast.worker.errors import ReplicaError
 
 LOOPBACK: Final = "127.0.0.1"
+REACH_S: Final = 10.0
 
 
 @contextmanager
@@ -28,6 +30,8 @@ def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
     """
     if config.address is None:
         _close_our_own()
+    else:
+        check_reachable(config.address)
     import ray
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -52,6 +56,20 @@ def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
             yield
     finally:
         ray.shutdown()
+
+
+def check_reachable(address: str) -> None:
+    """Raises `ReplicaError` at once where nothing listens: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "://" in host:
+        return  # such as `auto`, which Ray looks up
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise ReplicaError(
+            f"cluster.address = {address!r}: no Ray can be joined there ({error}); is it the GCS address that "
+            "`ray start --head` has printed (port 6379 unless said otherwise), and does a firewall let this machine in?"
+        ) from error
 
 
 @contextmanager
@@ -85,6 +103,7 @@ def running_ray(config: ClusterConfig, pid: int | None) -> Iterator[None]:
         running = running_cluster(config.namespace, pid)
         address = running.ray_address
         _close_our_own(running.token)
+    check_reachable(address)
     import ray
 
     with plain_ray_errors(address):

@@ -152,7 +152,7 @@ def list_models(namespace: str) -> list[ModelState]:
 
 
 def settings_of(namespace: str) -> Mapping[str, str]:
-    """How each model that serves was started, as its replicas say it: a `WorkerConfig` as JSON, by the model's name."""
+    """How each model that serves was started, as its replicas say it (`told_settings.py`), by the model's name."""
     snapshot: Snapshot = directory_of(namespace).watch.remote(0).result(timeout_s=_ANSWER_S)
     return {one.model: one.settings for one in snapshot.serving(Role.REPLICA)}
 

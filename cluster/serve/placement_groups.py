@@ -28,7 +28,7 @@ Resources = Mapping[str, float]
 Strategy = Literal["STRICT_PACK", "PACK"]
 """All ranks of a replica on one node, or on as few as there is room on."""
 
-SLOW_IMPORTS: Final = ("torch", "transformers.modeling_utils", "holdfast.worker.engine.model_runner")
+SLOW_IMPORTS: Final = ("torch", "holdfast.worker.engine.model_runner")
 KILL_WAIT_S: Final = 5.0
 ANY_INTERFACE: Final = "0.0.0.0"
 
@@ -143,6 +143,8 @@ class RayRanks:
         rank = next(rank for rank, run in self._runs.items() if run == ended[0])
         try:
             ray.get(ended[0])
+        except ray.exceptions.OutOfMemoryError:
+            return f"rank {rank} was ended by Ray's memory monitor: its machine has run out of memory"
         except ray.exceptions.RayActorError as error:
             return f"rank {rank} died: {type(error).__name__}"
         except ray.exceptions.RayError as error:

@@ -19,6 +19,7 @@ from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.disk_guard import LOOK_EVERY_S, DiskGuard, session_folder
 from holdfast.cluster.serve.log_lines import date_log_lines
 from holdfast.cluster.serve.membership import Lease, cluster_security, found
+from holdfast.cluster.serve.memory_watch import MemoryWatch
 from holdfast.cluster.serve.metrics_door import MetricsDoor, MetricsSettings
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
@@ -58,14 +59,16 @@ class ReplicaDeployment:
         directory: Any,
         door: "DoorSettings | None" = None,
         metrics: MetricsSettings | None = None,
+        told: str = "",
     ) -> None:
+        """`told`: what it says of its settings (`told_settings.py`)."""
         date_log_lines(config.telemetry.log_format)
         end_when_out_of_memory()
         self._drain_timeout_s = drain_timeout_s
         self._loop = asyncio.get_running_loop()
         launcher = RayLauncher(bundle, config.parallel.tensor_parallel_size)
         handle = await found(directory)
-        self._lease = Lease(handle, _starting(config))
+        self._lease = Lease(handle, _starting(config, told))
         self._server: LinkServer | None = None
         self._door: EngineDoor | None = None
         self._metrics: MetricsDoor | None = None
@@ -109,10 +112,11 @@ class ReplicaDeployment:
         )
 
     async def _keep_looking(self) -> None:
-        """Says when there is little room on this node."""
-        guard = DiskGuard(session_folder(), logger.error)
+        """Says when there is little room on this node, and when a process was ended for want of memory."""
+        guard, memory = DiskGuard(session_folder(), logger.error), MemoryWatch(logger.error)
         while True:
             is_full = await asyncio.to_thread(guard.look)
+            await asyncio.to_thread(memory.look)
             if is_full != self._lease.member.is_disk_full:
                 self._say(is_disk_full=is_full)
             await asyncio.sleep(LOOK_EVERY_S)
@@ -174,13 +178,13 @@ async def _opened(
     return await EngineDoor.start(replica, door, config.scheduler, security)
 
 
-def _starting(config: WorkerConfig) -> Member:
+def _starting(config: WorkerConfig, told: str) -> Member:
     return Member(
         member_id=_replica_id(),
         role=Role.REPLICA,
         model=config.model.name,
         application=serve.get_replica_context().app_name,
-        settings=config.model_dump_json(),
+        settings=told,
     )
 
 

@@ -5,10 +5,14 @@ Serve handle as well. What may not live here: what a router does (`router/router
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from ray import serve
@@ -31,6 +35,7 @@ from holdfast.cluster.serve.placement_groups import reachable
 from holdfast.cluster.serve.process_end import end_when_out_of_memory
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
 from holdfast.cluster.serve.termination import end_on_sigterm
+from holdfast.cluster.serve.told_settings import of_router
 from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.router.chat import Message
 from holdfast.router.doors.operators import SendChange
@@ -55,20 +60,35 @@ ALL_END_S: Final = 0.5
 TELL_EVERY_S: Final = 2.0
 """A router that serves tells the directory news of its requests so often."""
 
+LINK_S: Final = 10.0
+"""How long a router that replaces another may take to reach all replicas."""
+
+LINK_CHECK_S: Final = 0.05
+PORT_CHECK_S: Final = 0.2
+
 STOP_S: Final = 5.0
 """How long a router may take to end once it has nothing to wait for."""
+
+
+class PortTakenError(ConfigurationError):
+    """None of the ports can be listened on."""
 
 
 class RouterDeployment:
     """Hosts one `Router`. Made and called by Serve alone."""
 
-    async def __init__(self, config: HoldfastConfig, host: str, directory: Any, *replicas: Any) -> None:  # type: ignore[misc]  # Serve awaits it
-        # `replicas` are here only because Serve deploys what the ingress is given.
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: HoldfastConfig, host: str, directory: Any, *replicas: Any, replaces: bool = False
+    ) -> None:
+        """`replicas` are here only because Serve deploys what the ingress is given. `replaces`: another router may
+        still have its port, and others go when this one is up.
+        """
         date_log_lines(config.telemetry.log_format)
         end_when_out_of_memory()
         self._directory = directory
         self._drain_timeout_s = config.cluster.drain_timeout_s
-        self._lease = Lease(directory, Member(member_id=serve.get_replica_context().replica_tag, role=Role.ROUTER))
+        member_id = serve.get_replica_context().replica_tag
+        self._lease = Lease(directory, Member(member_id=member_id, role=Role.ROUTER, settings=of_router(config)))
         self._router: Router | None = None
         self._tracing: TracerProvider | None = None
         self._heartbeat_pipe: HeartbeatPipe | None = None
@@ -78,7 +98,8 @@ class RouterDeployment:
             self._tracing = tracer_provider(config.telemetry, "router", self._lease.member.member_id)
             tracer = None if self._tracing is None else self._tracing.get_tracer(SCOPE)
             watched = WatchedDirectory(directory)
-            self._router = await _start(config, host, watched, security, self._say_linked, self._send_change, tracer)
+            start = partial(_start, config, host, watched, security, self._say_linked, self._send_change, tracer)
+            self._router = await (_once_there_is_a_port(start, self._drain_timeout_s) if replaces else start())
         except ConfigurationError as error:
             self._lease.update(replace(self._lease.member, error=str(error)))
             await self._lease.flush()
@@ -86,12 +107,23 @@ class RouterDeployment:
         address, http_address = reachable(self._router.address), reachable(self._router.http_address)
         self._router.advertised_http_address = http_address
         self._picks = config.router.endpoint_picker
+        if replaces:
+            await self._until_linked()
         self._lease.update(replace(self._lease.member, phase="serving", address=address, http_address=http_address))
         demand = tell_demand(directory, self._lease.member.member_id, watched, self._router.demands)
         self._telling = [asyncio.create_task(told) for told in (demand, self._keep_telling(self._router))]
         if config.health.hangs_after_s is not None:
             self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
             self._beating = asyncio.create_task(self._heartbeat_pipe.keep_beating())
+
+    async def _until_linked(self) -> None:
+        """Until it has reached every replica that serves, for so long at most: no request is to find it empty."""
+        with contextlib.suppress(Exception):  # Ray raises many kinds, and a limit: it serves all the same
+            async with asyncio.timeout(LINK_S):
+                snapshot = await self._directory.watch.remote(0)
+                wanted = Counter(one.model for one in snapshot.serving(Role.REPLICA))
+                while any(dict(self._lease.member.linked).get(name, 0) < number for name, number in wanted.items()):
+                    await asyncio.sleep(LINK_CHECK_S)
 
     def _say_linked(self, models: Sequence[ModelStatus]) -> None:
         """Tells the directory which replicas this router reaches, so that nobody has to call it to find out."""
@@ -203,6 +235,18 @@ def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**fields)
 
 
+async def _once_there_is_a_port(start: Callable[[], Awaitable[Router]], drain_timeout_s: float) -> Router:
+    """What `start` gives, once a router that goes has left its port. Raises `PortTakenError` if none does."""
+    limit_s = time.monotonic() + drain_timeout_s + 2 * STOP_S
+    while True:
+        try:
+            return await start()
+        except PortTakenError:
+            if time.monotonic() > limit_s:
+                raise
+            await asyncio.sleep(PORT_CHECK_S)
+
+
 async def _start(
     config: HoldfastConfig,
     host: str,
@@ -238,7 +282,7 @@ async def _start(
         except RuntimeError as taken:
             error = taken
     cluster = config.cluster
-    raise ConfigurationError(
+    raise PortTakenError(
         f"cluster.port = {cluster.port}, cluster.http_port = {cluster.http_port}: on {host} one of them cannot be "
         f"listened on, it may be in use ({error})"
     )

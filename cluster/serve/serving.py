@@ -23,6 +23,7 @@ from holdfast.cluster.serve.difference import Running
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.cluster.serve.disk_guard import RESERVE_BYTES, DiskGuard, guarded_disk, session_folder
 from holdfast.cluster.serve.local import num_cpus_of_our_own, ray_connection, room_of_our_own, share_cores
+from holdfast.cluster.serve.memory_watch import MemoryWatch, ended_by_ray, watched_memory
 from holdfast.cluster.serve.preflight import check_here
 from holdfast.cluster.serve.ray_watch import watched_ray
 from holdfast.cluster.serve.security import check_exposed
@@ -81,6 +82,7 @@ def serving(
         if config.cluster.address is None:
             guard = DiskGuard(session_folder(), _warn, reserve_bytes=RESERVE_BYTES)
             stack.enter_context(guarded_disk(guard))
+            stack.enter_context(watched_memory(MemoryWatch(_warn, by_ray=ended_by_ray)))
         check_resources(config.cluster)
         directory = _deploy(config, report)
         try:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from holdfast.cluster.serve.memory_watch import MemoryWatch
 from holdfast.cluster.serve.reaper import adopt_orphans, kill_descendants
 from holdfast.cluster.serve.stop_signals import STOP_SIGNALS, stop_signals
 from holdfast.worker.errors import ReplicaError
@@ -52,7 +53,7 @@ def supervise(command: Sequence[str], line: str, stop_limit_s: float, say: Calla
     the exit code; raises `ReplicaError` for a cluster that is lost again and again.
     """
     adopt_orphans()
-    policy = RestartPolicy()
+    policy, watch = RestartPolicy(), MemoryWatch(say)
     with stop_signals() as news:
         while True:
             started_s = time.monotonic()
@@ -61,6 +62,7 @@ def supervise(command: Sequence[str], line: str, stop_limit_s: float, say: Calla
             if was_told or code not in LOST:
                 return code
             lasted_s = time.monotonic() - started_s
+            watch.look()
             if not policy.may_restart(lasted_s):
                 raise ReplicaError(f"the cluster was lost {policy.num_quick} times in a row, within {QUICK_S:g} s each")
             say(f"the cluster was lost after {lasted_s:.0f} s; starting it again, at the same addresses")

@@ -9,20 +9,28 @@ of their version while other versions serve are parked, in the order in which th
 the bounds, and the estimate of when there is room. What may not: when a request may leave (`placement.py`), clocks.
 """
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Final
 
+from holdfast.router.dispatch.parallel_sampling import first_sibling_id
 from holdfast.router.dispatch.request_state import RequestState, RequestStatus, Standing
+from holdfast.router.replicas.pace import Pace
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import QueueFullError
 from holdfast.worker.service_order.tenants import TenantCounters
+from holdfast.worker.service_order.timers import Timers
 from holdfast.worker.service_order.waiting_queue import WaitingQueue
 
 MIN_RETRY_S = 0.1
 MAX_RETRY_S = 30.0
-SMOOTHING = 0.1
-"""Weight of the newest interval between two departures in the moving average."""
+
+TTFT_SHARE: Final = 0.3
+"""Of the longest time to a first token, the share that a new request may be expected to wait here."""
+
+LATEST_START: Final = 0.5
+"""Of the same, the share after which a new request that still waits would come too late."""
 
 OVERFLOW: Final = 2
 """A queue holds at most this many times its bound: beyond the bound, only tenants with less than their share enter."""
@@ -31,9 +39,13 @@ OVERFLOW: Final = 2
 class AdmissionQueue:
     """Waiting requests. Each model has its own order and tenant accounts, because models share no replicas."""
 
-    def __init__(self, max_queued: int, order: ServiceOrderConfig) -> None:
+    def __init__(self, max_queued: int, order: ServiceOrderConfig, max_ttft_s: float | None = None) -> None:
         self._max_queued = max_queued
         self._order = order
+        self._max_ttft_s = math.inf if max_ttft_s is None else max_ttft_s
+        self._paces = defaultdict[str, Pace](Pace)
+        """Of departures, by model."""
+        self._latest_starts = Timers[RequestState]()
         self._queues: dict[str, WaitingQueue[RequestState]] = {}
         self._held: dict[str, dict[RequestState, None]] = {}
         self._parked: dict[str, dict[str, dict[RequestState, None]]] = {}
@@ -41,8 +53,6 @@ class AdmissionQueue:
         self._num_waiting = 0
         self._num_resumed = 0
         self._num_of_tenant = Counter[str]()
-        self._last_pop: float | None = None
-        self._mean_pause_s: float | None = None
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -51,11 +61,15 @@ class AdmissionQueue:
         """Queues a new request. Raises `QueueFullError` with an estimate of when to retry."""
         is_resumed = state.standing is Standing.RESUMED
         num_before = self._num_resumed if is_resumed else self._num_waiting
-        if num_before >= self._max_queued and (is_resumed or not self._has_share_left(state.request.tenant)):
-            num_own = self._num_of_tenant[state.request.tenant]
-            message = f"{num_before} requests wait for a replica already, {num_own} of them this tenant's"
-            raise QueueFullError(f"{message} (limits.max_queued)", self.retry_after_s())
+        if num_before >= self._max_queued:
+            num_waiting = self._num_waiting
+            if is_resumed or not self._has_share_left(state.request.tenant, num_waiting, self._max_queued):
+                raise self._full(state, num_before, "limits.max_queued")
+        if not is_resumed:
+            self._check_wait(state)
         self._enter(state, now)
+        if not is_resumed and self._max_ttft_s < math.inf and not _is_later_sibling(state):
+            self._latest_starts.set(state, now + LATEST_START * self._max_ttft_s)
 
     def put_back(self, state: RequestState, now: float) -> None:
         """Queues a request that was admitted before, beyond the bound if need be. A suspect is held aside."""
@@ -72,8 +86,8 @@ class AdmissionQueue:
 
     def pop(self, state: RequestState, now: float) -> None:
         """Takes out a request that goes to a replica, and updates the estimate of the departure rate."""
-        self.remove(state)
-        self._note_departure(now)
+        self._take_out(state)
+        self._paces[state.model].note(now, more_due=self.has_any(state.model))
 
     def park(self, state: RequestState, version: str) -> None:
         """Lets others go before a request of the queue until there is room for it at a replica of its version."""
@@ -86,7 +100,12 @@ class AdmissionQueue:
         return [next(iter(states)) for states in self._parked.get(model, {}).values()]
 
     def remove(self, state: RequestState) -> None:
-        """Takes out a request. Its status must still be a waiting one."""
+        """Takes out a request that is given up. Its status must still be a waiting one."""
+        self._take_out(state)
+        if not self.has_any(state.model):
+            self._paces[state.model].note_idle()
+
+    def _take_out(self, state: RequestState) -> None:
         if state.status is RequestStatus.HELD:
             del self._held[state.model][state]
         elif state.parked_for:
@@ -96,6 +115,7 @@ class AdmissionQueue:
             self._queues[state.model].remove(state)
             self._num_resumed -= state.standing is Standing.RESUMED
         self._count(state, -1)
+        self._latest_starts.drop(state)
 
     def advance(self, model: str, now: float) -> None:
         """Ages the requests of a model: those that have waited long enough move to a better class."""
@@ -130,11 +150,26 @@ class AdmissionQueue:
         for states in self._parked.get(model, {}).values():
             yield from states
 
-    def retry_after_s(self) -> float:
-        """Seconds until half of the waiting requests will have left, at the recent rate."""
-        if self._mean_pause_s is None:
+    def retry_after_s(self, model: str) -> float:
+        """Seconds until half of the waiting requests of a model will have left, at the recent rate."""
+        pause_s = self._paces[model].mean_s
+        if pause_s is None:
             return 1.0
-        return min(max(self._mean_pause_s * self._num_waiting / 2, MIN_RETRY_S), MAX_RETRY_S)
+        return min(max(pause_s * len(self._queues.get(model, ())) / 2, MIN_RETRY_S), MAX_RETRY_S)
+
+    @property
+    def next_late(self) -> float | None:
+        """When `pop_late` will next return one, or None."""
+        return self._latest_starts.next
+
+    def pop_late(self, now: float) -> RequestState | None:
+        """A request that has waited so long that its first token would be too late; it stays here. Until None."""
+        return self._latest_starts.pop(now)
+
+    def too_late(self, state: RequestState) -> QueueFullError:
+        """The refusal of what `pop_late` has returned."""
+        waited = f"no replica had room within {LATEST_START * self._max_ttft_s:g} s"
+        return QueueFullError(f"{waited} (router.max_ttft_s)", self.retry_after_s(state.model))
 
     def check_integrity(self) -> None:
         """Asserts that all requests here have a waiting status, the right model, and are counted."""
@@ -180,17 +215,33 @@ class AdmissionQueue:
         if not self._num_of_tenant[tenant]:
             del self._num_of_tenant[tenant]
 
-    def _has_share_left(self, tenant: str) -> bool:
+    def _has_share_left(self, tenant: str, num_waiting: int, most: int) -> bool:
         """Whether a tenant may enter a full queue: it has less than its share of it, among the tenants that wait."""
         shares = self._order.tenant_shares
         total = sum(shares.get(name, 1.0) for name in {*self._num_of_tenant, tenant})
-        num_allowed = self._max_queued * shares.get(tenant, 1.0) / total
-        return self._num_waiting < OVERFLOW * self._max_queued and self._num_of_tenant[tenant] < num_allowed
+        num_allowed = most * shares.get(tenant, 1.0) / total
+        return num_waiting < OVERFLOW * most and self._num_of_tenant[tenant] < num_allowed
 
-    def _note_departure(self, now: float) -> None:
-        """Intervals count only while requests wait: idle time says nothing about the rate."""
-        if self._last_pop is not None:
-            pause_s = max(now - self._last_pop, 0.0)
-            mean = pause_s if self._mean_pause_s is None else self._mean_pause_s
-            self._mean_pause_s = mean + SMOOTHING * (pause_s - mean)
-        self._last_pop = now if self._num_waiting else None
+    def _check_wait(self, state: RequestState) -> None:
+        """Raises `QueueFullError` if a new request would probably wait too long for its first token to be in time.
+
+        Whoever waits in a worse class does not stand before it. However slow the pace, one may wait: it is learned
+        from those that do.
+        """
+        queue, pause_s = self._queues.get(state.model), self._paces[state.model].mean_s
+        if queue is None or not pause_s or self._max_ttft_s == math.inf:
+            return
+        num_before = queue.num_up_to(state.service_class)
+        most = max(1, int(TTFT_SHARE * self._max_ttft_s / pause_s))
+        if num_before >= most and not self._has_share_left(state.request.tenant, len(queue), most):
+            raise self._full(state, num_before, "router.max_ttft_s")
+
+    def _full(self, state: RequestState, num_before: int, setting: str) -> QueueFullError:
+        num_own = self._num_of_tenant[state.request.tenant]
+        message = f"{num_before} requests wait for a replica already, {num_own} of them this tenant's"
+        return QueueFullError(f"{message} ({setting})", self.retry_after_s(state.model))
+
+
+def _is_later_sibling(state: RequestState) -> bool:
+    """Whether its answer has begun, or will have, with the first of its group: then it is not to be cut short."""
+    return bool(state.request.group_id) and state.request_id != first_sibling_id(state.request.group_id)

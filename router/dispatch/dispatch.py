@@ -209,6 +209,7 @@ class Dispatch:
         actions: list[Action] = []
         while (late := self._requests.deadlines.pop(now)) is not None:
             actions += self._endings.expire(self._requests[late])
+        actions += self._fail_late(now)
         for model, down_since in self._registry.outages():
             if now >= down_since + self._wait_s(model):
                 actions += self._endings.fail_all(list(self._queue.waiting(model)), self._no_replica(model))
@@ -226,8 +227,8 @@ class Dispatch:
         ]
         waits += self._placement.wake_ups()
         waits += self._placement.ends_of_versions()
-        deadline = self._requests.deadlines.next
-        return min(waits if deadline is None else [*waits, deadline], default=None)
+        waits += [when for when in (self._requests.deadlines.next, self._queue.next_late) if when is not None]
+        return min(waits, default=None)
 
     def hand_over(self, error: HoldfastError) -> list[Action]:
         """Ends with `error` every open request whose client will resume it at another router."""
@@ -320,6 +321,14 @@ class Dispatch:
         """Ends what waits for a version that will not come."""
         gone = self._placement.bound_in_vain(now)
         return [action for state in gone for action in self._endings.fail(state, _version_gone(state))]
+
+    def _fail_late(self, now: float) -> list[Action]:
+        """Ends what has waited too long for its first token, unless it waits for a replica to come."""
+        actions, down = list[Action](), {model for model, _ in self._registry.outages()}
+        while (late := self._queue.pop_late(now)) is not None:
+            if late.model not in down:
+                actions += self._endings.fail(late, self._queue.too_late(late))
+        return actions
 
     def _fail_removed(self, model: str) -> list[Action]:
         return self._endings.fail_all(list(self._queue.waiting(model)), self._registry.unknown(model))

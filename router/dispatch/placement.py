@@ -41,7 +41,7 @@ class Placement:
         registry: ReplicaRegistry,
         requests: RequestTable,
     ) -> None:
-        self.queue = AdmissionQueue(limits.max_queued, order)
+        self.queue = AdmissionQueue(limits.max_queued, order, config.max_ttft_s)
         self.quarantine = Quarantine(config.max_replicas_lost)
         self.stats = DispatchStats()
         self._budget = RetryBudget(burst=config.retry_burst, per_s=config.retries_per_s, share=config.retry_share)
@@ -107,6 +107,7 @@ class Placement:
         self.quarantine.note_step(state)
         if state.num_steps == 1:
             state.attempt.replica.breaker.note_success()
+            state.attempt.replica.note_first_output(state.attempt.number, now)
             self.stats.note_first_output(state, queued_s, now)
 
     def take_back(self, state: RequestState, error: HoldfastError, now: float) -> bool:

@@ -16,8 +16,11 @@ from holdfast.worker.request import EngineLoad
 TOKENS_PER_SEQUENCE: Final = 256
 """Uncomputed prompt tokens that count as much as one running sequence."""
 
-COPY_TOKENS: Final = 4 * TOKENS_PER_SEQUENCE
-"""What a further copy of a cached prefix costs besides its own computation: memory, and the time of other requests."""
+COPY_COST: Final = 2
+"""What each token of a further copy of a cached prefix costs besides its computation: memory, and others' time."""
+
+MAX_COPY_TOKENS: Final = 4 * TOKENS_PER_SEQUENCE
+"""A copy costs no more than that, however long the prefix is."""
 
 LOAD_BOUND: Final = 1.25
 """Session affinity holds up to this multiple of the mean load: c of consistent hashing with bounded loads."""
@@ -209,8 +212,9 @@ def prefix_aware(snapshot: RoutingSnapshot) -> Slot:
     for num_tokens, mask in snapshot.prefix.holders:
         holder = snapshot.draw_of(mask)
         if holder is not None:
-            if snapshot.prefix.num_cached(other) < num_tokens:  # it would compute a copy
-                other_s += COPY_TOKENS * snapshot.token_s_of(other)
+            num_copied = num_tokens - snapshot.prefix.num_cached(other)
+            if num_copied > 0:
+                other_s += min(COPY_COST * num_copied, MAX_COPY_TOKENS) * snapshot.token_s_of(other)
             return holder if snapshot.seconds(holder) <= other_s else other
     return other
 

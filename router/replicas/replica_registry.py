@@ -48,7 +48,8 @@ class ReplicaRegistry:
         model = self._models.get(facts.model)
         if model is None:
             model = self._models[facts.model] = ModelState(facts, self._config.policy_of(facts.model))
-        replica = ReplicaState(facts, load, breaker, model.table, self._config.max_waiting_per_replica)
+        max_waiting, max_ttft_s = self._config.max_waiting_per_replica, self._config.max_ttft_s
+        replica = ReplicaState(facts, load, breaker, model.table, max_waiting, max_ttft_s)
         self._replicas[facts.replica_id] = model.by_slot[replica.slot] = replica
         model.replicas.append(replica)
         model.refresh(now)

@@ -4,11 +4,14 @@ What may live here: what is known, and what follows from it about one replica or
 of them, and the choice of a replica (`replica_registry.py`).
 """
 
+import math
 from dataclasses import replace
+from typing import Final
 
 from holdfast.router.config import PolicyName
 from holdfast.router.replicas.circuit_breaker import CircuitBreaker
 from holdfast.router.replicas.load_table import LoadTable
+from holdfast.router.replicas.pace import Pace
 from holdfast.router.replicas.policy import CLOSED, Slot, load_score
 from holdfast.router.replicas.prefix_index import PrefixIndex
 from holdfast.worker.model_info import ModelInfo, ReplicaFacts
@@ -16,12 +19,21 @@ from holdfast.worker.request import EngineLoad
 from holdfast.worker.stats import EngineStats
 from holdfast.worker.step_update import StepUpdate
 
+TTFT_SHARE: Final = 0.3
+"""Of the longest time to a first token, the share that a request may be expected to wait in its replica."""
+
 
 class ReplicaState:
     """One replica that is up. Whatever changes its load or whether it is open is told to its model's load table."""
 
     def __init__(
-        self, facts: ReplicaFacts, load: EngineLoad, breaker: CircuitBreaker, table: LoadTable, max_waiting: int
+        self,
+        facts: ReplicaFacts,
+        load: EngineLoad,
+        breaker: CircuitBreaker,
+        table: LoadTable,
+        max_waiting: int,
+        max_ttft_s: float | None = None,
     ) -> None:
         self.facts = facts
         self.version = facts.version
@@ -41,6 +53,11 @@ class ReplicaState:
         self._num_sent_tokens = 0
         self._table = table
         self._max_waiting = max_waiting
+        self._max_wait_s = math.inf if max_ttft_s is None else TTFT_SHARE * max_ttft_s
+        self._without_output: set[int] = set()
+        """Of the attempts, those that have brought nothing yet."""
+        self._starts = Pace()
+        """Of first outputs here."""
         breaker.on_change = self._refresh
         self._refresh()
 
@@ -68,6 +85,7 @@ class ReplicaState:
     def note_sent(self, attempt: int, num_tokens: int) -> None:
         """An attempt with `num_tokens` to compute was sent there; the next report is expected to include it."""
         self.attempts.add(attempt)
+        self._without_output.add(attempt)
         self._num_sent += 1
         self._num_sent_tokens += num_tokens
         self._refresh()
@@ -75,6 +93,15 @@ class ReplicaState:
     def note_end(self, attempt: int) -> None:
         """An attempt is no longer this router's."""
         self.attempts.remove(attempt)
+        self._without_output.discard(attempt)
+        if not self._without_output:
+            self._starts.note_idle()
+        self._refresh()
+
+    def note_first_output(self, attempt: int, now: float) -> None:
+        """An attempt has brought its first output."""
+        self._without_output.discard(attempt)
+        self._starts.note(now, more_due=bool(self._without_output))
         self._refresh()
 
     def note_report(self, load: EngineLoad) -> None:
@@ -98,11 +125,14 @@ class ReplicaState:
         return is_fit and not self._is_retiring and self.breaker.rests_until is None and self._has_room()
 
     def _has_room(self) -> bool:
-        """Whether a request sent now would find fewer than the configured number ahead of it.
+        """Whether a request sent now would find fewer than the configured number ahead of it, and not wait too long.
 
         A replica without attempts of this router always has room: its load may be stale, and only steps refresh it.
         """
-        return not self.attempts or self.load.num_waiting + self._num_sent < self._max_waiting
+        if not self.attempts:
+            return True
+        is_short = self._starts.wait_s(len(self._without_output)) <= self._max_wait_s
+        return is_short and self.load.num_waiting + self._num_sent < self._max_waiting
 
     def _refresh(self) -> None:
         if self._is_up:

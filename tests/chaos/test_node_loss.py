@@ -18,10 +18,10 @@ FOUND_S = 0.5
 """A silent replica is found after a second or so: a stream on it pauses for more than this."""
 
 
-def run_program(module: str, argument: Path, limit_s: float = LIMIT_S) -> None:
+def run_program(module: str, results: Path, *arguments: str, limit_s: float = LIMIT_S) -> None:
     """To its end. Whatever it has started ends with it, however that comes."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "RAY_AUTH_MODE": "disabled"}
-    with subprocess.Popen([sys.executable, "-m", module, str(argument)], env=environment) as program:
+    with subprocess.Popen([sys.executable, "-m", module, str(results), *arguments], env=environment) as program:
         try:
             program.wait(limit_s)
         except BaseException:

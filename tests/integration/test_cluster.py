@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -356,16 +357,61 @@ def test_operators_are_obeyed_by_all_routers(cluster: Serving, tmp_path: Path):
     assert asyncio.run(run_time.served_models(cluster.routers)) == [{"demo": 2}, {"demo": 2}]
 
 
+@pytest.mark.slow
+def test_other_settings_of_routers_end_no_stream(cluster: Serving, tmp_path: Path):
+    """Routers are replaced one after the other under streams, at the same addresses."""
+    entry = {"model": {"model": "demo"}, "replicas": 2, "parallel": {"tensor_parallel_size": 2}}
+
+    def wanted(**sections: dict) -> str:
+        path = tmp_path / "wanted.yaml"
+        path.write_text(json.dumps({"cluster": {"models": [entry]}, **sections}))
+        return str(path)
+
+    def applied(*arguments: str, **sections: dict) -> tuple[Any, list[updates.Stream]]:
+        act = functools.partial(operations.apply, wanted(**sections), *arguments)
+        return asyncio.run(updates.traffic_while(cluster.routers, "demo", act))
+
+    said, streams = applied("--yes", limits={"max_queued": 77})
+    print(f"{said.stdout}{len(streams)} streams")
+    assert (said.returncode, "done: replace routers" in said.stdout) == (0, True), said.stderr
+    assert [one.error for one in streams if one.error is not None] == []
+    folder = str(Path(bundled_model.__file__).parent / "model")
+    assert [one.token_ids for one in streams] == tokens_of(folder, streams)
+    assert [queue_length(router) for router in cluster.routers] == [77, 77]
+    assert operations.apply(wanted(limits={"max_queued": 77}), "--dry-run").stdout == "nothing differs\n"
+    said, streams = applied("--yes")
+    assert said.returncode == 0, said.stderr
+    assert [one.error for one in streams if one.error is not None] == []
+    assert [queue_length(router) for router in cluster.routers] == [1024, 1024]
+
+
+def queue_length(router: str) -> int:
+    return operations.dumped(router)["settings"]["limits"]["max_queued"]
+
+
 def retiring(state: dict) -> set[str]:
     return {one["replica_id"] for one in state["replicas"] if one["is_retiring"]}
 
 
 def test_gateways_drive_each_replica(cluster: Serving):
     tokens = asyncio.run(stock_clients.tokens_of(cluster.routers[0], 16))
-    (model,) = models.list_models("holdfast")
-    assert len(model.engines) == len(cluster.engines) == 2
-    for engine in model.engines:
+    engines = asyncio.run(engines_of_all_replicas(len(cluster.engines)))
+    for engine in engines:
         assert asyncio.run(stock_clients.by_a_gateway(engine, 16)) == ("demo", tokens)
+
+
+async def engines_of_all_replicas(num_replicas: int) -> Sequence[str]:
+    """Where the replicas' engines listen, once those that other tests killed are forgotten and replaced."""
+
+    async def listed() -> Sequence[str]:
+        (model,) = await asyncio.to_thread(models.list_models, "holdfast")
+        return model.engines
+
+    async def are_listed() -> bool:
+        return len(await listed()) == num_replicas
+
+    await until(are_listed, timeout_s=60)
+    return await listed()
 
 
 def test_deployments_of_others_ask_by_handle(cluster: Serving):

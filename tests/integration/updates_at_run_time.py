@@ -1,7 +1,8 @@
 """Streams that run while their model is updated, and what must hold of each: one version, from beginning to end."""
 
 import asyncio
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.cluster.client.async_client import AsyncClient
@@ -60,10 +61,15 @@ async def _traffic(routers: Sequence[str], model: str, is_over: asyncio.Event, f
 
 async def traffic_during(routers: Sequence[str], model: str, *command: str):
     """What `holdfast models` said, and every stream that was open before, during or after it."""
+    return await traffic_while(routers, model, lambda: run_time.models(*command))
+
+
+async def traffic_while(routers: Sequence[str], model: str, act: "Callable[[], subprocess.CompletedProcess[str]]"):
+    """What `act`, on a thread, gives, and every stream that was open before, during or after it."""
     is_over = asyncio.Event()
     running = [asyncio.create_task(_traffic(routers, model, is_over, first)) for first in range(NUM_AT_ONCE)]
     await asyncio.sleep(2.0)  # every worker has a stream open by then, on the old version
-    said = await asyncio.to_thread(run_time.models, *command)
+    said = await asyncio.to_thread(act)
     await asyncio.sleep(1.0)
     is_over.set()
     return said, [stream for streams in await asyncio.gather(*running) for stream in streams]

@@ -25,7 +25,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.sampling.head_output import HeadOutput
-from holdfast.worker.sampling.step_sampler import StepSampler
+from holdfast.worker.sampling.step_sampler import OverlappingSampler, StepSampler
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class OverlappingExecutor(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step can be launched before the one before it is collected, if that one has no logits."""
+        """Whether a step can be launched before the one before it is collected."""
         ...
 
     def launch(self, batch: StepBatch, *, with_logits: bool) -> Any:
@@ -97,7 +97,7 @@ class OverlappingExecutor(Protocol):
         ...
 
     def collect(self, launched: Any) -> HeadOutput:
-        """What the oldest step that was launched and not collected comes to."""
+        """What the oldest step that was launched and not collected comes to. Does not wait for logits."""
         ...
 
 
@@ -138,9 +138,10 @@ class DecoderProgram:
 
     @property
     def overlapping(self) -> OverlappingExecutor | None:
-        """What runs two steps at a time, if the device does."""
+        """What runs two steps at a time, if the device runs them and draws their tokens."""
         executor = self.executor
-        return executor if isinstance(executor, OverlappingExecutor) and executor.overlaps else None
+        draws = isinstance(self.sampler, OverlappingSampler)
+        return executor if draws and isinstance(executor, OverlappingExecutor) and executor.overlaps else None
 
     def close(self) -> None:
         self.sampler.close()

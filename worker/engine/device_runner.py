@@ -9,7 +9,6 @@ from collections import deque
 from holdfast.worker.engine.model_runner import LaunchedStep, LeaderRunner
 from holdfast.worker.engine.overlapping import OverlappingRunner
 from holdfast.worker.plan.step_plan import StepPlan, StepResult
-from holdfast.worker.sampling.head_output import needs_logits
 
 
 class DeviceRunner(OverlappingRunner):
@@ -25,8 +24,8 @@ class DeviceRunner(OverlappingRunner):
         self._in_flight.append(self._leader.launch(plan, before))
 
     def may_follow(self, plan: StepPlan) -> bool:
-        """Only the argmax is drawn on the device. Other draws are made of logits, which a next step would overwrite."""
-        return not needs_logits(plan)
+        """All draws are launched with their step."""
+        return True
 
     def collect(self) -> StepResult:
         return self._leader.collect(self._in_flight.popleft())

@@ -5,7 +5,6 @@ What may live here: one step's way through a rank, and the messages between rank
 (`worker/replica/rank.py`).
 """
 
-import errno
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.worker.available_memory import readable_bytes
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.decoder.program import OverlappingExecutor
 from holdfast.worker.distributed.step_batch import StepBatch
@@ -28,16 +28,17 @@ from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError
 from holdfast.worker.layers.mapped_files import trim_heap
 from holdfast.worker.model.checks import first_line
 from holdfast.worker.model.loading import LoadedModel, check_same_model, load_model, reloaded_config
+from holdfast.worker.model.memory import WAYS_OUT, is_failed_allocation, memory_left
 from holdfast.worker.model.model import choose_device
 from holdfast.worker.model.program import BlockCache
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.draws import by_sequence, draws_of
-from holdfast.worker.plan.step_plan import StepPlan, StepResult
+from holdfast.worker.plan.step_plan import PromptLogprobParams, StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling.grammar_masks import GrammarMasks
 from holdfast.worker.sampling.head_output import HeadOutput, asks_for_logprobs, needs_logits
-from holdfast.worker.sampling.step_sampler import StepSampler
+from holdfast.worker.sampling.step_sampler import OverlappingSampler, Sampled, StepSampler
 
 logger = logging.getLogger(__name__)
 
@@ -96,13 +97,12 @@ class ModelRunner:
         device = device or choose_device(config.model)
         try:
             loaded = load_model(config, group, device, progress)
-        except (MemoryError, OSError, torch.OutOfMemoryError) as error:
-            if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+        except (MemoryError, OSError, RuntimeError) as error:
+            if not is_failed_allocation(error):
                 raise
             raise ConfigurationError(
-                f"model.model = {config.model.model!r}: out of memory while it was loaded ({first_line(error)}); lower "
-                "--kv-cache-memory or --gpu-memory-utilization, raise --tp, or serve a smaller model (`holdfast "
-                "estimate` says what one needs)"
+                f"model.model = {config.model.model!r}: out of memory while it was loaded ({first_line(error)}); "
+                f"{readable_bytes(memory_left(device))} of memory are left; {WAYS_OUT}"
             ) from error
         runner = cls(loaded, config, group, device)
         progress("check", 0, 1)
@@ -178,10 +178,10 @@ class LaunchedStep(NamedTuple):
     """A step that the device has been given."""
 
     plan: StepPlan
-    waiting: "Future[dict[int, bytes]] | None"
-    """The masks of its grammars, if it has any."""
     launched: Any
     """The program's own."""
+    drawing: Any
+    """The sampler's own; None where the head's argmax is enough."""
 
 
 class LeaderRunner:
@@ -199,31 +199,46 @@ class LeaderRunner:
         waiting = self._grammars.start(plan)
         with_logits = needs_logits(plan)
         output = self._execute(plan, with_logits=with_logits, with_masses=with_logits and asks_for_logprobs(plan))
-        result = self._result(plan, output, waiting)
+        self._runner.progress.tick()
+        masks = self._masks(waiting) if waiting is not None else None
+        result = step_result(plan, output, self._runner.sampler, masks)
         return replace(result, drafts=drafts) if drafts else result
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step can be launched before the one before it is collected, if that one needs no logits."""
+        """Whether a step can be launched before the one before it is collected."""
         return self._runner.overlapping is not None and self._runner.draft is None
 
     def launch(self, plan: StepPlan, before: StepPlan | None) -> LaunchedStep:
-        """Starts one step everywhere. `before` is the plan of the step before, if that one is in flight."""
+        """Starts one step everywhere, and its draws. `before` is the plan of the step before, if that one is in flight.
+
+        Waits for the masks of grammars, while the device is busy, and for nothing else.
+        """
         waiting = self._grammars.start(plan)
         with_logits = needs_logits(plan)
         with_masses = with_logits and asks_for_logprobs(plan)
         packed = StepBatch.pack(plan, with_logits=with_logits, with_masses=with_masses, before=before)
         launched = self._runner.launch(StepBatch.unpack(self._group.broadcast(packed)))
-        return LaunchedStep(plan, waiting, launched)
+        if not with_logits:
+            return LaunchedStep(plan, launched, None)
+        logits = self._runner.collect(launched).logits
+        assert logits is not None, "they were asked for"
+        sampler, masks = self._overlapping_sampler(), self._masks(waiting) if waiting is not None else None
+        return LaunchedStep(plan, launched, sampler.launch(logits, draws_of(plan), masks, _prompts(plan)))
 
     def collect(self, step: LaunchedStep) -> StepResult:
         """What a step that was launched comes to: the oldest first."""
-        return self._result(step.plan, self._runner.collect(step.launched), step.waiting)
-
-    def _result(self, plan: StepPlan, output: HeadOutput, waiting: "Future[dict[int, bytes]] | None") -> StepResult:
+        if step.drawing is not None:
+            result = sampled_result(step.plan, self._overlapping_sampler().collect(step.drawing))
+        else:
+            result = step_result(step.plan, self._runner.collect(step.launched), self._runner.sampler)
         self._runner.progress.tick()
-        masks = self._masks(waiting) if waiting is not None else None
-        return step_result(plan, output, self._runner.sampler, masks)
+        return result
+
+    def _overlapping_sampler(self) -> OverlappingSampler:
+        sampler = self._runner.sampler
+        assert isinstance(sampler, OverlappingSampler), "a device that overlaps steps draws by itself"
+        return sampler
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Runs one step everywhere; a copy of the logits [rows wanted, vocab], in float32."""
@@ -319,14 +334,22 @@ def step_result(
     if output.logits is None:
         assert output.best is not None, "a head gives logits or their argmax"
         return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.best))
-    prompts = [sequence.prompt_logprobs for sequence in plan.others if sequence.prompt_logprobs is not None]
-    sampled = sampler.sample(output, draws_of(plan), masks, prompts)
+    return sampled_result(plan, sampler.sample(output, draws_of(plan), masks, _prompts(plan)))
+
+
+def sampled_result(plan: StepPlan, sampled: Sampled) -> StepResult:
+    """What was read off the logits of a step, sequence by sequence."""
     return StepResult(
         step_id=plan.step_id,
         token_ids=by_sequence(plan, sampled.token_ids),
         logprobs=by_sequence(plan, sampled.logprobs) if sampled.logprobs else (),
         prompt_logprobs=_prompt_logprobs(plan, sampled.prompt_logprobs) if sampled.prompt_logprobs else (),
     )
+
+
+def _prompts(plan: StepPlan) -> list[PromptLogprobParams]:
+    """The prompt tokens whose log-probabilities a step tells."""
+    return [sequence.prompt_logprobs for sequence in plan.others if sequence.prompt_logprobs is not None]
 
 
 def _prompt_logprobs(plan: StepPlan, told_of_all: list[TokenLogprob]) -> tuple[tuple[TokenLogprob, ...], ...]:

@@ -29,6 +29,8 @@ class FilePlace:
     """Without symbolic links."""
     offset: int
     """Bytes from the beginning of the file."""
+    inode: int
+    """Of the file that is mapped, which may have lost its name since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class _Mapping:
     start: int
     end: int
     offset: int
+    inode: int
     path: str
     is_pure: bool
     """None of its pages has been written to: all are as in the file."""
@@ -51,7 +54,9 @@ class MappedFiles:
         """Where in a file a tensor lies; None if it does not lie in one as a whole."""
         start, end = span(tensor)
         mapping = self._around(start, end)
-        return None if mapping is None else FilePlace(mapping.path, mapping.offset + start - mapping.start)
+        if mapping is None:
+            return None
+        return FilePlace(mapping.path, mapping.offset + start - mapping.start, mapping.inode)
 
     def give_back(self, tensor: Tensor) -> bool:
         """Lets the system take the tensor's pages from this process if they are a file's; they can be read again."""
@@ -121,7 +126,7 @@ def _read_mappings() -> list[_Mapping]:
             if header is not None:
                 start, end, offset = (int(header[n], 16) for n in (1, 2, 3))
                 is_pure = line.split()[1] == "0"
-                mappings.append(_Mapping(start, end, offset, header[5], is_pure))
+                mappings.append(_Mapping(start, end, offset, int(header[4]), header[5], is_pure))
             header = None
         elif not line[:1].isupper():
             header = _HEADER.match(line)

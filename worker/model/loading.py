@@ -22,15 +22,18 @@ from holdfast.worker.model.draft_model import DraftModel
 from holdfast.worker.model.memory import (
     check_memory,
     check_num_blocks,
+    check_weights,
     choose_num_blocks,
     cpu_cache_bytes,
     default_block_size,
     gpu_cache_bytes,
+    memory_left,
     smallest_of_all_ranks,
     useful_blocks,
 )
 from holdfast.worker.model.parallelize import Target
 from holdfast.worker.model.program import BlockCache, Program, load_program
+from holdfast.worker.model.weight_files import weight_bytes
 from holdfast.worker.model.weights import model_folder, tokenizer_folder
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
@@ -58,7 +61,10 @@ def load_model(
 
     Raises `ConfigurationError` or `UnsupportedModelError` where the model cannot be served so.
     """
-    folder = model_folder(config.model, with_weights=config.model.load_format != "dummy")
+    has_weights = config.model.load_format != "dummy"
+    folder = model_folder(config.model, with_weights=has_weights)
+    if has_weights:
+        _check_room(config, folder, group, device)
     loaded = load_program(config, folder, group, device, progress)
     program, facts, target = loaded.program, loaded.facts, loaded.target
     draft = _load_draft(config, folder, facts.vocab_size, target)
@@ -88,6 +94,12 @@ def load_model(
         release=_release(),
     )
     return LoadedModel(program=program, cache=cache, info=info, draft=draft)
+
+
+def _check_room(config: WorkerConfig, folder: Path, group: TensorParallelGroup, device: torch.device) -> None:
+    """All ranks come to the same answer: that of the one with the least room."""
+    share = weight_bytes(folder, config.model.dtype) // group.size
+    check_weights(share, smallest_of_all_ranks(memory_left(device), group, device), config.model.model)
 
 
 def _release() -> str:

@@ -4,6 +4,7 @@ What may live here: arithmetic over configs and plans, and asking the machine wh
 All sizes are bytes of one rank.
 """
 
+import errno
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -33,6 +34,13 @@ is bounded as above."""
 
 MIN_BLOCKS: Final = 2
 """The check before the first request runs two sequences side by side."""
+
+
+WAYS_OUT: Final = (
+    "lower --kv-cache-memory or --gpu-memory-utilization, raise --tp, or serve a smaller model (`holdfast estimate` "
+    "says what one needs)"
+)
+"""What helps where a model does not fit."""
 
 
 class MemoryEstimator:
@@ -125,6 +133,32 @@ def check_memory(num_blocks: int, block_bytes: int, available_bytes: int) -> Non
             f"bytes), and {readable_bytes(available_bytes)} of memory are left; lower cache.kv_cache_memory or "
             "cache.num_blocks, or leave them unset"
         )
+
+
+def check_weights(num_bytes: int, available_bytes: int, model: str) -> None:
+    """Refuses weights, this rank's share of them, that are larger than the memory that is left, before they are read.
+
+    Raises `ConfigurationError`.
+    """
+    if num_bytes > available_bytes:
+        raise ConfigurationError(
+            f"model.model = {model!r}: the weights of a rank take {readable_bytes(num_bytes)}, and "
+            f"{readable_bytes(available_bytes)} of memory are left; {WAYS_OUT}"
+        )
+
+
+def memory_left(device: torch.device) -> int:
+    """Bytes that a rank on this device can still get."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+
+
+def is_failed_allocation(error: BaseException) -> bool:
+    """Whether memory ran out: Python's, the system's, or a device's. Torch has no class for that of the CPU's."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def smallest_of_all_ranks(value: int, group: TensorParallelGroup, device: torch.device) -> int:

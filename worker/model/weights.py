@@ -94,9 +94,11 @@ def _download(hub_id: str, with_weights: bool, setting: str, revision: str | Non
             )
         )
     except Exception as error:  # the hub client raises whatever its HTTP library does
+        reason = " ".join(str(error).split())[:200].rstrip(".")
         raise ConfigurationError(
-            f"{setting} = {hub_id!r} is neither a local folder nor a model that the hub would give: {error}. "
-            "Give a folder with config.json, tokenizer.json and *.safetensors"
+            f"{setting} = {hub_id!r} is neither a local folder nor a model that the hub would give: {reason}. Is the "
+            "name right, is this machine online, and does the model need HF_TOKEN? Or give a folder with config.json, "
+            "tokenizer.json and *.safetensors"
         ) from error
 
 

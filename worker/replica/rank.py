@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from holdfast.worker.available_memory import oom_kills
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.supervision.process_id import ProcessId
 
@@ -133,6 +134,7 @@ class LocalRanks:
         self._processes = processes
         self._ids = [ProcessId.of(process.pid) for process in processes.values()]  # none of them has been waited for
         self._first_end: Future[str] = Future()
+        self._oom_kills = oom_kills()
         watches = {os.pidfd_open(process.pid): rank for rank, process in processes.items()}
         threading.Thread(target=self._watch, args=(watches,), name="local-ranks", daemon=True).start()
 
@@ -167,7 +169,8 @@ class LocalRanks:
         for watch in watches:
             os.close(watch)
         codes = [f"rank {rank} ended with code {self._processes[rank].wait()}" for rank in ended]
-        self._first_end.set_result(", ".join(codes))
+        starved = "; the kernel has ended a process for want of memory" if oom_kills() > self._oom_kills else ""
+        self._first_end.set_result(", ".join(codes) + starved)
 
 
 _CHILD = "import sys; sys.path[:] = {path!r}; from holdfast.worker.replica.rank import run_child; run_child()"

@@ -91,6 +91,10 @@ class WaitingQueue(Generic[AnyWaiter]):
                 return priority
         return None
 
+    def num_up_to(self, priority: Priority) -> int:
+        """Those of this class and of better ones who do not stand aside."""
+        return sum(lane.num_waiting for lane_priority, lane in self._lanes if lane_priority <= priority)
+
     def first(self) -> AnyWaiter:
         """The one to be served next. There must be one."""
         for _, lane in self._lanes:
@@ -168,6 +172,7 @@ class _Lane(Generic[AnyWaiter]):
         self._lines: dict[str, list[AnyWaiter]] = {}
         self._entries: dict[str, _Entry] = {}
         self._heap: list[_Entry] = []
+        self.num_waiting = 0
 
     def __len__(self) -> int:
         """Tenants with anyone in line."""
@@ -195,6 +200,7 @@ class _Lane(Generic[AnyWaiter]):
         name = waiter.request.tenant
         line = self._lines.setdefault(name, [])
         insort(line, waiter, key=_urgency)
+        self.num_waiting += 1
         if line[0] is waiter:
             self._entries[name] = _key(line)
             heapq.heappush(self._heap, self._entries[name])
@@ -205,12 +211,14 @@ class _Lane(Generic[AnyWaiter]):
         index = bisect_left(line, _urgency(waiter), key=_urgency)
         assert line[index] is waiter, f"{waiter.request.request_id} is not where its urgency says"
         del line[index]
+        self.num_waiting -= 1
         if not line:
             del self._lines[name], self._entries[name]
         if not self._lines:
             self._heap.clear()
 
     def check_integrity(self) -> None:
+        assert self.num_waiting == sum(len(line) for line in self._lines.values())
         for name, line in self._lines.items():
             assert line, f"tenant {name!r} has an empty line"
             assert self._entries[name] in self._heap, f"tenant {name!r} is not in the heap"

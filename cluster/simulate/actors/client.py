@@ -253,6 +253,7 @@ class SimulatedClient:
             case CapacityError() if self.num_connections > 1:
                 self._reconnect(error.retry_after_s or RETRY_S)  # it has come before, and may have output
             case CapacityError():
+                require(not self.num_tokens, f"{self}: {error}, after {self.num_tokens} tokens")
                 self._over("shed")
             case DeadlineExceededError():
                 is_due = self._timeline.now + self.clock_error_s + self.hopeless_s >= self._deadline_s

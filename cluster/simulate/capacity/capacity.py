@@ -4,6 +4,7 @@ What may not live here: where loads come from (`cluster/load_trace.py`), how lon
 (`worker/tuning/step_time.py`), and printing (`capacity_report.py`).
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class CapacityResult:
 
     routing: str
     services: list[Service]
+    rate: float
+    """Requests a second that were asked for."""
     duration_s: float
     """From the first arrival to the last token."""
     busy_s: list[float]
@@ -157,6 +160,8 @@ def serve(
     routing: PolicyName,
     *,
     seed: int = 0,
+    config: RouterConfig | None = None,
+    limits: LimitsConfig | None = None,
     on_done: Callable[[int], None] = lambda num: None,
 ) -> CapacityResult:
     """Serves a load under one routing policy. `on_done` hears, now and then, how many requests are over."""
@@ -168,8 +173,8 @@ def serve(
         "router",
         network,
         replicas,
-        RouterConfig(routing_policy=routing),
-        LimitsConfig(max_queued=len(trace)),
+        (config or RouterConfig()).model_copy(update={"routing_policy": routing}),
+        limits or LimitsConfig(max_queued=len(trace)),
         make_text=lambda request: NoText(),
         seed=rng.getrandbits(32),
         order=shape.scheduler,
@@ -187,6 +192,7 @@ def serve(
     on_done(len(clients))
     return CapacityResult(
         routing=routing,
+        rate=_rate(trace),
         services=[client.service() for client in clients],
         duration_s=max(client.last_s for client in clients) - BEGIN_S - trace[0].arrival_s,
         busy_s=[replica.busy_s for replica in replicas],
@@ -206,6 +212,12 @@ def replica_shape(shape: ClusterShape) -> ReplicaShape:
         step_costs=shape.step_costs,
         make_runner=AnyTokenRunner,
     )
+
+
+def _rate(trace: Sequence[Arrival]) -> float:
+    """Of arrivals; NaN of a single one, and of those that come all at once."""
+    span_s = trace[-1].arrival_s - trace[0].arrival_s
+    return (len(trace) - 1) / span_s if span_s else math.nan
 
 
 def _hit_rate(stats: Sequence[SchedulerStats]) -> float:

@@ -14,27 +14,30 @@ from holdfast.worker.errors import ConfigurationError
 
 
 def print_results(console: Console, results: Sequence[CapacityResult], slo_ttft_s: float, slo_tpot_s: float) -> None:
-    """Milliseconds at the median, the 90th and the 99th percentile; requests a second; busiest over mean replica."""
+    """Milliseconds at the median, the 90th and the 99th percentile; requests a second; busiest over mean replica.
+
+    Loads of several rates are compared by what was asked for.
+    """
+    are_several = len({result.rate for result in results}) > 1
+    last = ("asked/s", "good/s", "served/s") if are_several else ("good/s", "served/s", "max/mean", "cached")
     table = Table(box=None, pad_edge=False)
     for name in ("routing", "TTFT ms", "TPOT ms"):
         table.add_column(name, no_wrap=True)
-    for name in ("good/s", "served/s", "max/mean", "cached"):
+    for name in last:
         table.add_column(name, justify="right", no_wrap=True)
     for result in results:
         ttft, tpot = _served(result)
-        goodput = result.goodput(slo_ttft_s, slo_tpot_s)
-        rate = len(ttft) / result.duration_s
-        table.add_row(
-            result.routing,
-            _percentiles(ttft),
-            _percentiles(tpot),
-            f"{goodput:.1f}",
-            f"{rate:.1f}",
-            f"{result.imbalance:.2f}",
-            f"{result.prefix_hit_rate:.0%}",
-        )
+        cells = {
+            "asked/s": f"{result.rate:.1f}",
+            "good/s": f"{result.goodput(slo_ttft_s, slo_tpot_s):.1f}",
+            "served/s": f"{len(ttft) / result.duration_s:.1f}",
+            "max/mean": f"{result.imbalance:.2f}",
+            "cached": f"{result.prefix_hit_rate:.0%}",
+        }
+        table.add_row(result.routing, _percentiles(ttft), _percentiles(tpot), *(cells[name] for name in last))
     console.print(table)
-    console.print("TTFT, TPOT: median/90th/99th percentile; max/mean: seconds of the replicas in steps")
+    meaning = "" if are_several else "; max/mean: seconds of the replicas in steps"
+    console.print(f"TTFT, TPOT: median/90th/99th percentile{meaning}")
     console.print(f"good: requests a second with TTFT up to {slo_ttft_s:g} s and TPOT up to {slo_tpot_s:g} s")
 
 

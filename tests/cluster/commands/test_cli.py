@@ -8,6 +8,8 @@ from cyclopts.help import format_usage
 from holdfast.cluster.commands.cli import _ADMIN, _COMMANDS, _usage, app, run
 
 MODELS = ("update", "rollback", "add", "remove", "list")
+OF_SEVERAL = ["keys add", "keys list", "keys revoke", "config show", *(f"models {name}" for name in MODELS)]
+EVERY = [*(name for name, _, _ in _COMMANDS), *(name for name, _, _ in _ADMIN), *OF_SEVERAL]
 
 
 def holdfast(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[str]":
@@ -16,11 +18,11 @@ def holdfast(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[st
     )
 
 
-HEAVY = {"torch", "ray", "transformers", "grpc", "tokenizers", "numpy"}
-COMMANDS = [[], *([name] for name, _, _ in _COMMANDS), ["config"], ["config", "show"]]
+HEAVY = {"torch", "ray", "transformers", "grpc", "tokenizers", "numpy", "pydantic", "pydantic_core", "yaml"}
+COMMANDS = [[], ["keys"], ["models"], ["config"], *(name.split() for name in EVERY), ["drain-node"]]
 
 
-def test_the_help_of_no_command_imports_anything_heavy():
+def test_help_and_completion_import_nothing_heavy_and_declare_no_setting():
     """In one process, one command after the other: what the first of them imports is seen with it."""
     program = f"""
 import sys
@@ -28,21 +30,20 @@ from holdfast.cluster.commands.cli import run
 for command in {COMMANDS}:
     run([*command, "--help"])
     print("LOADED", *sorted({{name.partition(".")[0] for name in sys.modules}} & {HEAVY}))
+for shell in ("bash", "zsh", "fish"):
+    run(["completion", shell])
+    print("LOADED", *sorted({{name.partition(".")[0] for name in sys.modules}} & {HEAVY}))
 """
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     pages = shown.split("LOADED")
-    assert len(pages) == len(COMMANDS) + 1
+    assert len(pages) == len(COMMANDS) + 3 + 1
     for command, page, loaded in zip(COMMANDS, pages, pages[1:], strict=False):
         assert "Usage: " + " ".join(["holdfast", *command]) in page
         assert not loaded.splitlines()[0], " ".join(command)
+    assert not pages[-1].splitlines()[0], "completion"
 
 
-OF_SEVERAL = ["keys add", "keys list", "keys revoke", "config show", *(f"models {name}" for name in MODELS)]
-
-
-@pytest.mark.parametrize(
-    "command", [*(name for name, _, _ in _COMMANDS), *(name for name, _, _ in _ADMIN), *OF_SEVERAL]
-)
+@pytest.mark.parametrize("command", EVERY)
 def test_the_first_line_of_help_is_what_the_command_takes(command):
     words = command.split()
     found = app
@@ -108,5 +109,5 @@ def test_an_interrupt_is_130(monkeypatch, capsys):
     def interrupted(*_: object, **__: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("holdfast.cluster.commands.config_show.load_config", interrupted)
+    monkeypatch.setattr("holdfast.cluster.config.config.load_config", interrupted)
     assert run(["config", "show"]) == 130

@@ -14,7 +14,7 @@ from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.cluster.commands.chat import Conversation
 from holdfast.cluster.commands.cli import _COMMANDS, run
 from holdfast.cluster.config.config import load_config
-from holdfast.cluster.config.sources import Setting
+from holdfast.cluster.config.layers import Setting
 from holdfast.cluster.serve.examination import Level, examine, tokenizer
 from holdfast.cluster.serve.log_files import LogFile, Tail, log_files, merged, session_folder
 from holdfast.worker.errors import ConfigurationError, ReplicaError

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cluster.config.config import HoldfastConfig, LoadedConfig, load_config
-from holdfast.cluster.config.sources import Layer, Setting, keyword_layer, leaves
+from holdfast.cluster.config.layers import Layer, Setting
+from holdfast.cluster.config.sources import keyword_layer, leaves
 from holdfast.worker.errors import ConfigurationError
 
 

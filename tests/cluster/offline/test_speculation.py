@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.cluster.bundled_model.bundled_model import bundled_path, located
 from holdfast.cluster.config.config import load_config
-from holdfast.cluster.config.sources import Setting
+from holdfast.cluster.config.layers import Setting
 from holdfast.cluster.offline.llm import LLM
 from holdfast.worker.config import ModelConfig, SpeculationConfig, WorkerConfig
 from holdfast.worker.errors import ConfigurationError

@@ -3,7 +3,8 @@
 import json
 
 from holdfast.cluster.config.config import HoldfastConfig
-from holdfast.cluster.serve.difference import Changed, Kind, Running, difference
+from holdfast.cluster.serve.difference import Changed, Kind, Running, difference, in_order, router_difference
+from holdfast.cluster.serve.told_settings import of_replica, of_router, router_config
 
 
 def config(*models: dict, **sections: dict) -> HoldfastConfig:
@@ -18,7 +19,7 @@ def running(*models: dict) -> dict[str, Running]:
     """As replicas of these say it: over JSON, and with the threads that a start has chosen."""
     found = {}
     for one in config(*models).each_model:
-        settings = json.loads(one.worker.model_dump_json())
+        settings = json.loads(of_replica(one))
         settings["parallel"]["num_threads"] = 1
         found[one.model.name] = Running(settings=settings, num_replicas=one.cluster.replicas)
     return found
@@ -56,5 +57,54 @@ def test_threads_count_where_they_are_given():
 
 def test_where_the_load_decides_the_number_of_replicas_is_no_difference():
     scaled = {**entry("a", replicas=1), "scaling": {"max_replicas": 4}}
-    wanted = HoldfastConfig.model_validate({"cluster": {"models": [scaled]}})
-    assert difference(running(entry("a", replicas=3)), wanted) == []
+    assert difference(running({**scaled, "replicas": 3}), config(scaled)) == []
+
+
+def test_other_limits_of_scaling_are_an_update():
+    now = {**entry("a"), "scaling": {"max_replicas": 4}}
+    wanted = {**entry("a"), "scaling": {"max_replicas": 6}}
+    (step,) = difference(running(now), config(wanted))
+    assert (step.kind, step.changes) == (Kind.UPDATE, (Changed(name="scaling.max_replicas", before=4, after=6),))
+
+
+def test_what_an_older_release_does_not_tell_is_not_compared():
+    now = running(entry("a"))
+    told = {section: values for section, values in now["a"].settings.items() if section != "scaling"}
+    scaled = {**entry("a"), "scaling": {"max_replicas": 4}}
+    assert difference({"a": Running(settings=told, num_replicas=1)}, config(scaled)) == []
+
+
+def routers(**sections: dict) -> HoldfastConfig:
+    """As routers say it."""
+    return router_config(of_router(HoldfastConfig.model_validate(sections)))
+
+
+def test_routers_that_run_as_they_are_wanted_need_nothing():
+    sections = {"router": {"routing_policy": "random"}, "cluster": {"models": [entry("a")]}}
+    now = routers(**sections, scheduler={"aging_s": 5.0, "max_num_seqs": 4})
+    then = HoldfastConfig.model_validate({**sections, "scheduler": {"aging_s": 5.0}})
+    assert router_difference(now, then, lambda path: True) == ([], [])
+
+
+def test_routers_are_replaced_for_what_concerns_them_between_additions_and_removals():
+    now = routers(cluster={"port": 6000, "drain_timeout_s": 20.0})
+    wanted = HoldfastConfig.model_validate(
+        {"limits": {"max_queued": 7}, "scheduler": {"tenant_shares": "a=2"}, "model": {"max_model_len": 64}}
+    )
+    (step,), fixed = router_difference(now, wanted, lambda path: False)
+    assert (step.kind, step.model, fixed) == (Kind.REPLACE, "routers", [])
+    assert [change.name for change in step.changes] == ["limits.max_queued", "scheduler.tenant_shares"]
+    assert step.config is not None
+    assert (step.config.limits.max_queued, step.config.cluster.port) == (7, 6000)
+    assert step.config.cluster.drain_timeout_s == 20.0, "what the file does not say of the cluster stays"
+    steps = in_order([*difference(running(entry("a")), config(entry("b"))), step])
+    assert [one.kind for one in steps] == [Kind.ADD, Kind.REPLACE, Kind.REMOVE]
+
+
+def test_of_the_cluster_only_what_is_given_counts_and_addresses_need_a_restart():
+    now = routers(cluster={"port": 6000, "routers": 2})
+    wanted = HoldfastConfig.model_validate({"cluster": {"port": 7000, "routers": 3}, "security": {"insecure": True}})
+    (step,), fixed = router_difference(now, wanted, lambda path: True)
+    assert step.changes == (Changed(name="cluster.routers", before=2, after=3),)
+    assert [change.name for change in fixed] == ["cluster.port", "security.insecure"]
+    assert router_difference(now, wanted, lambda path: False) == ([], [])

@@ -8,15 +8,17 @@ import sys
 import pytest
 
 from holdfast.cluster.bundled_model.bundled_model import bundled_path
-from holdfast.cluster.checks.machine import RANK_BYTES, Machine, check_fits
+from holdfast.cluster.checks.machine import MOST_RANKS_PER_CORE, RANK_BYTES, Machine, check_fits, crowding
 from holdfast.cluster.checks.model_files import check_files, check_hub
 from holdfast.cluster.commands.cli import run
 from holdfast.cluster.config.config import HoldfastConfig, load_config
-from holdfast.cluster.config.sources import Setting
-from holdfast.cluster.serve.local import plain_ray_errors
+from holdfast.cluster.config.layers import Setting
+from holdfast.cluster.serve.local import check_reachable, plain_ray_errors
 from holdfast.router.text.chat import render_chat
 from holdfast.router.wire.statuses import CallStatus, error_of
 from holdfast.worker.errors import HoldfastError, InvalidRequestError, ReplicaError
+from holdfast.worker.model.weight_files import weight_bytes
+from holdfast.worker.model.weights import resolve_model
 
 GIB = 2**30
 LAPTOP = Machine(num_cores=2, available_bytes=8 * GIB, num_gpus=0)
@@ -106,6 +108,18 @@ def test_a_model_that_the_hub_does_not_give_and_one_whose_heads_do_not_fit(monke
     assert "cannot be shared by 3 ranks" in refusal(check_hub, wanted)
 
 
+def test_a_hub_id_that_only_loading_looks_up_is_one_line_too(monkeypatch):
+    import huggingface_hub
+
+    def no_network(*arguments, **options):
+        raise OSError("no such\nhost. ")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_network)
+    said = refusal(resolve_model, "no/such")
+    assert "no such host. Is the name right" in said
+    assert "HF_TOKEN" in said
+
+
 def test_the_bundled_model_passes():
     check_files(config())
     check_hub(config())
@@ -153,6 +167,39 @@ def test_weights_larger_than_the_memory(folder):
     assert "its weights are 9.0" in said
     assert "holdfast estimate" in said
     check_fits([config(model__model=str(folder), model__load_format="dummy")], LAPTOP)
+
+
+def test_weights_count_in_the_type_that_they_are_served_in(tmp_path):
+    """The bundled model's file is in bfloat16."""
+    file = bundled_path("demo") / "model.safetensors"
+    (tmp_path / "model.safetensors").symlink_to(file)
+    stored = weight_bytes(tmp_path)
+    assert 0.99 * file.stat().st_size < stored < file.stat().st_size, "all but the header"
+    (tmp_path / "consolidated.safetensors").symlink_to(file)  # the same once more, in a publisher's own format
+    assert weight_bytes(tmp_path) == weight_bytes(tmp_path, "float16") == stored
+    assert weight_bytes(tmp_path, "float32") == 2 * stored
+    (tmp_path / "config.json").write_text('{"torch_dtype": "float32"}')
+    assert weight_bytes(tmp_path) == 2 * stored
+    assert weight_bytes(tmp_path, "bfloat16") == stored
+    (tmp_path / "other.safetensors").write_bytes(b"no header")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "other.safetensors"}}')
+    assert weight_bytes(tmp_path) == len(b"no header")
+
+
+def test_a_type_that_makes_the_weights_too_large():
+    stored = weight_bytes(bundled_path("demo"), "bfloat16")
+    machine = Machine(num_cores=2, available_bytes=RANK_BYTES + stored * 3 // 2, num_gpus=0)
+    check_fits([config(model__dtype="bfloat16")], machine)
+    assert "needs about" in refusal(check_fits, [config(model__dtype="float32")], machine)
+
+
+def test_many_ranks_on_few_cores_are_told_of():
+    most = LAPTOP.num_cores * MOST_RANKS_PER_CORE
+    assert crowding([config(cluster__replicas=most)], LAPTOP) is None
+    told = crowding([config(cluster__replicas=most, parallel__tensor_parallel_size=2)], LAPTOP)
+    assert f"{2 * most} ranks share 2 cores" in told
+    assert "lower --replicas" in told
+    assert crowding([config(cluster__replicas=most + 1)], SERVER) is None, "each has a GPU, or is refused"
 
 
 def test_the_machine_says_what_it_has():
@@ -214,6 +261,18 @@ def test_a_ray_that_does_not_start_is_one_line(address, expected):
     assert "The current node timed out during startup." in str(found.value)
     assert expected in str(found.value)
     assert "\n" not in str(found.value)
+
+
+def test_a_ray_where_nothing_listens_is_told_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        check_reachable(address)
+    said = refusal(check_reachable, address)
+    assert said.startswith(f"cluster.address = {address!r}: no Ray can be joined there")
+    assert "ray start --head" in said
+    assert "65536" in refusal(check_reachable, "127.0.0.1:65536")
+    for looked_up in ("auto", "local", "ray://127.0.0.1:1"):
+        check_reachable(looked_up)
 
 
 def test_a_server_that_is_not_there_is_one_line():

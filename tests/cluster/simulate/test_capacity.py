@@ -99,7 +99,9 @@ def test_goodput_counts_those_that_kept_to_both_limits():
         Service(ttft_s=0.5, tpot_s=0.5),
         Service(ttft_s=None, tpot_s=None),
     ]
-    result = CapacityResult(routing="any", services=services, duration_s=2.0, busy_s=[1.0, 3.0], prefix_hit_rate=0.0)
+    result = CapacityResult(
+        routing="any", services=services, rate=2.0, duration_s=2.0, busy_s=[1.0, 3.0], prefix_hit_rate=0.0
+    )
     assert result.goodput(1.0, 0.1) == 0.5
     assert result.imbalance == 1.5
 

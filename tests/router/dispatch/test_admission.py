@@ -190,7 +190,7 @@ def test_the_estimate_follows_the_pace_of_departures():
         push(queue, str(index))
     for index in range(21):
         popped(queue, now=0.5 * index)
-    assert queue.retry_after_s() == pytest.approx(0.5 * 20 / 2)
+    assert queue.retry_after_s("m") == pytest.approx(0.5 * 20 / 2)
 
 
 def test_an_idle_time_does_not_count_as_a_slow_pace():
@@ -202,7 +202,7 @@ def test_an_idle_time_does_not_count_as_a_slow_pace():
         popped(queue, now=start + 2.0)
     for index in range(4):
         push(queue, str(index))
-    assert queue.retry_after_s() == pytest.approx(2.0 * 4 / 2)
+    assert queue.retry_after_s("m") == pytest.approx(2.0 * 4 / 2)
 
 
 def test_the_estimate_is_bounded():
@@ -211,9 +211,9 @@ def test_the_estimate_is_bounded():
         push(queue, str(index))
     popped(queue, now=0.0)
     popped(queue, now=100.0)
-    assert queue.retry_after_s() == MAX_RETRY_S
+    assert queue.retry_after_s("m") == MAX_RETRY_S
     drained(queue)
-    assert queue.retry_after_s() == MIN_RETRY_S
+    assert queue.retry_after_s("m") == MIN_RETRY_S
 
 
 def test_what_comes_back_goes_first_in_its_class_whatever_the_bound_and_its_tenants_account():

@@ -81,8 +81,8 @@ def core() -> Core:
 
 
 def cached_on(core: Core, replica_id: str) -> None:
-    """The replica says that it has the prompts of 65 tokens that `core` submits."""
-    request = EngineRequest(request_id="", prompt_token_ids=(7,) * 65, sampling_params=SamplingParams(seed=1))
+    """The replica says that it has the prompts of 641 tokens that `core` submits."""
+    request = EngineRequest(request_id="", prompt_token_ids=(7,) * 641, sampling_params=SamplingParams(seed=1))
     prefix = PromptPrefix(request)
     stored = list(prefix.blocks(16))
     core.dispatch.step(replica_id, StepUpdate(load=load(), cache=CacheChanges(stored=stored)), core.now)
@@ -92,12 +92,12 @@ def cached_on(core: Core, replica_id: str) -> None:
 def test_a_request_goes_to_where_its_prompt_is_cached(core: Core, replica_id: str):
     cached_on(core, replica_id)
     for number in range(3):
-        assert sent(core.submit(f"{number}", num_prompt_tokens=65)).replica_id == replica_id
+        assert sent(core.submit(f"{number}", num_prompt_tokens=641)).replica_id == replica_id
 
 
 def test_a_hot_prefix_does_not_pile_up(core: Core):
     cached_on(core, "b")
-    chosen = [sent(core.submit(f"{number}", num_prompt_tokens=65)).replica_id for number in range(20)]
+    chosen = [sent(core.submit(f"{number}", num_prompt_tokens=641)).replica_id for number in range(20)]
     assert chosen[:5] == ["b"] * 5
     assert set(chosen[5:]) == {"a", "b"}
 
@@ -106,7 +106,7 @@ def test_a_replica_that_comes_back_is_believed_to_have_nothing(core: Core):
     cached_on(core, "b")
     core.down("b")
     core.up("b")
-    assert sent(core.submit("1", num_prompt_tokens=65)).replica_id == "a", "it is drawn first, and neither has more"
+    assert sent(core.submit("1", num_prompt_tokens=641)).replica_id == "a", "it is drawn first, and neither has more"
 
 
 def test_one_that_waits_goes_to_its_prefix_when_there_is_room():
@@ -117,7 +117,7 @@ def test_one_that_waits_goes_to_its_prefix_when_there_is_room():
     one, other = sent(core.submit("1")), sent(core.submit("2"))
     for replica_id in ("a", "b"):
         core.step(replica_id=replica_id, load=load(1, 1))
-    assert core.submit("waits", num_prompt_tokens=65) == []
+    assert core.submit("waits", num_prompt_tokens=641) == []
     last = {item.replica_id: item for item in (one, other)}["b"]
     actions = core.step(delta(last.attempt, 0, 5, finish=FinishReason.LENGTH), replica_id="b")
     assert sent(actions).replica_id == "b"

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from holdfast.router.replicas.hash_ring import HashRing
 from holdfast.router.replicas.policy import (
     CLOSED,
-    COPY_TOKENS,
+    COPY_COST,
     LOAD_BOUND,
+    MAX_COPY_TOKENS,
     POLICIES,
     TOKENS_PER_SEQUENCE,
     UNKNOWN_TOKEN_S,
@@ -166,8 +167,8 @@ def test_a_report_that_crossed_a_submission_does_not_hide_it():
 
 
 def test_the_longest_prefix_wins_up_to_a_lead_that_grows_with_what_it_saves():
-    for num_cached in (16, 2 * TOKENS_PER_SEQUENCE):
-        bound = 1 + (COPY_TOKENS + num_cached) / TOKENS_PER_SEQUENCE
+    for num_cached in (16, 2 * TOKENS_PER_SEQUENCE, 16 * TOKENS_PER_SEQUENCE):
+        bound = 1 + (min(COPY_COST * num_cached, MAX_COPY_TOKENS) + num_cached) / TOKENS_PER_SEQUENCE
         for score, chosen in ((bound, 0), (bound + 0.01, 1)):
             prefix = PrefixMatch(((num_cached, 0b01),))
             one = snapshot(score, 1, prefix=prefix, num_prompt_tokens=num_cached + 1, draws=[0] * 9)
@@ -175,17 +176,17 @@ def test_the_longest_prefix_wins_up_to_a_lead_that_grows_with_what_it_saves():
 
 
 def test_a_slow_replica_keeps_a_prefix_only_while_it_has_the_prompt_computed_sooner():
-    prefix = PrefixMatch(((64, 0b01),))
+    prefix = PrefixMatch(((256, 0b01),))
     for slowness, chosen in ((1, 0), (20, 1)):
         speeds = [slowness * 1e-4, 1e-4]
         one = snapshot(1, 0, prefix=prefix, num_prompt_tokens=1000, token_s=speeds, draws=[0] * 9)
-        assert prefix_aware(one) == chosen, "1 * 256 + 936 tokens against 1000 and a copy"
+        assert prefix_aware(one) == chosen, "1 * 256 + 744 tokens against 1000 and a copy"
 
 
 def test_the_less_loaded_holder_and_the_next_shorter_prefix_where_all_holders_of_the_longest_are_closed():
-    prefix = PrefixMatch(((64, 0b0011), (32, 0b0111)))
-    assert prefix_aware(snapshot(3, 2, 0, 0, prefix=prefix, num_prompt_tokens=65)) in (0, 1)
-    assert prefix_aware(snapshot(CLOSED, CLOSED, 4, 4, prefix=prefix, num_prompt_tokens=65)) == 2
+    prefix = PrefixMatch(((640, 0b0011), (320, 0b0111)))
+    assert prefix_aware(snapshot(3, 2, 0, 0, prefix=prefix, num_prompt_tokens=641)) in (0, 1)
+    assert prefix_aware(snapshot(CLOSED, CLOSED, 4, 4, prefix=prefix, num_prompt_tokens=641)) == 2
 
 
 @pytest.mark.parametrize("token_s", [[1e-4, None], [None, 1e-4], [None, None], [1e-4, 1e-4]])

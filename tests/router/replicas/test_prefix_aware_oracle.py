@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.router.config import RouterConfig
-from holdfast.router.replicas.policy import COPY_TOKENS, TOKENS_PER_SEQUENCE, UNKNOWN_TOKEN_S
+from holdfast.router.replicas.policy import COPY_COST, MAX_COPY_TOKENS, TOKENS_PER_SEQUENCE, UNKNOWN_TOKEN_S
 from holdfast.router.replicas.prefix_index import PromptPrefix
 from holdfast.router.replicas.replica_registry import ReplicaRegistry
 from holdfast.worker.block_hash import HashChain, short_hash
@@ -71,7 +71,8 @@ class Brute:
             other = min(pair, key=self.seconds)
             other_s = self.seconds(other)
             if self.cached[other] < longest:
-                other_s += COPY_TOKENS * self.token_s[other]
+                cost = min(MAX_COPY_TOKENS, COPY_COST * (longest - self.cached[other]))
+                other_s += cost * self.token_s[other]
             found |= {holder if self.seconds(holder) <= other_s else other for holder in drawn or [other]}
         return found
 

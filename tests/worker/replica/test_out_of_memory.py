@@ -3,10 +3,15 @@
 import pytest
 import torch
 
-from holdfast.worker.config import SchedulerConfig, WorkerConfig
+from holdfast.cluster.bundled_model.bundled_model import bundled_path
+from holdfast.worker.config import ModelConfig, SchedulerConfig, WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, SingleRank
-from holdfast.worker.errors import ReplicaError
+from holdfast.worker.engine import model_runner
+from holdfast.worker.engine.model_runner import ModelRunner
+from holdfast.worker.errors import ConfigurationError, ReplicaError
+from holdfast.worker.model import loading
+from holdfast.worker.model.memory import is_failed_allocation
 from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.replica.rank import run_rank
 from holdfast.worker.scheduling.scheduler import Scheduler
@@ -91,3 +96,45 @@ def one_step() -> StepPlan:
     scheduler = Scheduler(SchedulerConfig(), num_blocks=8, block_size=4, max_model_len=20, eos_token_ids=frozenset())
     scheduler.add(make_request("r"))
     return scheduler.plan()
+
+
+# --- while it is loaded ---
+
+
+@EVERY_FAILURE
+def test_a_model_that_finds_no_memory_is_told_with_the_ways_out(failure, monkeypatch):
+    def starve(*arguments) -> None:
+        raise failure
+
+    monkeypatch.setattr(model_runner, "load_model", starve)
+    with pytest.raises(ConfigurationError) as found:
+        ModelRunner.load(WorkerConfig(), SingleRank(), device=torch.device("cpu"))
+    said = str(found.value)
+    assert "out of memory while it was loaded" in said
+    assert "of memory are left" in said
+    assert "lower --kv-cache-memory" in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("other", [RuntimeError("size mismatch"), OSError(2, "no such file")])
+def test_what_is_no_want_of_memory_keeps_its_own_words(other, monkeypatch):
+    def fail(*arguments) -> None:
+        raise other
+
+    monkeypatch.setattr(model_runner, "load_model", fail)
+    with pytest.raises(type(other), match=str(other).rpartition("] ")[2]):
+        ModelRunner.load(WorkerConfig(), SingleRank(), device=torch.device("cpu"))
+
+
+def test_torch_says_so_itself_as_it_is_found_out():
+    with pytest.raises(RuntimeError) as found:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert is_failed_allocation(found.value)
+
+
+def test_weights_larger_than_what_is_left_are_refused_before_they_are_read(monkeypatch):
+    config = WorkerConfig(model=ModelConfig(model=str(bundled_path("demo"))))
+    monkeypatch.setattr(loading, "memory_left", lambda device: 2**20)
+    monkeypatch.setattr(loading, "load_program", None)
+    with pytest.raises(ConfigurationError, match=r"the weights of a rank take .*, and 1 MiB of memory are left; lower"):
+        ModelRunner.load(config, SingleRank(), device=torch.device("cpu"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.worker.replica import rank
 from holdfast.worker.replica.rank import LocalRanks
 
 
@@ -56,3 +57,13 @@ def test_many_open_files_do_not_blind_the_watch():
         for descriptor in occupied:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_rank_that_the_kernel_has_ended_for_want_of_memory_is_told_so(monkeypatch):
+    kills = [4]
+    monkeypatch.setattr(rank, "oom_kills", lambda: kills[0])
+    ranks = start_ranks()
+    kills[0] += 1
+    os.kill(ranks.pids[1], 9)
+    assert ranks.wait() == "rank 2 ended with code -9; the kernel has ended a process for want of memory"
+    ranks.kill()

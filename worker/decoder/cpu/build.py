@@ -26,21 +26,23 @@ _AVX512: Final = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 
 CLASSES: Final = {
     "amx": (*_AVX512, "-mavx512bf16", "-DHF_AMX"),
+    "avx512bf16": (*_AVX512, "-mavx512bf16", "-DHF_PAIRS"),
     "avx512": _AVX512,
     "avx2": _AVX2,
 }
 """Flags of each instruction class, best first."""
 
-SOFTWARE_TILES: Final = {
-    "tiles512": (*_AVX512, "-DHF_SOFTWARE_TILES"),
-    "tiles2": (*_AVX2, "-DHF_SOFTWARE_TILES"),
+IN_SOFTWARE: Final = {
+    "tiles512": (*_AVX512, "-DHF_SOFTWARE_TILES", "-DHF_BF16_ALONE"),
+    "tiles2": (*_AVX2, "-DHF_SOFTWARE_TILES", "-DHF_BF16_ALONE"),
+    "pairs2": (*_AVX2, "-DHF_PAIRS", "-DHF_BF16_ALONE"),
 }
-"""The logic of `amx` with its tiles in software: for tests, on machines without them. They run bf16 alone."""
+"""The logic of `amx` and `avx512bf16` with their instructions in software: for tests anywhere. For bf16 alone."""
 
 _COMPILERS: Final = (("g++",), ("clang++",), ("c++",))
 
 
-_ANY_CLASS: Final = {**CLASSES, **SOFTWARE_TILES, "any": ()}
+_ANY_CLASS: Final = {**CLASSES, **IN_SOFTWARE, "any": (), "pairs": ("-DHF_PAIRS",)}
 
 
 class NoCompilerError(RuntimeError):
@@ -49,7 +51,7 @@ class NoCompilerError(RuntimeError):
 
 def digest(extra_flags: Sequence[str] = ()) -> str:
     """Names the sources and flags: a library of the same name does the same."""
-    seen = hashlib.sha256(repr((CLASSES, SOFTWARE_TILES, _COMMON, tuple(extra_flags))).encode())
+    seen = hashlib.sha256(repr((CLASSES, IN_SOFTWARE, _COMMON, tuple(extra_flags))).encode())
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         seen.update(source.name.encode() + b"\0" + source.read_bytes())
     return seen.hexdigest()[:16]
@@ -118,9 +120,10 @@ class _Part(NamedTuple):
 
 
 def _parts(name: str) -> list[_Part]:
-    """What a library is linked from. Only bf16 has tiles: the plain dtypes are the same with them and without."""
-    lanes = "avx2" if name in ("avx2", "tiles2") else "avx512"
-    parts = [_Part("executor", name), _Part("sampler", lanes), _Part("pool", "any"), _Part("packing", "any")]
+    """What a library is linked from. Only bf16 has tiles or pairs: classes share the plain dtypes."""
+    lanes = "avx2" if name in ("avx2", "tiles2", "pairs2") else "avx512"
+    order = "pairs" if "-DHF_PAIRS" in _ANY_CLASS[name] else "any"
+    parts = [_Part("executor", name), _Part("sampler", lanes), _Part("pool", "any"), _Part("packing", order)]
     return [*parts, _Part("plain", lanes)] if name in CLASSES else parts
 
 

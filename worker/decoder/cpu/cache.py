@@ -9,7 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.decoder.cpu.packing import address_of, elements_per_token, mapped_memory
+from holdfast.worker.decoder.cpu.arena import address_of, mapped_memory
+from holdfast.worker.decoder.cpu.packing import elements_per_token
 from holdfast.worker.decoder.cpu.structures import HfLayer
 
 SUB_PAGE: Final = 16
@@ -19,13 +20,18 @@ SUB_PAGE: Final = 16
 class TiledCache:
     """All layers' pages. They hold zeros until written; a block's memory is finite numbers at any time."""
 
-    def __init__(self, layers: "list[HfLayer]", num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        """Raises ValueError unless `block_size` is a multiple of 16."""
+    def __init__(
+        self, layers: "list[HfLayer]", num_blocks: int, block_size: int, dtype: torch.dtype, places: Tensor
+    ) -> None:
+        """`places` [32 inputs, 16 outputs]: where each number lies in a tile (`tile_places`).
+
+        Raises ValueError unless `block_size` is a multiple of 16.
+        """
         if block_size % SUB_PAGE:
             raise ValueError(f"block_size = {block_size}: must be a multiple of {SUB_PAGE}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._layers = [_LayerPages(layer, num_blocks, block_size, dtype) for layer in layers]
+        self._layers = [_LayerPages(layer, num_blocks, block_size, dtype, places) for layer in layers]
 
     @property
     def addresses(self) -> list[int]:
@@ -49,7 +55,7 @@ class TiledCache:
 class _LayerPages:
     """[num_blocks, num_kv_heads, page]."""
 
-    def __init__(self, layer: HfLayer, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, layer: HfLayer, num_blocks: int, block_size: int, dtype: torch.dtype, places: Tensor) -> None:
         elements = elements_per_token(layer) // layer.num_kv_heads * block_size
         shape = (num_blocks, layer.num_kv_heads, elements)
         memory = mapped_memory(num_blocks * layer.num_kv_heads * elements * dtype.itemsize)
@@ -59,6 +65,9 @@ class _LayerPages:
         self._num_keys = block_size * -(-layer.head_dim // 32) * 32
         self._block_size = block_size
         self._span = 16 if block_size % 32 else 32
+        at = torch.argsort(places.flatten())  # of each number of a tile: input * 16 + output
+        self._key_of_key_tile = at % SUB_PAGE
+        self._key_of_value_tile = at[: self._span * 16] // 16
 
     def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
         moved = self.pages[sources]
@@ -69,23 +78,14 @@ class _LayerPages:
         self.pages.index_copy_(0, destinations, torch.cat([keys, values], dim=2))
 
     def _hide_keys(self, keys: Tensor, hidden: Tensor) -> None:
-        """keys [C, heads, block / 16, tiles of dimensions, pairs of dimensions, 16 keys, 2], or 2 before the keys."""
-        count, heads, _ = keys.shape
-        tokens = (
-            hidden.view(count, 1, -1, 1, 1, SUB_PAGE, 1)
-            if keys.itemsize == 2
-            else hidden.view(count, 1, -1, 1, 1, 1, SUB_PAGE)
-        )
-        pair = (SUB_PAGE, 2) if keys.itemsize == 2 else (2, SUB_PAGE)
-        tiles = keys.view(count, heads, self._block_size // SUB_PAGE, -1, 16, *pair)
-        tiles.masked_fill_(tokens, 0)
+        """keys [C, heads, block / 16, tiles of dimensions, a tile], hidden [C, block]."""
+        by_page = hidden.view(len(hidden), -1, SUB_PAGE)[..., self._key_of_key_tile]
+        pages = keys.view(*keys.shape[:2], by_page.shape[1], -1, by_page.shape[2])
+        pages.masked_fill_(by_page[:, None, :, None], 0)
 
     def _hide_values(self, values: Tensor, hidden: Tensor) -> None:
-        """values [C, heads, block / span, tiles of dimensions, pairs of keys, 16 dimensions, 2], or 2 before them."""
-        count, heads, _ = values.shape
-        pairs = self._span // 2
-        by_pair = hidden.view(count, 1, -1, 1, pairs, 2)
-        tokens = by_pair.unsqueeze(5) if values.itemsize == 2 else by_pair.unsqueeze(6)
-        pair = (16, 2) if values.itemsize == 2 else (2, 16)
-        tiles = values.view(count, heads, self._block_size // self._span, -1, pairs, *pair)
-        tiles.masked_fill_(tokens, 0)
+        """values [C, heads, block / span, tiles of dimensions, a tile of `span` keys], hidden [C, block]."""
+        by_span = hidden.view(len(hidden), -1, self._span)[..., self._key_of_value_tile]
+        values.view(*values.shape[:2], by_span.shape[1], -1, by_span.shape[2]).masked_fill_(
+            by_span[:, None, :, None], 0
+        )

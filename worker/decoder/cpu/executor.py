@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from holdfast.worker.decoder.cpu.arena import Arena
 from holdfast.worker.decoder.cpu.cache import TiledCache
 from holdfast.worker.decoder.cpu.exchange import Exchange, attach
 from holdfast.worker.decoder.cpu.library import class_of, load_library
-from holdfast.worker.decoder.cpu.packing import PackedModel, elements_per_token
+from holdfast.worker.decoder.cpu.packing import PackedModel, elements_per_token, tile_places
 from holdfast.worker.decoder.cpu.sampler import NativeSampler
+from holdfast.worker.decoder.cpu.shared_weights import arena_for
 from holdfast.worker.decoder.cpu.structures import HfStep
 from holdfast.worker.decoder.layout import DecoderLayout
 from holdfast.worker.distributed.step_batch import StepBatch
@@ -44,7 +46,8 @@ class CpuExecutor:
         instruction_class: str | None = None,
         uses_up: bool = False,
     ) -> None:
-        """Packs the layout's weights, and gives their own memory back if it `uses_up` the layout.
+        """Packs the layout's weights. If it `uses_up` the layout, gives their own memory back, and shares the packed
+        ones with other processes that have the same.
 
         Raises `Unavailable` where this machine cannot run it.
         """
@@ -57,7 +60,10 @@ class CpuExecutor:
         self._pool = self._library.hf_pool_create(num_threads, -1, None)
         if not self._pool:
             raise ReplicaError(f"{num_threads} threads could not be started")
-        self.packed = PackedModel(layout, self._library, self._pool, max_positions=max_positions, uses_up=uses_up)
+        arena = arena_for(layout, self.instruction_class) if uses_up else Arena()
+        self.packed = PackedModel(
+            layout, self._library, self._pool, max_positions=max_positions, uses_up=uses_up, arena=arena
+        )
         self._rows = self.packed.model.vocab_rows
         self._decoder: int | None = None
         self._exchange: Exchange | None = None
@@ -107,7 +113,8 @@ class CpuExecutor:
     def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache:
         """The cache that steps use from now on. Raises ValueError (see `TiledCache`)."""
         self._drop_decoder()
-        self._cache = TiledCache(list(self.packed.layers), num_blocks, block_size, self._dtype)
+        places = tile_places(self._library, self._dtype)
+        self._cache = TiledCache(list(self.packed.layers), num_blocks, block_size, self._dtype, places)
         for layer, address in zip(self.packed.layers, self._cache.addresses, strict=True):
             layer.pages = address
         self.packed.model.block_size = block_size

@@ -26,10 +26,12 @@ _FLAGS: Final = {
 }
 _FLAGS_OF: Final = {
     "amx": _FLAGS["avx512"] | {"amx_tile", "amx_bf16", "avx512_bf16"},
+    "avx512bf16": _FLAGS["avx512"] | {"avx512_bf16"},
     "avx512": _FLAGS["avx512"],
     "tiles512": _FLAGS["avx512"],
     "avx2": _FLAGS["avx2"],
     "tiles2": _FLAGS["avx2"],
+    "pairs2": _FLAGS["avx2"],
 }
 
 
@@ -62,9 +64,19 @@ def load_library(name: str | None = None) -> CDLL:
         raise Unavailable(f"this CPU does not run {name}: it has no {', '.join(sorted(missing))}")
     for choice in [name] if name else runnable:
         library = _declared(CDLL(str(path_of(choice))))
-        if choice != "amx" or library.hf_allow_tiles() == 0:
+        if (reason := _reason_against(choice, library)) is None:
             return library
-    raise Unavailable(f"the system does not let this process use {name or 'AMX'} tiles")
+        logger.info("not by %s: %s", choice, reason)
+    raise Unavailable(reason or "")
+
+
+def _reason_against(name: str, library: CDLL) -> str | None:
+    """Why a class that this machine should run is not used; None: it is."""
+    if name == "amx" and library.hf_allow_tiles():
+        return "the system does not let this process use AMX's tiles"
+    if not library.hf_pairs_agree():
+        return "this CPU's VDPBF16PS rounds in another way than two fused multiply-adds"
+    return None
 
 
 def class_of(library: CDLL) -> str:
@@ -109,6 +121,7 @@ def _declared(library: CDLL) -> CDLL:
     _declare(library, "hf_pool_create", c_void_p, c_int, c_int, c_void_p)
     _declare(library, "hf_pool_destroy", None, c_void_p)
     _declare(library, "hf_pack", c_int, c_void_p, c_void_p, c_long, c_int, c_int, c_int, c_int, c_void_p)
+    _declare(library, "hf_places", None, c_int, c_void_p)
     _declare(library, "hf_decoder_create", c_void_p, POINTER(HfModel), c_int, c_void_p)
     _declare(library, "hf_decoder_destroy", None, c_void_p)
     _declare(library, "hf_decoder_begin", None, c_void_p, POINTER(HfStep))

@@ -7,7 +7,6 @@ weights are in memory once.
 
 import ctypes
 import math
-import mmap
 from collections.abc import Sequence
 from ctypes import CDLL
 from typing import Any, Final
@@ -17,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.worker.decoder.cpu.arena import Arena, address_of, mapped_memory
 from holdfast.worker.decoder.cpu.spent_weights import SpentWeights, is_tied
 from holdfast.worker.decoder.cpu.structures import (
     HfExperts,
@@ -33,8 +33,6 @@ GROUP: Final = 64
 """Outputs that are computed together."""
 TILE: Final = 32
 """Inputs of a tile."""
-CHUNK_BYTES: Final = 64 << 20
-CACHE_LINE: Final = 64
 PIECE_BYTES: Final = 16 << 20
 """Packed together, and then given back: so much of the weights is in memory twice."""
 DTYPES: Final = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -60,9 +58,16 @@ class PackedModel:
     _spent: SpentWeights | None = None
 
     def __init__(
-        self, layout: DecoderLayout, library: CDLL, pool: int, *, max_positions: int, uses_up: bool = False
+        self,
+        layout: DecoderLayout,
+        library: CDLL,
+        pool: int,
+        *,
+        max_positions: int,
+        uses_up: bool = False,
+        arena: Arena | None = None,
     ) -> None:
-        """Packs all weights, on the pool's threads. Rotary tables have room for `max_positions`.
+        """Packs all weights, on the pool's threads, into `arena`. Rotary tables have room for `max_positions`.
 
         With `uses_up`, the memory of the layout's linears is given back: only what lies in a file can be read again.
         """
@@ -71,7 +76,7 @@ class PackedModel:
         self._library = library
         self._pool = pool
         self._kept: list[Any] = []
-        self._arena = Arena()
+        self._arena = Arena() if arena is None else arena
         self._itemsize = layout.dtype.itemsize
         self._rotaries = (HfRotary * max(1, len(layout.rotaries)))(
             *(self._rotary(rotary, max_positions) for rotary in layout.rotaries)
@@ -91,6 +96,7 @@ class PackedModel:
             hidden=layout.hidden_size,
             vocab_rows=len(layout.embedding),
         )
+        self._arena.finish()
         self._spent = None
 
     def _layer(self, layer: Layer) -> HfLayer:
@@ -176,10 +182,28 @@ class PackedModel:
         rows = np.arange(linear.out_features) if rows is None else rows
         groups = -(-len(rows) // GROUP)
         rows = np.concatenate([rows, np.full(groups * GROUP - len(rows), _NO_ROW)])
+        slice_tiles = -(-(linear.in_features // slices) // TILE)
+        row_bytes = slices * slice_tiles * TILE * self._itemsize
+        packed = self._arena.take(len(rows) * row_bytes)
+        if self._arena.is_packed:
+            if self._spent is not None:
+                self._spent.read(linear.weights, slice(None))
+        else:
+            self._pack(linear, rows, packed, slices=slices, in_order=in_order)
+        return HfLinear(
+            tiles=packed,
+            bias=None if linear.bias is None else self._floats(_placed(linear.bias, rows)),
+            slices=slices,
+            slice_tiles=slice_tiles,
+            groups=groups,
+            outputs=linear.out_features,
+        )
+
+    def _pack(self, linear: Linear, rows: IntArray, packed: int, *, slices: int, in_order: bool) -> None:
+        """Writes a linear's tiles to the address `packed`."""
         slice_length = linear.in_features // slices
         slice_tiles = -(-slice_length // TILE)
         row_bytes = slices * slice_tiles * TILE * self._itemsize
-        packed = self._arena.take(len(rows) * row_bytes)
         weights = [_with_rows(weight) for weight in linear.weights]
         addresses = _row_addresses(weights)
         pointers = np.where(rows == _NO_ROW, 0, addresses[rows]).astype(np.uint64)
@@ -193,19 +217,11 @@ class PackedModel:
                 slices,
                 slice_length,
                 slice_tiles,
-                self._itemsize,
+                self.dtype,
                 packed + first * row_bytes,
             )
             if self._spent is not None:
                 self._spent.read(linear.weights, slice(first, first + step) if in_order else slice(None))
-        return HfLinear(
-            tiles=packed,
-            bias=None if linear.bias is None else self._floats(_placed(linear.bias, rows)),
-            slices=slices,
-            slice_tiles=slice_tiles,
-            groups=groups,
-            outputs=linear.out_features,
-        )
 
     def _floats(self, tensor: Tensor) -> int:
         """A float32 copy, readable somewhat beyond its end: rows are read sixteen numbers at a time."""
@@ -219,36 +235,11 @@ class PackedModel:
         return tensor.data_ptr()
 
 
-class Arena:
-    """Memory for weights, one after the other in large pages: small weights by themselves would get small ones."""
-
-    def __init__(self) -> None:
-        self._chunks: list[mmap.mmap] = []
-        self._next = 0
-        self._end = 0
-
-    def take(self, num_bytes: int) -> int:
-        """The address of so many bytes, at the beginning of a cache line. They live as long as the arena."""
-        num_bytes = -(-num_bytes // CACHE_LINE) * CACHE_LINE
-        if self._next + num_bytes > self._end:
-            size = max(num_bytes, CHUNK_BYTES)
-            self._chunks.append(mapped_memory(size))
-            self._next = -(-address_of(self._chunks[-1]) // CACHE_LINE) * CACHE_LINE
-            self._end = self._next + size
-        address, self._next = self._next, self._next + num_bytes
-        return address
-
-
-def mapped_memory(num_bytes: int) -> mmap.mmap:
-    """Zeros of the system's, which take memory once they are written to; in large pages where it can."""
-    memory = mmap.mmap(-1, max(num_bytes, 1) + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if num_bytes >= 2 << 20:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
-def address_of(memory: mmap.mmap) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+def tile_places(library: CDLL, dtype: torch.dtype) -> Tensor:
+    """[32 inputs, 16 outputs]: where each number lies in a tile of packed weights, keys or values."""
+    places = torch.empty(32, 16, dtype=torch.int16)
+    library.hf_places(DTYPES[dtype], places.data_ptr())
+    return places.long()
 
 
 def _head_norms(norm: Norm | None, head_dim: int, num_heads: int) -> int:

@@ -8,35 +8,39 @@ import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
 from ctypes import CDLL, POINTER, c_char_p, c_void_p, cast
-from struct import Struct
 from typing import Final
 
 import numpy as np
 
 from holdfast.worker.decoder.cpu.library import load_library
 from holdfast.worker.decoder.cpu.structures import HfDraw, HfDrawn, HfEdits
+from holdfast.worker.decoder.draw_records import (
+    NONE,
+    NUMERICS,
+    RECORD,
+    Told,
+    draw_record,
+    given_records,
+    most_logprobs,
+)
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.plan.draws import banned_token_ids
 from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import DrawParams, PromptLogprobParams
-from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling.head_output import HeadOutput
 from holdfast.worker.sampling.step_sampler import Sampled
-from holdfast.worker.sampling_params import GREEDY_TEMPERATURE
 
-_DRAW: Final = Struct("@qddfiiiii")
-_NONE: Final = -1
 _NO_EDITS: Final = (HfEdits * 0)()
 
 
 class NativeSampler:
     """Draws on the threads of a pool, a row on one thread. Used by one thread at a time."""
 
-    numerics: Final = "draws-3"
+    numerics: Final = NUMERICS
 
     def __init__(self, library: CDLL, pool: int) -> None:
         """`pool` outlives this."""
-        assert _DRAW.size == ctypes.sizeof(HfDraw), "a draw is packed as the library reads it"
+        assert RECORD.size == ctypes.sizeof(HfDraw), "a draw is packed as the library reads it"
         self._library = library
         self._own_pool: int | None = None
         self._sampler = library.hf_sampler_create(pool)
@@ -77,16 +81,19 @@ class NativeSampler:
         assert logits is not None, "a step that is drawn from asks for logits"
         logits = logits.contiguous()  # those of a split vocabulary may be cut out of a padded one
         rows = _Rows(draws, masks or {}, prompts)
-        told = _Told(rows.count, rows.most_logprobs)
+        most = max(0, most_logprobs(draws, prompts))
+        told = np.empty((rows.count, ctypes.sizeof(HfDrawn) // 4), dtype=np.int32)
+        top_ids = np.empty((rows.count, most), dtype=np.int32)
+        top_logprobs = np.empty((rows.count, most), dtype=np.float32)
         outcome = self._library.hf_sample(
             *(self._sampler, logits.data_ptr(), logits.shape[1]),
             *(None if known is None else known.data_ptr() for known in (best, mass)),
-            *(rows.packed, rows.count, rows.edits, told.drawn),
-            *(told.top_ids.ctypes.data, told.top_logprobs.ctypes.data, rows.most_logprobs),
+            *(rows.packed, rows.count, rows.edits, told.ctypes.data_as(POINTER(HfDrawn))),
+            *(top_ids.ctypes.data, top_logprobs.ctypes.data, most),
         )
         if outcome:
             raise ReplicaError(f"the sampler's threads did not run a step ({outcome})")
-        return told.sampled(draws)
+        return Told(told, top_ids, top_logprobs).sampled(draws)
 
 
 class _Rows:
@@ -96,34 +103,18 @@ class _Rows:
         self, draws: Sequence[DrawParams], masks: Mapping[int, bytes], prompts: Sequence[PromptLogprobParams]
     ) -> None:
         self._kept: list[object] = []
-        self.most_logprobs = 0
         edits: list[HfEdits] = []
         parts: list[bytes] = []
         for row, params in enumerate(draws):
-            number = _NONE
+            number = NONE
             if params.logits_settings is not None:
                 number = len(edits)
                 edits.append(self._edits(params, params.logits_settings, masks.get(row)))
-            parts.append(self._draw(params, number))
-        for wanted in prompts:
-            self.most_logprobs = max(self.most_logprobs, wanted.num_logprobs)
-            parts += [
-                _DRAW.pack(0, 0.0, 1.0, 0.0, 0, 0, _NONE, wanted.num_logprobs, token) for token in wanted.token_ids
-            ]
+            parts.append(draw_record(params, number))
+        parts += given_records(prompts)
         self.count = len(parts)
         self.packed = b"".join(parts)
         self.edits = (HfEdits * len(edits))(*edits) if edits else _NO_EDITS
-
-    def _draw(self, params: DrawParams, edits: int) -> bytes:
-        is_greedy = params.temperature < GREEDY_TEMPERATURE
-        num_logprobs = _NONE
-        if params.num_logprobs is not None:
-            num_logprobs = params.num_logprobs
-            self.most_logprobs = max(self.most_logprobs, num_logprobs)
-        return _DRAW.pack(
-            *(params.seed, params.min_p, params.top_p, 0.0 if is_greedy else 1 / params.temperature),
-            *(params.first_output_index, params.top_k, edits, num_logprobs, _NONE),
-        )
 
     def _edits(self, params: DrawParams, settings: LogitsSettings, mask: bytes | None) -> HfEdits:
         banned = banned_token_ids(params)
@@ -152,32 +143,3 @@ class _Rows:
     def _place(self, items: "array[int] | array[float]") -> tuple[int, int]:
         self._kept.append(items)
         return items.buffer_info()
-
-
-class _Told:
-    """What the library says of the rows of a step."""
-
-    def __init__(self, count: int, most_logprobs: int) -> None:
-        self._rows = np.empty((count, ctypes.sizeof(HfDrawn) // 4), dtype=np.int32)
-        self.drawn = self._rows.ctypes.data_as(POINTER(HfDrawn))
-        self.top_ids = np.empty((count, most_logprobs), dtype=np.int32)
-        self.top_logprobs = np.empty((count, most_logprobs), dtype=np.float32)
-
-    def sampled(self, draws: Sequence[DrawParams]) -> Sampled:
-        """As the engine takes it."""
-        token_ids: list[int] = self._rows[:, 0].tolist()
-        num_draws = len(draws)
-        logprobs: list[TokenLogprob | None] = []
-        if any(params.num_logprobs is not None for params in draws):
-            logprobs = [
-                self._logprob(row, token_ids[row]) if params.num_logprobs is not None else None
-                for row, params in enumerate(draws)
-            ]
-        prompt_logprobs = [self._logprob(row, token_ids[row]) for row in range(num_draws, len(token_ids))]
-        return Sampled(token_ids[:num_draws], logprobs, prompt_logprobs)
-
-    def _logprob(self, row: int, token_id: int) -> TokenLogprob:
-        _, rank, _, num_top = self._rows[row].tolist()
-        top = zip(self.top_ids[row, :num_top].tolist(), self.top_logprobs[row, :num_top].tolist(), strict=True)
-        logprob = float(self._rows[row : row + 1].view(np.float32)[0, 2])
-        return TokenLogprob(token_id=token_id, logprob=logprob, rank=rank, top=tuple(top))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.attention.kv_cache import KVCache, KVSpec
-from holdfast.worker.decoder.gpu.drawn_tokens import DrawnTokens, SentTokens
+from holdfast.worker.decoder.gpu.buffers import Readback, Reading
+from holdfast.worker.decoder.gpu.drawn_tokens import DrawnTokens
 from holdfast.worker.decoder.gpu.graphs import BUCKETS, Capture, DecodeGraphs, bucket_of, cuda_capture
 from holdfast.worker.decoder.gpu.launches import (
     SPLIT_KEYS,
@@ -24,6 +25,7 @@ from holdfast.worker.decoder.gpu.launches import (
     triton_launch,
 )
 from holdfast.worker.decoder.gpu.layers import DeviceLayers
+from holdfast.worker.decoder.gpu.sampler import DeviceSampler
 from holdfast.worker.decoder.gpu.step_arrays import StepArrays
 from holdfast.worker.decoder.gpu.weights import DeviceWeights
 from holdfast.worker.decoder.layout import DecoderLayout
@@ -31,7 +33,6 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.plan.step_plan import NO_TOKEN
 from holdfast.worker.sampling.head_output import HeadOutput
-from holdfast.worker.sampling.step_sampler import StepSampler, TorchSampler
 
 NUMERICS: Final = "gpu-decoder-1"
 """The order of all additions and roundings on one kind of device. A change of any bit takes the next number."""
@@ -47,8 +48,8 @@ class Launched:
     num_padded: int
     """Rows that the head has run on, the wanted ones first."""
     with_logits: bool
-    tokens: SentTokens | None = None
-    """The argmax of each row wanted, where the head gives no logits."""
+    tokens: Reading | None = None
+    """The argmax of each row wanted, where the head gives no logits and there are any."""
 
 
 class GpuExecutor:
@@ -80,30 +81,32 @@ class GpuExecutor:
         self._weights = DeviceWeights(layout, device, max_positions)
         self._layout = self._weights.layout
         self._progress = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._launch = launch
+        self._drawn = DrawnTokens(launch)
+        self._readback = Readback(device)
         self._launches = Launches(launch)
         self._layers = DeviceLayers(self._weights, group, self._launches, self._progress)
         if capture is None and device.type == "cuda":
             capture = cuda_capture
-        self._graphs = DecodeGraphs(capture if group.size == 1 else None)
+        capture = capture if group.size == 1 else None
+        self._graphs = DecodeGraphs(capture)
+        self._sampler = DeviceSampler(device, launch=launch, capture=capture, drawn=self._drawn)
         attention = layout.layers[0].attention
         self._query_group = attention.num_heads // attention.num_kv_heads
         self._fewest_kv_heads = min(layer.attention.num_kv_heads for layer in layout.layers)
         self._head_dim = max(layer.attention.head_dim for layer in layout.layers)
         self._max_rows = max(max_rows, _FEWEST_ROWS)
         self._arrays: StepArrays | None = None
-        self._drawn: DrawnTokens | None = None
         self._cache: KVCache | None = None
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step can be launched before the one before it is collected, if that one has no logits. With several
-        ranks it has not been tried.
+        """Whether a step can be launched before the one before it is collected. With several ranks it has not been
+        tried.
         """
         return self._group.size == 1
 
-    def make_sampler(self) -> StepSampler:
-        return TorchSampler()
+    def make_sampler(self) -> DeviceSampler:
+        return self._sampler
 
     def close(self) -> None:
         self.drop_cache()
@@ -126,6 +129,7 @@ class GpuExecutor:
 
     def drop_cache(self) -> None:
         self._graphs.clear()
+        self._sampler.close()
         self._cache = None
 
     def free_logits(self) -> None:
@@ -136,15 +140,13 @@ class GpuExecutor:
         return self.collect(self.launch(batch, with_logits=with_logits))
 
     def launch(self, batch: StepBatch, *, with_logits: bool) -> "Launched":
-        """Starts one step, and waits for nothing. Steps run in the order of their launches: tokens that the step before
-        draws without logits are put in on the device. At most two are launched before the first is collected, and none
-        after one with logits.
+        """Starts one step, and waits for nothing. Steps run in the order of their launches: pending tokens are those
+        that were drawn last, here or by the sampler. At most two are launched before the first is collected.
         """
         cache = self._cache_of()
         if batch.block_copies.size:
             cache.copy(*torch.from_numpy(batch.block_copies).to(self._device))
         step, wanted, key = self._prepare(batch, cache.block_size)
-        assert self._drawn is not None, "it is made with the step's arrays"
         if batch.has_pending:
             self._drawn.put_in(step.token_ids)
 
@@ -156,18 +158,20 @@ class GpuExecutor:
         else:
             self._graphs.run((*key, with_logits), self._layers.buffers, work)
         num_wanted, num_padded = len(batch.logits_rows), len(wanted)
+        self._drawn.last = None
         if with_logits or not num_wanted:
-            self._drawn.forget()
             return Launched(num_wanted, num_padded, with_logits)
-        tokens = self._layers.buffers.take("tokens", (num_padded,), torch.int32)
-        return Launched(num_wanted, num_padded, with_logits, self._drawn.send(tokens[:num_wanted]))
+        self._drawn.last = tokens = self._layers.buffers.take("tokens", (num_padded,), torch.int32)[:num_wanted]
+        return Launched(num_wanted, num_padded, with_logits, self._readback.start(tokens))
 
     def collect(self, launched: "Launched") -> HeadOutput:
-        """What the oldest step that was launched and not collected comes to. Waits for the device."""
+        """What the oldest step that was launched and not collected comes to. Waits for the device; not for logits,
+        which are read by kernels that are launched before the next step.
+        """
         take, vocab_size = self._layers.buffers.take, self._layout.vocab_size
         num_wanted, num_padded = launched.num_wanted, launched.num_padded
         if not launched.with_logits:
-            return HeadOutput(None, launched.tokens.read() if launched.tokens is not None else [])
+            return HeadOutput(None, launched.tokens.wait().tolist() if launched.tokens is not None else [])
         logits = take("logits", (num_padded, self._layout.head.out_features))[:num_wanted]
         if self._group.size > 1 and num_wanted:
             logits = self._group.all_gather(logits)
@@ -256,6 +260,9 @@ class GpuExecutor:
                 context = min(self._max_positions, num_splits * SPLIT_KEYS)
                 for with_logits in (True, False):
                     self.launch(StepBatch.decoding(num_rows, context, cache.block_size), with_logits=with_logits)
+            logits = self.collect(Launched(num_rows, num_rows, with_logits=True)).logits
+            assert logits is not None, "they were asked for"
+            self._sampler.warm_up(logits)
         cache.clear(torch.zeros(1, dtype=torch.int64))
 
     def _cache_of(self) -> KVCache:
@@ -266,7 +273,6 @@ class GpuExecutor:
         assert self._cache is not None, "a cache is allocated before steps run"
         max_blocks = -(-self._max_positions // self._cache.block_size)
         self._graphs.clear()
-        self._drawn = DrawnTokens(max_rows, self._device, self._launch)
         self._arrays = StepArrays(max_rows, max_blocks, self._query_group, self._head_dim, self._device)
 
     def _specs(self) -> list[KVSpec]:

@@ -4,36 +4,15 @@ What may live here: what follows what. What may not: arithmetic (`kernels/`), ti
 of a step (`executor.py`).
 """
 
-import math
-
-import torch
 from torch import Tensor
 
 from holdfast.worker.attention.kv_cache import KVCache
+from holdfast.worker.decoder.gpu.buffers import Buffers
 from holdfast.worker.decoder.gpu.launches import MOST_OUTSIDE, Launches, SplitSpace, StepTensors, splits_outside
 from holdfast.worker.decoder.gpu.step_arrays import tile_columns
 from holdfast.worker.decoder.gpu.weights import DeviceWeights
 from holdfast.worker.decoder.layout import Attention, DecoderLayout, Layer, Linear, Mlp, Norm
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-
-
-class Buffers:
-    """Memory that steps use one after the other, by name. It grows, and then graphs that read it are of no use."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._memory: dict[str, Tensor] = {}
-        self.generation = 0
-        """Moves when a buffer has moved."""
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor with whatever is in there; the same memory for the same name."""
-        count = math.prod(shape)
-        memory = self._memory.get(name)
-        if memory is None or len(memory) < count or memory.dtype != dtype:
-            self.generation += memory is not None
-            memory = self._memory[name] = torch.empty(count, dtype=dtype, device=self._device)
-        return memory[:count].view(shape)
 
 
 class DeviceLayers:

@@ -6,13 +6,14 @@ What may live here: where each number of a step lies, on the host and on the dev
 """
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.worker.decoder.gpu.buffers import Staging
 from holdfast.worker.decoder.gpu.launches import SPLIT_KEYS, AttentionTiles, StepTensors
 from holdfast.worker.distributed.step_batch import StepBatch
 
@@ -21,9 +22,6 @@ Int32Array = NDArray[np.int32]
 NARROW: Final = 16
 WIDE: Final = 32
 """Columns of a query tile: for decoding and verification, and for chunks of prompts."""
-
-_NUM_STAGES: Final = 2
-"""Copies that may be on their way while the next step is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +78,8 @@ class StepArrays:
         self._group = group
         self._columns = tile_columns(group, head_dim)
         size = 10 * max_rows + max_rows * max_blocks
-        is_cuda = device.type == "cuda"
-        self._stages = [torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_NUM_STAGES)]
-        make_event: Any = torch.cuda.Event  # torch does not say its type
-        self._copied = [make_event() for _ in range(_NUM_STAGES)] if is_cuda else []
+        self._staging = Staging(size, device)
         self._on_device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._next = 0
 
     @property
     def wanted(self) -> Tensor:
@@ -94,9 +88,8 @@ class StepArrays:
 
     def fill(self, batch: StepBatch, num_rows: int, tiles: QueryTiles, block_size: int) -> None:
         """Writes a step, padded to `num_rows` rows and to as many narrow tiles and wanted rows, and copies it."""
-        stage = self._free_stage()
         count, rows = len(batch.token_ids), self.max_rows
-        flat = stage.numpy()
+        flat = self._staging.free().numpy()
         flat[: 10 * rows].reshape(10, rows)[:, :num_rows] = 0
         flat[:count] = batch.token_ids
         positions = batch.positions
@@ -110,10 +103,7 @@ class StepArrays:
         flat[4 * rows : 4 * rows + tiles.narrow.size] = tiles.narrow.reshape(-1)
         flat[7 * rows : 7 * rows + tiles.wide.size] = tiles.wide.reshape(-1)
         end = 10 * rows + self._fill_tables(flat[10 * rows :], batch)
-        self._on_device[:end].copy_(stage[:end], non_blocking=True)
-        if self._copied:
-            self._copied[self._next].record()
-        self._next = (self._next + 1) % _NUM_STAGES
+        self._staging.copy(self._on_device[:end])
 
     def tensors(self, num_rows: int, num_narrow: int, num_wide: int, splits: tuple[int, int]) -> StepTensors:
         """The step as the kernels read it: views of the buffers, the same for the same numbers."""
@@ -140,9 +130,3 @@ class StepArrays:
         starts = np.arange(len(counts)) * width - (np.cumsum(counts) - counts)
         flat[np.repeat(starts, counts) + np.arange(len(batch.block_ids))] = batch.block_ids
         return len(counts) * width
-
-    def _free_stage(self) -> Tensor:
-        """A staging buffer that no copy reads any more."""
-        if self._copied:
-            self._copied[self._next].synchronize()
-        return self._stages[self._next]

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.worker.decoder.cpu.build import CLASSES, SOFTWARE_TILES
+from holdfast.worker.decoder.cpu.arena import Arena
+from holdfast.worker.decoder.cpu.build import CLASSES, IN_SOFTWARE
 from holdfast.worker.decoder.cpu.library import Unavailable, load_library
-from holdfast.worker.decoder.cpu.packing import DTYPES, GROUP, TILE, Arena, IntArray, PackedModel
+from holdfast.worker.decoder.cpu.packing import DTYPES, GROUP, TILE, IntArray, PackedModel
 from holdfast.worker.decoder.layout import Linear
 
-ALL = (*CLASSES, *SOFTWARE_TILES)
+ALL = (*CLASSES, *IN_SOFTWARE)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 FUNCTIONS = ("exp2", "exp", "sigmoid", "tanh", "erf", "silu", "gelu", "gelu_tanh", "sin", "cos")
 
@@ -48,6 +49,7 @@ class Product(PackedModel):
         self._kept = []
         self._arena = Arena()
         self._itemsize = weight.dtype.itemsize
+        self.dtype = DTYPES[weight.dtype]
         self._dtype = weight.dtype
         self._slice = weight.shape[1] // slices
         self._slices = slices
@@ -61,7 +63,7 @@ class Product(PackedModel):
         rows = self._padded(inputs)
         out = torch.full((len(rows) + 1, self.native.groups * GROUP), torch.nan)
         self._library.hf_product(
-            byref(self.native), DTYPES[self._dtype], rows.data_ptr(), rows.stride(0), len(rows), out.data_ptr()
+            byref(self.native), self.dtype, rows.data_ptr(), rows.stride(0), len(rows), out.data_ptr()
         )
         assert out[-1].isnan().all(), "something was written beyond the rows"
         return out[:-1, : self._outputs]

@@ -11,6 +11,7 @@ import pytest
 from holdfast.cluster.offline.llm import LLM
 from holdfast.worker.decoder.cpu import build, library
 from holdfast.worker.sampling_params import SamplingParams
+from tests.worker.decoder.cpu.native import library_or_skip
 
 ROOT = Path(__file__).parents[4]
 
@@ -72,9 +73,45 @@ def test_a_library_is_compiled_once(compiler):
 
 def test_parts_that_classes_share_are_compiled_once(compiler, tmp_path):
     build.compile_libraries(tmp_path / "all")
-    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["amx.so", "avx2.so", "avx512.so"]
-    assert len(calls(compiler)) == len(set(calls(compiler))) == 3 + 3 + 2 + 2 + 2
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == [
+        "amx.so",
+        "avx2.so",
+        "avx512.so",
+        "avx512bf16.so",
+    ]
+    assert len(calls(compiler)) == len(set(calls(compiler))) == 4 + 4 + 2 + 2 + 3
     assert "plain-amx.o" not in calls(compiler)
+
+
+class FakeLibrary:
+    """A loaded library of a class, and what this machine and system say of its instructions."""
+
+    def __init__(self, tiles_are_allowed: bool, pairs_agree: bool) -> None:
+        self.hf_allow_tiles = lambda: 0 if tiles_are_allowed else -1
+        self.hf_pairs_agree = lambda: int(pairs_agree)
+
+
+@pytest.mark.parametrize(
+    ("tiles_are_allowed", "pairs_agree", "chosen"),
+    [(True, True, "amx"), (False, True, "avx512bf16"), (False, False, "avx512")],
+)
+def test_a_class_whose_instructions_cannot_be_used_gives_way(
+    tiles_are_allowed, pairs_agree, chosen, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO)
+    loaded = {name: FakeLibrary(tiles_are_allowed, pairs_agree or name != "avx512bf16") for name in build.CLASSES}
+    monkeypatch.setattr(library, "missing_instructions", lambda name: set())
+    monkeypatch.setattr(library, "path_of", Path)
+    monkeypatch.setattr(library, "CDLL", lambda path: loaded[path])
+    monkeypatch.setattr(library, "_declared", lambda one: one)
+    assert library.load_library.__wrapped__() is loaded[chosen]
+    assert ("VDPBF16PS rounds in another way" in caplog.text) == (not pairs_agree)
+
+
+@pytest.mark.parametrize("name", build.CLASSES)
+def test_this_machine_rounds_pairs_as_two_multiply_adds(name):
+    """Also where an instruction does it: a CPU that differs is served by another class, and this test says so."""
+    assert library_or_skip(name).hf_pairs_agree() == 1
 
 
 def test_an_installed_library_is_used_if_it_is_not_stale(compiler):

@@ -45,7 +45,7 @@ def test_a_product_is_near_the_exact_one(dtype, shape, seed):
     assert ((y.double() - exact).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("other", ALL[:2] + ALL[3:])
+@pytest.mark.parametrize("other", [name for name in ALL if name != "avx2"])
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(shape=SHAPES, seed=st.integers(0, 99))
 def test_all_classes_give_the_same_bits(other, shape, seed):

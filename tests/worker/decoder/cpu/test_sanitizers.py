@@ -41,7 +41,7 @@ BF16_ALONE = " and not dtype1 and not dtype2 and not plain_dtypes and not a_long
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["avx2", "amx", "tiles2"])
+@pytest.mark.parametrize("name", ["avx2", "avx512bf16", "amx", "tiles2", "pairs2"])
 def test_no_sanitizer_complains(name, tmp_path):
     if missing := missing_instructions(name):
         pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
@@ -61,7 +61,7 @@ def test_no_sanitizer_complains(name, tmp_path):
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    chosen = f"({CHOSEN}){BF16_ALONE if name == 'tiles2' else ''} and not slow"
+    chosen = f"({CHOSEN}){BF16_ALONE if name in build.IN_SOFTWARE else ''} and not slow"
     files = [
         str(FOLDER / f"test_{each}.py")
         for each in ("functions", "products", "bits", "sequences", "long_contexts", "families", "sampler")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.worker.config import ModelConfig
-from holdfast.worker.decoder.cpu.packing import mapped_memory
+from holdfast.worker.decoder.cpu.arena import mapped_memory
 from holdfast.worker.decoder.cpu.spent_weights import SpentWeights, is_tied, linears
 from holdfast.worker.decoder.layout import DecoderLayout
 from holdfast.worker.decoder.program import make_program, read_program

@@ -1,8 +1,8 @@
 """Triton's interpreter as a model of a device: bfloat16 rounds to nearest, products are added 16 inputs at a time.
 
 The interpreter's own `dot` is numpy's, whose order of adding depends on the shape; this one adds exactly what one
-matrix instruction takes (16 inputs), rounds, and goes on, so bits show in which order a kernel goes. What may not
-live here: tests.
+matrix instruction takes (16 inputs), rounds, and goes on, so bits show in which order a kernel goes. A fused
+multiply-add rounds once. What may not live here: tests.
 """
 
 import os
@@ -61,6 +61,18 @@ def _splat(self: Any, kind: Any, scalar: Any) -> Any:
     return interpreter.TensorHandle(np.full(kind.shape, value, dtype=scalar.data.dtype), scalar.dtype.scalar)
 
 
+def _fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z of float32, rounded once: by way of float64 that is rounded to odd. Older interpreters round twice."""
+    product = np.multiply(x.data, y.data, dtype=np.float64)
+    added = z.data.astype(np.float64)
+    total = np.asarray(product + added)
+    back = total - product
+    error = (product - (total - back)) + (added - back)
+    is_even = (total.view(np.int64) & 1) == 0
+    odd = np.where((error != 0) & is_even, np.nextafter(total, np.copysign(np.inf, error)), total)
+    return interpreter.TensorHandle(odd.astype(np.float32), z.dtype.scalar)
+
+
 def _patch_tensor(tensor: Any, scope: Any) -> None:
     _plain_patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # numpy 2.4 takes no arrays
@@ -71,6 +83,7 @@ interpreter._patch_lang_tensor = _patch_tensor
 interpreter._convert_float = _convert
 interpreter.InterpreterBuilder.create_dot = _dot
 interpreter.InterpreterBuilder.create_splat = _splat
+interpreter.InterpreterBuilder.create_fma = _fma
 
 _LOCK = threading.Lock()
 

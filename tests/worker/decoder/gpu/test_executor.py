@@ -105,15 +105,17 @@ def test_rows_do_not_depend_on_their_batch_and_graphs_change_nothing():
 
 @pytest.mark.slow
 def test_all_graphs_are_captured_at_load():
-    """For up to 4 rows: of contexts of up to 1,024, 2,048 and 4,096 tokens, with logits and without."""
+    """For up to 4 rows: of contexts of up to 1,024, 2,048 and 4,096 tokens, with logits and without; and draws from
+    them, with masks, with log-probabilities and without.
+    """
     device = FakeDevice()
     runner = Runner(layout_of("llama"), capture=device)
     runner.executor.warm_up(3)
-    assert device.captures == 3 * 3 * 2
+    assert device.captures == 3 * 3 * 2 + 3 * 3
     blocks = runner.blocks(100)
     for position in (0, 70):
         runner.best(*(Part(position, [5], blocks) for _ in range(3)))
-    assert device.captures == 3 * 3 * 2
+    assert device.captures == 3 * 3 * 2 + 3 * 3
     assert not runner.cache.layers[0].keys[0].any()
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from holdfast.worker.decoder.gpu.executor import GpuExecutor
 from holdfast.worker.distributed.tensor_parallel import SingleRank
-from scripts.gpu_kernels import Shape, decode_batch, layout_of, prompt_batch
+from scripts.gpu_kernels import Shape, decode_batch, drawn_rows, layout_of, prompt_batch
 
 LAYERS = 3
 META = torch.device("meta")
@@ -64,7 +64,7 @@ BATCHES = {"decode": decode_batch(32), "few that decode": decode_batch(2), "prom
 def test_a_step_launches_nine_kernels_a_layer_and_makes_no_tensor(name, with_logits):
     """A small batch with a long context has a tenth, which merges the splits of its attention."""
     made, device = executor()
-    for batch in BATCHES.values():  # buffers are made
+    for batch in [*BATCHES.values()] * 2:  # buffers are made, for two steps in turn
         made.launch(batch, with_logits=with_logits)
     device.launches.clear()
     with Operations() as operations:
@@ -79,7 +79,7 @@ def test_tokens_of_the_step_before_are_put_in_by_one_kernel():
     made, device = executor()
     before = BATCHES["decode"]
     after = replace(before, token_ids=-1 - np.arange(len(before.token_ids)))
-    for batch in (before, after):  # buffers are made
+    for batch in (before, after, after):  # buffers are made, for two steps in turn
         made.launch(batch, with_logits=False)
     device.launches.clear()
     with Operations() as operations:
@@ -91,8 +91,31 @@ def test_tokens_of_the_step_before_are_put_in_by_one_kernel():
         made.launch(after, with_logits=False)
 
 
+KINDS = ("plain", "log-probabilities", "penalties", "masks")
+LAUNCHES_OF_DRAWS = {"plain": 4, "log-probabilities": 6, "penalties": 6, "masks": 6}
+COPIES_OF_DRAWS = {"plain": 2, "log-probabilities": 2, "penalties": 4, "masks": 5}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_draws_launch_as_many_kernels_for_many_rows_and_make_no_tensor(kind):
+    """What is copied: records, edits, their tokens and masks to the device, and what was drawn back."""
+    made, device = executor()
+    sampler, (draws, masks) = made.make_sampler(), drawn_rows()[KINDS.index(kind)]
+    logits = made.collect(made.launch(decode_batch(64), with_logits=True)).logits
+    for _ in range(2):
+        sampler.launch(logits, draws * 32, masks)  # buffers are made, for two steps in turn
+    device.launches.clear()
+    with Operations() as operations:
+        drawing = sampler.launch(logits, draws * 31, masks)
+    assert set(operations.names) <= VIEWS | {"copy_"}, operations.names
+    assert operations.names["copy_"] == COPIES_OF_DRAWS[kind]
+    assert sum(device.launches.values()) == LAUNCHES_OF_DRAWS[kind], device.launches
+    with pytest.raises((RuntimeError, NotImplementedError, TypeError), match="meta"):
+        sampler.collect(drawing)
+
+
 def test_reading_a_value_on_the_host_would_be_seen():
     made, _ = executor()
     launched = made.launch(BATCHES["decode"], with_logits=False)
-    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+    with pytest.raises((RuntimeError, NotImplementedError, TypeError), match="meta"):
         made.collect(launched)

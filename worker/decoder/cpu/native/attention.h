@@ -62,8 +62,10 @@ HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const 
   }
 }
 
-template <class W> HF_INLINE void widen_weights(AttentionScratch<W>& a, int row, int count) {
-  for (int i = row * KEYS; i < (row + count) * KEYS; i += 16) store(a.weight_floats + i, load(a.weights + i));
+template <class W> HF_INLINE void weight_factors(AttentionScratch<W>& a, int row, int count) {
+  typedef typename FactorOf<W>::Type Factor;
+  for (int i = row * KEYS; i < (row + count) * KEYS; i += 16)
+    store_factors(a.weight_factors + factors_in<Factor>(i), a.weights + i);
 }
 
 // Adds the keys [from, to) to what rows [0, count) have summed. `to` is beyond no row's context but the longest's.
@@ -87,16 +89,16 @@ void attend_keys(Tiles& t, AttentionScratch<W>& a, const Pages<W>& pages, const 
 #ifdef HF_TILES
       if constexpr (sizeof(typename InputOf<W>::Type) == 4)
 #endif
-        widen_weights(a, row, some);
+        weight_factors(a, row, some);
     }
-    // Values of small blocks are put together: once for many rows, tile by tile where each is used once.
+    // Values of small blocks are put together: once for many rows, two tiles at a time where each is used once.
     int num_spans = (num_keys + 31) / 32;
     auto put_together = [&](int s, int v, W* joined) {
       return value_tile(pages, seq, kv_head, key + 32 * s, num_keys - 32 * s, v, joined);
     };
     if (count <= 16) {
       add_values(t, a, shape, num_spans, sum.values, first, count,
-                 [&](int s, int v) { return put_together(s, v, a.joined[0][0]); });
+                 [&](int s, int v) { return put_together(s, v, a.joined[0][v % 2]); });
       continue;
     }
     const W* values[KEYS / 32][MAX_HEAD / 16];
@@ -149,7 +151,8 @@ HF_INLINE void gather_queries(AttentionScratch<W>& a, const HeadShape& s, const 
 #ifdef HF_TILES
     if constexpr (sizeof(typename InputOf<W>::Type) == 4)
 #endif
-      for (int j = 0; j < s.padded(); j += 16) store(a.query_floats + r * s.padded() + j, load(from + j));
+      for (int j = 0; j < s.padded(); j += 16)
+        store_factors(a.query_factors + factors_in<typename FactorOf<W>::Type>(r * s.padded() + j), from + j);
   }
 }
 

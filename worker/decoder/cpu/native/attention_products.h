@@ -18,14 +18,15 @@ struct Softmax {
 
 template <class W> struct AttentionScratch {
   typedef typename InputOf<W>::Type Input;
+  typedef typename FactorOf<W>::Type Factor;
   Softmax total, part;
   alignas(64) float scores[QUERY_ROWS * KEYS];
   alignas(64) Input weights[QUERY_ROWS * KEYS];
   alignas(64) Input queries[QUERY_ROWS * MAX_HEAD];
-  alignas(64) float query_floats[QUERY_ROWS * MAX_HEAD];
-  alignas(64) float weight_floats[QUERY_ROWS * KEYS];
+  alignas(64) Factor query_factors[QUERY_ROWS * MAX_HEAD];
+  alignas(64) Factor weight_factors[QUERY_ROWS * KEYS];
   alignas(64) W joined[KEYS / 32][MAX_HEAD / 16][TILE];
-  alignas(64) float widened[MAX_HEAD / 32][TILE];  // keys or values of many rows, where products go by FMA
+  alignas(64) float widened[2 * MAX_HEAD / 32][TILE];  // keys or values of many rows, where products go by FMA
 };
 
 // Where the keys of one tile of 64 lie: found once, for all rows.
@@ -121,17 +122,33 @@ template <class One, class Two> HF_INLINE void row_tiles(Tiles& t, int first, in
 }
 #endif
 
-// out [count][16] (+)= rows times tiles that follow one another. Many rows have them in float32 once.
-template <class W>
-void add_fma(AttentionScratch<W>& a, const float* rows, long stride, int count, const W* tile, int tiles, float* out,
-             long out_stride, bool begun) {
-  if constexpr (sizeof(W) == 4) add_column(rows, stride, count, tile, tiles, out, out_stride, begun);
-  else if (count <= FEW_ROWS) add_column(rows, stride, count, tile, tiles, out, out_stride, begun);
+// out [count][N * 16] (+)= rows times tiles that follow one another in each column. Many rows have them as factors once.
+template <int N, class W>
+void add_fma(AttentionScratch<W>& a, const typename FactorOf<W>::Type* rows, long stride, int count,
+             const Columns<W, N>& columns, int tiles, float* out, long out_stride, bool begun) {
+  enum { C = N * 16 / WIDTH };
+  if (count <= FEW_ROWS) {
+    int r = 0;
+    if (C <= FMA_COLUMNS)
+      for (; r + 2 <= count; r += 2)
+        add_few<2, C>(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun);
+    for (; r < count; r++)
+      add_few<1, C>(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun);
+    return;
+  }
+  if constexpr (FactorOf<W>::AS_THEY_LIE) add_many<C>(rows, stride, count, columns, tiles, out, out_stride, begun);
   else {
-    for (int i = 0; i < tiles; i++) widen_tile(tile + i * TILE, a.widened[i]);
-    add_column<float>(rows, stride, count, a.widened[0], tiles, out, out_stride, begun);
+    Columns<float, N> widened;
+    widened.step = TILE;
+    for (int i = 0; i < N; i++) {
+      widened.first[i] = a.widened[i * tiles];
+      for (int k = 0; k < tiles; k++) widen_tile(columns.first[i] + k * TILE, a.widened[i * tiles + k]);
+    }
+    add_many<C>(rows, stride, count, widened, tiles, out, out_stride, begun);
   }
 }
+// So many columns of 16 are multiplied at once.
+enum { COLUMNS_AT_ONCE = FMA_COLUMNS * WIDTH / 16 };
 
 // Scores [rows][64] of rows [first, count) with a tile of keys.
 template <class W>
@@ -144,9 +161,15 @@ HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, 
         t, first, count, [&](int row) { score_16(t, a.queries + row * padded, padded, k, a.scores + row * KEYS); },
         [&](int row) { score_32(t, a.queries + row * padded, padded, k, a.scores + row * KEYS); });
 #endif
-  const float* rows = a.query_floats + first * padded;
-  for (int b = 0; b < k.num_tiles; b++)
-    add_fma<W>(a, rows, padded, count - first, k.keys[b], s.key_tiles, a.scores + first * KEYS + 16 * b, KEYS, false);
+  typedef typename FactorOf<W>::Type Factor;
+  const long stride = factors_in<Factor>(padded);
+  for (int b = 0; b < k.num_tiles; b += COLUMNS_AT_ONCE) {
+    Columns<W, COLUMNS_AT_ONCE> keys;  // those that do not exist are nobody's
+    keys.step = TILE;
+    for (int i = 0; i < COLUMNS_AT_ONCE; i++) keys.first[i] = k.keys[std::min(b + i, k.num_tiles - 1)];
+    add_fma(a, a.query_factors + first * stride, stride, count - first, keys, s.key_tiles,
+            a.scores + first * KEYS + 16 * b, KEYS, false);
+  }
 }
 
 // values [rows][dims] += weights [rows][64] times a tile's values, for rows [first, count). `value(s, v)`: tile v of span s.
@@ -165,10 +188,18 @@ HF_INLINE void add_values(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, 
           add_values_32(t, a.weights + row * KEYS, num_spans, s.value_tiles, values + row * dims, value);
         });
 #endif
-  for (int span = 0; span < num_spans; span++)
-    for (int v = 0; v < s.value_tiles; v++)
-      add_fma<W>(a, a.weight_floats + first * KEYS + 32 * span, KEYS, count - first, value(span, v), 1,
-                 values + first * dims + v * 16, dims, true);
+  typedef typename FactorOf<W>::Type Factor;
+  const long stride = factors_in<Factor>(KEYS), each = Factors<Factor>::PER_TILE;
+  for (int span = 0; span < num_spans; span++) {
+    const Factor* weights = a.weight_factors + first * stride + span * each;
+    int v = 0;
+    auto add = [&](auto&& tiles) {
+      add_fma(a, weights, stride, count - first, tiles, 1, values + first * dims + v * 16, dims, true);
+    };
+    if (COLUMNS_AT_ONCE == 2)
+      for (; v + 2 <= s.value_tiles; v += 2) add(Columns<W, 2>{{value(span, v), value(span, v + 1)}, TILE});
+    for (; v < s.value_tiles; v++) add(Columns<W, 1>{{value(span, v)}, TILE});
+  }
 }
 
 }  // namespace

@@ -2,6 +2,10 @@
 // Pointers stay valid for as long as the decoder does. What is computed with them is in `step.h`.
 #pragma once
 
+namespace holdfast {
+enum Dtype { BFLOAT16, FLOAT16, FLOAT32 };
+}
+
 extern "C" {
 
 struct HfLinear {

@@ -1,12 +1,14 @@
 // The entry points of the library of one instruction class. There is one library for each, made from the same sources:
-//   amx       bf16 products by AMX tiles, the rest as avx512
-//   avx512    all products by FMA
-//   avx2      likewise, with registers of half the width
+//   amx         bf16 products by AMX tiles, the rest as avx512
+//   avx512bf16  bf16 products by two FMAs in one instruction, the rest as avx512
+//   avx512      all products by FMA
+//   avx2        likewise, with registers of half the width
 //   tiles512, tiles2: as amx, with the tiles in software on avx512 or avx2 (tests, on machines without AMX; bf16 alone)
+//   pairs2: as avx512bf16, with its instruction in software on avx2 (likewise)
 // All give the same bits.
 #include "typed.h"
 
-#ifdef HF_SOFTWARE_TILES
+#ifdef HF_BF16_ALONE
 holdfast::AnyDecoder* holdfast::plain_decoder(const HfModel&, int, Pool*) { return nullptr; }
 void holdfast::plain_product(const HfLinear&, int, const void*, long, int, float*) {}
 #endif
@@ -50,6 +52,36 @@ void hf_product(const HfLinear* linear, int dtype, const void* rows, long stride
   FlushedDenormals flushed;
   if (dtype == holdfast::BFLOAT16) multiply<Bf16>(*linear, rows, stride, count, out);
   else holdfast::plain_product(*linear, dtype, rows, stride, count, out);
+}
+
+// Whether this machine's instruction for pairs of bf16 rounds as two FMAs do, on numbers of all sizes. 1 where none is used.
+int hf_pairs_agree() {
+#ifdef HF_PAIRS
+  FlushedDenormals flushed;
+  uint64_t seed = 1;
+  auto next = [&] { return seed = seed * 6364136223846793005u + 1442695040888963407u, (uint32_t)(seed >> 32); };
+  for (int round = 0; round < 4096; round++) {
+    alignas(64) float sum[16], one[16], two[16], x[2][16], w[2][16];
+    alignas(64) uint32_t pairs[2][16];
+    int spread = round % 2 ? 8 : 60;  // of exponents
+    auto upper_half = [&] { return ((next() & 0x807f) | (127 - next() % spread) << 7) << 16; };
+    for (int i = 0; i < 16; i++) {
+      for (auto pair : pairs) pair[i] = upper_half() | upper_half() >> 16;
+      uint32_t bits = (next() & 0x807fffff) | (127 - next() % (2 * spread)) << 23;
+      memcpy(sum + i, &bits, 4);
+      for (int half = 0; half < 2; half++) {
+        uint32_t numbers[2] = {half ? pairs[0][i] << 16 : pairs[0][i] & 0xffff0000,
+                               half ? pairs[1][i] << 16 : pairs[1][i] & 0xffff0000};
+        memcpy(x[half] + i, numbers, 4), memcpy(w[half] + i, numbers + 1, 4);
+      }
+    }
+    for (int i = 0; i < 16; i += WIDTH)
+      wide_store(one + i, wide_two_products(wide_load(sum + i), pairs_load(pairs[0] + i), pairs_load(pairs[1] + i)));
+    store(two, fma(load(x[1]), load(w[1]), fma(load(x[0]), load(w[0]), load(sum))));
+    if (memcmp(one, two, sizeof one)) return 0;
+  }
+#endif
+  return 1;
 }
 
 // An elementary function of x [n], n a multiple of 16: 0 exp2, 1 exp, 2 sigmoid, 3 tanh, 4 erf, 5 silu, 6 gelu, 7 gelu by

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #define HF_INLINE static inline __attribute__((always_inline))
+#define HF_INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace {
 
@@ -101,6 +102,16 @@ HF_INLINE Wide even_of(const Half* p) { return _mm512_cvtph_ps(_mm512_cvtepi32_e
 HF_INLINE Wide odd_of(const Half* p) {
   return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_loadu_si512(p), 16)));
 }
+
+#ifdef HF_PAIRS
+// Registers of pairs of bf16, and sums to which the products of the upper halves are added, then those of the lower ones.
+typedef __m512i WidePairs;
+HF_INLINE WidePairs pairs_load(const void* p) { return _mm512_loadu_si512(p); }
+HF_INLINE WidePairs pairs_all(uint32_t pair) { return _mm512_set1_epi32((int)pair); }
+HF_INLINE Wide wide_two_products(Wide sum, WidePairs x, WidePairs w) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w);
+}
+#endif
 
 #else  // AVX2 with FMA and F16C
 
@@ -205,6 +216,18 @@ HF_INLINE Wide odd_of(const Bf16* p) {
   __m256i both = _mm256_loadu_si256((const __m256i*)p);
   return _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(0xffff0000)));
 }
+#ifdef HF_PAIRS  // as where the machine has an instruction for two products, for tests
+typedef __m256i WidePairs;
+HF_INLINE WidePairs pairs_load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+HF_INLINE WidePairs pairs_all(uint32_t pair) { return _mm256_set1_epi32((int)pair); }
+HF_INLINE Wide upper_of(WidePairs a) {
+  return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(0xffff0000)));
+}
+HF_INLINE Wide lower_of(WidePairs a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
+HF_INLINE Wide wide_two_products(Wide sum, WidePairs x, WidePairs w) {
+  return wide_fma(lower_of(x), lower_of(w), wide_fma(upper_of(x), upper_of(w), sum));
+}
+#endif
 HF_INLINE __m128i low_words(__m256i x) {
   __m256i words = _mm256_and_si256(x, _mm256_set1_epi32(0xffff));
   return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));

@@ -1,12 +1,12 @@
 // Products with packed weights: y = x W^T for 64 outputs at a time, with one order of adding for any number of rows.
 //
-// A packed weight is [outputs / 32][k tiles of 32][2 tiles of 16 outputs][16 pairs of k][16 outputs][2]; in float32 the
-// last two are exchanged. Whole k tiles are added one after the other (`tiles.h` says in which order within one). A
+// A packed weight is [outputs / 32][k tiles of 32][2 tiles of 16 outputs][a tile] (`tile_order.h`). Whole k tiles are added one after the other (`tiles.h` says in which order within one). A
 // row-parallel weight is cut into slices of k, each summed from zero; the partial sums are added as a binary tree, so that
 // ranks that hold whole subtrees give the same bits together. What is done with outputs does not live here.
 #pragma once
 #include <stdlib.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "fma.h"
@@ -15,7 +15,7 @@
 namespace {
 
 enum { MAX_ROWS = 256, BLOCK_ROWS = 32, MAX_LEVELS = 4 };
-enum { FEW_ROWS = 3, PIECE_TILES = 4 };  // of a product by FMA: rows that stream, and k tiles of a panel in the first cache
+enum { PIECE_TILES = 4 };  // of a product by FMA: k tiles of a panel that are in the first cache
 // Of two tiles of weights: cache lines; and how many k tiles of them are summed at once (a panel of 32 columns).
 enum { LINES = 32, WHOLE_TILES = 32, CUT_TILES = 20 };
 
@@ -40,48 +40,73 @@ struct Scratch {
   alignas(64) float sums[MAX_ROWS * GROUP];
   alignas(64) float partial[MAX_LEVELS][MAX_ROWS * GROUP];
   alignas(64) float widened[PIECE_TILES * 2 * TILE];
-  float* floats = nullptr;
-  long num_floats = 0;
-  long call = 0;  // whose rows are in `floats`, and which of them
+  void* factors = nullptr;  // of rows
+  long factor_bytes = 0;
+  long call = 0;  // whose rows are in `factors`, and which of them
   const void* rows = nullptr;
-  float* floats_of(long count) {
-    if (num_floats < count) {
-      free(floats);
-      floats = (float*)aligned_alloc(64, (count * 4 + 63) / 64 * 64);
-      num_floats = count;
+  void* factors_of(long bytes) {
+    if (factor_bytes < bytes) {
+      free(factors);
+      factors = aligned_alloc(64, (bytes + 63) / 64 * 64);
+      factor_bytes = bytes;
     }
-    return floats;
+    return factors;
   }
-  ~Scratch() { free(floats); }
+  ~Scratch() { free(factors); }
 };
 
+// N columns of the panels at `w`, from column `first` of 16 on, at k tile `k`.
+template <int N, class W> HF_INLINE Columns<W, N> columns_of(const W* w, int k_tiles, int first, int k) {
+  Columns<W, N> columns;
+  for (int i = 0; i < N; i++)
+    columns.first[i] = w + ((long)((first + i) / 2) * k_tiles + k) * 2 * TILE + (first + i) % 2 * TILE;
+  columns.step = 2 * TILE;
+  return columns;
+}
+
 // sums [count][64] = rows times one group of columns, over k tiles [first, end): a few tiles of 32 columns at a time, which
-// stay in the first cache, in float32, while the rows pass. The sums are stored and taken up again, which changes no bit.
-template <class W>
-void fma_many(const float* rows, long stride, int count, const W* w, int k_tiles, int first, int end, float* sums,
+// stay in the first cache, as factors, while the rows pass. The sums are stored and taken up again, which changes no bit.
+template <class F, class W>
+void fma_many(const F* rows, long stride, int count, const W* w, int k_tiles, int first, int end, float* sums,
               float* widened) {
-  for (int from = first; from < end; from += PIECE_TILES)
+  const int N = columns_in<FMA_COLUMNS>(), all = end - first;
+  const int piece = FactorOf<W>::AS_THEY_LIE && count <= FMA_ROWS ? all : std::min(all, (int)PIECE_TILES);
+  for (int from = first; from < end; from += piece)
     for (int half = 0; half < 2; half++) {
-      int tiles = end - from < PIECE_TILES ? end - from : PIECE_TILES;
-      const W* panel = w + ((long)half * k_tiles + from) * 2 * TILE;
-      const float* floats = widened;
-      if constexpr (std::is_same<W, float>::value) floats = panel;
-      else
-        for (int i = 0; i < tiles * 2; i++) widen_tile(panel + i * TILE, widened + i * TILE);
-      add_panel(rows + (long)from * K_TILE, stride, count, floats, tiles, sums + half * PANEL, GROUP, from > first);
+      int tiles = std::min(end - from, piece);
+      if (!FactorOf<W>::AS_THEY_LIE)
+        for (int i = 0; i < tiles * 2; i++) {
+          const W* tile = w + ((long)half * k_tiles + from) * 2 * TILE + i * TILE;
+          for (int step = 0; step < 16; step++) fetch_ahead<16>(tile, step);
+          widen_tile(tile, widened + i * TILE);
+        }
+      for (int col = 0; col < 2; col += N) {
+        const F* some = rows + factors_in<F>((long)from * K_TILE);
+        float* out = sums + half * PANEL + col * 16;
+        if constexpr (FactorOf<W>::AS_THEY_LIE)
+          add_many<FMA_COLUMNS>(some, stride, count, columns_of<N>(w, k_tiles, half * 2 + col, from), tiles, out, GROUP,
+                                from > first);
+        else
+          add_many<FMA_COLUMNS>(some, stride, count, columns_of<N>((const float*)widened, tiles, col, 0), tiles, out,
+                                GROUP, from > first);
+      }
     }
 }
-template <class W>
-void fma_rows(const float* rows, long stride, int count, const W* w, int k_tiles, int first, int end, float* sums,
+template <class F, class W>
+void fma_rows(const F* rows, long stride, int count, const W* w, int k_tiles, int first, int end, float* sums,
               float* widened) {
   if (count > FEW_ROWS) return fma_many(rows, stride, count, w, k_tiles, first, end, sums, widened);
+  rows += factors_in<F>((long)first * K_TILE);
   int r = 0;
   for (; r + 2 <= count; r += 2)
     for (int c = 0; c < GROUP; c += 2 * WIDTH)
-      fma_block<W, 2, 2>(rows + r * stride, stride, w, k_tiles, c, first, end, sums + r * GROUP);
+      add_few<2, 2>(rows + r * stride, stride, columns_of<columns_in<2>()>(w, k_tiles, c / 16, first), end - first,
+                    sums + r * GROUP + c, GROUP, false);
   for (; r < count; r++)
-    for (int c = 0; c < GROUP; c += 4 * WIDTH)
-      fma_block<W, 1, 4>(rows + r * stride, stride, w, k_tiles, c, first, end, sums + r * GROUP);
+    for (int c = 0; c < GROUP; c += FEW_COLUMNS * WIDTH)
+      add_few<1, FEW_COLUMNS>(rows + r * stride, stride,
+                              columns_of<columns_in<FEW_COLUMNS>()>(w, k_tiles, c / 16, first), end - first,
+                              sums + r * GROUP + c, GROUP, false);
 }
 
 #ifdef HF_TILES
@@ -194,11 +219,12 @@ void tile_rows(Tiles& t, const Bf16* rows, long stride, int count, const Bf16* w
 // Rows [count][row length] of one linear's inputs, as the products want them.
 template <class W> struct InputRows {
   typedef typename InputOf<W>::Type Input;
+  typedef typename FactorOf<W>::Type Factor;
   const Input* rows;
   long stride;
   int count;
-  const float* floats;  // the same, widened; null where tiles are used
-  long float_stride;
+  const Factor* factors;  // the same; null where tiles are used
+  long factor_stride;
 };
 
 // One row streams faster by FMA, from two on tiles do: the bits are the same.
@@ -210,19 +236,22 @@ template <class W> HF_INLINE bool uses_tiles(int count) {
 #endif
 }
 
-// `call`: numbers a product of many tasks, whose rows stay as they are: a thread widens them once. 0: there is one task.
+// `call`: numbers a product of many tasks, whose rows stay as they are: a thread makes factors of them once. 0: there is
+// one task.
 template <class W>
 InputRows<W> input_rows(Scratch& scratch, const typename InputOf<W>::Type* rows, long stride, int count, long length,
                         long call = 0) {
-  InputRows<W> input = {rows, stride, count, nullptr, length};
-  if constexpr (sizeof(*rows) == 4) {
-    input.floats = rows, input.float_stride = stride;
+  typedef typename InputRows<W>::Factor Factor;
+  InputRows<W> input = {rows, stride, count, nullptr, factors_in<Factor>(length)};
+  if constexpr (std::is_same<Factor, typename InputOf<W>::Type>::value) {
+    input.factors = rows, input.factor_stride = stride;
   } else if (!uses_tiles<W>(count)) {
     bool is_there = call && scratch.call == call && scratch.rows == rows;
-    float* floats = scratch.floats_of(length * count);
+    Factor* factors = (Factor*)scratch.factors_of(input.factor_stride * count * sizeof(Factor));
     for (int r = is_there ? count : 0; r < count; r++)
-      for (long k = 0; k < length; k += 16) store(floats + r * length + k, load(rows + r * stride + k));
-    input.floats = floats, scratch.call = call, scratch.rows = rows;
+      for (long k = 0; k < length; k += 16)
+        store_factors(factors + r * input.factor_stride + factors_in<Factor>(k), rows + r * stride + k);
+    input.factors = factors, scratch.call = call, scratch.rows = rows;
   }
   return input;
 }
@@ -233,7 +262,7 @@ void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputR
   int first = slice * w.slice_tiles, end = first + w.slice_tiles;
 #ifdef HF_TILES
   if constexpr (sizeof(W) == 2 && sizeof(*in.rows) == 2)
-    if (!in.floats) {
+    if (!in.factors) {
       const W* after = slice + 1 < w.slices ? w.group(group) + (long)end * 2 * TILE
                        : more_groups        ? w.group(group + 1)
                                             : nullptr;
@@ -242,7 +271,9 @@ void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputR
     }
 #endif
   (void)more_groups;
-  fma_rows<W>(in.floats, in.float_stride, in.count, w.group(group), w.k_tiles(), first, end, sums, scratch.widened);
+  typedef typename InputRows<W>::Factor Factor;
+  fma_rows<Factor, W>(in.factors, in.factor_stride, in.count, w.group(group), w.k_tiles(), first, end, sums,
+                      scratch.widened);
 }
 
 HF_INLINE void add_to(float* sums, const float* others, int count) {

@@ -1,8 +1,8 @@
 // Pages of the KV cache, as tiles: where keys and values lie, how they are written and read.
 //
-// A page belongs to one block and one KV head: keys [block / 16][dims / 32][16 pairs of dims][16 keys][2], then values
-// [block / span][dims / 16][span / 2 pairs of keys][16 dims][2], with spans of 32 keys, or 16 where blocks are that small: tiles
-// as they are multiplied. What is computed from them is in `attention.h`.
+// A page belongs to one block and one KV head: keys [block / 16][dims / 32][a tile of 32 dims and 16 keys], then values
+// [block / span][dims / 16][a tile of `span` keys and 16 dims], with spans of 32 keys, or 16 where blocks are that small (half a
+// tile): tiles as they are multiplied (`tile_order.h`). What is computed from them is in `attention.h`.
 #pragma once
 #include "functions.h"
 #include "linear.h"
@@ -66,11 +66,6 @@ HF_INLINE const W* value_tile(const Pages<W>& pages, const SequenceView& seq, in
     memcpy(joined + TILE / 2, value_span(pages, seq, kv_head, key + 16) + (long)dims * 16 * 16, TILE / 2 * sizeof(W));
   else memset((void*)(joined + TILE / 2), 0, TILE / 2 * sizeof(W));
   return joined;
-}
-
-// Where (k, n) lies in a tile.
-template <class W> HF_INLINE int place(int k, int n) {
-  return sizeof(W) == 2 ? k / 2 * 32 + n * 2 + k % 2 : k / 2 * 32 + k % 2 * 16 + n;
 }
 
 // Zeros for what lies behind the tokens of spans that this step begins: masked keys never bring in another's NaN.

@@ -229,10 +229,7 @@ template <class W> class Decoder {
   const W* head_row(int row, std::vector<W>& out) {
     out.resize(m.head.slice_tiles * K_TILE);
     const W* panel = (const W*)m.head.tiles + (long)(row / 32) * m.head.slice_tiles * 2 * TILE + row / 16 % 2 * TILE;
-    for (int k = 0; k < (int)out.size(); k++) {
-      const W* pair = pair_at(panel + k / K_TILE * 2 * TILE, k % K_TILE / 2, row % 16);
-      out[k] = pair[k % 2 * (sizeof(W) == 4 ? 16 : 1)];
-    }
+    for (int k = 0; k < (int)out.size(); k++) out[k] = panel[k / K_TILE * 2 * TILE + place<W>(k % K_TILE, row % 16)];
     return out.data();
   }
   template <class Fn> bool row_tasks(Run& run, int rows, Fn&& fn) {

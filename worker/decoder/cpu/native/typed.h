@@ -8,8 +8,6 @@
 
 namespace holdfast {
 
-enum Dtype { BFLOAT16, FLOAT16, FLOAT32 };
-
 struct AnyDecoder {
   virtual ~AnyDecoder() {}
   virtual void begin(const HfStep& step) = 0;

@@ -1,0 +1,99 @@
+"""Replacement of a cluster's routers by others with other settings, one after the other, by Serve's rolling update.
+
+A router that goes hands its streams over to another; one that comes waits for its port, and for its links, before the
+next one goes. What may live here: handing it to Serve, and watching it. What may not: what differs (`difference.py`).
+"""
+
+import logging
+import time
+from typing import Any, Final
+
+from holdfast.cluster.config.config import HoldfastConfig
+from holdfast.cluster.progress_bars import Report
+from holdfast.cluster.serve import models
+from holdfast.cluster.serve.directory import Member, Role, Snapshot
+from holdfast.cluster.serve.told_settings import of_router, router_config
+from holdfast.worker.errors import ConfigurationError, HoldfastError, ReplicaError, UpdateRolledBackError
+
+logger = logging.getLogger(__name__)
+
+START_S: Final = 120.0
+"""How long one router may take to come up, once the one before has ended."""
+
+_ANSWER_S: Final = 10.0
+_LOOK_EVERY_S: Final = 0.5
+
+
+def running_routers(namespace: str) -> HoldfastConfig | None:
+    """How a cluster's routers were started; None where they do not say. Raises `ConfigurationError` without one."""
+    routers = _routers(models.directory_of(namespace))
+    return router_config(routers[0].settings) if routers and routers[0].settings else None
+
+
+def replace_routers(before: HoldfastConfig, wanted: HoldfastConfig, report: Report) -> None:
+    """Gives a cluster's routers the settings `wanted`. Returns when all of them serve.
+
+    Raises `ConfigurationError` before anything is changed, `UpdateRolledBackError` where a router with them does not
+    come to serve; the routers then have those of `before` again.
+    """
+    namespace = wanted.cluster.namespace
+    directory = models.directory_of(namespace)
+    _check_its_own(namespace)
+    try:
+        _deploy(wanted)
+        _wait(directory, wanted, report)
+    except BaseException as error:  # an interrupt as well
+        _deploy(before)
+        if not isinstance(error, HoldfastError):
+            raise
+        raise UpdateRolledBackError(f"the routers keep their settings: {error}") from error
+
+
+def _check_its_own(namespace: str) -> None:
+    """An application that has replicas as well was made by someone else's configuration, a RayService's."""
+    from ray import serve
+
+    from holdfast.cluster.serve.app import REPLICA
+
+    if any(name.startswith(REPLICA) for name in serve.status().applications[namespace].deployments):
+        raise ConfigurationError(
+            f"the routers are part of the application {namespace!r} with its models: change that application's settings"
+        )
+
+
+def _deploy(config: HoldfastConfig) -> None:
+    from ray import serve
+
+    from holdfast.cluster.serve.app import cluster_application
+
+    app = cluster_application(config, models.default_host(config.cluster), replaces=True)
+    name = config.cluster.namespace
+    target = serve.RunTarget(target=app, name=name, route_prefix=None, external_scaler_enabled=True)
+    serve.run_many([target], wait_for_applications_running=False)
+
+
+def _wait(directory: Any, wanted: HoldfastConfig, report: Report) -> None:
+    """Until all routers that serve have these settings, and there are as many as wanted."""
+    number, settings = wanted.cluster.routers, of_router(wanted)
+    limit_s = number * (wanted.cluster.drain_timeout_s + START_S)
+    end_s = time.monotonic() + limit_s
+    while True:
+        routers = _routers(directory)
+        of_these = [one for one in routers if one.settings == settings]
+        for router in of_these:
+            if router.error is not None:
+                raise ConfigurationError(router.error)
+        num_up = sum(one.address is not None for one in of_these)
+        report("replacing routers", num_up, number)
+        if num_up == number and len(of_these) == len(routers):
+            return
+        if time.monotonic() > end_s:
+            raise ReplicaError(f"{num_up} of {number} routers serve with the new settings after {limit_s:g} s")
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _routers(directory: Any) -> list[Member]:
+    """All, those that start included; those that serve first."""
+    snapshot: Snapshot = directory.watch.remote(0).result(timeout_s=_ANSWER_S)
+    routers = [member for member in snapshot.members if member.role is Role.ROUTER]
+    return sorted(routers, key=lambda one: one.address is None)
