@@ -145,6 +145,7 @@ def simulate(
     a load is served, and what its clients would see is printed for each routing policy.
     """
     if replicas is not None:
+        _require(not async_scheduling, "async-scheduling", "with --replicas", "must not be: it is for simulated faults")
         cluster = shape.cluster(replicas)
         loads = load.loads(cluster.max_model_len)
         return _capacity(loads, cluster, routing, max_ttft_s, slo_ttft, slo_tpot, plot)

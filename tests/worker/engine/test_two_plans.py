@@ -21,6 +21,7 @@ from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduling import step_in_flight
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.step_update import StepUpdate
+from holdfast.worker.supervision.watchdog import Watchdog
 from holdfast.worker.suspicion import Suspicion
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from tests.worker.fake_device import FakeDevice, VirtualClock
@@ -519,6 +520,33 @@ def test_a_failure_before_an_action_between_steps_is_the_actions_too():
     with pytest.raises(ReplicaError, match="the device is lost"):
         future.result(TIMEOUT_S)
     recorder.wait_for(lambda: recorder.failure is not None)
+    engine.stop()
+
+
+def test_a_device_that_is_stuck_with_two_plans_in_flight_is_found_and_so_is_one_with_nobody_left():
+    device, now = Held(), VirtualClock()
+    engine, recorder = with_two_in_flight(device)
+    watchdog = Watchdog(engine.progress, lambda: engine.has_work, lambda still_s: None, frozen_after_s=1.0, clock=now)
+
+    def is_frozen_after(seconds: float) -> bool:
+        looks = []
+        for _ in range(round(seconds / 0.1)):
+            now.now += 0.1
+            looks.append(watchdog.look())
+        return any(looks)
+
+    assert not is_frozen_after(0.9)
+    device.go_on.release()
+    assert device.waits.acquire(timeout=TIMEOUT_S)
+    assert not is_frozen_after(0.9), "one of the two has come"
+    engine.abort("r")
+    device.go_on.release()
+    assert device.waits.acquire(timeout=TIMEOUT_S)
+    assert engine.load.num_running == 1
+    assert engine.has_work, "a step for nobody is collected too"
+    assert is_frozen_after(1.2)
+    device.go_on.release(100)
+    recorder.wait_for(lambda: "r" in recorder.ended)
     engine.stop()
 
 

@@ -4,7 +4,7 @@ What may live here: a step's way from the engine's arrays to the head's output. 
 (`layers.py`), what a step means to the engine (`worker/decoder/program.py`), draws (`worker/sampling/`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -246,7 +246,8 @@ class GpuExecutor:
         return rounded if splits_outside(num_rows, self._fewest_kv_heads, rounded) else 1
 
     def warm_up(self, max_rows: int) -> None:
-        """Captures all graphs of decode steps of up to `max_rows` sequences, so that none is while requests wait.
+        """Captures all graphs of decode steps of up to `max_rows` sequences, and compiles what puts their tokens into
+        the next step, so that none of it is done while requests wait.
 
         Overwrites the first block of the cache.
         """
@@ -263,6 +264,9 @@ class GpuExecutor:
             logits = self.collect(Launched(num_rows, num_rows, with_logits=True)).logits
             assert logits is not None, "they were asked for"
             self._sampler.warm_up(logits)
+        batch = StepBatch.decoding(1, 1, cache.block_size)
+        for token_ids in (batch.token_ids, batch.token_ids - 1):  # the second's is the one that the first has drawn
+            self.launch(replace(batch, token_ids=token_ids), with_logits=False)
         cache.clear(torch.zeros(1, dtype=torch.int64))
 
     def _cache_of(self) -> KVCache:
