@@ -25,7 +25,7 @@ from holdfast.router.doors.recent_errors import RecentErrors
 from holdfast.router.doors.state_dump import state_dump
 from holdfast.router.events import ModelStatus
 from holdfast.router.links.link_pool import LinkPool
-from holdfast.router.links.replica_directory import ReplicaDirectory, RouterEndpoint
+from holdfast.router.links.replica_directory import DirectoryView, ReplicaDirectory, RouterEndpoint
 from holdfast.router.orders import NO_ORDERS, Change, Orders
 from holdfast.router.replicas.versions import VersionCounts
 from holdfast.router.requests.request_processor import RequestProcessor
@@ -44,6 +44,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+
+FULL_DISKS = (
+    "there is little room under Ray's session folder on nodes of {} routers and replicas: streams go on, but what ends "
+    "there is not replaced until there is room; delete old sessions beside it, or what else fills the disk"
+)
 
 CLOSE_GRACE_S = 1.0
 """Seconds that the server waits for the ended calls to send their status."""
@@ -81,10 +86,11 @@ class Router:
         telemetry, stats = telemetry or TelemetryConfig(), self._request_processor.stats
         if telemetry.slow_request_s is not None:
             stats.on_end.append(SlowRequests(telemetry.slow_request_s, stats))
-        on_routers = None if self._picker is None else self._picker.set_routers
-        self._link_pool = LinkPool(self._dispatch_host, tokenizers, config, links, self._obey, on_routers)
+        self._link_pool = LinkPool(self._dispatch_host, tokenizers, config, links, self._obey, self._see)
         self.orders = NO_ORDERS
         """What its operators have ordered."""
+        self.warnings: tuple[str, ...] = ()
+        """What is wrong with the cluster although it serves, for health."""
         parts = self._request_processor, self._dispatch_host
         self._recent_errors = RecentErrors()
         logging.getLogger(PACKAGE).addHandler(self._recent_errors)
@@ -103,7 +109,7 @@ class Router:
         trailers = LoadReports(self._dispatch_host).trailers if config.load_reports else None
         self._server: grpc.aio.Server = self._build_server(servicers, trailers=trailers)
         self._admin_server: grpc.aio.Server | None = None
-        self._http_door = HttpDoor(*parts, limits, gate, operators)
+        self._http_door = HttpDoor(*parts, limits, gate, operators, lambda: self.warnings)
         self.in_process = InProcessDoor(self._request_processor, gate)
         """For calls from this process."""
         self._http_server: HttpServer | None = None
@@ -222,6 +228,11 @@ class Router:
         has_replicas = any(model.takes_requests for model in self._dispatch_host.models())
         address = self.advertised_http_address or self.http_address
         return RouterEndpoint(address=address, num_open=self.num_open, has_replicas=has_replicas)
+
+    def _see(self, view: DirectoryView) -> None:
+        self.warnings = (FULL_DISKS.format(view.num_on_full_disks),) if view.num_on_full_disks else ()
+        if self._picker is not None:
+            self._picker.set_routers(view.routers)
 
     def _obey(self, orders: Orders) -> None:
         self.orders = orders

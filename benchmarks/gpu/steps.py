@@ -20,6 +20,7 @@ from holdfast.worker.decoder.gpu.executor import GpuExecutor
 from holdfast.worker.decoder.layout import DecoderLayout, Layer, Linear, Mlp, Norm
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.model.roofline import Device, ModelShape, step_of
+from holdfast.worker.plan.step_plan import DrawParams
 from scripts.gpu_kernels import Shape, decode_batch, layout_of, prompt_batch
 
 SHAPES = {
@@ -27,6 +28,10 @@ SHAPES = {
     "0.6b": (Shape(1024, 3072, 16, 8, 128, 151936), 28),
 }
 """Llama-3.1-8B and Qwen3-0.6B, and their layers."""
+
+_PLAIN = DrawParams(seed=1, first_output_index=0, temperature=0.8, top_k=0, top_p=1.0)
+DRAWS = {"drawn": _PLAIN, "top-k": replace(_PLAIN, top_k=50), "top-p": replace(_PLAIN, top_p=0.95)}
+"""Random weights give flat logits: the nucleus is nearly all of the vocabulary."""
 
 BATCHES, CONTEXT, PROMPT = (1, 8, 64, 256), 1024, 2048
 
@@ -59,10 +64,18 @@ def main() -> None:
         took = milliseconds(partial(executor.run, batch, with_logits=False), options.seconds)
         least = step_of(roofline, device, num_sequences=count, num_tokens=1, context=CONTEXT).kernel_s * 1e3
         print(f"decode {count:4}  {took:9.3f}  {least:12.3f}  {least / took:5.0%}")
+        for name, draw in DRAWS.items():
+            batch.draws = partial(_drawn, draw, count)
+            took = milliseconds(partial(executor.run, batch, with_logits=True), options.seconds)
+            print(f"  {name:9}  {took:9.3f}")
     batch = prompt_batch(PROMPT)
     took = milliseconds(lambda: executor.run(batch, with_logits=False), options.seconds)
     least = step_of(roofline, device, num_sequences=1, num_tokens=PROMPT, context=PROMPT).kernel_s * 1e3
     print(f"prompt {PROMPT:4}  {took:9.3f}  {least:12.3f}  {least / took:5.0%}")
+
+
+def _drawn(draw: DrawParams, count: int) -> list[DrawParams]:
+    return [draw.at(row) for row in range(count)]
 
 
 def measured_device(seconds: float) -> Device:

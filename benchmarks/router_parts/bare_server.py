@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import sys
 
 import grpc
 
@@ -11,15 +12,23 @@ from holdfast.v1 import inference_pb2
 
 
 class Steps:
-    """Counts steps at a steady pace, and wakes who waits for the next."""
+    """Counts steps at a steady pace, and wakes who waits for the next. With a pace of 0 nobody waits."""
 
     def __init__(self, per_s: float) -> None:
-        self.num = 0
+        self._is_paced = per_s > 0
+        self.num = 0 if self._is_paced else sys.maxsize
+        if not self._is_paced:
+            return
         self._loop = asyncio.get_running_loop()
         self._gap_s = 1 / per_s
         self._next_s = self._loop.time()
         self._next: asyncio.Future[None] = self._loop.create_future()
         self._step()
+
+    @property
+    def began(self) -> int:
+        """The step that a stream which begins now begins with."""
+        return self.num if self._is_paced else 0
 
     async def after(self, num: int) -> None:
         while self.num <= num:
@@ -43,7 +52,7 @@ class Streams:
         asked = inference_pb2.GenerateRequest.FromString(request)
         chunks = prepared(asked.sampling_params.max_tokens)
         await context.send_initial_metadata((("x-request-id", asked.request_id),))
-        began = self._steps.num
+        began = self._steps.began
         for index, chunk in enumerate(chunks):
             await self._steps.after(began + index)
             await context.write(chunk)
@@ -65,7 +74,7 @@ async def main(steps_per_s: float, warm: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("steps_per_s", type=float)
+    parser.add_argument("steps_per_s", type=float, help="0: everything at once")
     parser.add_argument("tokens", type=int, help="the length of a stream, to prepare it beforehand")
     arguments = parser.parse_args()
     run(main(arguments.steps_per_s, arguments.tokens))

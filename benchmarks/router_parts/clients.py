@@ -81,6 +81,16 @@ class BareAsync(Streams):
             counts.tokens += 1
 
 
+class Counting(BareAsync):
+    """Takes chunks apart, because one may have several tokens."""
+
+    async def read(self, num_tokens: int) -> None:
+        counts, read = self.counts, inference_pb2.GenerateStreamResponse.FromString
+        async for chunk in self._call(asked(num_tokens)):
+            counts.messages += 1
+            counts.tokens += len(read(chunk).token_ids)
+
+
 class OnThreads(Streams):
     """Each stream is read by a thread."""
 
@@ -131,6 +141,7 @@ def asked(num_tokens: int) -> bytes:
 KINDS: Final[dict[str, Callable[[str], Streams]]] = {
     "our-async": OurAsync,
     "bare-async": BareAsync,
+    "counting": Counting,
     "our-blocking": OurBlocking,
     "bare-blocking": BareBlocking,
 }

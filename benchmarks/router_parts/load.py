@@ -14,6 +14,7 @@ from holdfast.worker.model_info import ModelInfo
 
 TEXT: Final = "Once upon a time, there was a little girl who lived in a small house near the big forest. "
 FINISHED: Final = 2
+PREFIX_TOKENS: Final = 128
 PROMPT: Final = "Tell me a story."
 
 
@@ -37,6 +38,7 @@ def token_at(index: int) -> int:
     return tokens[index % len(tokens)]
 
 
+@functools.cache
 def info() -> ModelInfo:
     """Of a replica that has no model, but reports one."""
     return ModelInfo(
@@ -57,6 +59,14 @@ def info() -> ModelInfo:
         checkpoint_digest="0123456789abcdef",
         answers_digest=b"01234567",
     )
+
+
+def prefixed_prompt(number: int, tail: int | None = None) -> tuple[int, ...]:
+    """A prompt that begins with one of many prefixes of `PREFIX_TOKENS`; with a `tail`, as many tokens follow."""
+    most = tokenizer().vocab_size
+    name = (number % most, number // most, *(index % most for index in range(PREFIX_TOKENS - 2)))
+    own = () if tail is None else (tail % most, tail // most, *(index % most for index in range(PREFIX_TOKENS - 2)))
+    return name + own
 
 
 @functools.lru_cache(maxsize=4)

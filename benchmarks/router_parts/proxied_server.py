@@ -33,7 +33,7 @@ class Streams:
         self, request: inference_pb2.GenerateRequest
     ) -> AsyncIterator[inference_pb2.GenerateStreamResponse]:
         self._steps = self._steps or Steps(self._steps_per_s)
-        began = self._steps.num
+        began = self._steps.began
         for index, chunk in enumerate(prepared(request.sampling_params.max_tokens)):
             await self._steps.after(began + index)
             yield inference_pb2.GenerateStreamResponse.FromString(chunk)
@@ -60,7 +60,7 @@ def serve_until_the_end(steps_per_s: float) -> None:
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=pick_port()), grpc_options=options)
         quiet: dict[str, Any] = {"log_level": "WARNING", "enable_access_log": False}
         deployment = serve.deployment(
-            Streams, max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0}, logging_config=quiet
+            Streams, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}, logging_config=quiet
         )
         serve.run(deployment.bind(steps_per_s), route_prefix="/")  # one that has a route is found without metadata
         say(address=f"127.0.0.1:{port}")

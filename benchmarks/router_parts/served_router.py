@@ -1,4 +1,4 @@
-"""The real router, on the event loop that serves it, with one replica."""
+"""The real router, on the event loop that serves it, with one replica or several."""
 
 import argparse
 import asyncio
@@ -13,31 +13,27 @@ from holdfast.router.router import Router
 from holdfast.worker.config import TelemetryConfig
 
 
-async def until_up(address: str) -> None:
-    """Returns once the router says that a replica is up."""
-    host, port = address.split(":")
-    answer = b""
-    while b" 200 " not in answer:
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        answer = await reader.readline()
-        writer.close()
+async def until_up(router: Router, num_replicas: int) -> None:
+    """Returns once so many replicas are up."""
+    while sum(len(demand.replicas) for demand in router.demands()) < num_replicas:
+        await asyncio.sleep(0.02)
 
 
 async def main(replica: str, folder: Path | None, *, http: bool, otlp_endpoint: str | None) -> None:
     model, path = (info().model, model_path()) if folder is None else (folder.name, folder)
-    endpoint = ReplicaEndpoint(replica_id="r0", address=replica, model=model, model_path=str(path))
+    endpoints = [
+        ReplicaEndpoint(replica_id=f"r{number}", address=address, model=model, model_path=str(path))
+        for number, address in enumerate(replica.split(","))
+    ]
     tracing = tracer_provider(TelemetryConfig(otlp_endpoint=otlp_endpoint), "router", "r0")
     router = await Router.start(
         RouterConfig(),
         LimitsConfig(),
-        StaticDirectory([endpoint]),
+        StaticDirectory(endpoints),
         http_port=0 if http else None,
         tracer=None if tracing is None else tracing.get_tracer(SCOPE),
     )
-    if http:
-        await until_up(router.http_address)
-    # Our clients ask again until the replica is up.
+    await until_up(router, len(endpoints))
     say(address=router.http_address if http else router.address, grpc_address=router.address)
     await until_the_end()
     await router.stop()
@@ -45,7 +41,7 @@ async def main(replica: str, folder: Path | None, *, http: bool, otlp_endpoint: 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("replica", help="address of its link")
+    parser.add_argument("replica", help="address of its link; of several, with commas")
     parser.add_argument("--model", type=Path, help="its folder; the bundled one where it has none")
     parser.add_argument("--http", action="store_true", help="say the address of the HTTP door")
     parser.add_argument("--otlp-endpoint", help="trace every request, and send the spans there")

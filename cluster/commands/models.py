@@ -35,7 +35,7 @@ OF_ROUTERS = (
     "object_store_memory",
     "models",
 )
-OF_REPLICAS = ("replicas", "cpus_per_rank", "rank_resources", "rank_labels", "span_nodes")
+OF_REPLICAS = ("replicas", "cpus_per_rank", "rank_resources", "rank_labels", "span_nodes", "domain_label")
 NOT_WHICH = tuple(f"cluster.{name}" for name in (*OF_ROUTERS, *OF_REPLICAS))
 
 

@@ -142,6 +142,12 @@ class ClusterConfig(Settings):
         description="let one replica's ranks lie on several nodes where no node has room for all of them: slow links "
         "between nodes slow down every step",
     )
+    domain_label: str | None = Field(
+        None,
+        min_length=1,
+        description="with `span_nodes`, a label whose equal values mean fast links between nodes, such as an NVLink "
+        "domain: the ranks of a model go to one of these domains, if one has room",
+    )
     object_store_memory: Bytes = Field(
         100 * 2**20, ge=80 * 2**20, description="object store of a Ray that is started here; no token is stored there"
     )
@@ -150,6 +156,14 @@ class ClusterConfig(Settings):
         ge=0,
         description="seconds that open requests have to finish when the cluster, a router or a replica stops",
     )
+
+    @model_validator(mode="after")
+    def _check_domain(self) -> "ClusterConfig":
+        if self.domain_label is not None and not self.span_nodes:
+            raise ValueError("domain_label needs span_nodes: without it, the ranks of a replica lie on one node anyway")
+        if self.domain_label in self.rank_labels:
+            raise ValueError(f"domain_label = {self.domain_label!r}: rank_labels chooses among its values already")
+        return self
 
     @property
     def router_ports(self) -> list[tuple[int, int | None, int | None]]:

@@ -21,6 +21,7 @@ from holdfast.cluster.config.chat_templates import with_template_texts
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig, load_config
 from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.serve.directory import DIRECTORY, DirectoryDeployment
+from holdfast.cluster.serve.domains import DomainChoice, choose_domains, known_nodes
 from holdfast.cluster.serve.engine_door import DoorSettings
 from holdfast.cluster.serve.metrics_door import MetricsSettings
 from holdfast.cluster.serve.placement_groups import (
@@ -110,7 +111,8 @@ def cluster_application(
     _warn_of_unmet("router", config.cluster.router_resources, node_resources())
     directory = _directory(config) if directory is None else directory
     host = config.cluster.host or default_host
-    return _router(config).bind(config, host, directory, *replicas, replaces=replaces)
+    router = _router(config, replaces=replaces)
+    return router.bind(config, host, directory, *replicas, replaces=replaces)
 
 
 def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: str) -> serve.Application:
@@ -118,12 +120,42 @@ def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: s
     _warn_of_unmet("rank", config.cluster.rank_resources, nodes)
     bundle = rank_bundle(config.worker, config.cluster, nodes)
     check_labels("cluster.rank_labels", config.cluster.rank_labels)
+    if config.cluster.domain_label is not None:
+        check_labels("cluster.domain_label", {config.cluster.domain_label: ""})
     bundles = [bundle] * config.parallel.tensor_parallel_size
-    _warn_of_room(config, bundles, nodes)
-    placed = _replica(config, name, bundles)
+    domains = _domains(config, bundles)
+    if domains is None or not domains.domains:
+        _warn_of_room(config, bundles, nodes)
+    placed = _replica(config, name, bundles, _rank_labels(config.cluster, domains))
     door, metrics = _door(config, default_host), _metrics(config, default_host)
     told = of_replica(config)
-    return placed.bind(config.worker, bundle, config.cluster.drain_timeout_s, directory, door, metrics, told)
+    domain_label = config.cluster.domain_label
+    settings = (config.worker, bundle, config.cluster.drain_timeout_s)
+    return placed.bind(*settings, directory, door, metrics, told, domain_label)
+
+
+def _domains(config: HoldfastConfig, bundles: Sequence[Resources]) -> DomainChoice | None:
+    """Where the ranks of all replicas go, as the nodes are now; None: no domains are asked for."""
+    cluster, num_ranks = config.cluster, len(bundles)
+    if cluster.domain_label is None or num_ranks == 1:
+        return None
+    nodes = known_nodes(cluster.rank_labels)
+    chosen = choose_domains(cluster.domain_label, bundles[0], num_ranks, config.most_replicas, nodes)
+    if not chosen.is_one:
+        logger.warning(
+            "%d replicas of %d ranks do not fit into one domain of cluster.domain_label = %s: ranks of one replica may "
+            "talk over slow links in every layer",
+            config.most_replicas,
+            num_ranks,
+            cluster.domain_label,
+        )
+    return chosen
+
+
+def _rank_labels(cluster: ClusterConfig, domains: DomainChoice | None) -> dict[str, str]:
+    if domains is None or cluster.domain_label is None:
+        return cluster.rank_labels
+    return cluster.rank_labels | domains.selector(cluster.domain_label)
 
 
 def _metrics(config: HoldfastConfig, default_host: str) -> MetricsSettings | None:
@@ -202,8 +234,9 @@ def known_token(namespace: str) -> str | None:
     return str(known.token)
 
 
-def _replica(config: HoldfastConfig, name: str, bundles: list[dict[str, float]]) -> serve.Deployment:
-    labels = config.cluster.rank_labels
+def _replica(
+    config: HoldfastConfig, name: str, bundles: list[dict[str, float]], labels: dict[str, str]
+) -> serve.Deployment:
     return serve.deployment(
         ReplicaDeployment,
         name=name,
@@ -220,10 +253,12 @@ def _replica(config: HoldfastConfig, name: str, bundles: list[dict[str, float]])
     )
 
 
-def _router_options(cluster: ClusterConfig) -> dict[str, Any]:
+def _router_options(cluster: ClusterConfig, *, replaces: bool) -> dict[str, Any]:
+    """Our own Ray counts CPUs for the routers that it was started with, and those that go have theirs until then."""
+    num_cpus = 0 if replaces and cluster.address is None else 1
     check_labels("cluster.router_labels", cluster.router_labels)
     labels = {"label_selector": cluster.router_labels} if cluster.router_labels else {}
-    return {"num_cpus": 1, "resources": cluster.router_resources, **labels}
+    return {"num_cpus": num_cpus, "resources": cluster.router_resources, **labels}
 
 
 def number_of_replicas(config: HoldfastConfig) -> dict[str, Any]:
@@ -268,13 +303,13 @@ def _runs_already(config: HoldfastConfig) -> bool:
     return running is not None and any(name.startswith(REPLICA) for name in running.deployments)
 
 
-def _router(config: HoldfastConfig) -> serve.Deployment:
+def _router(config: HoldfastConfig, *, replaces: bool) -> serve.Deployment:
     return serve.deployment(
         RouterDeployment,
         name=ROUTER,
         num_replicas=config.cluster.routers,
         max_ongoing_requests=_MANY,  # calls through handles: a router bounds what waits by itself
-        ray_actor_options=_router_options(config.cluster),
+        ray_actor_options=_router_options(config.cluster, replaces=replaces),
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + _SHUTDOWN_SLACK_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,

@@ -63,12 +63,16 @@ class DiskGuard:
         return self.is_full
 
     def close(self) -> None:
+        """Deletes its file. Those who only look leave another's alone."""
+        if not self._reserve_bytes:
+            return
         with suppress(OSError):
             self._reserve.unlink(missing_ok=True)
 
     def _fill(self, free: int) -> None:
         self.is_full = True
-        gives = f"; {_mib(self._reserve_bytes)} that were kept for this are given up" if self._reserve.exists() else ""
+        has_reserve = self._reserve_bytes and self._reserve.exists()
+        gives = f"; {_mib(self._reserve_bytes)} that were kept for this are given up" if has_reserve else ""
         self.close()
         self._say(
             f"the disk of {self._folder} is nearly full: {_mib(free)} are free{gives}. Streams go on, but without room "

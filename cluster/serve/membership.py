@@ -100,6 +100,7 @@ class WatchedDirectory:
                 cold_starts=cold_starts,
                 orders=orders,
                 routers=_routers(snapshot, known),
+                num_on_full_disks=sum(member.is_disk_full for member in snapshot.members),
             )
             if found != known:
                 known = found

@@ -52,10 +52,11 @@ def whole_replicas(bundle: Resources, num_ranks: int, nodes: Iterable[Resources]
 
     `nodes` are the resources of each node, used or not: a rolling update frees what it takes.
     """
-    return sum(_ranks_that_fit(node, bundle) // num_ranks for node in nodes)
+    return sum(ranks_that_fit(node, bundle) // num_ranks for node in nodes)
 
 
-def _ranks_that_fit(node: Resources, bundle: Resources) -> int:
+def ranks_that_fit(node: Resources, bundle: Resources) -> int:
+    """How many ranks a node has room for."""
     return int(min(node.get(kind, 0) // amount for kind, amount in bundle.items()))
 
 
@@ -106,12 +107,19 @@ class RayLauncher:
     def __init__(self, bundle: Resources, num_ranks: int) -> None:
         group = ray.util.get_current_placement_group()
         assert group is not None or num_ranks == 1, "the leader runs inside its replica's placement group"
+        self._group = group
         self._has_gpu = "GPU" in bundle
         self._actors = {rank: _rank_actor(bundle, group, rank) for rank in range(1, num_ranks)}
 
     @property
     def host(self) -> str:
         return str(ray.util.get_node_ip_address())
+
+    def node_ids(self) -> set[str]:
+        """Where the ranks of this replica lie."""
+        if self._group is None:
+            return {ray.get_runtime_context().get_node_id()}
+        return set(ray.util.placement_group_table(self._group)["bundles_to_node_id"].values())
 
     def launch(self, config: WorkerConfig, rendezvous: str) -> "RayRanks":
         places = [actor.where.remote() for actor in self._actors.values()]

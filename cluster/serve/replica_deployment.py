@@ -17,6 +17,7 @@ from ray import serve
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.serve.directory import Member, Role
 from holdfast.cluster.serve.disk_guard import LOOK_EVERY_S, DiskGuard, session_folder
+from holdfast.cluster.serve.domains import domains_of
 from holdfast.cluster.serve.log_lines import date_log_lines
 from holdfast.cluster.serve.membership import Lease, cluster_security, found
 from holdfast.cluster.serve.memory_watch import MemoryWatch
@@ -60,6 +61,7 @@ class ReplicaDeployment:
         door: "DoorSettings | None" = None,
         metrics: MetricsSettings | None = None,
         told: str = "",
+        domain_label: str | None = None,
     ) -> None:
         """`told`: what it says of its settings (`told_settings.py`)."""
         date_log_lines(config.telemetry.log_format)
@@ -67,6 +69,8 @@ class ReplicaDeployment:
         self._drain_timeout_s = drain_timeout_s
         self._loop = asyncio.get_running_loop()
         launcher = RayLauncher(bundle, config.parallel.tensor_parallel_size)
+        if domain_label is not None:
+            await asyncio.to_thread(_warn_of_domains, domain_label, launcher)
         handle = await found(directory)
         self._lease = Lease(handle, _starting(config, told))
         self._server: LinkServer | None = None
@@ -168,6 +172,12 @@ class ReplicaDeployment:
         assert self._server is not None, "its failures are heard of once it serves"
         await self._server.stop()
         await self._lease.end()
+
+
+def _warn_of_domains(label: str, launcher: RayLauncher) -> None:
+    domains = domains_of(label, launcher.node_ids())
+    if len(domains) > 1:
+        logger.warning("the ranks of this replica lie across domains of %s: %s", label, ", ".join(sorted(domains)))
 
 
 async def _opened(

@@ -12,7 +12,7 @@ from typing import Final
 from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.links.link import ReplicaLink
-from holdfast.router.links.replica_directory import ReplicaDirectory, ReplicaEndpoint, RouterEndpoint
+from holdfast.router.links.replica_directory import DirectoryView, ReplicaDirectory, ReplicaEndpoint
 from holdfast.router.orders import NO_ORDERS, Orders
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
 from holdfast.worker.model_info import ReplicaFacts
@@ -33,11 +33,11 @@ class LinkPool:
         config: RouterConfig,
         security: LinkSecurity = UNSECURED,
         on_orders: Callable[[Orders], None] | None = None,
-        on_routers: Callable[[frozenset[RouterEndpoint]], None] | None = None,
+        on_view: Callable[[DirectoryView], None] | None = None,
     ) -> None:
-        """`on_orders` is told what operators have ordered, when that changes; `on_routers`, which routers there are."""
+        """`on_orders` hears what operators have ordered, when that changes; `on_view`, all that the directory says."""
         self._on_orders = on_orders
-        self._on_routers = on_routers
+        self._on_view = on_view
         self._orders = NO_ORDERS
         self._endpoints: frozenset[ReplicaEndpoint] = frozenset()
         self._security = security
@@ -54,8 +54,8 @@ class LinkPool:
                     self._dispatch_host.models_removed(view.removed_models)
                     self._dispatch_host.models_asleep(dict(view.cold_starts))
                     self._endpoints = view.endpoints
-                    if self._on_routers is not None:
-                        self._on_routers(view.routers)
+                    if self._on_view is not None:
+                        self._on_view(view)
                     await self.obey(max(self._orders, view.orders, key=lambda orders: orders.revision))
             except Exception:  # any directory may fail, Ray's too: a router with a stale view is better than none
                 logger.exception("the replica directory failed; the links stay as they are until it answers again")

@@ -50,6 +50,8 @@ class DirectoryView:
     """What the cluster's operators want of its routers."""
     routers: frozenset[RouterEndpoint] = frozenset()
     """All routers that serve HTTP."""
+    num_on_full_disks: int = 0
+    """Routers and replicas on nodes where nothing that ends is replaced, because there is no room for its files."""
 
 
 class ReplicaDirectory(Protocol):
@@ -75,6 +77,7 @@ class StaticDirectory:
         removed_models: Iterable[str] = (),
         orders: Orders | None = None,
         routers: Iterable[RouterEndpoint] = (),
+        num_on_full_disks: int = 0,
     ) -> None:
         """Replaces the view. To be called on the event loop of the watchers."""
         self._view = DirectoryView(
@@ -82,6 +85,7 @@ class StaticDirectory:
             removed_models=frozenset(removed_models),
             orders=orders or NO_ORDERS,
             routers=frozenset(routers),
+            num_on_full_disks=num_on_full_disks,
         )
         self._changed.set()
         self._changed = asyncio.Event()

@@ -131,8 +131,9 @@ class ReplicaState:
         """
         if not self.attempts:
             return True
-        is_short = self._starts.wait_s(len(self._without_output)) <= self._max_wait_s
-        return is_short and self.load.num_waiting + self._num_sent < self._max_waiting
+        if self.load.num_waiting + self._num_sent >= self._max_waiting:
+            return False
+        return self._max_wait_s == math.inf or self._starts.wait_s(len(self._without_output)) <= self._max_wait_s
 
     def _refresh(self) -> None:
         if self._is_up:

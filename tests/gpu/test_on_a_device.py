@@ -7,6 +7,7 @@ Needs no network and no more than some minutes. What may not live here: what the
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,12 +15,20 @@ import torch
 if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("needs a CUDA device, and TRITON_INTERPRET=0", allow_module_level=True)
 
+from holdfast.worker.decoder.cpu.sampler import NativeSampler
+from holdfast.worker.decoder.gpu.buffers import Buffers
+from holdfast.worker.decoder.gpu.graphs import cuda_capture
 from holdfast.worker.decoder.gpu.launches import AttentionTiles, Launches, SplitSpace, StepTensors
+from holdfast.worker.decoder.gpu.sampler import DeviceSampler
 from holdfast.worker.decoder.gpu.weights import unfit
 from holdfast.worker.decoder.layout import Attention, Linear
 from holdfast.worker.decoder.reference import Reference
+from holdfast.worker.plan.step_plan import DrawParams
+from holdfast.worker.sampling.head_output import HeadOutput
+from tests.worker.decoder.cpu.native import library_or_skip
 from tests.worker.decoder.cpu.runs import layout_of, tokens
-from tests.worker.decoder.gpu.runs import Part, Runner
+from tests.worker.decoder.gpu.drawn import FILTERS, edited_batch, made, sampled, seeded
+from tests.worker.decoder.gpu.runs import Part, Runner, batch_of
 from tests.worker.decoder.models import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -135,3 +144,38 @@ def test_graphs_give_the_bits_of_single_launches():
         assert together.best(*last) == [int(logits[-1].argmax()) for logits in expected]
     torch.cuda.synchronize()
     assert together.executor.layers_done() >= before + 6 * len(layout.layers)
+
+
+@pytest.fixture
+def native():
+    library_or_skip()
+    sampler = NativeSampler.with_threads(4)
+    yield sampler
+    sampler.close()
+
+
+@pytest.mark.parametrize("captures", [True, False])
+@pytest.mark.parametrize("vocab", [1000, 128_256, 151_936])
+def test_draws_and_log_probabilities_are_the_native_samplers(native, vocab, captures):
+    device = DeviceSampler(Buffers(CUDA), capture=cuda_capture if captures else None)
+    for number, params in enumerate(FILTERS.values()):
+        logits, draws = made(67, vocab, 2.0, number), seeded(params, 67)
+        draws[:9] = seeded(replace(params, num_logprobs=20), 9)
+        assert sampled(device, logits.to(CUDA), draws) == sampled(native, logits, draws)
+        changes = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p, "num_logprobs": 3}
+        logits, draws, masks = edited_batch(vocab, 100 * number, **changes)
+        assert sampled(device, logits.to(CUDA), draws, masks) == sampled(native, logits, draws, masks)
+
+
+def test_a_step_draws_in_its_graph_what_is_drawn_from_its_logits(native):
+    runner = Runner(layout_of("llama"), device=CUDA)
+    last = [Part(0, [token], runner.blocks(1)) for token in (5, 6, 7)]
+    logits = torch.cat(runner.step(*last))
+    for seed in range(5):
+        draws = [
+            DrawParams(seed=seed + row, first_output_index=row, temperature=0.7 * row, top_k=0, top_p=0.9)
+            for row in range(3)
+        ]
+        batch = batch_of(last, runner.block_size)
+        batch.draws = lambda given=draws: given
+        assert runner.executor.run(batch, with_logits=True).sampled == native.sample(HeadOutput(logits, None), draws)

@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from holdfast.cluster.offline.llm import LLM
 from holdfast.cluster.serve import models
 from holdfast.cluster.serve.directory import SETTLED_S
 from holdfast.cluster.serve.serving import Serving, add_model
+from holdfast.worker.decoder.cpu.shared_weights import shares_large_pages
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.request import FinishReason
 from holdfast.worker.sampling_params import SamplingParams
@@ -391,6 +393,17 @@ def queue_length(router: str) -> int:
 
 def retiring(state: dict) -> set[str]:
     return {one["replica_id"] for one in state["replicas"] if one["is_retiring"]}
+
+
+@pytest.mark.skipif(not shares_large_pages(), reason="shared memory gets no large pages here")
+def test_replicas_have_their_packed_weights_in_memory_once(cluster: Serving):
+    """Each rank of one replica has the memory file of the same rank of the other."""
+    holders: dict[int, set[int]] = {}
+    for process in processes_named(":Replica") + processes_named("RankActor"):
+        for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+            if "memfd:holdfast-weights-" in os.readlink(descriptor):
+                holders.setdefault(descriptor.stat().st_ino, set()).add(process.pid)
+    assert [len(pids) for pids in holders.values()] == [2, 2]
 
 
 def test_gateways_drive_each_replica(cluster: Serving):

@@ -256,3 +256,21 @@ def test_components_go_together(tmp_path: Path):
     assert environment["data"]["HOLDFAST_CLUSTER__ROUTERS"] == "3"
     assert environment["data"]["HOLDFAST_SECURITY__INSECURE"] == "false"
     assert all("keys" in {volume["name"] for volume in pod.spec["volumes"]} for pod in pods(build))
+
+
+@EACH_CLUSTER
+def test_the_hosts_of_one_replica_are_drawn_to_one_nvlink_domain(build):
+    """Only where a replica has several, and never so firmly that it could not start elsewhere."""
+    group = ray_service(build)["spec"]["rayClusterConfig"]["workerGroupSpecs"][1]
+    affinity = group["template"]["spec"].get("affinity")
+    assert (affinity is not None) == (group.get("numOfHosts", 1) > 1)
+    if affinity is None:
+        return
+    (term,) = affinity["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert list(affinity) == ["podAffinity"]
+    assert list(affinity["podAffinity"]) == ["preferredDuringSchedulingIgnoredDuringExecution"]
+    wanted = term["podAffinityTerm"]
+    assert wanted["topologyKey"] == "nvidia.com/gpu.clique"
+    assert wanted["matchLabelKeys"] == ["ray.io/worker-group-replica-name"], "one replica, and not all of the model"
+    drawn = {pod.group for pod in pods(build) if pod.matches(wanted["labelSelector"])}
+    assert drawn == {"replicas"}

@@ -97,7 +97,13 @@ class OverlappingExecutor(Protocol):
         ...
 
     def collect(self, launched: Any) -> HeadOutput:
-        """What the oldest step that was launched and not collected comes to. Does not wait for logits."""
+        """What the oldest step that was launched and not collected comes to."""
+        ...
+
+    def logits_to_draw_from(self, launched: Any) -> Tensor | None:
+        """The logits of the step launched last, for kernels that are launched before the next one; None where it draws
+        by itself.
+        """
         ...
 
 
@@ -109,6 +115,10 @@ class DecoderProgram:
         self.executor = executor
         self.numerics = numerics
         self.sampler = executor.make_sampler()
+        self.overlapping: OverlappingExecutor | None = None
+        """What runs two steps at a time, if the device runs them and draws their tokens (an `OverlappingSampler`)."""
+        if isinstance(executor, OverlappingExecutor) and isinstance(self.sampler, OverlappingSampler):
+            self.overlapping = executor if executor.overlaps else None
         self.progress = ProgressCounter()
         """Moves with every layer."""
         self.progress.follow(executor.layers_done)
@@ -135,13 +145,6 @@ class DecoderProgram:
     def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
         """One step; the same output on every rank."""
         return self.executor.run(batch, with_logits=with_logits)
-
-    @property
-    def overlapping(self) -> OverlappingExecutor | None:
-        """What runs two steps at a time, if the device runs them and draws their tokens."""
-        executor = self.executor
-        draws = isinstance(self.sampler, OverlappingSampler)
-        return executor if draws and isinstance(executor, OverlappingExecutor) and executor.overlaps else None
 
     def close(self) -> None:
         self.sampler.close()

@@ -8,7 +8,7 @@ What may not live here: torch; the model turns arrays into tensors.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final, TypeAlias
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from holdfast.worker.plan.decode_rows import DecodeRows
 from holdfast.worker.plan.pending_tokens import KNOWN, drawing_rows, has_pending
-from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan
+from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
 
 IntArray = NDArray[np.int64]
 
@@ -60,6 +60,8 @@ class StepBatch:
     """False: their argmax is enough."""
     with_masses: bool = False
     """Whether log-probabilities will be made of them."""
+    draws: Callable[[], list[DrawParams] | None] | None = None
+    """On the leader, what is drawn from the logits, for an executor that draws in the step itself. Not packed."""
 
     @classmethod
     def decoding(cls, count: int, context: int, block_size: int) -> "StepBatch":

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -32,8 +33,8 @@ from holdfast.worker.model.memory import WAYS_OUT, is_failed_allocation, memory_
 from holdfast.worker.model.model import choose_device
 from holdfast.worker.model.program import BlockCache
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.plan.draws import by_sequence, draws_of
-from holdfast.worker.plan.step_plan import PromptLogprobParams, StepPlan, StepResult
+from holdfast.worker.plan.draws import by_sequence, draws_of, plain_draws_of
+from holdfast.worker.plan.step_plan import DrawParams, PromptLogprobParams, StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling.grammar_masks import GrammarMasks
@@ -141,7 +142,7 @@ class ModelRunner:
 
     def execute(self, batch: StepBatch) -> HeadOutput:
         """Runs one step. What the leader gets counts."""
-        self._enter_device()
+        self.enter_device()
         return self.program.run(batch, with_logits=batch.with_logits)
 
     @property
@@ -149,20 +150,7 @@ class ModelRunner:
         """What runs two steps at a time, if the device does."""
         return self.program.overlapping
 
-    def launch(self, batch: StepBatch) -> Any:
-        """Starts one step of a device that overlaps them; `collect` waits for it."""
-        overlapping = self.program.overlapping
-        assert overlapping is not None, "the device runs steps in turn"
-        self._enter_device()
-        return overlapping.launch(batch, with_logits=batch.with_logits)
-
-    def collect(self, launched: Any) -> HeadOutput:
-        """What a step that was launched comes to."""
-        overlapping = self.program.overlapping
-        assert overlapping is not None, "the device runs steps in turn"
-        return overlapping.collect(launched)
-
-    def _enter_device(self) -> None:
+    def enter_device(self) -> None:
         """CUDA's current device belongs to a thread, and a model is loaded on another one than its steps run on."""
         thread = threading.get_ident()
         if self._device.index is not None and thread != self._entered_by:
@@ -181,7 +169,7 @@ class LaunchedStep(NamedTuple):
     launched: Any
     """The program's own."""
     drawing: Any
-    """The sampler's own; None where the head's argmax is enough."""
+    """The sampler's own; None where the step draws by itself."""
 
 
 class LeaderRunner:
@@ -198,7 +186,8 @@ class LeaderRunner:
         plan = plan.with_drafts(drafts)
         waiting = self._grammars.start(plan)
         with_logits = needs_logits(plan)
-        output = self._execute(plan, with_logits=with_logits, with_masses=with_logits and asks_for_logprobs(plan))
+        with_masses, draws = with_logits and asks_for_logprobs(plan), partial(plain_draws_of, plan)
+        output = self._execute(plan, with_logits=with_logits, with_masses=with_masses, draws=draws)
         self._runner.progress.tick()
         masks = self._masks(waiting) if waiting is not None else None
         result = step_result(plan, output, self._runner.sampler, masks)
@@ -218,27 +207,32 @@ class LeaderRunner:
         with_logits = needs_logits(plan)
         with_masses = with_logits and asks_for_logprobs(plan)
         packed = StepBatch.pack(plan, with_logits=with_logits, with_masses=with_masses, before=before)
-        launched = self._runner.launch(StepBatch.unpack(self._group.broadcast(packed)))
-        if not with_logits:
+        batch = StepBatch.unpack(self._group.broadcast(packed))
+        batch.draws = partial(plain_draws_of, plan)
+        executor = self._overlapping()
+        launched = executor.launch(batch, with_logits=with_logits)
+        logits = executor.logits_to_draw_from(launched)
+        if logits is None:
             return LaunchedStep(plan, launched, None)
-        logits = self._runner.collect(launched).logits
-        assert logits is not None, "they were asked for"
-        sampler, masks = self._overlapping_sampler(), self._masks(waiting) if waiting is not None else None
+        masks = self._masks(waiting) if waiting is not None else None
+        sampler = cast(OverlappingSampler, self._runner.sampler)
         return LaunchedStep(plan, launched, sampler.launch(logits, draws_of(plan), masks, _prompts(plan)))
 
     def collect(self, step: LaunchedStep) -> StepResult:
         """What a step that was launched comes to: the oldest first."""
         if step.drawing is not None:
-            result = sampled_result(step.plan, self._overlapping_sampler().collect(step.drawing))
+            sampler = cast(OverlappingSampler, self._runner.sampler)
+            result = sampled_result(step.plan, sampler.collect(step.drawing))
         else:
-            result = step_result(step.plan, self._runner.collect(step.launched), self._runner.sampler)
+            result = step_result(step.plan, self._overlapping().collect(step.launched), self._runner.sampler)
         self._runner.progress.tick()
         return result
 
-    def _overlapping_sampler(self) -> OverlappingSampler:
-        sampler = self._runner.sampler
-        assert isinstance(sampler, OverlappingSampler), "a device that overlaps steps draws by itself"
-        return sampler
+    def _overlapping(self) -> OverlappingExecutor:
+        self._runner.enter_device()
+        overlapping = self._runner.overlapping
+        assert overlapping is not None, "the device runs steps in turn"
+        return overlapping
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Runs one step everywhere; a copy of the logits [rows wanted, vocab], in float32."""
@@ -246,9 +240,19 @@ class LeaderRunner:
         assert logits is not None, "rank 0 is the leader"
         return logits.clone()
 
-    def _execute(self, plan: StepPlan, *, with_logits: bool, with_masses: bool = False) -> HeadOutput:
+    def _execute(
+        self,
+        plan: StepPlan,
+        *,
+        with_logits: bool,
+        with_masses: bool = False,
+        draws: Callable[[], list[DrawParams] | None] | None = None,
+    ) -> HeadOutput:
+        """One step everywhere. With `draws`, the device may draw in place of giving logits."""
         message = self._group.broadcast(StepBatch.pack(plan, with_logits=with_logits, with_masses=with_masses))
-        return self._runner.execute(StepBatch.unpack(message))
+        batch = StepBatch.unpack(message)
+        batch.draws = draws
+        return self._runner.execute(batch)
 
     def _masks(self, waiting: "Future[dict[int, bytes]]") -> dict[int, bytes]:
         """The first grammar of a replica has to load the tokenizer, which takes a second if it is large: that counts as
@@ -331,6 +335,8 @@ def step_result(
 
     Rows with NaN or infinity give `NO_TOKEN`; the other rows are not affected.
     """
+    if output.sampled is not None:
+        return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.sampled.token_ids))
     if output.logits is None:
         assert output.best is not None, "a head gives logits or their argmax"
         return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.best))

@@ -25,6 +25,17 @@ def draws_of(plan: StepPlan) -> list[DrawParams]:
     return draws
 
 
+def plain_draws_of(plan: StepPlan) -> list[DrawParams] | None:
+    """`draws_of` a plan that decodes, if they only draw: without logits processors and log-probabilities."""
+    columns = plan.decodes.columns
+    if plan.others and any(sequence.prompt_logprobs is not None for sequence in plan.others):
+        return None
+    draws = None if columns.ask_for_logprobs else draws_of(plan)
+    if draws is None or any(draw.logits_settings is not None or draw.num_logprobs is not None for draw in draws):
+        return None
+    return draws
+
+
 def by_sequence(plan: StepPlan, drawn: Sequence[Item | None]) -> tuple[tuple[Item, ...], ...]:
     """What was drawn, or reported, in each row of `draws_of`, put together for each sequence; None is left out."""
     num_rows, rows = len(plan.decodes), iter(drawn)

@@ -4,15 +4,19 @@ What may live here: the data, and which steps need logits. What may not: drawing
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from holdfast.worker.plan.step_plan import StepPlan
 
+if TYPE_CHECKING:
+    from holdfast.worker.sampling.step_sampler import Sampled
+
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """What the head of a model gives for the rows wanted of a step. One of the two is there."""
+    """What the head of a model gives for the rows wanted of a step. One of the first two is there, or the last."""
 
     logits: Tensor | None
     """[rows wanted, vocab], float32. The next step may overwrite it."""
@@ -24,6 +28,8 @@ class HeadOutput:
     block_mass: Tensor | None = None
     """Of each 64 logits in turn the sum of exp(logit - the largest), float32. Log-probabilities are made of them and
     of `block_best`, beside which they stand. None where no row asks for any."""
+    sampled: "Sampled | None" = None
+    """What was drawn, where the device has drawn in the step itself."""
 
 
 def asks_for_logprobs(plan: StepPlan) -> bool:

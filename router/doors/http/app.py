@@ -81,8 +81,12 @@ class HttpDoor:
         limits: LimitsConfig,
         gate: Gate | None = None,
         operators: Operators | None = None,
+        warnings: Callable[[], Sequence[str]] = tuple,
     ) -> None:
-        """The `gate` lets requests in; without it all may come. Without `operators` there are no paths for them."""
+        """The `gate` lets requests in; without it all may come. Without `operators` there are no paths for them.
+        `warnings`: what health says besides.
+        """
+        self._warnings = warnings
         self._requests = request_processor
         self._gate = gate or Gate()
         self._dispatch_host = dispatch_host
@@ -304,10 +308,11 @@ class HttpDoor:
     # --- state ---
 
     async def health(self, request: Request) -> ASGIApp:
-        """200 while any model has a replica up."""
+        """200 while any model has a replica up, with what is wrong all the same."""
         if self._is_stopping or not any(model.takes_requests for model in self._dispatch_host.models()):
             raise ReplicaError("no replica is up" if not self._is_stopping else "this router is stopping")
-        return Response()
+        warnings = self._warnings()
+        return json_response({"warnings": list(warnings)}) if warnings else Response()
 
     async def version(self, request: Request) -> ASGIApp:
         return json_response({"version": version("holdfast")})

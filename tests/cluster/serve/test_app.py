@@ -7,6 +7,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 import holdfast
 from holdfast.cluster.serve import app
 from holdfast.cluster.serve.app import build_app
+from holdfast.cluster.serve.domains import Node
 from holdfast.worker.errors import ConfigurationError
 
 
@@ -69,6 +70,40 @@ def test_ranks_and_routers_go_to_nodes_with_their_labels():
     (replica,) = bound_replicas(build_app(args))
     assert router.ray_actor_options["label_selector"] == {"pool": "routers"}
     assert replica._replica_config.placement_group_bundle_label_selector == [{"pool": "replicas", "zone": "!a"}] * 2
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_ranks_go_to_one_domain_of_fast_links(monkeypatch, caplog: pytest.LogCaptureFixture):
+    two = {"CPU": 2.0}
+    nodes = [Node(labels={"rack": name}, total=two, free=two) for name in ("a", "b", "b", "c")]
+    selected: list[object] = []
+    monkeypatch.setattr(app, "known_nodes", lambda selector: selected.append(selector) or nodes)
+    labels = {"span_nodes": True, "domain_label": "rack", "rank_labels": {"pool": "replicas"}}
+    args = {"parallel": {"tensor_parallel_size": 4}, "cluster": labels} | OPEN
+    (replica,) = bound_replicas(build_app(args))
+    assert replica._replica_config.placement_group_bundle_label_selector == [{"pool": "replicas", "rack": "b"}] * 4
+    assert selected == [{"pool": "replicas"}]
+    assert "slow" not in caplog.text
+    assert bound_replicas(build_app(args))[0].init_args[-1] == "rack", "the replica says where it lies"
+    args["parallel"] = {"tensor_parallel_size": 6}
+    (replica,) = bound_replicas(build_app(args))
+    assert replica._replica_config.placement_group_bundle_label_selector == [{"pool": "replicas"}] * 6
+    assert "1 replicas of 6 ranks do not fit into one domain of cluster.domain_label = rack" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("cluster", "limit"),
+    [
+        ({"domain_label": "rack"}, "needs span_nodes"),
+        ({"domain_label": "rack", "span_nodes": True, "rank_labels": {"rack": "a"}}, "rank_labels chooses"),
+        ({"domain_label": "a b", "span_nodes": True}, "domain_label"),
+    ],
+)
+@pytest.mark.usefixtures("four_cpus")
+def test_a_domain_label_that_cannot_mean_anything_is_refused(cluster, limit, monkeypatch):
+    monkeypatch.setattr(app, "known_nodes", lambda selector: [])
+    with pytest.raises(ConfigurationError, match=rf"cluster.*{limit}"):
+        build_app({"cluster": cluster} | OPEN)
 
 
 @pytest.mark.usefixtures("four_cpus")

@@ -54,6 +54,19 @@ def test_who_only_looks_keeps_no_file(tmp_path: Path):
     assert "given up" not in disk.said[0]
 
 
+def test_who_only_looks_leaves_the_file_of_another_alone(tmp_path: Path):
+    """A router of the same node may look first: the file is for whoever says that it is given up."""
+    disk = Disk(PLENTY)
+    owner, other = disk.guard(tmp_path), disk.guard(tmp_path, 0)
+    owner.look()
+    disk.free = 0
+    assert (other.look(), reserve(tmp_path)) == (True, RESERVE)
+    assert "given up" not in disk.said[0]
+    other.close()
+    assert (owner.look(), reserve(tmp_path)) == (True, 0)
+    assert "1 MiB that were kept for this are given up" in disk.said[1]
+
+
 def test_a_folder_that_is_gone_is_told_and_ends_nothing(tmp_path: Path):
     said: list[str] = []
     assert not DiskGuard(tmp_path / "gone", said.append).look()

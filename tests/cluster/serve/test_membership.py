@@ -300,3 +300,10 @@ def test_routers_hear_of_each_others_http_addresses_and_load():
         {endpoint_of(1, 5), endpoint_of(2, 0, has_replicas=False)},
         {endpoint_of(1, 5)},
     ]
+
+
+def test_routers_hear_of_every_member_on_a_full_disk():
+    full = [replace(replica(number), is_disk_full=True) for number in (1, 2)]
+    handle = ScriptedHandle(snapshot(1, full[0], replica(2)), snapshot(2, *full), snapshot(3, replica(1), replica(2)))
+    views = loops.run(asyncio.wait_for(_first_views(handle, 3), 10.0))
+    assert [view.num_on_full_disks for view in views] == [1, 2, 0]

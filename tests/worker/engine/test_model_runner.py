@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.model.loading import load_model
 from holdfast.worker.model.memory import PREFIX_CACHE_FACTOR
 from holdfast.worker.plan.step_plan import DrawParams, StepPlan
+from holdfast.worker.sampling.head_output import HeadOutput
+from holdfast.worker.sampling.step_sampler import Sampled
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.parity.harness import (
@@ -23,6 +26,7 @@ from tests.parity.harness import (
 )
 
 CPU = torch.device("cpu")
+ANSWER = Sampled([7, 8], [], [])
 PROMPTS = [[5, 9, 77, 31, 8, 64, 3], [100, 4, 4, 90]]
 BYTES_PER_TOKEN = {"decoder": 2 * 2 * (32 + 16) * 4, "skeleton": 2 * 2 * (8 + 8) * 4}
 """Layers, KV heads, numbers of a head (the decoder program fills up keys to 32 and values to 16), bytes of a number."""
@@ -106,6 +110,26 @@ def test_a_step_draws_as_many_tokens_as_it_is_asked_for(leader):
 
 def test_a_step_may_draw_nothing(leader):
     assert leader.run(whole_prompts(leader, num_draws=(0, 0))).token_ids == ((), ())
+
+
+def test_a_device_may_draw_in_the_step_but_not_in_place_of_logits_that_are_asked_for(leader, monkeypatch):
+    """It is told what only draws: not what has log-probabilities."""
+    plan, batches = whole_prompts(leader), []
+    warm = replace(plan.sequences[0].draw, temperature=0.5)
+    drawn = replace(plan, sequences=tuple(replace(sequence, draw=warm) for sequence in plan.sequences))
+    told = replace(warm, num_logprobs=1)
+
+    def execute(batch):
+        batches.append(batch)
+        return HeadOutput(torch.zeros(2, 126), None) if batch.draws is None else HeadOutput(None, None, sampled=ANSWER)
+
+    monkeypatch.setattr(leader._runner, "execute", execute)
+    assert leader.run(drawn).token_ids == ((7,), (8,))
+    assert batches[-1].draws() == [warm, warm]
+    assert leader.logits(drawn).shape == (2, 126)
+    assert batches[-1].draws is None
+    leader.run(replace(drawn, sequences=tuple(replace(sequence, draw=told) for sequence in plan.sequences)))
+    assert batches[-1].draws() is None
 
 
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(leader):

@@ -71,6 +71,10 @@ class Staging:
         self._next = (self._next + 1) % _NUM_STAGES
 
 
+_FEWEST_READ: Final = 1 << 14
+"""What is read back of 256 rows with log-probabilities."""
+
+
 class Reading:
     """Numbers on their way from a device."""
 
@@ -94,7 +98,7 @@ class Readback:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self._host_device = torch.device("meta" if device.type == "meta" else "cpu")
-        self._stages = [self._stage(1) for _ in range(_NUM_STAGES)]
+        self._stages = [self._stage(_FEWEST_READ) for _ in range(_NUM_STAGES)]
         make_event: Any = torch.cuda.Event  # torch does not say its type
         self._arrived: list[Any] = [make_event() if self._is_cuda else None for _ in range(_NUM_STAGES)]
         self._next = 0

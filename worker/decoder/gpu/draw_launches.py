@@ -82,7 +82,7 @@ class DrawLaunches:
         num_blocks = num_chunks * _CHUNK_BLOCKS
         shared = {**_shared(given), **_masks(given)}
         found = {
-            "bests": take("bests", (num_rows, num_blocks)),
+            "bests": take("block bests", (num_rows, num_blocks)),
             "flaws": take("flaws", (num_rows, num_chunks), torch.int32),
         }
         race = {

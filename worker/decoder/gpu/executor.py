@@ -4,7 +4,9 @@ What may live here: a step's way from the engine's arrays to the head's output. 
 (`layers.py`), what a step means to the engine (`worker/decoder/program.py`), draws (`worker/sampling/`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -25,13 +27,13 @@ from holdfast.worker.decoder.gpu.launches import (
     triton_launch,
 )
 from holdfast.worker.decoder.gpu.layers import DeviceLayers
-from holdfast.worker.decoder.gpu.sampler import DeviceSampler
+from holdfast.worker.decoder.gpu.sampler import DeviceSampler, Drawing, plain_draws
 from holdfast.worker.decoder.gpu.step_arrays import StepArrays
 from holdfast.worker.decoder.gpu.weights import DeviceWeights
 from holdfast.worker.decoder.layout import DecoderLayout
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
-from holdfast.worker.plan.step_plan import NO_TOKEN
+from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams
 from holdfast.worker.sampling.head_output import HeadOutput
 
 NUMERICS: Final = "gpu-decoder-1"
@@ -50,6 +52,8 @@ class Launched:
     with_logits: bool
     tokens: Reading | None = None
     """The argmax of each row wanted, where the head gives no logits and there are any."""
+    drawing: Drawing | None = None
+    """What is drawn from the logits in the step itself."""
 
 
 class GpuExecutor:
@@ -89,7 +93,7 @@ class GpuExecutor:
             capture = cuda_capture
         capture = capture if group.size == 1 else None
         self._graphs = DecodeGraphs(capture)
-        self._sampler = DeviceSampler(device, launch=launch, capture=capture, drawn=self._drawn)
+        self._sampler = DeviceSampler(self._layers.buffers, launch=launch, capture=capture, drawn=self._drawn)
         attention = layout.layers[0].attention
         self._query_group = attention.num_heads // attention.num_kv_heads
         self._fewest_kv_heads = min(layer.attention.num_kv_heads for layer in layout.layers)
@@ -150,6 +154,10 @@ class GpuExecutor:
         if batch.has_pending:
             self._drawn.put_in(step.token_ids)
 
+        if key is not None and with_logits and batch.draws is not None and (draws := batch.draws()) is not None:
+            drawing = self._launch_draws(step, wanted, key, cache, draws)
+            return Launched(len(draws), len(wanted), True, drawing=drawing)
+
         def work() -> None:
             self._run_all(step, wanted, cache, with_logits)
 
@@ -162,20 +170,48 @@ class GpuExecutor:
         if with_logits or not num_wanted:
             return Launched(num_wanted, num_padded, with_logits)
         self._drawn.last = tokens = self._layers.buffers.take("tokens", (num_padded,), torch.int32)[:num_wanted]
-        return Launched(num_wanted, num_padded, with_logits, self._readback.start(tokens))
+        return Launched(num_wanted, num_padded, with_logits, tokens=self._readback.start(tokens))
+
+    def _launch_draws(
+        self,
+        step: StepTensors,
+        wanted: Tensor,
+        key: tuple[object, ...],
+        cache: KVCache,
+        draws: Sequence[DrawParams],
+    ) -> Drawing:
+        """Starts a step that decodes, and its draws, as one graph."""
+        buffers, sampler = self._layers.buffers, self._sampler
+        logits = buffers.take("logits", (len(wanted), self._layout.head.out_features))
+        asked = sampler.place(logits[:, : self._layout.vocab_size], draws)
+
+        def work() -> None:
+            self._run_all(step, wanted, cache, with_logits=True)
+            sampler.draw(asked)
+
+        self._graphs.run((*key, *sampler.key_of(asked)), buffers, work)
+        return sampler.send(asked)
 
     def collect(self, launched: "Launched") -> HeadOutput:
-        """What the oldest step that was launched and not collected comes to. Waits for the device; not for logits,
-        which are read by kernels that are launched before the next step.
-        """
-        take, vocab_size = self._layers.buffers.take, self._layout.vocab_size
-        num_wanted, num_padded = launched.num_wanted, launched.num_padded
+        """What the oldest step that was launched and not collected comes to. Waits for the device, but for logits."""
+        if launched.drawing is not None:
+            return HeadOutput(None, None, sampled=self._sampler.collect(launched.drawing))
         if not launched.with_logits:
             return HeadOutput(None, launched.tokens.wait().tolist() if launched.tokens is not None else [])
-        logits = take("logits", (num_padded, self._layout.head.out_features))[:num_wanted]
+        return HeadOutput(self._logits(launched), None)
+
+    def logits_to_draw_from(self, launched: "Launched") -> Tensor | None:
+        """The logits of the step launched last, for kernels that are launched before the next one; None where it draws
+        by itself.
+        """
+        return self._logits(launched) if launched.with_logits and launched.drawing is None else None
+
+    def _logits(self, launched: "Launched") -> Tensor:
+        num_wanted, shape = launched.num_wanted, (launched.num_padded, self._layout.head.out_features)
+        logits = self._layers.buffers.take("logits", shape)[:num_wanted]
         if self._group.size > 1 and num_wanted:
             logits = self._group.all_gather(logits)
-        return HeadOutput(logits[:, :vocab_size], None)
+        return logits[:, : self._layout.vocab_size]
 
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
         """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their slots."""
@@ -247,11 +283,13 @@ class GpuExecutor:
 
     def warm_up(self, max_rows: int) -> None:
         """Captures all graphs of decode steps of up to `max_rows` sequences, and compiles what puts their tokens into
-        the next step, so that none of it is done while requests wait.
+        the next step, so that none of it is done while requests wait. Without graphs, makes ready for draws.
 
         Overwrites the first block of the cache.
         """
         if not self._graphs.are_used:
+            if self._group.rank == 0 and self._device.type != "cpu":
+                self._sampler.warm_up(torch.zeros((max_rows, self._layout.vocab_size), device=self._device))
             return
         cache, most = self._cache_of(), -(-self._max_positions // SPLIT_KEYS)
         last = bucket_of(max_rows) or BUCKETS[-1]
@@ -259,8 +297,11 @@ class GpuExecutor:
             counts = {self._splits_of_graph(num_rows, 1 << power): 1 << power for power in range(most.bit_length() + 1)}
             for num_splits in sorted(counts.values(), reverse=True):
                 context = min(self._max_positions, num_splits * SPLIT_KEYS)
+                batch = StepBatch.decoding(num_rows, context, cache.block_size)
                 for with_logits in (True, False):
-                    self.launch(StepBatch.decoding(num_rows, context, cache.block_size), with_logits=with_logits)
+                    self.launch(batch, with_logits=with_logits)
+                batch.draws = partial(plain_draws, num_rows)
+                self.launch(batch, with_logits=True)
             logits = self.collect(Launched(num_rows, num_rows, with_logits=True)).logits
             assert logits is not None, "they were asked for"
             self._sampler.warm_up(logits)

@@ -26,10 +26,9 @@ from holdfast.worker.decoder.gpu.draw_launches import (
     DrawLaunches,
     Edits,
     Rows,
-    mask_words,
 )
 from holdfast.worker.decoder.gpu.drawn_tokens import DrawnTokens
-from holdfast.worker.decoder.gpu.edit_table import EditTable
+from holdfast.worker.decoder.gpu.edit_table import EditTable, Int32Array
 from holdfast.worker.decoder.gpu.graphs import Capture, DecodeGraphs, bucket_of
 from holdfast.worker.decoder.gpu.launches import Launch, triton_launch
 from holdfast.worker.plan.logits_settings import LogitsSettings
@@ -42,6 +41,18 @@ _FEWEST_WORDS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked of some rows, placed where the kernels find it."""
+
+    draws: Sequence[DrawParams]
+    rows: Rows
+    count: int
+    """Rows that are no padding."""
+    most: int
+    """As in `Drawing`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Drawing:
     """Draws that the device has been given."""
 
@@ -51,6 +62,11 @@ class Drawing:
     """Best tokens that there is room for; `NONE` where nothing is told but tokens."""
 
 
+def plain_draws(count: int) -> list[DrawParams]:
+    """Draws of no meaning, to warm up with."""
+    return [DrawParams(seed=0, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)] * count
+
+
 class DeviceSampler:
     """A step sampler on the device of the logits. Used by one thread at a time."""
 
@@ -58,16 +74,17 @@ class DeviceSampler:
 
     def __init__(
         self,
-        device: torch.device,
+        buffers: Buffers,
         *,
         launch: Launch = triton_launch,
         capture: Capture | None = None,
         drawn: DrawnTokens | None = None,
     ) -> None:
-        """`capture` makes a CUDA graph of work; without it kernels are launched one by one. What is drawn is written
-        down in `drawn`.
+        """`buffers` lie where the logits do. `capture` makes a CUDA graph of work; without it kernels are launched one
+        by one. What is drawn is written down in `drawn`.
         """
-        self._buffers = Buffers(device)
+        device = buffers.device
+        self._buffers = buffers
         self._lists = Buffers(device)
         """What graphs do not read, so that it may grow."""
         self._launches = DrawLaunches(self._buffers, launch)
@@ -96,30 +113,41 @@ class DeviceSampler:
     ) -> Drawing:
         """Starts the draws from rows [N, vocab] of logits, and waits for nothing."""
         table = EditTable(draws, masks, logits.shape[1])
-        packed = [*map(draw_record, draws, table.numbers), *given_records(prompts)]
-        asked = most_logprobs(draws, prompts)
-        most = NONE if asked == NONE else max(asked, MAX_LOGPROBS)
-        padded = (bucket_of(len(packed)) or len(packed)) if self._graphs.are_used else len(packed)
-        rows = self._rows(logits, self._records(packed, padded), table)
-        changes = self._edits(table, rows) if table.count else None
-        if changes is not None:
-            self._launches.edit(rows, changes)
+        asked = self._place(logits, draws, table, prompts)
+        if not table.count:
+            self._graphs.run(self.key_of(asked), self._buffers, lambda: self.draw(asked))
+            return self.send(asked)
+        changes = self._edits(table, asked.rows)
+        self._launches.edit(asked.rows, changes)
+        silent = replace(asked, most=NONE)  # log-probabilities are raw
+        self._graphs.run(self.key_of(silent), self._buffers, lambda: self.draw(silent))
+        self._launches.restore(asked.rows, changes)
+        if asked.most > NONE:
+            self._launches.tell(asked.rows, self._drawn(len(asked.rows.records)), asked.most)
+        return self.send(asked)
 
-        def work() -> None:
-            drawn = self._launches.draw(rows)
-            if most > NONE and changes is None:
-                self._launches.tell(rows, drawn, most)
+    def place(self, logits: Tensor, draws: Sequence[DrawParams]) -> Asked:
+        """Says what is drawn from logits that will be there, without logits processors; for `draw` and `send`."""
+        return self._place(logits, draws, None, ())
 
-        told = NONE if changes is not None else most
-        key = (padded, told, rows.masks is not None, logits.data_ptr(), *logits.stride(), logits.shape[1])
-        self._graphs.run(key, self._buffers, work)
-        if changes is not None:
-            self._launches.restore(rows, changes)
-            if most > NONE:
-                self._launches.tell(rows, self._drawn(padded), most)
-        self._drawn_tokens.last = self._drawn(padded)[: len(draws)]
-        found = self._drawn(padded) if most == NONE else self._told(padded, most)
-        return Drawing(draws, self._readback.start(found[: len(packed)]), most)
+    def key_of(self, asked: Asked) -> tuple[object, ...]:
+        """What of some draws is fixed in a graph."""
+        logits = asked.rows.logits
+        sizes = (len(asked.rows.records), asked.most, *logits.shape[1:], *logits.stride())
+        return ("draws", *sizes, asked.rows.masks is not None, logits.data_ptr())
+
+    def draw(self, asked: Asked) -> None:
+        """Launches the draws, of edited rows if there are edits, and what is told of them."""
+        drawn = self._launches.draw(asked.rows)
+        if asked.most > NONE:
+            self._launches.tell(asked.rows, drawn, asked.most)
+
+    def send(self, asked: Asked) -> Drawing:
+        """Starts the way of what was drawn to the host."""
+        padded = len(asked.rows.records)
+        self._drawn_tokens.last = self._drawn(padded)[: len(asked.draws)]
+        found = self._drawn(padded) if asked.most == NONE else self._told(padded, asked.most)
+        return Drawing(asked.draws, self._readback.start(found[: asked.count]), asked.most)
 
     def collect(self, drawing: Drawing) -> Sampled:
         """What was drawn. Waits for the device, and for no step that was launched later."""
@@ -134,15 +162,33 @@ class DeviceSampler:
         """Captures the graphs of draws from as many rows, of these logits, and makes room for their edits."""
         count = len(logits)
         edited = LogitsSettings(grammar="x", allowed_token_ids=array("q", [0]), repetition_penalty=2.0)
-        plain = DrawParams(seed=0, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
+        (plain,) = plain_draws(1)
         telling = replace(plain, num_logprobs=0)
         masked = replace(plain, logits_settings=edited)
         for params in (masked, telling, plain):
             masks = dict.fromkeys(range(count), b"\x01") if params is masked else None
-            self.collect(self.launch(logits, [params] * count, masks))
+            self.launch(logits, [params] * count, masks)
 
     def close(self) -> None:
         self._graphs.clear()
+
+    def _place(
+        self,
+        logits: Tensor,
+        draws: Sequence[DrawParams],
+        table: EditTable | None,
+        prompts: Sequence[PromptLogprobParams],
+    ) -> Asked:
+        """Copies records and masks to the device. Rows are padded to those of a graph."""
+        numbers = [NONE] * len(draws) if table is None else table.numbers
+        packed = [*map(draw_record, draws, numbers), *given_records(prompts)]
+        told = most_logprobs(draws, prompts)
+        most = NONE if told == NONE else max(told, MAX_LOGPROBS)
+        padded = (bucket_of(len(packed)) or len(packed)) if self._graphs.are_used else len(packed)
+        rows = Rows(logits, logits.shape[1], self._records(packed, padded))
+        if table is not None and len(table.masks):
+            rows = self._masked(rows, table.masks)
+        return Asked(draws, rows, len(packed), most)
 
     def _drawn(self, num_rows: int) -> Tensor:
         return self._buffers.take("drawn", (num_rows,), torch.int32)
@@ -157,19 +203,19 @@ class DeviceSampler:
         table[len(packed) :, [GIVEN, EDITS]] = ABSENT, NONE
         return self._placed("records", table, self._buffers.take("records", table.shape, torch.int32))
 
-    def _rows(self, logits: Tensor, records: Tensor, table: EditTable) -> Rows:
-        """The rows, with the masks of those that have one: room for two of each row, so that graphs find them."""
-        masks, vocab_size = table.masks, logits.shape[1]
-        if not len(masks):
-            return Rows(logits, vocab_size, records)
-        room = self._buffers.take("masks", (2 * len(records), mask_words(vocab_size)), torch.int32)
+    def _masked(self, rows: Rows, masks: Int32Array) -> Rows:
+        """The rows with these masks: there is room for two of each row, so that graphs find them."""
+        count = len(rows.records)
+        room = self._buffers.take("masks", (2 * count, masks.shape[1]), torch.int32)
         self._placed("masks", masks, room[: len(masks)])
-        return Rows(logits, vocab_size, records, room, self._buffers.take("kept", (len(records),), torch.int32))
+        return replace(rows, masks=room, kept=self._buffers.take("kept", (count,), torch.int32))
 
     def _edits(self, table: EditTable, rows: Rows) -> Edits:
         """The edits on the device."""
         take, tokens = self._lists.take, table.tokens
-        room = 1 << len(tokens).bit_length()  # lists grow with every step, and their buffers are not to
+        room = max(
+            _FEWEST_WORDS, 1 << len(tokens).bit_length()
+        )  # lists grow with every step, and their buffers are not to
         return Edits(
             table=self._placed("edits", table.table, take("edits", (len(rows.records), EDIT_WORDS), torch.int32)),
             tokens=self._placed("edit tokens", tokens, take("edit tokens", (room,), torch.int32)),

@@ -280,3 +280,22 @@ async def test_tokens_and_state():
         base_url = f"http://{place.router.http_address}"
         async with httpx2.AsyncClient(base_url=base_url) as client:
             assert (await client.get("/health")).status_code == 503
+
+
+@on_a_loop
+async def test_health_says_that_nothing_is_replaced_while_disks_are_full():
+    replica = await FakeReplica.start()
+    async with openai_site(replica) as (place, _):
+        url = f"http://{place.router.http_address}/health"
+        endpoints = place.directory._view.endpoints
+        async with httpx2.AsyncClient() as client:
+            assert (await client.get(url)).content == b""
+            place.directory.set(endpoints, num_on_full_disks=2)
+            while not (answer := await client.get(url)).content:
+                pass
+            (warning,) = answer.json()["warnings"]
+            assert (answer.status_code, "nodes of 2 routers and replicas" in warning) == (200, True)
+            place.directory.set(endpoints)
+            while (answer := await client.get(url)).content:
+                pass
+            assert answer.status_code == 200

@@ -36,7 +36,7 @@ CHOSEN = (
     " or tokens_are_those_of_pytorch or definition or processors_are or logprobs_ranks or penalty_does or no_numbers"
     " or refused or head_knows or no_rows or equal_logits"
 )
-BF16_ALONE = " and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
+BF16_ALONE = " and not equal_logits and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
 
 
 @pytest.mark.slow

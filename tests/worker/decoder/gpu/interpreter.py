@@ -73,17 +73,27 @@ def _fma(self: Any, x: Any, y: Any, z: Any) -> Any:
     return interpreter.TensorHandle(odd.astype(np.float32), z.dtype.scalar)
 
 
+def _splat(self: Any, shape: Any, scalar: Any) -> Any:
+    """Truth stays truth: the interpreter takes a comparison's result for a number of what was compared."""
+    spread = _plain_splat(self, shape, scalar)
+    if scalar.data.dtype == np.bool_:
+        return interpreter.TensorHandle(spread.data.astype(np.bool_), tl.int1)
+    return spread
+
+
 def _patch_tensor(tensor: Any, scope: Any) -> None:
     _plain_patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # numpy 2.4 takes no arrays
 
 
 _plain_patch = interpreter._patch_lang_tensor
+_plain_splat = interpreter.InterpreterBuilder.create_splat
 interpreter._patch_lang_tensor = _patch_tensor
 interpreter._convert_float = _convert
 interpreter.InterpreterBuilder.create_dot = _dot
 interpreter.InterpreterBuilder.create_splat = _splat
 interpreter.InterpreterBuilder.create_fma = _fma
+interpreter.InterpreterBuilder.create_splat = _splat
 
 _LOCK = threading.Lock()
 

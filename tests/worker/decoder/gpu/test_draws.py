@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,53 +12,15 @@ from torch import Tensor
 
 from tests.worker.decoder.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.decoder.cpu.sampler import NativeSampler
+from holdfast.worker.decoder.gpu.buffers import Buffers
 from holdfast.worker.decoder.gpu.sampler import DeviceSampler
 from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, PromptLogprobParams
-from holdfast.worker.sampling.head_output import HeadOutput
-from holdfast.worker.sampling.step_sampler import Sampled
+from holdfast.worker.sampling.logits_processors import apply_logits_processors
 from tests.worker.decoder.cpu.native import library_or_skip
+from tests.worker.decoder.gpu.drawn import FILTERS, PLAIN, edited_batch, made, sampled, seeded
 
 INF, NAN = float("inf"), float("nan")
-PLAIN = DrawParams(seed=7, first_output_index=0, temperature=1.0, top_k=0, top_p=1.0)
-FILTERS = {
-    "plain": PLAIN,
-    "greedy": replace(PLAIN, temperature=0.0),
-    "hot": replace(PLAIN, temperature=60.0),
-    "top-p": replace(PLAIN, temperature=0.8, top_p=0.95),
-    "narrow top-p": replace(PLAIN, temperature=1.7, top_p=0.02),
-    "top-k": replace(PLAIN, top_k=20),
-    "large top-k": replace(PLAIN, top_k=150, temperature=3.0),
-    "min-p": replace(PLAIN, min_p=0.05, temperature=1.3),
-    "all": replace(PLAIN, temperature=1.1, top_k=50, top_p=0.9, min_p=0.001),
-}
-
-
-SETTINGS = {
-    "allowed": LogitsSettings(allowed_token_ids=array("q", [3, 4, 5, 100_000, -1, 2**40, 64, 65])),
-    "unknown allowed": LogitsSettings(allowed_token_ids=array("q", [100_000])),
-    "bad words": LogitsSettings(bad_words=((1, 2, 9), (2, 11), (5,))),
-    "min tokens": LogitsSettings(min_tokens=50, end_token_ids=(0, 1, 2, 7)),
-    "bans of all": LogitsSettings(allowed_token_ids=array("q", [5]), bad_words=((5,),)),
-    "bias": LogitsSettings(logit_bias=((4, 9.5), (8, -100.0), (99_999, 3.0))),
-    "penalties": LogitsSettings(
-        repetition_penalty=1.7,
-        frequency_penalty=0.8,
-        presence_penalty=-0.6,
-        prompt_token_ids=array("q", [1, 3, 70_000]),
-    ),
-    "grammar": LogitsSettings(grammar="x", allowed_token_ids=array("q", [1, 2, 3])),
-    "another grammar": LogitsSettings(grammar="x", allowed_token_ids=array("q", [6, 8])),
-    "all": LogitsSettings(
-        grammar="x",
-        bad_words=((2, 12),),
-        logit_bias=((20, 5.0), (24, -3.0), (2, 30.0)),
-        repetition_penalty=0.6,
-        frequency_penalty=1.9,
-        presence_penalty=1.1,
-        prompt_token_ids=array("q", range(0, 60, 2)),
-    ),
-}
 
 
 class Replayed:
@@ -68,7 +31,7 @@ class Replayed:
 
 
 def device_sampler(capture=None) -> DeviceSampler:
-    return DeviceSampler(torch.device("cpu"), launch=launch, capture=capture)
+    return DeviceSampler(Buffers(torch.device("cpu")), launch=launch, capture=capture)
 
 
 @pytest.fixture(scope="module")
@@ -77,19 +40,6 @@ def native():
     sampler = NativeSampler.with_threads(1)
     yield sampler
     sampler.close()
-
-
-def made(num_rows: int, vocab: int, scale: float = 3.0, seed: int = 1) -> Tensor:
-    return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def seeded(params: DrawParams, count: int) -> list[DrawParams]:
-    """Draws of seeds beyond 32 bits too, and of different positions."""
-    return [replace(params, seed=seed * 0x1_2345_6789 % 2**63, first_output_index=seed % 97) for seed in range(count)]
-
-
-def sampled(sampler, logits: Tensor, *args) -> Sampled:
-    return sampler.sample(HeadOutput(logits, None), *args)
 
 
 def assert_same(native, logits: Tensor, draws, prompts=(), masks=None) -> None:
@@ -124,33 +74,31 @@ def test_logprobs_of_draws_and_prompts(native):
     assert_same(native, logits[4:], [replace(PLAIN, top_p=0.5)])
 
 
-def edited_batch(vocab: int, seed: int = 0, **changes) -> tuple[Tensor, list[DrawParams], dict[int, bytes]]:
-    """Each setting once with a draw and once without, among rows without any."""
-    outputs = (*(int(x) for x in torch.arange(30) * 7919 % 37), 4, 4, 9, 1, 2)
-    settings_of = [None, *SETTINGS.values(), *SETTINGS.values()]
-    draws = [
-        replace(
-            PLAIN,
-            seed=seed + row,
-            first_output_index=len(outputs),
-            temperature=float(row > len(SETTINGS)),
-            logits_settings=item,
-            output_token_ids=outputs if item is not None and item.look_back else (),
-            **changes,
-        )
-        for row, item in enumerate(settings_of)
-    ]
-    mask = bytes([0b0101_0110, 0b1000_0000, 0, 255] * 5)
-    masks = {row: mask for row, item in enumerate(settings_of) if item is not None and item.grammar}
-    return made(len(draws), vocab, 4.0, seed + 1), draws, masks
-
-
 def test_logits_processors(native):
     """Of one row all but the banned tokens are -inf; one is broken where a token is banned."""
     logits, draws, masks = edited_batch(129)
     logits[3, [*range(5), *range(6, 11), *range(12, 129)]] = -INF
     logits[4, 7] = NAN
     assert_same(native, logits, draws, (), masks)
+
+
+def test_edited_rows_are_those_of_pytorch():
+    """Not only the tokens that are drawn from them: each logit, and what the masks leave."""
+    logits, draws, masks = edited_batch(129)
+    seen = {}
+
+    def spy(kernel, grid, arguments, **options):
+        launch(kernel, grid, arguments, **options)
+        if kernel.fn.__name__ == "edit_rows":
+            seen.update({name: arguments[name].clone() for name in ("logits", "masks", "kept", "counts")})
+
+    sampled(DeviceSampler(Buffers(torch.device("cpu")), launch=spy), logits.clone(), draws, masks)
+    bits = np.unpackbits(seen["masks"].numpy().view(np.uint8), axis=1, count=129, bitorder="little")
+    kept = np.where(seen["kept"].numpy()[:, None] >= 0, bits[seen["kept"].clamp(min=0)], 1)
+    expected = logits[1:].clone()
+    apply_logits_processors(expected, draws[1:], {row - 1: mask for row, mask in masks.items()})
+    assert torch.equal(seen["logits"].where(torch.from_numpy(kept) > 0, -INF)[1:], expected)
+    assert not seen["counts"].any()
 
 
 def test_logprobs_are_raw_after_edits_too(native):
@@ -162,7 +110,7 @@ def test_logprobs_are_raw_after_edits_too(native):
 
 def test_a_row_is_drawn_alike_in_any_company_and_padding():
     """Graphs pad rows up to their size; what lies behind the wanted rows is not read."""
-    logits, draws = made(3, 200), seeded(replace(PLAIN, top_p=0.7, num_logprobs=2), 3)
+    logits, draws = made(3, 70), seeded(replace(PLAIN, top_p=0.7, num_logprobs=2), 3)
     alone = [sampled(device_sampler(), logits[row : row + 1], draws[row : row + 1]) for row in range(3)]
     padded = device_sampler(capture=Replayed)
     for _ in range(2):
@@ -171,6 +119,20 @@ def test_a_row_is_drawn_alike_in_any_company_and_padding():
         assert together.logprobs == [told for each in alone for told in each.logprobs]
     fewer = sampled(padded, logits[1:], draws[1:])
     assert fewer.token_ids == together.token_ids[1:]
+
+
+def test_padding_is_not_drawn_from():
+    """A graph of four rows has drawn three tokens, though there are logits behind."""
+    drawn = []
+
+    def spy(kernel, grid, arguments, **options):
+        launch(kernel, grid, arguments, **options)
+        if kernel.fn.__name__ == "settle_races":
+            drawn.append(arguments["drawn"].tolist())
+
+    sampler = DeviceSampler(Buffers(torch.device("cpu")), launch=spy, capture=Replayed)
+    token_ids = sampled(sampler, made(4, 70)[:3], seeded(PLAIN, 3)).token_ids
+    assert drawn == [[*token_ids, NO_TOKEN]] * 2
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import torch
 
 from tests.worker.decoder.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.decoder import program
+from holdfast.worker.decoder.cpu.sampler import NativeSampler
 from holdfast.worker.decoder.gpu.executor import NUMERICS, GpuExecutor
 from holdfast.worker.decoder.gpu.graphs import bucket_of
 from holdfast.worker.decoder.gpu.weights import unfit
@@ -15,7 +16,8 @@ from holdfast.worker.decoder.proof import Recognized
 from holdfast.worker.decoder.recognize import recognize
 from holdfast.worker.decoder.reference import Reference
 from holdfast.worker.distributed.tensor_parallel import SingleRank
-from holdfast.worker.plan.step_plan import BlockCopy
+from holdfast.worker.plan.step_plan import BlockCopy, DrawParams
+from holdfast.worker.sampling.head_output import HeadOutput
 from tests.worker.decoder.cpu.runs import layout_of, tokens
 from tests.worker.decoder.gpu import runs
 from tests.worker.decoder.gpu.runs import Part, batch_of
@@ -104,18 +106,40 @@ def test_rows_do_not_depend_on_their_batch_and_graphs_change_nothing():
 
 
 @pytest.mark.slow
+def test_draws_in_the_step_are_those_from_its_logits():
+    """Three sequences that decode, in a graph of four rows: its first replay and one with other draws."""
+    device = FakeDevice()
+    runner = Runner(layout_of("llama"), capture=device)
+    last = [Part(0, [token], runner.blocks(1)) for token in (5, 6, 7)]
+    logits = torch.cat(runner.step(*last))
+    sampler = NativeSampler.with_threads(1)
+    for seed in (1, 2):
+        draws = [
+            DrawParams(seed=seed + row, first_output_index=row, temperature=0.7 * row, top_k=0, top_p=0.9)
+            for row in range(3)
+        ]
+        batch = batch_of(last, runner.block_size)
+        batch.draws = lambda given=draws: given
+        output = runner.executor.run(batch, with_logits=True)
+        assert output.logits is None
+        assert output.sampled == sampler.sample(HeadOutput(logits, None), draws)
+    assert device.captures == 2, "the logits, and the draws"
+    sampler.close()
+
+
+@pytest.mark.slow
 def test_all_graphs_are_captured_at_load():
-    """For up to 4 rows: of contexts of up to 1,024, 2,048 and 4,096 tokens, with logits and without; and draws from
-    them, with masks, with log-probabilities and without.
+    """For up to 4 rows: of contexts of up to 1,024, 2,048 and 4,096 tokens, with logits, with draws and without; and
+    draws alone, with masks, with log-probabilities and without.
     """
     device = FakeDevice()
     runner = Runner(layout_of("llama"), capture=device)
     runner.executor.warm_up(3)
-    assert device.captures == 3 * 3 * 2 + 3 * 3
+    assert device.captures == 3 * 3 * 3 + 3 * 3
     blocks = runner.blocks(100)
     for position in (0, 70):
         runner.best(*(Part(position, [5], blocks) for _ in range(3)))
-    assert device.captures == 3 * 3 * 2 + 3 * 3
+    assert device.captures == 3 * 3 * 3 + 3 * 3
     assert not runner.cache.layers[0].keys[0].any()
 
 

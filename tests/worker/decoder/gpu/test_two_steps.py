@@ -103,7 +103,7 @@ class CountedRunner(DeviceRunner):
 
 def served(*, ahead: bool) -> tuple[dict[object, tuple[object, ...]], int, int]:
     """What requests are told by an engine over the executor: greedy ones, and from the middle on others too."""
-    runner = Runner(layout_of("llama"), num_blocks=32, block_size=16)
+    runner = Runner(layout_of("llama"), num_blocks=32, block_size=16, capture=FakeDevice())
     info = replace(INFO, block_size=16, num_blocks=32)
     loaded = LoadedModel(program=DecoderProgram(runner.executor), cache=runner.cache, info=info, draft=None)
     model = ModelRunner(loaded, WorkerConfig(), SingleRank(), torch.device("cpu"))

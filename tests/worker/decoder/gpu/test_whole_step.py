@@ -48,10 +48,12 @@ class Device:
         self.launches[kernel.fn.__name__] += 1
 
 
-def executor():
+def executor(capture=None):
     device = Device()
     shape = Shape(hidden=256, inner=512, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=1000)
-    made = GpuExecutor(layout_of(shape, LAYERS), SingleRank(), max_positions=8192, device=META, launch=device)
+    made = GpuExecutor(
+        layout_of(shape, LAYERS), SingleRank(), max_positions=8192, device=META, launch=device, capture=capture
+    )
     made.allocate_cache(16, 64)
     return made, device
 
@@ -112,6 +114,51 @@ def test_draws_launch_as_many_kernels_for_many_rows_and_make_no_tensor(kind):
     assert sum(device.launches.values()) == LAUNCHES_OF_DRAWS[kind], device.launches
     with pytest.raises((RuntimeError, NotImplementedError, TypeError), match="meta"):
         sampler.collect(drawing)
+
+
+class Graphs:
+    """Captures work and counts; a replay launches nothing more."""
+
+    def __init__(self):
+        self.captures = self.replays = 0
+
+    def __call__(self, work):
+        self.captures += 1
+        work()
+        return self
+
+    def replay(self):
+        self.replays += 1
+
+
+def test_a_step_with_temperatures_is_one_graph_and_three_copies():
+    """The step's arrays, the records, and the tokens back."""
+    graphs = Graphs()
+    made, device = executor(capture=graphs)
+    batch, (draws, _) = decode_batch(30), drawn_rows()[0]
+    batch.draws = lambda: draws * 15
+    for _ in range(2):
+        made.launch(batch, with_logits=True)
+    device.launches.clear()
+    with Operations() as operations:
+        launched = made.launch(batch, with_logits=True)
+    assert not device.launches
+    assert set(operations.names) <= VIEWS | {"copy_"}, operations.names
+    assert (operations.names["copy_"], graphs.captures, graphs.replays) == (3, 1, 3)
+    with pytest.raises((RuntimeError, NotImplementedError, TypeError), match="meta"):
+        made.collect(launched)
+
+
+def test_draws_are_made_ready_at_load():
+    """Then the first requests make no buffer."""
+    made, device = executor()
+    made.warm_up(8)
+    assert {"edit_rows", "tell", "settle_races"} <= set(device.launches)
+    logits = made.collect(made.launch(decode_batch(8), with_logits=True)).logits
+    with Operations() as operations:
+        for draws, masks in drawn_rows():
+            made.make_sampler().launch(logits, draws * 4, masks)
+    assert set(operations.names) <= VIEWS | {"copy_"}, operations.names
 
 
 def test_reading_a_value_on_the_host_would_be_seen():

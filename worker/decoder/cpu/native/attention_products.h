@@ -126,17 +126,17 @@ template <class One, class Two> HF_INLINE void row_tiles(Tiles& t, int first, in
 template <int N, class W>
 void add_fma(AttentionScratch<W>& a, const typename FactorOf<W>::Type* rows, long stride, int count,
              const Columns<W, N>& columns, int tiles, float* out, long out_stride, bool begun) {
-  enum { C = N * 16 / WIDTH };
+  constexpr int C = N * 16 / WIDTH;
   if (count <= FEW_ROWS) {
     int r = 0;
-    if (C <= FMA_COLUMNS)
+    if (C <= (int)FMA_COLUMNS)
       for (; r + 2 <= count; r += 2)
         add_few<2, C>(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun);
     for (; r < count; r++)
       add_few<1, C>(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun);
     return;
   }
-  if constexpr (FactorOf<W>::AS_THEY_LIE) add_many<C>(rows, stride, count, columns, tiles, out, out_stride, begun);
+  if constexpr (FactorOf<W>::AS_THEY_LIE) add_many<C, true>(rows, stride, count, columns, tiles, out, out_stride, begun);
   else {
     Columns<float, N> widened;
     widened.step = TILE;
@@ -144,7 +144,7 @@ void add_fma(AttentionScratch<W>& a, const typename FactorOf<W>::Type* rows, lon
       widened.first[i] = a.widened[i * tiles];
       for (int k = 0; k < tiles; k++) widen_tile(columns.first[i] + k * TILE, a.widened[i * tiles + k]);
     }
-    add_many<C>(rows, stride, count, widened, tiles, out, out_stride, begun);
+    add_many<C, false>(rows, stride, count, widened, tiles, out, out_stride, begun);
   }
 }
 // So many columns of 16 are multiplied at once.

@@ -11,7 +11,8 @@
 namespace {
 
 enum { PANEL = 32, GROUP = 64 };
-const int PREFETCH_BYTES = 2048;
+// How far ahead weights are fetched that stream past few rows, and past many at once: by 8 rows a core outruns the memory.
+const int PREFETCH_BYTES = 2048, FAR_BYTES = 8192;
 // Rows that share a load of weights: with two registers of columns they fill the registers that there are.
 enum { FMA_ROWS = WIDTH == 16 ? 8 : 6, FMA_SOME = 4, FMA_COLUMNS = 2 };
 enum { FEW_ROWS = 3, FEW_COLUMNS = 4 };  // rows that stream, and registers of columns for one of them
@@ -23,11 +24,11 @@ template <class W, int N> struct Columns {
 };
 template <int C> constexpr int columns_in() { return C * WIDTH / 16 ? C * WIDTH / 16 : 1; }
 
-// Asks for what a step takes of the weights that come `PREFETCH_BYTES` later.
-template <int STEPS, class W> HF_INLINE void fetch_ahead(const W* tile, int step) {
+// Asks for what a step takes of the weights that come `ahead` bytes later.
+template <int STEPS, class W> HF_INLINE void fetch_ahead(const W* tile, int step, int ahead) {
   const int bytes = TILE * sizeof(W) / STEPS;
 #pragma GCC unroll 2
-  for (int i = 0; i < bytes; i += 64) _mm_prefetch((const char*)tile + step * bytes + i + PREFETCH_BYTES, _MM_HINT_T0);
+  for (int i = 0; i < bytes; i += 64) _mm_prefetch((const char*)tile + step * bytes + i + ahead, _MM_HINT_T0);
 }
 
 // out [R][C registers] (+)= rows [R][32] times a tile of each column. `FAR`: weights are fetched ahead.
@@ -47,7 +48,7 @@ HF_INLINE void add_tile(const F* rows, long stride, const W* const* tiles, float
 #pragma GCC unroll 2
       for (int c = 0; c < C; c++) {
         const W* tile = tiles[c * WIDTH / 16];
-        if (FAR && !odd && c * WIDTH % 16 == 0) fetch_ahead<Factors<F>::STEPS>(tile, step);
+        if (FAR && !odd && c * WIDTH % 16 == 0) fetch_ahead<Factors<F>::STEPS>(tile, step, FAR_BYTES);
         w[c] = odd ? Factors<F>::odd(tile, step, c * WIDTH % 16) : Factors<F>::even(tile, step, c * WIDTH % 16);
       }
 #pragma GCC unroll 12
@@ -68,11 +69,18 @@ HF_INLINE void add_tile(const F* rows, long stride, const W* const* tiles, float
   }
 }
 
+// What is multiplied next: cache lines of it that are fetched into the second cache with each tile.
+struct Next {
+  const char* weights;  // or null
+  int lines;
+};
+
 // out [R][C registers] (+)= rows [R][tiles * 32] times as many tiles of each column.
 template <int R, int C, bool FAR, class F, class W>
 __attribute__((noinline)) void add_tiles(const F* rows, long stride, const Columns<W, columns_in<C>()>& columns,
-                                         int tiles, float* out, long out_stride, bool begun) {
+                                         int tiles, float* out, long out_stride, bool begun, Next next) {
   for (int k = 0; k < tiles; k++) {
+    for (int i = 0; i < next.lines; i++, next.weights += 64) _mm_prefetch(next.weights, _MM_HINT_T1);
     const W* at[columns_in<C>()];
     for (int i = 0; i < columns_in<C>(); i++) at[i] = columns.first[i] + k * columns.step;
     add_tile<F, W, R, C, FAR>(rows + k * Factors<F>::PER_TILE, stride, at, out, out_stride, begun || k);
@@ -88,14 +96,19 @@ template <class Block> HF_INLINE void row_blocks(int count, Block&& block) {
   for (; r < count; r++) block(std::integral_constant<int, 1>(), r);
 }
 
-// out [count][C registers] (+)= rows [count][tiles * 32] times as many tiles of each column, which the first rows fetch.
-template <int C, class F, class W>
+// out [count][C registers] (+)= rows [count][tiles * 32] times as many tiles of each column. `FAR`: they are far from the
+// caches, and the first rows fetch them. `next`: [bytes] that come next, or null, which the other rows fetch.
+template <int C, bool FAR, class F, class W>
 HF_INLINE void add_many(const F* rows, long stride, int count, const Columns<W, columns_in<C>()>& columns, int tiles,
-                        float* out, long out_stride, bool begun) {
+                        float* out, long out_stride, bool begun, const void* next = nullptr, long bytes = 0) {
+  const int others = (count - 1) / FMA_ROWS * tiles;  // tiles of all rows but the first ones
+  const int lines = next && others ? (int)((bytes / 64 + others - 1) / others) : 0;
   row_blocks(count, [&](auto block, int r) {
     const int R = decltype(block)::value;
-    auto add = r ? &add_tiles<R, C, false, F, W> : &add_tiles<R, C, true, F, W>;
-    add(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun);
+    auto add = r || !FAR ? &add_tiles<R, C, false, F, W> : &add_tiles<R, C, true, F, W>;
+    long before = (long)(r / FMA_ROWS - 1) * tiles * lines * 64;
+    Next some = r ? Next{(const char*)next + before, lines} : Next{nullptr, 0};
+    add(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun, some);
   });
 }
 
@@ -120,7 +133,7 @@ HF_INLINE void add_few(const F* rows, long stride, const Columns<W, columns_in<C
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) {
         const W* tile = columns.first[c * WIDTH / 16] + k * columns.step;
-        if (c * WIDTH % 16 == 0) fetch_ahead<Factors<F>::STEPS>(tile, step);
+        if (c * WIDTH % 16 == 0) fetch_ahead<Factors<F>::STEPS>(tile, step, PREFETCH_BYTES);
         auto e = Factors<F>::even(tile, step, c * WIDTH % 16), o = Factors<F>::odd(tile, step, c * WIDTH % 16);
 #pragma GCC unroll 2
         for (int r = 0; r < R; r++) {

@@ -66,36 +66,43 @@ template <int N, class W> HF_INLINE Columns<W, N> columns_of(const W* w, int k_t
 
 // sums [count][64] = rows times one group of columns, over k tiles [first, end): a few tiles of 32 columns at a time, which
 // stay in the first cache, as factors, while the rows pass. The sums are stored and taken up again, which changes no bit.
+// `after`: the weights that come next, or null.
 template <class F, class W>
 void fma_many(const F* rows, long stride, int count, const W* w, int k_tiles, int first, int end, float* sums,
-              float* widened) {
+              float* widened, const W* after) {
   const int N = columns_in<FMA_COLUMNS>(), all = end - first;
   const int piece = FactorOf<W>::AS_THEY_LIE && count <= FMA_ROWS ? all : std::min(all, (int)PIECE_TILES);
   for (int from = first; from < end; from += piece)
     for (int half = 0; half < 2; half++) {
-      int tiles = std::min(end - from, piece);
+      const int tiles = std::min(end - from, piece);
+      const W* panel = columns_of<1>(w, k_tiles, half * 2, from).first[0];
+      const W* next = half == 0            ? columns_of<1>(w, k_tiles, 2, from).first[0]
+                      : from + piece < end ? columns_of<1>(w, k_tiles, 0, from + piece).first[0]
+                                           : after;
       if (!FactorOf<W>::AS_THEY_LIE)
         for (int i = 0; i < tiles * 2; i++) {
-          const W* tile = w + ((long)half * k_tiles + from) * 2 * TILE + i * TILE;
-          for (int step = 0; step < 16; step++) fetch_ahead<16>(tile, step);
-          widen_tile(tile, widened + i * TILE);
+          if (count <= FMA_ROWS)
+            for (int step = 0; step < 16; step++) fetch_ahead<16>(panel + i * TILE, step, PREFETCH_BYTES);
+          widen_tile(panel + i * TILE, widened + i * TILE);
         }
       for (int col = 0; col < 2; col += N) {
         const F* some = rows + factors_in<F>((long)from * K_TILE);
         float* out = sums + half * PANEL + col * 16;
+        const bool is_last = col + N >= 2;
+        const long bytes = tiles * 2 * TILE * sizeof(W);
         if constexpr (FactorOf<W>::AS_THEY_LIE)
-          add_many<FMA_COLUMNS>(some, stride, count, columns_of<N>(w, k_tiles, half * 2 + col, from), tiles, out, GROUP,
-                                from > first);
+          add_many<FMA_COLUMNS, true>(some, stride, count, columns_of<N>(panel, tiles, col, 0), tiles, out, GROUP,
+                                      from > first, is_last ? next : nullptr, bytes);
         else
-          add_many<FMA_COLUMNS>(some, stride, count, columns_of<N>((const float*)widened, tiles, col, 0), tiles, out,
-                                GROUP, from > first);
+          add_many<FMA_COLUMNS, false>(some, stride, count, columns_of<N>((const float*)widened, tiles, col, 0), tiles,
+                                       out, GROUP, from > first, is_last ? next : nullptr, bytes);
       }
     }
 }
 template <class F, class W>
 void fma_rows(const F* rows, long stride, int count, const W* w, int k_tiles, int first, int end, float* sums,
-              float* widened) {
-  if (count > FEW_ROWS) return fma_many(rows, stride, count, w, k_tiles, first, end, sums, widened);
+              float* widened, const W* after) {
+  if (count > FEW_ROWS) return fma_many(rows, stride, count, w, k_tiles, first, end, sums, widened, after);
   rows += factors_in<F>((long)first * K_TILE);
   int r = 0;
   for (; r + 2 <= count; r += 2)
@@ -260,20 +267,18 @@ template <class W>
 void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, int slice, float* sums,
                    bool more_groups = false) {
   int first = slice * w.slice_tiles, end = first + w.slice_tiles;
+  const W* after = slice + 1 < w.slices ? w.group(group) + (long)end * 2 * TILE
+                   : more_groups        ? w.group(group + 1)
+                                        : nullptr;
 #ifdef HF_TILES
   if constexpr (sizeof(W) == 2 && sizeof(*in.rows) == 2)
-    if (!in.factors) {
-      const W* after = slice + 1 < w.slices ? w.group(group) + (long)end * 2 * TILE
-                       : more_groups        ? w.group(group + 1)
-                                            : nullptr;
+    if (!in.factors)
       return tile_rows(scratch.tiles, in.rows, in.stride, in.count, w.group(group), w.k_tiles(), first, end, sums,
                        after);
-    }
 #endif
-  (void)more_groups;
   typedef typename InputRows<W>::Factor Factor;
   fma_rows<Factor, W>(in.factors, in.factor_stride, in.count, w.group(group), w.k_tiles(), first, end, sums,
-                      scratch.widened);
+                      scratch.widened, after);
 }
 
 HF_INLINE void add_to(float* sums, const float* others, int count) {
