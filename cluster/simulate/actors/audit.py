@@ -12,7 +12,13 @@ from holdfast.router.config import RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import FINEST_S, DispatchHost
 from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
-from holdfast.worker.errors import HoldfastError, ReplicaError, RequestQuarantinedError, VersionGoneError
+from holdfast.worker.errors import (
+    HoldfastError,
+    QueueFullError,
+    ReplicaError,
+    RequestQuarantinedError,
+    VersionGoneError,
+)
 from holdfast.worker.step_update import StepUpdate
 
 
@@ -79,6 +85,9 @@ class AuditedDispatchHost(DispatchHost):
                 require(failure.error.version not in served, f"{self._owner}: {failure}, and it is served")
             case ReplicaError():
                 require(not self._ports, f"{self._owner}: {failure}, and {len(self._ports)} replicas are up")
+            case QueueFullError():
+                is_late = self._config.max_ttft_s is not None and bool(self._ports)
+                require(is_late, f"{self._owner}: {failure}, and it waited already")
             case RequestQuarantinedError():
                 enough = self.num_replicas_lost >= self._config.max_replicas_lost
                 require(enough, f"{self._owner}: {failure}, and {self.num_replicas_lost} replicas were lost")

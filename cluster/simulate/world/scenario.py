@@ -57,7 +57,7 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
             routing_policy=rng.choice(("prefix_aware", "prefix_aware", "power_of_two")),
             max_waiting_per_replica=rng.choice((1, 2, 8, 64)),
             replica_wait_s=rng.choice((5.0, 30.0)),
-            max_ttft_s=random.Random(f"ttft {seed}").choice((None, None, None, 0.05, 0.2, 1.0)),
+            max_ttft_s=random.Random(f"ttft {seed}").choice((*(None,) * 6, 1.0, 5.0)),
         ),
         limits=LimitsConfig(max_queued=rng.choice((4, 1024, 1024, 1024))),
         replica=replica,

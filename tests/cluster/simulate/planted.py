@@ -16,6 +16,7 @@ from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_table import RequestTable
+from holdfast.router.events import Action
 from holdfast.router.replicas.replica_state import ReplicaState
 from holdfast.router.text.text_stream import TextStream
 from holdfast.worker.engine_core.engine_core import EngineCore
@@ -292,6 +293,16 @@ def go_on_at_any_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestState, "version", "")
 
 
+def refuse_who_waits_for_a_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a model has no replica, its requests are refused as if all replicas were busy."""
+
+    def fail_late(self: Dispatch, now: float) -> list[Action]:
+        late = iter(lambda: self._queue.pop_late(now), None)
+        return [action for state in late for action in self._endings.fail(state, self._queue.too_late(state))]
+
+    monkeypatch.setattr(Dispatch, "_fail_late", fail_late)
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     bug.__name__: bug
     for bug in (
@@ -321,5 +332,6 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         keep_a_refusal_to_itself,
         serve_those_who_have_left,
         go_on_at_any_version,
+        refuse_who_waits_for_a_replica,
     )
 }

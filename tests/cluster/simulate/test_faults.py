@@ -23,6 +23,7 @@ FOUND_LATE = (
     "count_from_the_failover_on",
     "keep_it_from_the_late",
     "serve_those_who_have_left",
+    "refuse_who_waits_for_a_replica",
 )
 """Planted bugs that take many seeds: left to the long run."""
 

@@ -162,6 +162,23 @@ async def test_a_full_queue_says_when_to_come_back():
 
 
 @on_a_loop
+async def test_what_would_begin_too_late_is_refused_while_it_waits():
+    """The timer of the router's loop ends the wait, long before the request's own time is up."""
+    replica = await FakeReplica.start()
+    replica.pause()
+    config = RouterConfig(max_waiting_per_replica=1, max_ttft_s=0.1)
+    async with site(replica, config=config) as place:
+        running = place.stub.Generate(request(), timeout=60)
+        await replica.until(lambda: replica.running)
+        refused = await refusal(place.stub.Generate(request(), timeout=60))
+        assert (refused.code, refused.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        assert refused.retry_after_s > 0
+        assert len(replica.submits) == 1
+        replica.resume()
+        await running
+
+
+@on_a_loop
 async def test_a_burst_of_1200_calls_is_answered_call_by_call():
     """More than gRPC lets wait of itself: what it cancels was told neither by us nor by the client."""
     replica = await FakeReplica.start()
