@@ -28,6 +28,9 @@ class StaticBatching:
         prefills = [sequence for sequence in alive if sequence.num_uncomputed_tokens > 1]
         return share_out(prefills or alive, self.limits.max_num_batched_tokens)
 
+    def schedule_ahead(self, queues: SequenceQueues) -> list[Share]:
+        return []
+
     def release(self, queues: SequenceQueues) -> None:
         if all(sequence.status is SequenceStatus.FINISHED for sequence in queues.running):
             queues.release_finished()

@@ -143,6 +143,9 @@ class SchedulerConfig(ServiceOrderConfig):
     )
     max_num_seqs: int = Field(64, ge=1, description="maximum number of running sequences")
     max_num_waiting: int = Field(1024, ge=1, description="maximum number of waiting requests in one replica")
+    async_scheduling: bool | None = Field(
+        None, description="plan and launch a step while the one before it runs; unset: where a GPU can do both at once"
+    )
     target_tpot_ms: float | None = Field(
         None, gt=0, description="target time per output token in ms, which limits the prefill in each step; unset: off"
     )

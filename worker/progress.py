@@ -17,8 +17,8 @@ _WEIGHT: Final = 0.1
 
 
 class ProgressCounter:
-    """Moves whenever some work was done: with every layer of a model and with every step. One thread writes it, any may
-    read it.
+    """Moves whenever some work was done: with every layer of a model and with every step. One thread writes it, or two
+    where steps have a thread of their own, which may lose a count; any may read it.
 
     It also learns how far apart in time two counts are: the longest such gap of a step, by the size of the step. On a
     CPU that is about the time of a layer; on a GPU, whose layers count when they are launched, the time of a step.

@@ -121,6 +121,9 @@ def simulate(
     last: Annotated[int, Parameter(group=_FAULTS, help="so many events of a replay")] = 40,
     jobs: Annotated[int, Parameter(group=_FAULTS, help="cores to use; 0 for all")] = 1,
     max_failures: Annotated[int, Parameter(group=_FAULTS, help="stop after so many seeds that failed")] = 1,
+    async_scheduling: Annotated[
+        bool, Parameter(group=_FAULTS, negative=(), help="replicas plan a step while the one before it runs")
+    ] = False,
     replicas: Annotated[
         int | None, Parameter(group=_CAPACITY, help="serve a load with so many replicas, without faults")
     ] = None,
@@ -142,15 +145,16 @@ def simulate(
     a load is served, and what its clients would see is printed for each routing policy.
     """
     if replicas is not None:
+        _require(not async_scheduling, "async-scheduling", "with --replicas", "must not be: it is for simulated faults")
         cluster = shape.cluster(replicas)
         loads = load.loads(cluster.max_model_len)
         return _capacity(loads, cluster, routing, max_ttft_s, slo_ttft, slo_tpot, plot)
     if replay is not None:
         _require(last >= 0, "last", last, "must not be below 0")
-        return _replay(replay, last)
+        return _replay(replay, last, async_scheduling)
     _require(jobs >= 0, "jobs", jobs, "must be a number of cores, or 0 for all")
     _require(max_failures >= 1, "max_failures", max_failures, "must be at least 1")
-    return _campaign(_range(seeds), jobs or os.cpu_count() or 1, max_failures)
+    return _campaign(_range(seeds), jobs or os.cpu_count() or 1, max_failures, async_scheduling)
 
 
 def _require(is_met: bool, name: str, value: object, limit: str) -> None:
@@ -169,7 +173,7 @@ def _range(seeds: str) -> range:
     return chosen
 
 
-def _campaign(seeds: range, jobs: int, max_failures: int) -> int:
+def _campaign(seeds: range, jobs: int, max_failures: int, async_scheduling: bool) -> int:
     from rich.console import Console
 
     from holdfast.cluster.progress_bars import progress
@@ -181,18 +185,22 @@ def _campaign(seeds: range, jobs: int, max_failures: int) -> int:
         phase = f"simulating seeds {seeds.start} to {seeds.stop - 1}"
         report(phase, 0, len(seeds))
         campaign = run_campaign(
-            seeds, jobs=jobs, max_failures=max_failures, on_done=lambda num: report(phase, num, len(seeds))
+            seeds,
+            jobs=jobs,
+            max_failures=max_failures,
+            async_scheduling=async_scheduling,
+            on_done=lambda num: report(phase, num, len(seeds)),
         )
     print_campaign(Console(), campaign, time.perf_counter() - started_s)
     return 1 if campaign.failures else 0
 
 
-def _replay(seed: int, num_events: int) -> int:
+def _replay(seed: int, num_events: int, async_scheduling: bool) -> int:
     from rich.console import Console
 
     from holdfast.cluster.simulate.world.report import replay
 
-    return 1 if replay(Console(), seed, num_events).failure else 0
+    return 1 if replay(Console(), seed, num_events, async_scheduling=async_scheduling).failure else 0
 
 
 def _capacity(

@@ -25,7 +25,7 @@ WITHOUT_EFFECT: Final = frozenset(
     ray_workers_use_nsight max_parallel_loading_workers disable_custom_all_reduce
     disable_nccl_for_dp_synchronization use_v2_block_manager num_lookahead_slots num_scheduler_steps
     multi_step_stream_outputs preemption_mode scheduler_delay_factor scheduler_cls scheduling_policy
-    async_scheduling max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold stream_interval
+    max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold stream_interval
     disable_async_output_proc disable_cascade_attn disable_sliding_window_cache disable_hybrid_kv_cache_manager
     prefix_caching_hash_algo attention_backend attention_config mamba_block_size enable_expert_parallel enable_eplb
     eplb_config all2all_backend expert_placement_strategy num_redundant_experts guided_decoding_backend

@@ -6,7 +6,7 @@ recognition (`recognize.py`), proofs (`proof.py`), arithmetic (`cpu/`, `gpu/`).
 
 import logging
 from importlib.util import find_spec
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.sampling.head_output import HeadOutput
-from holdfast.worker.sampling.step_sampler import StepSampler
+from holdfast.worker.sampling.step_sampler import OverlappingSampler, StepSampler
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,30 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class OverlappingExecutor(Protocol):
+    """An executor of a device that runs by itself."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step can be launched before the one before it is collected."""
+        ...
+
+    def launch(self, batch: StepBatch, *, with_logits: bool) -> Any:
+        """Starts one step, and waits for nothing. Pending tokens are put in on the device."""
+        ...
+
+    def collect(self, launched: Any) -> HeadOutput:
+        """What the oldest step that was launched and not collected comes to."""
+        ...
+
+    def logits_to_draw_from(self, launched: Any) -> Tensor | None:
+        """The logits of the step launched last, for kernels that are launched before the next one; None where it draws
+        by itself.
+        """
+        ...
+
+
 class DecoderProgram:
     """One rank's share of a model on an executor. All ranks make the same calls."""
 
@@ -91,6 +115,10 @@ class DecoderProgram:
         self.executor = executor
         self.numerics = numerics
         self.sampler = executor.make_sampler()
+        self.overlapping: OverlappingExecutor | None = None
+        """What runs two steps at a time, if the device runs them and draws their tokens (an `OverlappingSampler`)."""
+        if isinstance(executor, OverlappingExecutor) and isinstance(self.sampler, OverlappingSampler):
+            self.overlapping = executor if executor.overlaps else None
         self.progress = ProgressCounter()
         """Moves with every layer."""
         self.progress.follow(executor.layers_done)

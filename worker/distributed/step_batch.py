@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.worker.plan.decode_rows import DecodeRows
+from holdfast.worker.plan.pending_tokens import KNOWN, drawing_rows, has_pending
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
 
 IntArray = NDArray[np.int64]
@@ -39,7 +40,7 @@ class StepBatch:
 
     step_id: int
     token_ids: IntArray
-    """[T]"""
+    """[T] below 0 in place of one that the step before draws: -1 - its row among the rows that that step draws from."""
     first_positions: IntArray
     """[S] position of each sequence's first token of this step."""
     num_tokens: IntArray
@@ -90,8 +91,13 @@ class StepBatch:
         return blocks
 
     @staticmethod
-    def pack(plan: StepPlan, *, with_logits: bool = True, with_masses: bool = False) -> IntArray:
-        """The array that `unpack` reads. Its first word is at least 1: other messages may begin with 0 or less."""
+    def pack(
+        plan: StepPlan, *, with_logits: bool = True, with_masses: bool = False, before: StepPlan | None = None
+    ) -> IntArray:
+        """The array that `unpack` reads. Its first word is at least 1: other messages may begin with 0 or less.
+
+        `before` is the plan of the step before, where tokens of this one are pending.
+        """
         rows, others = plan.decodes, plan.others
         of_others = _columns(others) if others else _NO_COLUMNS
         copies = _packed_copies(plan) if plan.block_copies else _NOTHING
@@ -107,7 +113,16 @@ class StepBatch:
             with_masses,
         )
         both = chain.from_iterable(zip(_columns_of_rows(rows), of_others, strict=True))
-        return np.frombuffer(bytearray().join((array("q", header), *both, copies, prompt_rows)), np.int64)
+        packed = np.frombuffer(bytearray().join((array("q", header), *both, copies, prompt_rows)), np.int64)
+        if before is not None and has_pending(plan):
+            start = _HEADER_WORDS + 4 * header[0]
+            _point_to_rows(packed[start : start + header[1]], np.frombuffer(drawing_rows(plan, before), np.int64))
+        return packed
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a token is to be put in."""
+        return bool((self.token_ids < 0).any())
 
     @classmethod
     def unpack(cls, packed: IntArray) -> "StepBatch":
@@ -144,6 +159,11 @@ def counts_up(firsts: IntArray, lengths: IntArray) -> IntArray:
     """For each pair first, first + 1, ... (length numbers), one after the other."""
     ends = np.cumsum(lengths)
     return np.repeat(firsts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def _point_to_rows(token_ids: IntArray, rows: IntArray) -> None:
+    """Pending tokens say the rows that they are drawn in."""
+    np.copyto(token_ids, -1 - rows, where=rows != KNOWN)
 
 
 def _columns_of_rows(rows: DecodeRows) -> tuple[Column, ...]:

@@ -4,8 +4,11 @@ What may live here: the loop, its inbox and its end. What may not: which request
 (`worker/engine_core/engine_core.py`), what a step does (`worker/scheduling/scheduler.py`), arithmetic
 (`model_runner.py`), wires and event loops (`worker/replica/link.py`).
 
-    submit, abort ──► inbox ──► core ─► plan ─► runner.run ─► commit ──► listener.on_update
-                                  └───────────── one turn ─────────────┘
+    submit, abort ──► inbox ──► core ─► plan ─► launch ─► collect ─► commit ──► listener.on_update
+                                  └─────────────── one turn ───────────────┘
+
+A runner that overlaps steps has the next one launched before the first is collected. Then a turn plans and launches a
+step, and collects and commits the one before it, while the device runs on.
 
 Whichever way the loop ends, every request that was submitted has been answered.
 """
@@ -20,9 +23,10 @@ from functools import partial
 from typing import Final, TypeVar
 
 from holdfast.worker.engine.inbox import Inbox
+from holdfast.worker.engine.overlapping import StepsInFlight
 from holdfast.worker.engine_core.engine_core import EngineCore
 from holdfast.worker.errors import HoldfastError, ReplicaError
-from holdfast.worker.plan.step_plan import StepPlan, StepResult, StepRunner
+from holdfast.worker.plan.step_plan import StepPlan, StepRunner
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import EngineLoad, EngineRequest
 from holdfast.worker.scheduling.scheduler import Scheduler
@@ -58,13 +62,15 @@ class Engine:
         idle_s: float = 10.0,
         gpu: Callable[[], GpuStats] | None = None,
     ) -> None:
-        """`progress` is what the runner moves inside a step, if it does. `tuner` watches the steps and sets their
+        """`runner` has two steps in flight if it is an `OverlappingRunner`. `progress` is what it moves inside a step,
+        if it does. `tuner` watches the steps and sets their
         limits, as far as it is told to; `clock` gives seconds. `gpu` measures the GPU, if there is one.
         """
         self.progress = progress or ProgressCounter()
         self.progress.clock = clock
         self._core = EngineCore(scheduler)
         self._runner = runner
+        self._steps = StepsInFlight(runner, self.progress, clock)
         self._tuner = tuner
         self._clock = clock
         self._idle_s = idle_s
@@ -145,8 +151,8 @@ class Engine:
         return future.result(timeout_s)
 
     def between_steps(self, action: Callable[[], Result]) -> "Future[Result]":
-        """Runs `action` on the engine's thread, between two steps. The future has what it returned or raised; if the
-        engine ends before, why it did. Raises `ReplicaError` if the engine has ended.
+        """Runs `action` on the engine's thread, while no step is in flight. The future has what it returned or
+        raised; if the engine ends before, why it did. Raises `ReplicaError` if the engine has ended.
         """
         future: Future[Result] = Future()
         self._inbox.put(lambda: self._settle(future, action))
@@ -184,6 +190,7 @@ class Engine:
             while not self._stopping:
                 self._take_commands()
                 self._turn()
+            self._land()
         except HoldfastError as failure:
             error = failure
         except Exception as bug:
@@ -203,30 +210,43 @@ class Engine:
 
     def _turn(self) -> None:
         began_s = self._clock()
-        plan = None if self._stopping else self._core.plan(began_s)
-        if plan is None:
+        if not self._stopping:
+            self._launch_steps(began_s)
+        if self._stopping or not self._steps.plans:
             self._deliver()
             return
-        if self._core.has_urgent_news:
-            self._deliver()
-        result, started_s, step_s = self._run_plan(plan)
+        launched_s = self._clock()
+        plan, result, step_s = self._steps.collect()
+        collected_s = self._clock()
         num_gained = self._core.commit(plan, result, step_s)
         self._deliver()
         ended_s = self._clock()
-        self._core.note_turn(started_s - began_s, step_s, ended_s - started_s - step_s)
+        self._core.note_turn(launched_s - began_s, collected_s - launched_s, ended_s - collected_s)
         if self._gpu is not None and ended_s >= self._gpu_due_s:
             self._gpu_due_s, self._core.gpu = ended_s + GPU_EVERY_S, self._gpu()
         if self._tuner is not None:
             self._tune(self._tuner, plan.with_drafts(result.drafts), ended_s - began_s, num_gained)
 
-    def _run_plan(self, plan: StepPlan) -> tuple[StepResult, float, float]:
-        """The result, when it was begun, and the seconds that it took."""
-        self.progress.begin_step(plan.num_tokens)
-        started_s = self._clock()
-        result = self._runner.run(plan)
-        step_s = self._clock() - started_s
-        self.progress.end_step(plan.num_tokens)
-        return result, started_s, step_s
+    def _launch_steps(self, now: float) -> None:
+        """Plans and launches what the runner can take now: a step if it has none, and the successor of the one it has,
+        if the runner and the scheduler can go on before its result.
+        """
+        if not self._steps.plans:
+            self._launch(self._core.plan(now))
+        if self._steps.can_go_ahead():
+            self._launch(self._core.plan_ahead(now))
+
+    def _launch(self, plan: StepPlan | None) -> None:
+        if plan is None:
+            return
+        if self._core.has_urgent_news:
+            self._deliver()
+        self._steps.launch(plan)
+
+    def _land(self) -> None:
+        """Takes in the steps that are in flight. What they drew is delivered next time."""
+        while self._steps.plans:
+            self._core.commit(*self._steps.collect())
 
     def _tune(self, tuner: StepTuner, plan: StepPlan, turn_s: float, num_gained: int) -> None:
         """What counts is the whole turn: it is what a stream waits for."""
@@ -252,6 +272,12 @@ class Engine:
             self._core.detach(listener)
 
     def _settle(self, future: "Future[Result]", action: Callable[[], Result]) -> None:
+        if not self._stopping:
+            try:
+                self._land()
+            except BaseException as error:
+                future.set_exception(error)
+                raise
         try:
             if self._stopping:
                 raise self._inbox.closed_by or ReplicaError("the replica was stopped")

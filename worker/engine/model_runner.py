@@ -13,7 +13,7 @@ from dataclasses import replace
 from enum import IntEnum
 from functools import partial
 from itertools import islice
-from typing import Final
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from holdfast.worker.available_memory import readable_bytes
 from holdfast.worker.config import WorkerConfig
+from holdfast.worker.decoder.program import OverlappingExecutor
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
 from holdfast.worker.engine.self_check import SelfCheck
@@ -33,12 +34,12 @@ from holdfast.worker.model.model import choose_device
 from holdfast.worker.model.program import BlockCache
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.draws import by_sequence, draws_of, plain_draws_of
-from holdfast.worker.plan.step_plan import DrawParams, StepPlan, StepResult
+from holdfast.worker.plan.step_plan import DrawParams, PromptLogprobParams, StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling.grammar_masks import GrammarMasks
 from holdfast.worker.sampling.head_output import HeadOutput, asks_for_logprobs, needs_logits
-from holdfast.worker.sampling.step_sampler import StepSampler
+from holdfast.worker.sampling.step_sampler import OverlappingSampler, Sampled, StepSampler
 
 logger = logging.getLogger(__name__)
 
@@ -141,10 +142,15 @@ class ModelRunner:
 
     def execute(self, batch: StepBatch) -> HeadOutput:
         """Runs one step. What the leader gets counts."""
-        self._enter_device()
+        self.enter_device()
         return self.program.run(batch, with_logits=batch.with_logits)
 
-    def _enter_device(self) -> None:
+    @property
+    def overlapping(self) -> OverlappingExecutor | None:
+        """What runs two steps at a time, if the device does."""
+        return self.program.overlapping
+
+    def enter_device(self) -> None:
         """CUDA's current device belongs to a thread, and a model is loaded on another one than its steps run on."""
         thread = threading.get_ident()
         if self._device.index is not None and thread != self._entered_by:
@@ -154,6 +160,16 @@ class ModelRunner:
     def close(self) -> None:
         """Frees what the program holds. Nothing is run after it."""
         self.program.close()
+
+
+class LaunchedStep(NamedTuple):
+    """A step that the device has been given."""
+
+    plan: StepPlan
+    launched: Any
+    """The program's own."""
+    drawing: Any
+    """The sampler's own; None where the step draws by itself."""
 
 
 class LeaderRunner:
@@ -176,6 +192,47 @@ class LeaderRunner:
         masks = self._masks(waiting) if waiting is not None else None
         result = step_result(plan, output, self._runner.sampler, masks)
         return replace(result, drafts=drafts) if drafts else result
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step can be launched before the one before it is collected."""
+        return self._runner.overlapping is not None and self._runner.draft is None
+
+    def launch(self, plan: StepPlan, before: StepPlan | None) -> LaunchedStep:
+        """Starts one step everywhere, and its draws. `before` is the plan of the step before, if that one is in flight.
+
+        Waits for the masks of grammars, while the device is busy, and for nothing else.
+        """
+        waiting = self._grammars.start(plan)
+        with_logits = needs_logits(plan)
+        with_masses = with_logits and asks_for_logprobs(plan)
+        packed = StepBatch.pack(plan, with_logits=with_logits, with_masses=with_masses, before=before)
+        batch = StepBatch.unpack(self._group.broadcast(packed))
+        batch.draws = partial(plain_draws_of, plan)
+        executor = self._overlapping()
+        launched = executor.launch(batch, with_logits=with_logits)
+        logits = executor.logits_to_draw_from(launched)
+        if logits is None:
+            return LaunchedStep(plan, launched, None)
+        masks = self._masks(waiting) if waiting is not None else None
+        sampler = cast(OverlappingSampler, self._runner.sampler)
+        return LaunchedStep(plan, launched, sampler.launch(logits, draws_of(plan), masks, _prompts(plan)))
+
+    def collect(self, step: LaunchedStep) -> StepResult:
+        """What a step that was launched comes to: the oldest first."""
+        if step.drawing is not None:
+            sampler = cast(OverlappingSampler, self._runner.sampler)
+            result = sampled_result(step.plan, sampler.collect(step.drawing))
+        else:
+            result = step_result(step.plan, self._overlapping().collect(step.launched), self._runner.sampler)
+        self._runner.progress.tick()
+        return result
+
+    def _overlapping(self) -> OverlappingExecutor:
+        self._runner.enter_device()
+        overlapping = self._runner.overlapping
+        assert overlapping is not None, "the device runs steps in turn"
+        return overlapping
 
     def logits(self, plan: StepPlan) -> Tensor:
         """Runs one step everywhere; a copy of the logits [rows wanted, vocab], in float32."""
@@ -283,14 +340,22 @@ def step_result(
     if output.logits is None:
         assert output.best is not None, "a head gives logits or their argmax"
         return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.best))
-    prompts = [sequence.prompt_logprobs for sequence in plan.others if sequence.prompt_logprobs is not None]
-    sampled = sampler.sample(output, draws_of(plan), masks, prompts)
+    return sampled_result(plan, sampler.sample(output, draws_of(plan), masks, _prompts(plan)))
+
+
+def sampled_result(plan: StepPlan, sampled: Sampled) -> StepResult:
+    """What was read off the logits of a step, sequence by sequence."""
     return StepResult(
         step_id=plan.step_id,
         token_ids=by_sequence(plan, sampled.token_ids),
         logprobs=by_sequence(plan, sampled.logprobs) if sampled.logprobs else (),
         prompt_logprobs=_prompt_logprobs(plan, sampled.prompt_logprobs) if sampled.prompt_logprobs else (),
     )
+
+
+def _prompts(plan: StepPlan) -> list[PromptLogprobParams]:
+    """The prompt tokens whose log-probabilities a step tells."""
+    return [sequence.prompt_logprobs for sequence in plan.others if sequence.prompt_logprobs is not None]
 
 
 def _prompt_logprobs(plan: StepPlan, told_of_all: list[TokenLogprob]) -> tuple[tuple[TokenLogprob, ...], ...]:

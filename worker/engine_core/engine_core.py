@@ -4,6 +4,8 @@ What may live here: the order in which scheduler, output queues and counts chang
 running a plan, and calling a listener (`worker/engine/engine.py` does that, and the simulator in virtual time).
 
     submit, abort ─► plan ─► (the caller runs it) ─► commit ─► take_updates
+
+A caller whose device runs one step while the next is planned asks for that one by `plan_ahead`, before the `commit`.
 """
 
 from bisect import bisect_left
@@ -123,13 +125,19 @@ class EngineCore:
         `now` is in seconds of a clock that does not go back.
         """
         plan = self._scheduler.plan(now)
-        for attempt in self._scheduler.take_expired():
-            self._suspects.drop(attempt)
-            self._output_queues.reject(attempt, DeadlineExceededError("the request's time was up in the replica"))
+        self._reject_expired()
+        return plan
+
+    def plan_ahead(self, now: float) -> StepPlan | None:
+        """As `plan`, for the step after the one in flight, before that one's result; None: that is to be committed
+        first. To be asked once for each step (`Scheduler.plan_ahead`).
+        """
+        plan = self._scheduler.plan_ahead(now)
+        self._reject_expired()
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, step_s: float) -> int:
-        """Takes in what the outstanding plan drew, and the seconds that took. Returns how many tokens were gained.
+        """Takes in what the oldest plan in flight drew, and the seconds that took. Returns how many tokens were gained.
 
         Raises `ReplicaError` if the model's logits are NaN or infinite whatever the request.
         """
@@ -177,7 +185,7 @@ class EngineCore:
         self._scheduler.forget_cache()
 
     def set_limits(self, limits: StepLimits) -> None:
-        """Of the next step. To be called between two."""
+        """Of the next plan."""
         self._scheduler.limits = limits
 
     # --- state ---
@@ -189,7 +197,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
+        """Whether any request has not ended, or a plan is in flight."""
         return self._scheduler.has_work
 
     def stats(self) -> EngineStats:
@@ -225,6 +233,11 @@ class EngineCore:
     def _update(self, listener: StepListener, output_queue: OutputQueue, stats: EngineStats | None) -> StepUpdate:
         load = self._suspects.load_for(listener, self._load)
         return output_queue.take(self._step_id, load, stats or (self.stats() if output_queue.is_new else None))
+
+    def _reject_expired(self) -> None:
+        for attempt in self._scheduler.take_expired():
+            self._suspects.drop(attempt)
+            self._output_queues.reject(attempt, DeadlineExceededError("the request's time was up in the replica"))
 
     def _keep(self, deltas: Sequence[TokenDelta]) -> int:
         """Puts deltas where their listeners get them; returns how many tokens they have."""

@@ -20,7 +20,14 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.decoder.cpu.library import Unavailable
 from holdfast.worker.decoder.cpu.sampler import NativeSampler
 from holdfast.worker.decoder.families import FAMILIES
-from holdfast.worker.decoder.program import DecoderProgram, all_ranks, is_available, make_program, read_program
+from holdfast.worker.decoder.program import (
+    DecoderProgram,
+    OverlappingExecutor,
+    all_ranks,
+    is_available,
+    make_program,
+    read_program,
+)
 from holdfast.worker.decoder.proof import Recognized
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
@@ -99,6 +106,11 @@ class Program(Protocol):
         """One step. The leader's output counts; others may return less."""
         ...
 
+    @property
+    def overlapping(self) -> OverlappingExecutor | None:
+        """What runs two steps at a time, if the device does."""
+        ...
+
     def close(self) -> None:
         """Frees threads and memory. Nothing is run after it."""
         ...
@@ -108,6 +120,7 @@ class SkeletonProgram:
     """Hugging Face's modules with Holdfast's attention and linears."""
 
     numerics: Final = "skeleton"
+    overlapping: Final = None
 
     def __init__(self, model: RankModel, target: Target) -> None:
         """`model` is settled."""

@@ -235,6 +235,10 @@ class StepPlan:
 NO_TOKEN: Final = -1
 """In place of a drawn token where the logits are NaN or infinite."""
 
+PENDING: Final = -1
+"""In a plan, in place of the token that the step before draws for the same sequence: the plan was made before that
+step's result was there. Who runs the plan puts the token in (`pending_tokens.py`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:

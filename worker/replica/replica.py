@@ -16,6 +16,7 @@ from holdfast.worker.config import HealthConfig, WorkerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ModelInfo
+from holdfast.worker.plan.step_plan import StepRunner
 from holdfast.worker.replica.gpu_stats import gpu_watch
 from holdfast.worker.replica.rank import (
     LocalLauncher,
@@ -133,7 +134,7 @@ class Replica:
         )
         leader = LeaderRunner(runner, group)
         gpu = gpu_watch(default_device(config, rank=0))
-        engine = Engine(scheduler, leader, progress=runner.progress, tuner=tuner, gpu=gpu)
+        engine = Engine(scheduler, _stepping(config, leader), progress=runner.progress, tuner=tuner, gpu=gpu)
         replica = cls(info, engine, leader, group, ranks, config.health)
         try:
             replica._begin()
@@ -247,6 +248,19 @@ class Replica:
     def _stop_watching(self) -> None:
         self._watchdog.stop()
         self.wind_down()
+
+
+def _stepping(config: WorkerConfig, leader: "LeaderRunner") -> StepRunner:
+    """What the engine gives its steps to: with two in flight where the settings or the device want that."""
+    from holdfast.worker.engine.device_runner import DeviceRunner
+    from holdfast.worker.engine.threaded_runner import ThreadedRunner
+
+    wanted = config.scheduler.async_scheduling
+    if wanted is False or config.speculation.max_num_drafts:
+        return leader
+    if leader.overlaps:
+        return DeviceRunner(leader)
+    return ThreadedRunner(leader) if wanted else leader
 
 
 class _EndOfEngine:

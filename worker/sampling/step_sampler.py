@@ -6,7 +6,9 @@ reference. What may not: one draw (`sampler.py`), log-probabilities (`logprobs.p
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, PromptLogprobParams
 from holdfast.worker.request import TokenLogprob
@@ -49,6 +51,25 @@ class StepSampler(Protocol):
 
     def close(self) -> None:
         """Frees threads and memory. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class OverlappingSampler(Protocol):
+    """A step sampler of a device that runs by itself."""
+
+    def launch(
+        self,
+        logits: Tensor,
+        draws: Sequence[DrawParams],
+        masks: Mapping[int, bytes] | None = None,
+        prompts: Sequence[PromptLogprobParams] = (),
+    ) -> Any:
+        """Starts what `StepSampler.sample` does, and waits for nothing."""
+        ...
+
+    def collect(self, drawing: Any) -> Sampled:
+        """What the oldest draws that were launched and not collected come to. Waits for no step after them."""
         ...
 
 

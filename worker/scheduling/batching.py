@@ -6,7 +6,7 @@ and counters (`scheduler.py`), and how blocks change owners (`queues.py`).
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from holdfast.worker.request import Priority
 from holdfast.worker.scheduling.forking import Siblings
@@ -30,6 +30,12 @@ class BatchingPolicy(Protocol):
 
         At most `limits.max_num_seqs` shares with at most `limits.max_num_batched_tokens` tokens in all; blocks for all
         of them are allocated.
+        """
+        ...
+
+    def schedule_ahead(self, queues: SequenceQueues) -> list[Share]:
+        """As `schedule`, while a step is in flight: passes those over who await its result, and preempts nobody. Empty
+        if there is nothing to do before that result, or if somebody would have to be preempted.
         """
         ...
 
@@ -66,7 +72,8 @@ class ContinuousBatching:
         room, at the latest when it is alone. A is passed over only while a running sibling computes its prompt, and
         requests behind A do not hold that sibling up.
     The argument does not depend on which other sequence is preempted. Blocks that are only cached count as free, and
-    shared blocks need not be allocated again.
+    shared blocks need not be allocated again. Nor does it depend on steps that are planned ahead: they preempt nobody,
+    who is not in one is in the next, and who ends while one is in flight gives its blocks back one step later.
     """
 
     def __init__(self, limits: StepLimits) -> None:
@@ -75,7 +82,29 @@ class ContinuousBatching:
     def schedule(self, queues: SequenceQueues) -> list[Share]:
         siblings = Siblings(queues)
         self._make_way(queues, siblings)
-        decodes, prefills = self._split_running(queues)
+        decodes, prefills, grown_out = self._split_running(queues)
+        if not _grow(queues, grown_out):
+            decodes, prefills = _still_running(decodes), _still_running(prefills)
+        return self._fill(queues, siblings, decodes, prefills)
+
+    def schedule_ahead(self, queues: SequenceQueues) -> list[Share]:
+        siblings = Siblings(queues)
+        claim = self._claim(queues, siblings)
+        decodes, prefills, grown_out = self._split_running(queues)
+        is_short = len(grown_out) > queues.allocator.num_free
+        if is_short or (claim is not None and not self._has_room(queues, claim.first, claim.prefix)):
+            queues.waiting.return_all()
+            return []
+        _grow(queues, grown_out)
+        return self._fill(queues, siblings, decodes, prefills)
+
+    def release(self, queues: SequenceQueues) -> None:
+        queues.release_finished()
+
+    def _fill(
+        self, queues: SequenceQueues, siblings: Siblings, decodes: list[Sequence], prefills: list[Sequence]
+    ) -> list[Share]:
+        """A step of these decodes, then chunks of these prefills and newcomers, class by class."""
         shares = [(sequence, 1) for sequence in decodes]
         if not prefills and not queues.waiting.num_ready:
             queues.waiting.return_all()
@@ -95,20 +124,19 @@ class ContinuousBatching:
         queues.waiting.return_all()
         return shares
 
-    def release(self, queues: SequenceQueues) -> None:
-        queues.release_finished()
-
     def _prefill_budget(self, num_decode_tokens: int) -> int:
         """Tokens of a step that are left for prompts."""
         budget = max(0, self.limits.max_num_batched_tokens - num_decode_tokens)
         most = self.limits.max_num_prefill_tokens
         return budget if most is None or not num_decode_tokens else min(budget, most)
 
-    def _split_running(self, queues: SequenceQueues) -> tuple[list[Sequence], list[Sequence]]:
-        """The running sequences that decode, each with a block for its next token, and those with more to compute."""
+    def _split_running(self, queues: SequenceQueues) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
+        """The running sequences that decode, those with more to compute, and which of the first need one more block."""
         block_size = queues.allocator.block_size
         decodes, prefills, grown_out = [], [], []
         for sequence in queues.running:
+            if sequence.awaits_result:
+                continue
             num_tokens = len(sequence.token_ids)
             if num_tokens > sequence.num_computed_tokens + 1:
                 prefills.append(sequence)  # has had blocks for all of its tokens since it was admitted
@@ -116,9 +144,7 @@ class ContinuousBatching:
             decodes.append(sequence)
             if num_tokens > len(sequence.block_ids) * block_size:
                 grown_out.append(sequence)
-        if _grow(queues, grown_out):
-            return decodes, prefills
-        return _still_running(decodes), _still_running(prefills)
+        return decodes, prefills, grown_out
 
     def _admit(self, queues: SequenceQueues, siblings: Siblings, service_class: Priority, budget: int) -> list[Share]:
         """Admits waiting sequences of this class, in order, while there are places, tokens and blocks."""
@@ -150,12 +176,22 @@ class ContinuousBatching:
 
     def _make_way(self, queues: SequenceQueues, siblings: Siblings) -> None:
         """Preempts running sequences of worse classes for the first waiting one, if that makes room for it."""
+        claim = self._claim(queues, siblings)
+        if claim is None:
+            return
+        for victim in claim.worse:
+            if self._has_room(queues, claim.first, claim.prefix):
+                break
+            queues.preempt(victim)
+
+    def _claim(self, queues: SequenceQueues, siblings: Siblings) -> "_Claim | None":
+        """The first waiting sequence, if those that run in worse classes could make room for it."""
         best_class = queues.waiting.best_class
         if best_class is None or not queues.running or queues.running[-1].service_class <= best_class:
-            return
+            return None
         ready = siblings.first_ready()
         if ready is None:
-            return
+            return None
         first, prefix = ready
         worse = [sequence for sequence in reversed(queues.running) if sequence.service_class > first.service_class]
         worse.sort(key=lambda sequence: (-sequence.service_class, sequence.num_computed_tokens))
@@ -163,11 +199,20 @@ class ContinuousBatching:
         num_in_reach = queues.allocator.num_free + sum(len(sequence.block_ids) for sequence in worse)
         num_left = len(queues.running) - len(worse)
         if num_blocks_to_take(queues, first, prefix) + num_left > num_in_reach:
-            return
-        for victim in worse:
-            if self._has_place(queues) and self._has_memory(queues, first, prefix):
-                break
-            queues.preempt(victim)
+            return None
+        return _Claim(first, prefix, worse)
+
+    def _has_room(self, queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> bool:
+        return self._has_place(queues) and self._has_memory(queues, sequence, prefix)
+
+
+class _Claim(NamedTuple):
+    """Of a waiting sequence on the room of running ones."""
+
+    first: Sequence
+    prefix: SharedPrefix
+    worse: list[Sequence]
+    """Those that give way, in this order, as far as is needed."""
 
 
 def num_blocks_to_take(queues: SequenceQueues, sequence: Sequence, prefix: SharedPrefix) -> int:

@@ -8,7 +8,7 @@ all of them on by one number. What may live here: who is in the batch, and its c
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import repeat
 from typing import Final
@@ -41,20 +41,39 @@ class _Row:
             self.block_ids, self.packed = block_ids, array("q", block_ids)
 
 
+class RowsInFlight:
+    """The sequences of one step's rows, in their order, and what is known of them. Nothing of it changes."""
+
+    __slots__ = ("ending_block", "num_by_tenant", "sequences")
+
+    def __init__(
+        self, sequences: list[Sequence], num_by_tenant: Mapping[Tenant, int], ending_block: list[Sequence]
+    ) -> None:
+        self.sequences = sequences
+        self.num_by_tenant = num_by_tenant
+        self.ending_block = ending_block
+        """Those whose row is the last of a block."""
+
+
+NOBODY: Final = RowsInFlight([], {}, [])
+
+
 class DecodeBatch:
-    """The plain decodes of one scheduler. `split` is called for each step, `commit` with its result."""
+    """The plain decodes of one scheduler. `split` is called for each step, `commit` with its result.
+
+    Where the next step is split before that, `foresee` comes in between.
+    """
 
     def __init__(self, queues: SequenceQueues) -> None:
         self._queues = queues
         self._block_size = queues.allocator.block_size
-        self.sequences: list[Sequence] = []
-        """Those in the batch, in the order of their rows."""
+        self._sequences: list[Sequence] = []  # in the order of their rows
         self._num_by_tenant: dict[Tenant, int] = {}  # how many of them each has
         self._rows: dict[Sequence, _Row] = {}
         self._columns = DecodeColumns((), (), (), ())
         self._blocks = BlockTables((), ())
         # At the age modulo the block size: those whose row is then the last of a block.
-        self._ending_block: list[list[Sequence]] = []
+        self._ending_block: list[list[Sequence]] = [[] for _ in range(self._block_size)]
         self._age = 0
         # Chosen from these, in the order of the shares, after so many moves in the queues. While both are the same,
         # nobody has joined or left, and each is one token further than in the last split.
@@ -62,8 +81,8 @@ class DecodeBatch:
         self._num_moves = _NEVER
         self._others: list[int] = []  # numbers of those that were not chosen
 
-    def split(self, shares: list[Share]) -> tuple[DecodeRows, list[Share]]:
-        """The rows of a step, and those of its shares that are no plain decodes."""
+    def split(self, shares: list[Share]) -> tuple[DecodeRows, RowsInFlight, list[Share]]:
+        """The rows of a step, whose they are, and those of its shares that are no plain decodes."""
         sequences = [sequence for sequence, _ in shares]
         if self._num_moves != self._queues.num_moves or sequences != self._chosen_from:
             self._choose(shares, sequences)
@@ -72,37 +91,45 @@ class DecodeBatch:
             self._choose(shares, sequences)
             others = [shares[number] for number in self._others]
         self._update_blocks()
-        token_ids = [sequence.token_ids[-1] for sequence in self.sequences]
-        return DecodeRows(self._columns, self._age, token_ids, self._blocks), others
+        token_ids = [sequence.token_ids[-1] for sequence in self._sequences]
+        ending = self._ending_block[self._age % self._block_size]
+        in_flight = RowsInFlight(self._sequences, self._num_by_tenant, ending)
+        return DecodeRows(self._columns, self._age, token_ids, self._blocks), in_flight, others
+
+    def foresee(self) -> None:
+        """The rows of the last split are one token further, before they are committed."""
+        self._age += 1
 
     def commit(
-        self, num_rows: int, drawn: SequenceOf[tuple[int, ...]], logprobs: SequenceOf[tuple[TokenLogprob, ...]]
+        self,
+        rows_in_flight: RowsInFlight,
+        drawn: SequenceOf[tuple[int, ...]],
+        logprobs: SequenceOf[tuple[TokenLogprob, ...]],
+        *,
+        was_foreseen: bool,
     ) -> tuple[list[TokenDelta], list[Sequence]]:
-        """The rows of the last split have drawn the first of these. Returns deltas, and sequences that are broken.
-
-        `num_rows` is 0 where they were not computed, or not as rows.
+        """These rows, of the oldest split that was not committed, have drawn the first of these tokens. Returns deltas,
+        and sequences that are broken.
         """
-        if num_rows == 0:
-            if self.sequences:
-                self.forget()
-            return [], []
         running = SequenceStatus.RUNNING
-        rows = zip(self.sequences, drawn, logprobs or repeat(()), strict=False)
+        sequences = rows_in_flight.sequences
+        rows = zip(sequences, drawn, logprobs or repeat(()), strict=False)
         deltas = [
             sequence.decode(token_ids, likely) for sequence, token_ids, likely in rows if sequence.status is running
         ]
         broken: list[Sequence] = []
-        num_by_tenant = self._num_by_tenant
-        if len(deltas) < num_rows or not all(deltas):  # some were aborted meanwhile, or are broken
-            alive = [sequence for sequence in self.sequences if sequence.status is running]
+        num_by_tenant = rows_in_flight.num_by_tenant
+        if len(deltas) < len(sequences) or not all(deltas):  # some have ended meanwhile, or are broken
+            alive = [sequence for sequence in sequences if sequence.status is running]
             broken = [sequence for sequence in alive if sequence.is_broken]
             num_by_tenant = Counter(sequence.tenant for sequence in alive if not sequence.is_broken)
         for tenant, num_tokens in num_by_tenant.items():
             tenant.charge(0, num_tokens)
-        for sequence in self._ending_block[self._age % self._block_size]:
+        for sequence in rows_in_flight.ending_block:
             if sequence.status is running and not sequence.is_broken:
                 self._queues.store_full_blocks(sequence, sequence.num_computed_tokens - 1)
-        self._age += 1
+        if not was_foreseen:
+            self._age += 1
         return [delta for delta in deltas if delta is not None], broken
 
     def forget(self) -> None:
@@ -114,7 +141,7 @@ class DecodeBatch:
         if self._num_moves != self._queues.num_moves:
             return  # the next split starts over
         columns = self._columns
-        for number, sequence in enumerate(self.sequences):
+        for number, sequence in enumerate(self._sequences):
             position = columns.first_positions[number] + self._age
             is_right = position == sequence.num_computed_tokens == len(sequence.token_ids) - 1
             assert is_right, f"sequence {sequence.sequence_id} is not where its row is, {position}"
@@ -135,7 +162,7 @@ class DecodeBatch:
         for sequence in chosen:
             rows[sequence] = known.get(sequence) or _Row(sequence)
         positions = [sequence.num_computed_tokens for sequence in chosen]
-        self.sequences, self._rows, self._chosen_from = chosen, rows, sequences
+        self._sequences, self._rows, self._chosen_from = chosen, rows, sequences
         self._others = [number for number, plain in enumerate(is_plain) if not plain]
         self._columns = DecodeColumns(
             [sequence.sequence_id for sequence in chosen],
@@ -150,7 +177,7 @@ class DecodeBatch:
 
     def _update_blocks(self) -> None:
         """Blocks are given and taken one sequence at a time, so most tables are the very ones of the last step."""
-        tables = [sequence.block_ids for sequence in self.sequences]
+        tables = [sequence.block_ids for sequence in self._sequences]
         if tables == self._blocks.tables:
             return
         rows = self._rows.values()

@@ -59,6 +59,8 @@ class SequenceQueues:
         self.num_prefix_hit_tokens = 0
         self.num_forked_tokens = 0
         self._copies: dict[int, BlockCopy] = {}  # of the coming step, by destination
+        self._in_flight: list[list[Sequence]] = []  # who is in each step whose result is to come, the oldest step first
+        self._held: list[Sequence] = []  # ended, with blocks that a step in flight writes to
 
     def add(self, sequence: Sequence) -> None:
         """Adds a new sequence to the waiting."""
@@ -89,6 +91,18 @@ class SequenceQueues:
             self._copy(prefix.parent.block_ids[len(prefix.block_ids)], own[0], num_tokens)
         self._count_prompt(sequence, prefix.parent)
 
+    def take_off(self, sequences: list[Sequence]) -> None:
+        """A step is planned that writes to the blocks of these: they are not freed before it has landed."""
+        self._in_flight.append(sequences)
+
+    def land(self) -> None:
+        """The oldest step in flight has been computed."""
+        self._in_flight.pop(0)
+        if self._held:
+            held, self._held = self._held, []
+            for sequence in held:
+                self._let_go(sequence)
+
     def take_block_copies(self) -> tuple[BlockCopy, ...]:
         """The block copies that the next step makes before it computes; each is returned once."""
         copies = tuple(self._copies.values())
@@ -116,8 +130,10 @@ class SequenceQueues:
         """Preempts a running sequence. It keeps its outputs and loses all that was computed, but for what the
         prefix cache still has of it when it comes back.
 
-        It goes back to the class that it ran in, and to its old place in its tenant's line.
+        It goes back to the class that it ran in, and to its old place in its tenant's line. Not while a step is in
+        flight, which may write to its blocks.
         """
+        assert not self._in_flight, "nobody is preempted while a step is in flight"
         self._take_out(sequence)
         self.num_uncomputed_tokens += sequence.num_computed_tokens
         sequence.num_discarded_tokens = max(sequence.num_discarded_tokens, sequence.num_computed_tokens)
@@ -128,13 +144,13 @@ class SequenceQueues:
         self.num_preemptions += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Removes a waiting or running sequence and frees its blocks."""
+        """Removes a waiting or running sequence and frees its blocks, once no step in flight writes to them."""
         if sequence.status is SequenceStatus.RUNNING:
             self._take_out(sequence)
         else:
             self.waiting.remove(sequence)
         self.finish(sequence)
-        self._free_blocks(sequence)
+        self._let_go(sequence)
 
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence. If it runs, it keeps its place and its blocks until `release_finished`."""
@@ -148,10 +164,10 @@ class SequenceQueues:
                 self.allocator.prefix_cache.evict(block_id)
 
     def release_finished(self) -> None:
-        """Removes finished sequences from `running` and frees their blocks."""
+        """Removes finished sequences from `running` and frees their blocks, once no step in flight writes to them."""
         for sequence in self.running:
             if sequence.status is SequenceStatus.FINISHED:
-                self._free_blocks(sequence)
+                self._let_go(sequence)
         self.running = [sequence for sequence in self.running if sequence.status is SequenceStatus.RUNNING]
         self.num_moves += 1
 
@@ -167,11 +183,13 @@ class SequenceQueues:
     def check_integrity(self) -> None:
         """Raises AssertionError unless blocks, states and orders agree. O(blocks + sequences)."""
         self.allocator.check_integrity()
-        owners = Counter(block_id for sequence in self.running for block_id in sequence.block_ids)
+        owners = Counter(block_id for sequence in (*self.running, *self._held) for block_id in sequence.block_ids)
         for block_id in range(self.allocator.num_blocks):
             counted, found = self.allocator.ref_count(block_id), owners[block_id]
             assert counted == found, f"block {block_id} has {found} owners and a reference count of {counted}"
         self.waiting.check_integrity()
+        for sequence in self._held:
+            assert any(sequence in members for members in self._in_flight), "blocks are held for no step in flight"
         for before, after in pairwise(self.running):
             assert before.service_order < after.service_order, f"{after.sequence_id} stands behind its turn"
         for sequence in self.waiting:
@@ -226,6 +244,13 @@ class SequenceQueues:
             self.num_prefix_query_tokens += len(sequence.token_ids)
             self.num_prefix_hit_tokens += sequence.num_computed_tokens
         sequence.tenant.charge(sequence.num_uncomputed_tokens, 0)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """Frees the blocks of a sequence that has ended, at once or when the last step in flight that has it lands."""
+        if any(sequence in members for members in self._in_flight):
+            self._held.append(sequence)
+        else:
+            self._free_blocks(sequence)
 
     def _free_blocks(self, sequence: Sequence) -> None:
         for block_id in sequence.block_ids if self._copies else ():

@@ -2,7 +2,8 @@
 
 What may live here: the life of requests, from `add` to their last token. What may not: clocks, threads, torch, and how
 a step is filled (`batching.py`). The loop around it is `plan = plan()`, `result = run(plan)`, `deltas = commit(plan,
-result)`; adding and aborting are safe at any point of it.
+result)`; adding and aborting are safe at any point of it. Where the device runs a step while the host plans the next,
+`plan_ahead` comes before the `commit`, and two plans are in flight.
 """
 
 from collections.abc import Hashable, Iterable
@@ -18,13 +19,14 @@ from holdfast.worker.plan.step_plan import PlannedSequences, ScheduledSequence, 
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.scheduling.batching import MakePolicy, Share
 from holdfast.worker.scheduling.deadlines import DeadlineWatch
-from holdfast.worker.scheduling.decode_batch import DecodeBatch
-from holdfast.worker.scheduling.drafting import NO_DRAFTS, Drafter, Drafts, NoDrafter
+from holdfast.worker.scheduling.decode_batch import NOBODY, DecodeBatch
+from holdfast.worker.scheduling.drafting import NO_DRAFTS, Drafter, NoDrafter
 from holdfast.worker.scheduling.policies import POLICIES
 from holdfast.worker.scheduling.prompt_logprobs import bound_prompt_logprobs
 from holdfast.worker.scheduling.queues import SequenceQueues
 from holdfast.worker.scheduling.scheduled import scheduled_sequence
 from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
+from holdfast.worker.scheduling.step_in_flight import StepInFlight
 from holdfast.worker.scheduling.step_limits import StepLimits
 from holdfast.worker.stats import SchedulerStats
 
@@ -59,7 +61,7 @@ class Scheduler:
             StepLimits.of(config, self._drafter.num_speculative_tokens)
         )
         self._sequences: dict[Hashable, Sequence] = {}  # those that have not ended, by key
-        self._in_flight: list[Sequence] | None = None  # those of the outstanding plan, in its order
+        self._in_flight: list[StepInFlight] = []  # plans that are not committed, at most two, the older first
         self._num_added = 0
         self._num_steps = 0
         self._num_tokens_computed = 0
@@ -110,7 +112,7 @@ class Scheduler:
         """Ends a request now and frees its blocks; None if it is not open.
 
         Between `plan` and `commit` the step goes on with these blocks, and `commit` then ignores what it did for the
-        request. That is safe because only the next plan can hand the blocks out again.
+        request and frees them.
         """
         sequence = self._sequences.get(attempt)
         if sequence is None:
@@ -127,37 +129,52 @@ class Scheduler:
     # --- Steps ---
 
     def plan(self, now: float = 0.0) -> StepPlan | None:
-        """The plan of the next step; None if there is nothing to do. To be committed before the next plan.
+        """The plan of the next step; None if there is nothing to do. While no other plan is in flight.
 
         Requests whose time is up by `now` are dropped first: see `take_expired`.
         """
-        assert self._in_flight is None, "the last plan has not been committed"
-        self._queues.waiting.advance(now)
-        self._drop_expired(now)
+        assert not self._in_flight, "the last plan has not been committed"
+        self._let_time_pass(now)
         if not self._sequences:
             return None
         shares = bound_prompt_logprobs(self._policy.schedule(self._queues))
         assert shares, "requests are alive and the policy found nothing to do"
-        self._num_steps += 1
-        drafts = self._drafter.drafts(shares, self._queues, self._policy.limits)
-        sequences, self._in_flight = self._planned(shares, drafts)
-        copies = self._queues.take_block_copies()
-        return StepPlan(step_id=self._num_steps, sequences=sequences, block_copies=copies)
+        return self._plan_of(shares)
+
+    def plan_ahead(self, now: float = 0.0) -> StepPlan | None:
+        """The plan of the step after the one in flight, whose result is not there yet; None: that is to be committed
+        first. To be run after it and committed after it. Asked for once for each step.
+
+        In place of the tokens that the step in flight draws it has `PENDING`. It leaves out who would need its result.
+        Who turns out to have ended in that step is in this one for nothing: `commit` ignores it.
+        """
+        assert len(self._in_flight) == 1, "one plan is in flight, and one is ahead of it"
+        self._let_time_pass(now)
+        (step,) = self._in_flight
+        if not self._sequences or self._drafter.num_speculative_tokens:
+            return None
+        step.foresee(self._queues)
+        self._decode_batch.foresee()
+        if step.holds_up_too_many:
+            return None
+        shares = bound_prompt_logprobs(self._policy.schedule_ahead(self._queues))
+        return self._plan_of(shares) if shares else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenDelta]:
-        """Takes the result of the outstanding plan; returns a delta for each sequence that gained tokens."""
-        assert self._in_flight is not None, "there is no outstanding plan"
-        assert plan.step_id == result.step_id == self._num_steps, "the result is not that of the outstanding plan"
-        in_flight, self._in_flight = self._in_flight, None
+        """Takes the result of the oldest plan in flight; returns a delta for each sequence that gained tokens."""
+        assert self._in_flight, "there is no plan in flight"
+        step = self._in_flight.pop(0)
+        assert plan.step_id == result.step_id == step.plan.step_id, "the result is not that of the oldest plan"
+        self._queues.land()
+        for sequence in step.left_out:
+            sequence.awaits_result = False
         plan = plan.with_drafts(result.drafts)
         self._num_tokens_computed += plan.num_tokens
-        assert len(in_flight) == len(plan.sequences) == len(result.token_ids), "a result has tokens for all sequences"
-        num_rows = len(plan.decodes)
-        deltas, broken = self._decode_batch.commit(num_rows, result.token_ids, result.logprobs)
-        for sequence in broken:
-            self._drop_broken(sequence)
+        members, num_rows = step.sequences, len(plan.decodes)
+        assert len(members) == len(plan.sequences) == len(result.token_ids), "a result has tokens for all sequences"
+        deltas = self._commit_rows(step, num_rows, result)
         if plan.others:
-            deltas += self._commit_others(in_flight[num_rows:], plan.others, result.without_first(num_rows))
+            deltas += self._commit_others(members[num_rows:], plan.others, result.without_first(num_rows))
         ended = [delta.attempt for delta in deltas if delta.finish_reason is not None]
         if ended:
             self._finish(ended)
@@ -200,12 +217,11 @@ class Scheduler:
 
     @property
     def limits(self) -> StepLimits:
-        """Limits of the next step. To be set between two steps."""
+        """Limits of the next plan."""
         return self._policy.limits
 
     @limits.setter
     def limits(self, limits: StepLimits) -> None:
-        assert self._in_flight is None, "limits change between two steps"
         self._policy.limits = limits
 
     @property
@@ -222,8 +238,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is open."""
-        return bool(self._sequences)
+        """Whether any request is open, or a plan in flight that is to be committed."""
+        return bool(self._sequences or self._in_flight)
 
     def load(self) -> EngineLoad:
         """The load of this replica now."""
@@ -261,7 +277,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises AssertionError unless requests, queues and blocks agree. O(blocks + requests)."""
         self._queues.check_integrity()
-        if self._in_flight is None:
+        if not self._in_flight:
             self._decode_batch.check_integrity()
         counted = self._queues.num_uncomputed_tokens
         found = sum(sequence.num_uncomputed_tokens for sequence in self._sequences.values())
@@ -269,24 +285,46 @@ class Scheduler:
         queued = [*self._queues.waiting, *self._queues.running]
         alive = {sequence.attempt for sequence in queued if sequence.status is not SequenceStatus.FINISHED}
         assert alive == self._sequences.keys(), f"queues and requests differ: {alive ^ self._sequences.keys()}"
-        if not alive:
+        if not alive and not self._in_flight:
             assert self._allocator.num_used == 0, f"{self._allocator.num_used} blocks are used by no request"
             assert self._drafter.num_remembered == 0, "speculation remembers sequences that have ended"
 
     # --- Internals ---
 
-    def _planned(self, shares: list[Share], drafts: list[Drafts]) -> tuple[PlannedSequences, list[Sequence]]:
-        """What a step does for each of its sequences, and these in the same order."""
+    def _plan_of(self, shares: list[Share]) -> StepPlan:
+        """What the next step does for each of its sequences. It is in flight from here on."""
+        self._num_steps += 1
+        drafts = self._drafter.drafts(shares, self._queues, self._policy.limits)
         if drafts:
             self._decode_batch.forget()
-            rows, chosen, others = NO_ROWS, [], shares
+            rows, in_rows, others = NO_ROWS, NOBODY, shares
         else:
-            rows, others = self._decode_batch.split(shares)
-            chosen = self._decode_batch.sequences
+            rows, in_rows, others = self._decode_batch.split(shares)
         drafted = drafts or repeat(NO_DRAFTS)
         block_size = self._allocator.block_size
         scheduled = [scheduled_sequence(*share, item, block_size) for share, item in zip(others, drafted, strict=False)]
-        return PlannedSequences(rows, scheduled), [*chosen, *[sequence for sequence, _ in others]]
+        plan = StepPlan(
+            step_id=self._num_steps,
+            sequences=PlannedSequences(rows, scheduled),
+            block_copies=self._queues.take_block_copies(),
+        )
+        step = StepInFlight(plan, in_rows, [sequence for sequence, _ in others])
+        self._in_flight.append(step)
+        self._queues.take_off(step.sequences)
+        return plan
+
+    def _commit_rows(self, step: StepInFlight, num_rows: int, result: StepResult) -> list[TokenDelta]:
+        """Takes in what a step made of its rows; `num_rows` is 0 where it has none, or computed them with drafts."""
+        if num_rows == 0:
+            if step.rows.sequences:
+                self._decode_batch.forget()
+            return []
+        deltas, broken = self._decode_batch.commit(
+            step.rows, result.token_ids, result.logprobs, was_foreseen=step.is_foreseen
+        )
+        for sequence in broken:
+            self._drop_broken(sequence)
+        return deltas
 
     def _commit_others(
         self, sequences: list[Sequence], shares: SequenceOf[ScheduledSequence], result: StepResult
@@ -327,7 +365,9 @@ class Scheduler:
         if scheduled.first_position % block_size + len(scheduled.token_ids) >= block_size:
             self._queues.store_full_blocks(sequence, scheduled.first_position)
 
-    def _drop_expired(self, now: float) -> None:
+    def _let_time_pass(self, now: float) -> None:
+        """Classes improve with waiting, and requests whose time is up are dropped."""
+        self._queues.waiting.advance(now)
         while (sequence := self._deadlines.next_expired(now)) is not None:
             self._drop(sequence)
             self._expired.append(sequence.attempt)

@@ -12,7 +12,7 @@ from typing import ClassVar
 from holdfast.worker.block_hash import HashChain
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.plan.logits_settings import LogitsSettings
-from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, ScheduledSequence
+from holdfast.worker.plan.step_plan import NO_TOKEN, PENDING, DrawParams, ScheduledSequence
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
 from holdfast.worker.service_order.tenants import Tenant
 from holdfast.worker.service_order.waiting_queue import DUE_AFTER_S
@@ -50,11 +50,13 @@ class Sequence:
         "_draw",
         "_looks_back",
         "attempt",
+        "awaits_result",
         "block_ids",
         "deadline_s",
         "due_s",
         "hash_chain",
         "is_broken",
+        "is_pending",
         "logits_settings",
         "max_len",
         "num_cached_tokens",
@@ -94,6 +96,10 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.is_broken = False
         """Its logits came out as NaN or infinity: no token can follow."""
+        self.is_pending = False
+        """The last of `token_ids` is `PENDING`: the step in flight draws it (`foresee`)."""
+        self.awaits_result = False
+        """The step in flight has it, and what it does next depends on the result: no step is planned for it before."""
         time_left_s = math.inf if request.time_left_s is None else max(0.0, request.time_left_s)
         self.deadline_s = arrived_s + time_left_s
         """Its deadline: it is dropped after this time."""
@@ -149,6 +155,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
+        """One that is pending included."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -188,6 +195,11 @@ class Sequence:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= self.max_len else None
 
+    @property
+    def is_about_to_end(self) -> bool:
+        """Whether its next token is the last that there is room for."""
+        return len(self.token_ids) + 1 >= self.max_len
+
     def draw_params(self) -> DrawParams:
         """Parameters for sampling the next token, a function of the request and its outputs alone."""
         if self._draw is None:
@@ -203,6 +215,23 @@ class Sequence:
         """The prompt's log-probabilities, to report with the first output token; only once."""
         logprobs, self.prompt_logprobs = self.prompt_logprobs or (), None
         return tuple(logprobs)
+
+    def foresee(self, num_tokens: int, num_draws: int) -> bool:
+        """Goes on as if a step in flight had computed so many tokens and drawn the next one, if it draws; the token is
+        `PENDING` until the step is committed. False, with nothing changed, where that would not do: its next step
+        depends on the result, or there is none.
+        """
+        assert num_draws <= 1, "with drafts, how far a step goes is not known before its result"
+        draws = num_draws > 0
+        looks_back = self.prompt_logprobs is not None or (draws and self._looks_back)
+        self.awaits_result = looks_back or (draws and self.is_about_to_end)
+        if self.awaits_result:
+            return False
+        self.num_computed_tokens += num_tokens
+        if draws:
+            self.token_ids.append(PENDING)
+            self.is_pending = True
+        return True
 
     def advance(self, scheduled: ScheduledSequence, drawn: tuple[int, ...]) -> tuple[int, ...]:
         """Takes what a step computed and sampled for this sequence; returns the tokens that it gained.
@@ -229,6 +258,8 @@ class Sequence:
 
         The log-probabilities of dropped tokens are dropped with them.
         """
+        if self.num_computed_tokens > scheduled.first_position:  # it was foreseen
+            return self._fill_in(drawn, logprobs) if drawn else None
         first_token_index = self.num_output_tokens
         token_ids = self.advance(scheduled, drawn)
         if not token_ids:
@@ -250,7 +281,9 @@ class Sequence:
         return queued_s
 
     def decode(self, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> TokenDelta | None:
-        """As `commit`, for a step that computed its last token and drew one, not its first."""
+        """As `commit`, for a step that computed its last token and drew one, not its first unless it was foreseen."""
+        if self.is_pending:
+            return self._fill_in(drawn, logprobs)
         (token_id,) = drawn
         if token_id == NO_TOKEN:
             self.is_broken = True
@@ -266,10 +299,27 @@ class Sequence:
             reason = FinishReason.LENGTH
         return TokenDelta(self.attempt, index, drawn, reason, 0, logprobs)
 
+    def _fill_in(self, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> TokenDelta | None:
+        """As `commit`, for a step that was foreseen: the pending token is known now."""
+        (token_id,) = drawn
+        if token_id == NO_TOKEN:
+            self.is_broken = True
+            return None
+        self.token_ids[-1] = token_id
+        self.is_pending = False
+        index = len(self.token_ids) - self.num_prompt_tokens - 1
+        num_cached = self.num_cached_tokens if index == 0 else 0
+        return TokenDelta(
+            self.attempt, index, drawn, self.finish_reason, num_cached, logprobs, (), self._take_queued_s()
+        )
+
     def last_delta(self, reason: FinishReason) -> TokenDelta:
         """The final delta of a request that ends without another token."""
         return TokenDelta(
-            attempt=self.attempt, first_token_index=self.num_output_tokens, token_ids=(), finish_reason=reason
+            attempt=self.attempt,
+            first_token_index=self.num_output_tokens - self.is_pending,
+            token_ids=(),
+            finish_reason=reason,
         )
 
     def check_fits(self, *, num_slots: int, max_model_len: int) -> None:

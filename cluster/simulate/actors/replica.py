@@ -19,7 +19,8 @@ from holdfast.router.events import SendAbort, SendSubmit
 from holdfast.worker.engine_core.engine_core import EngineCore
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.model_info import ReplicaFacts
-from holdfast.worker.plan.step_plan import StepPlan
+from holdfast.worker.plan.pending_tokens import with_tokens
+from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.progress import FrozenVerdict
 from holdfast.worker.step_update import Hello
 from holdfast.worker.tuning.step_time import shape_of
@@ -28,6 +29,8 @@ MODEL: Final = "pseudo"
 WATCH_S: Final = 0.2
 """Seconds between two checks of a frozen replica by its supervisor."""
 RESTART_S: Final = 0.5
+AHEAD_AFTER: Final = 0.25
+"""The share of a step after which the next one has been planned, with two plans in flight."""
 
 
 class SimulatedReplica(Process):
@@ -50,6 +53,8 @@ class SimulatedReplica(Process):
         """Spent in steps, in all lives."""
         self.num_steps = 0
         """In all lives."""
+        self.num_ahead = 0
+        """Of these, how many were planned before the step before them had its result."""
         self.num_tokens = 0
         """Drawn in all lives."""
 
@@ -63,7 +68,8 @@ class SimulatedReplica(Process):
         self._links: dict[Connection, SimulatedReplicaLink] = {}
         self._num_links = 0
         self._inbox: list[Callable[[], None]] = []
-        self._is_stepping = False
+        self._in_flight: list[tuple[StepPlan, float]] = []  # plans and the times they take, the oldest first
+        self._landed: tuple[StepPlan | None, StepResult | None] = (None, None)
 
     # --- what the world does to it ---
 
@@ -145,38 +151,62 @@ class SimulatedReplica(Process):
 
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.append(command)
-        if not self._is_stepping:
+        if not self._in_flight:
             self._turn()
 
     def _turn(self) -> None:
-        inbox, self._inbox = self._inbox, []
-        for command in inbox:
-            command()
+        self._take_commands()
         plan = self.core.plan(self.clock)
         if plan is None:
             self._deliver()
             return
+        self._launch(plan)
+        self._begin_step()
+
+    def _take_commands(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        for command in inbox:
+            command()
+
+    def _launch(self, plan: StepPlan) -> None:
         if self.core.has_urgent_news:
             self._deliver()
-        self._is_stepping = True
-        step_s = self.shape.step_costs.predict(shape_of(plan)) * self.slowness
-        self.busy_s += step_s
-        self.after(step_s, self._finish_step, plan, step_s)
+        self._in_flight.append((plan, self.shape.step_costs.predict(shape_of(plan)) * self.slowness))
 
-    def _finish_step(self, plan: StepPlan, step_s: float) -> None:
+    def _begin_step(self) -> None:
+        """The device goes on with the oldest plan. With two plans in flight, the host makes the next one meanwhile."""
+        _, step_s = self._in_flight[0]
+        self.busy_s += step_s
+        self.after(step_s, self._finish_step)
+        if self.shape.scheduler.async_scheduling:
+            self.after(AHEAD_AFTER * step_s, self._plan_ahead)
+
+    def _plan_ahead(self) -> None:
+        self._take_commands()
+        plan = self.core.plan_ahead(self.clock)
+        if plan is not None:
+            self.num_ahead += 1
+            self._launch(plan)
+
+    def _finish_step(self) -> None:
+        plan, step_s = self._in_flight[0]
         try:
-            result = self._runner.run(plan)
+            result = self._runner.run(with_tokens(plan, *self._landed))
         except PoisonedError as error:
             self.num_poisoned += 1
             for listener in self.core.listeners:
                 listener.on_failure(ReplicaError(f"the replica failed: {error}"))
             self._restart()
             return
+        del self._in_flight[0]
+        self._landed = (plan, result)
         self.num_tokens += self.core.commit(plan, result, step_s)
         self.num_steps += 1
         self._deliver()
-        self._is_stepping = False
-        self._turn()
+        if self._in_flight:
+            self._begin_step()
+        else:
+            self._turn()
 
     def _deliver(self) -> None:
         for listener, update in self.core.take_updates():

@@ -6,6 +6,7 @@ What may not live here: printing (`report.py`), and what a simulation is (`world
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 
 from holdfast.cluster.simulate.world.world import Failure, Outcome, Tally, simulate
@@ -17,14 +18,21 @@ class Campaign:
 
     tally: Tally = field(default_factory=Tally)
     failures: list[Failure] = field(default_factory=list)
+    async_scheduling: bool = False
+    """Whether replicas had two plans in flight."""
 
 
 def run_campaign(
-    seeds: Iterable[int], *, jobs: int = 1, max_failures: int = 1, on_done: Callable[[int], None] = lambda num: None
+    seeds: Iterable[int],
+    *,
+    jobs: int = 1,
+    max_failures: int = 1,
+    async_scheduling: bool = False,
+    on_done: Callable[[int], None] = lambda num: None,
 ) -> Campaign:
     """Simulates the seeds in order, until `max_failures` have failed. `on_done` hears how many have been simulated."""
-    campaign = Campaign()
-    for outcome in _outcomes(seeds, jobs):
+    campaign = Campaign(async_scheduling=async_scheduling)
+    for outcome in _outcomes(seeds, jobs, partial(simulate, async_scheduling=async_scheduling)):
         campaign.tally.add(outcome.tally)
         if outcome.failure is not None:
             campaign.failures.append(outcome.failure)
@@ -34,7 +42,7 @@ def run_campaign(
     return campaign
 
 
-def _outcomes(seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:
+def _outcomes(seeds: Iterable[int], jobs: int, simulate: Callable[[int], Outcome]) -> Iterator[Outcome]:
     if jobs == 1:
         yield from map(simulate, seeds)
         return

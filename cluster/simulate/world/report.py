@@ -27,6 +27,7 @@ def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
         ("requests", f"{tally.num_requests:,} ({60 * tally.num_requests / wall_s:,.0f} a minute)"),
         ("", _counts(tally.outcomes)),
         ("tokens", f"{tally.num_tokens:,} received, {tally.num_tokens_drawn:,} drawn in {tally.num_steps:,} steps"),
+        *([("planned ahead", f"{tally.num_ahead:,} steps")] if campaign.async_scheduling else []),
         ("events", f"{tally.num_events:,}"),
         ("faults", f"{sum(tally.faults.values()):,}"),
         ("", _counts(tally.faults)),
@@ -44,13 +45,14 @@ def print_campaign(console: Console, campaign: Campaign, wall_s: float) -> None:
     console.print(table)
     for failure in campaign.failures:
         console.print(Text(str(failure), style="red"), soft_wrap=True)
-        console.print(f"replay it with: holdfast simulate --replay {failure.seed}", highlight=False)
+        flag = " --async-scheduling" if campaign.async_scheduling else ""
+        console.print(f"replay it with: holdfast simulate --replay {failure.seed}{flag}", highlight=False)
 
 
-def replay(console: Console, seed: int, num_events: int) -> Outcome:
+def replay(console: Console, seed: int, num_events: int, *, async_scheduling: bool = False) -> Outcome:
     """Runs one seed again and tells its scenario and its last events."""
     last: deque[Event] = deque(maxlen=num_events)
-    outcome = simulate(seed, last.append)
+    outcome = simulate(seed, last.append, async_scheduling=async_scheduling)
     for event in last:
         console.print(Text(describe(event)), soft_wrap=True)
     if outcome.failure is None:

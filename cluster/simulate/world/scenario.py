@@ -42,12 +42,12 @@ class Scenario:
         return not self.faults and not any(planned.is_poison for planned in self.requests)
 
 
-def draw_scenario(seed: int) -> Scenario:
-    """The scenario of a seed: always the same one."""
+def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
+    """The scenario of a seed: always the same one, with one plan in flight or with two."""
     rng = random.Random(seed)
     num_routers, num_replicas = rng.randint(1, 3), rng.randint(1, 4)
     span_s = rng.uniform(1.0, 5.0)
-    replica = _draw_shape(rng)
+    replica = _draw_shape(rng, async_scheduling)
     return Scenario(
         seed=seed,
         num_routers=num_routers,
@@ -76,7 +76,7 @@ def draw_scenario(seed: int) -> Scenario:
     )
 
 
-def _draw_shape(rng: random.Random) -> ReplicaShape:
+def _draw_shape(rng: random.Random, async_scheduling: bool) -> ReplicaShape:
     block_size = rng.choice((1, 2, 4, 8))
     max_model_len = rng.choice((32, 48))
     max_num_seqs = rng.choice((2, 8, 16, 32))
@@ -88,6 +88,7 @@ def _draw_shape(rng: random.Random) -> ReplicaShape:
             max_num_seqs=max_num_seqs,
             max_num_waiting=rng.choice((4, 1024, 1024, 1024)),
             tenant_shares=rng.choice(({}, {"gold": 4.0})),
+            async_scheduling=async_scheduling,
         ),
         num_blocks=-(-num_slots // block_size),
         block_size=block_size,

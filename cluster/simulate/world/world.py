@@ -51,6 +51,8 @@ class Tally:
     num_tokens_drawn: int = 0
     """By replicas: the rest was lost on the way, or drawn again elsewhere."""
     num_steps: int = 0
+    num_ahead: int = 0
+    """Of the steps, those that were planned before the result of the step before them."""
     num_events: int = 0
     num_reconnects: int = 0
     """Times that a client went to the next router, with what it had."""
@@ -179,6 +181,7 @@ class World:
             num_tokens=sum(client.num_tokens for client in self.clients),
             num_tokens_drawn=sum(replica.num_tokens for replica in self.replicas),
             num_steps=sum(replica.num_steps for replica in self.replicas),
+            num_ahead=sum(replica.num_ahead for replica in self.replicas),
             num_events=self.timeline.num_events,
             num_reconnects=sum(max(0, client.num_connections - 1) for client in self.clients),
             num_stragglers=len(stragglers),
@@ -249,9 +252,11 @@ class World:
         return max([*ends, *(planned.arrival_s for planned in self.scenario.requests)], default=0.0)
 
 
-def simulate(seed: int, watch: Callable[[Event], None] | None = None) -> Outcome:
-    """Runs the simulation of a seed to its end, or to the first promise that is broken."""
-    world = World(draw_scenario(seed), watch)
+def simulate(seed: int, watch: Callable[[Event], None] | None = None, *, async_scheduling: bool = False) -> Outcome:
+    """Runs the simulation of a seed to its end, or to the first promise that is broken. With `async_scheduling`, all
+    replicas have two plans in flight.
+    """
+    world = World(draw_scenario(seed, async_scheduling=async_scheduling), watch)
     failure = None
     try:
         world.run()

@@ -54,6 +54,13 @@ def test_simulations_keep_every_promise(num_seeds):
     assert min(tally.num_reconnects, tally.num_condemned, tally.num_turned_away) > 0
 
 
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 300), marks=pytest.mark.slow)], ids=["few", "many"])
+def test_simulations_keep_every_promise_with_two_plans_in_flight(seeds):
+    campaign = run_campaign(seeds, jobs=1 if len(seeds) < FEW_SEEDS else 2, async_scheduling=True)
+    assert [str(failure) for failure in campaign.failures] == []
+    assert campaign.tally.num_ahead > 50 * len(seeds)
+
+
 def test_storms_meet_calm_and_trouble():
     scenarios = [scenario(seed) for seed in range(NUM_SEEDS) if storm(seed)]
     assert 3 <= sum(drawn.is_calm for drawn in scenarios) < len(scenarios) - 20

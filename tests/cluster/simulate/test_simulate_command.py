@@ -58,6 +58,15 @@ def test_a_number_that_makes_no_sense_is_refused_by_the_name_of_its_flag(flags, 
     assert f"{flags[0]} {flags[1]}: must" in capsys.readouterr().err
 
 
+def test_two_plans_in_flight_are_for_simulations_under_faults(capsys, tmp_path):
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"base_s": 0.01, "decode_s": 0.0, "token_s": 0.0, "context_token_s": 0.0}')
+    assert run(["simulate", "--replicas", "2", "--step-model", str(costs), "--async-scheduling"]) == 2
+    assert "--async-scheduling with --replicas: must not be" in capsys.readouterr().err
+    assert run(["simulate", "--replay", "0", "--last", "1", "--async-scheduling"]) == 0
+    assert "every promise was kept" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("seeds", ["7", "5:5", "a:b"])
 def test_seeds_that_are_no_range_are_refused(seeds, capsys):
     assert run(["simulate", "--seeds", seeds]) == 2

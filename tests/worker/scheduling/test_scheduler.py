@@ -71,7 +71,7 @@ def test_one_plan_at_a_time():
     with pytest.raises(AssertionError, match="has not been committed"):
         scheduler.plan()
     scheduler.commit(plan, make_result(plan))
-    with pytest.raises(AssertionError, match="no outstanding plan"):
+    with pytest.raises(AssertionError, match="no plan in flight"):
         scheduler.commit(plan, make_result(plan))
 
 
@@ -79,7 +79,7 @@ def test_a_result_of_another_step_is_our_mistake():
     scheduler = make_scheduler()
     scheduler.add(make_request("a"))
     plan = scheduler.plan()
-    with pytest.raises(AssertionError, match="not that of the outstanding plan"):
+    with pytest.raises(AssertionError, match="not that of the oldest plan"):
         scheduler.commit(plan, replace(make_result(plan), step_id=99))
 
 

@@ -167,6 +167,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def speculation(self) -> Speculation | None:
         return None
 
+    def further_params(self, seed: int) -> dict[str, object]:
+        return {}
+
     # --- What happens ---
 
     @rule(wishes=st.lists(wishes, min_size=2, max_size=6))
@@ -276,6 +279,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=stop_ids,
             ignore_eos=ignore_eos,
             prompt_logprobs=prompt_logprobs,
+            **self.further_params(seed),
         )
         request = EngineRequest(
             request_id=f"r{len(self.expected)}",

@@ -5,7 +5,7 @@ What may live here: a step's way from the engine's arrays to the head's output. 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.attention.kv_cache import KVCache, KVSpec
+from holdfast.worker.decoder.gpu.buffers import Readback, Reading
+from holdfast.worker.decoder.gpu.drawn_tokens import DrawnTokens
 from holdfast.worker.decoder.gpu.graphs import BUCKETS, Capture, DecodeGraphs, bucket_of, cuda_capture
 from holdfast.worker.decoder.gpu.launches import (
     SPLIT_KEYS,
@@ -48,6 +50,8 @@ class Launched:
     num_padded: int
     """Rows that the head has run on, the wanted ones first."""
     with_logits: bool
+    tokens: Reading | None = None
+    """The argmax of each row wanted, where the head gives no logits and there are any."""
     drawing: Drawing | None = None
     """What is drawn from the logits in the step itself."""
 
@@ -81,13 +85,15 @@ class GpuExecutor:
         self._weights = DeviceWeights(layout, device, max_positions)
         self._layout = self._weights.layout
         self._progress = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._drawn = DrawnTokens(launch)
+        self._readback = Readback(device)
         self._launches = Launches(launch)
         self._layers = DeviceLayers(self._weights, group, self._launches, self._progress)
         if capture is None and device.type == "cuda":
             capture = cuda_capture
         capture = capture if group.size == 1 else None
         self._graphs = DecodeGraphs(capture)
-        self._sampler = DeviceSampler(self._layers.buffers, launch=launch, capture=capture)
+        self._sampler = DeviceSampler(self._layers.buffers, launch=launch, capture=capture, drawn=self._drawn)
         attention = layout.layers[0].attention
         self._query_group = attention.num_heads // attention.num_kv_heads
         self._fewest_kv_heads = min(layer.attention.num_kv_heads for layer in layout.layers)
@@ -95,6 +101,13 @@ class GpuExecutor:
         self._max_rows = max(max_rows, _FEWEST_ROWS)
         self._arrays: StepArrays | None = None
         self._cache: KVCache | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a step can be launched before the one before it is collected. With several ranks it has not been
+        tried.
+        """
+        return self._group.size == 1
 
     def make_sampler(self) -> DeviceSampler:
         return self._sampler
@@ -131,14 +144,19 @@ class GpuExecutor:
         return self.collect(self.launch(batch, with_logits=with_logits))
 
     def launch(self, batch: StepBatch, *, with_logits: bool) -> "Launched":
-        """Starts one step, and waits for nothing. Steps run in the order of their launches."""
+        """Starts one step, and waits for nothing. Steps run in the order of their launches: pending tokens are those
+        that were drawn last, here or by the sampler. At most two are launched before the first is collected.
+        """
         cache = self._cache_of()
         if batch.block_copies.size:
             cache.copy(*torch.from_numpy(batch.block_copies).to(self._device))
         step, wanted, key = self._prepare(batch, cache.block_size)
+        if batch.has_pending:
+            self._drawn.put_in(step.token_ids)
 
         if key is not None and with_logits and batch.draws is not None and (draws := batch.draws()) is not None:
-            return Launched(len(draws), len(wanted), True, self._launch_draws(step, wanted, key, cache, draws))
+            drawing = self._launch_draws(step, wanted, key, cache, draws)
+            return Launched(len(draws), len(wanted), True, drawing=drawing)
 
         def work() -> None:
             self._run_all(step, wanted, cache, with_logits)
@@ -147,7 +165,12 @@ class GpuExecutor:
             work()
         else:
             self._graphs.run((*key, with_logits), self._layers.buffers, work)
-        return Launched(len(batch.logits_rows), len(wanted), with_logits)
+        num_wanted, num_padded = len(batch.logits_rows), len(wanted)
+        self._drawn.last = None
+        if with_logits or not num_wanted:
+            return Launched(num_wanted, num_padded, with_logits)
+        self._drawn.last = tokens = self._layers.buffers.take("tokens", (num_padded,), torch.int32)[:num_wanted]
+        return Launched(num_wanted, num_padded, with_logits, tokens=self._readback.start(tokens))
 
     def _launch_draws(
         self,
@@ -170,18 +193,25 @@ class GpuExecutor:
         return sampler.send(asked)
 
     def collect(self, launched: "Launched") -> HeadOutput:
-        """What the last step launched comes to. Waits for the device."""
+        """What the oldest step that was launched and not collected comes to. Waits for the device, but for logits."""
         if launched.drawing is not None:
             return HeadOutput(None, None, sampled=self._sampler.collect(launched.drawing))
-        take, vocab_size = self._layers.buffers.take, self._layout.vocab_size
-        num_wanted, num_padded = launched.num_wanted, launched.num_padded
         if not launched.with_logits:
-            best = take("tokens", (num_padded,), torch.int32)[:num_wanted].tolist() if num_wanted else []
-            return HeadOutput(None, best)
-        logits = take("logits", (num_padded, self._layout.head.out_features))[:num_wanted]
+            return HeadOutput(None, launched.tokens.wait().tolist() if launched.tokens is not None else [])
+        return HeadOutput(self._logits(launched), None)
+
+    def logits_to_draw_from(self, launched: "Launched") -> Tensor | None:
+        """The logits of the step launched last, for kernels that are launched before the next one; None where it draws
+        by itself.
+        """
+        return self._logits(launched) if launched.with_logits and launched.drawing is None else None
+
+    def _logits(self, launched: "Launched") -> Tensor:
+        num_wanted, shape = launched.num_wanted, (launched.num_padded, self._layout.head.out_features)
+        logits = self._layers.buffers.take("logits", shape)[:num_wanted]
         if self._group.size > 1 and num_wanted:
             logits = self._group.all_gather(logits)
-        return HeadOutput(logits[:, :vocab_size], None)
+        return logits[:, : self._layout.vocab_size]
 
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
         """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their slots."""
@@ -252,8 +282,8 @@ class GpuExecutor:
         return rounded if splits_outside(num_rows, self._fewest_kv_heads, rounded) else 1
 
     def warm_up(self, max_rows: int) -> None:
-        """Captures all graphs of decode steps of up to `max_rows` sequences, so that none is while requests wait.
-        Without graphs, makes ready for draws.
+        """Captures all graphs of decode steps of up to `max_rows` sequences, and compiles what puts their tokens into
+        the next step, so that none of it is done while requests wait. Without graphs, makes ready for draws.
 
         Overwrites the first block of the cache.
         """
@@ -275,6 +305,9 @@ class GpuExecutor:
             logits = self.collect(Launched(num_rows, num_rows, with_logits=True)).logits
             assert logits is not None, "they were asked for"
             self._sampler.warm_up(logits)
+        batch = StepBatch.decoding(1, 1, cache.block_size)
+        for token_ids in (batch.token_ids, batch.token_ids - 1):  # the second's is the one that the first has drawn
+            self.launch(replace(batch, token_ids=token_ids), with_logits=False)
         cache.clear(torch.zeros(1, dtype=torch.int64))
 
     def _cache_of(self) -> KVCache:

@@ -27,6 +27,7 @@ from holdfast.worker.decoder.gpu.draw_launches import (
     Edits,
     Rows,
 )
+from holdfast.worker.decoder.gpu.drawn_tokens import DrawnTokens
 from holdfast.worker.decoder.gpu.edit_table import EditTable, Int32Array
 from holdfast.worker.decoder.gpu.graphs import Capture, DecodeGraphs, bucket_of
 from holdfast.worker.decoder.gpu.launches import Launch, triton_launch
@@ -71,9 +72,16 @@ class DeviceSampler:
 
     numerics: Final = NUMERICS
 
-    def __init__(self, buffers: Buffers, *, launch: Launch = triton_launch, capture: Capture | None = None) -> None:
+    def __init__(
+        self,
+        buffers: Buffers,
+        *,
+        launch: Launch = triton_launch,
+        capture: Capture | None = None,
+        drawn: DrawnTokens | None = None,
+    ) -> None:
         """`buffers` lie where the logits do. `capture` makes a CUDA graph of work; without it kernels are launched one
-        by one.
+        by one. What is drawn is written down in `drawn`.
         """
         device = buffers.device
         self._buffers = buffers
@@ -82,6 +90,7 @@ class DeviceSampler:
         self._launches = DrawLaunches(self._buffers, launch)
         self._graphs = DecodeGraphs(capture)
         self._readback = Readback(device)
+        self._drawn_tokens = drawn or DrawnTokens(launch)
         self._staging = {name: Staging(_FEWEST_WORDS, device) for name in ("records", "masks", "edits", "edit tokens")}
 
     def sample(
@@ -136,6 +145,7 @@ class DeviceSampler:
     def send(self, asked: Asked) -> Drawing:
         """Starts the way of what was drawn to the host."""
         padded = len(asked.rows.records)
+        self._drawn_tokens.last = self._drawn(padded)[: len(asked.draws)]
         found = self._drawn(padded) if asked.most == NONE else self._told(padded, asked.most)
         return Drawing(asked.draws, self._readback.start(found[: asked.count]), asked.most)
 

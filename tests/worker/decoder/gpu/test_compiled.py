@@ -75,3 +75,16 @@ def test_occupancy_by_hand():
     assert occupancy(90, 128, 0, 8) == 16
     assert occupancy(90, 32, 81920, 4) == 8
     assert occupancy(90, 32, 0, 4) == 64
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_kernel_that_puts_tokens_in_compiles_without_spills():
+    program = "import torch\nfrom scripts.gpu_kernels import DEVICES, measured, use_of\n"
+    program += "from holdfast.worker.decoder.gpu.kernels.pending import put_in\n"
+    program += "ids = torch.zeros(8, dtype=torch.int32)\n"
+    program += "use = use_of(put_in, {'token_ids': ids, 'drawn': ids, 'num_rows': 8, 'BLOCK': 256}, 4, 1)\n"
+    program += "print(sum(measured(use, device)['stack_bytes'] for device in DEVICES))"
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "0", done.stdout + done.stderr

@@ -4,7 +4,9 @@ Tensors of the `meta` device have no memory: reading one's value on the host rai
 """
 
 from collections import Counter
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -64,15 +66,31 @@ BATCHES = {"decode": decode_batch(32), "few that decode": decode_batch(2), "prom
 def test_a_step_launches_nine_kernels_a_layer_and_makes_no_tensor(name, with_logits):
     """A small batch with a long context has a tenth, which merges the splits of its attention."""
     made, device = executor()
-    for batch in BATCHES.values():  # buffers are made
+    for batch in [*BATCHES.values()] * 2:  # buffers are made, for two steps in turn
         made.launch(batch, with_logits=with_logits)
     device.launches.clear()
     with Operations() as operations:
         made.launch(BATCHES[name], with_logits=with_logits)
     assert set(operations.names) <= VIEWS | {"copy_"}, operations.names
-    assert operations.names["copy_"] == 1, "the step's arrays"
+    assert operations.names["copy_"] == 1 + (not with_logits), "the step's arrays, and the tokens' way back"
     merged = LAYERS if name == "few that decode" or name == "decode" else 0
     assert sum(device.launches.values()) == 9 * LAYERS + merged + 3 + 2 * (not with_logits), device.launches
+
+
+def test_tokens_of_the_step_before_are_put_in_by_one_kernel():
+    made, device = executor()
+    before = BATCHES["decode"]
+    after = replace(before, token_ids=-1 - np.arange(len(before.token_ids)))
+    for batch in (before, after, after):  # buffers are made, for two steps in turn
+        made.launch(batch, with_logits=False)
+    device.launches.clear()
+    with Operations() as operations:
+        made.launch(after, with_logits=False)
+    assert set(operations.names) <= VIEWS | {"copy_"}, operations.names
+    assert device.launches["put_in"] == 1
+    made.launch(before, with_logits=True)
+    with pytest.raises(AssertionError, match="drew no tokens"):
+        made.launch(after, with_logits=False)
 
 
 KINDS = ("plain", "log-probabilities", "penalties", "masks")
@@ -146,5 +164,5 @@ def test_draws_are_made_ready_at_load():
 def test_reading_a_value_on_the_host_would_be_seen():
     made, _ = executor()
     launched = made.launch(BATCHES["decode"], with_logits=False)
-    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+    with pytest.raises((RuntimeError, NotImplementedError, TypeError), match="meta"):
         made.collect(launched)

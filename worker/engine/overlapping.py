@@ -1,0 +1,86 @@
+"""Overlapping runner: what an engine gives a second step while the first one runs; and the steps it has been given.
+
+What may live here: the order of steps, and the time each of them took. What may not: planning and committing
+(`engine.py`), and how a device runs two steps (`threaded_runner.py`, `device_runner.py`).
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+from holdfast.worker.plan.step_plan import StepPlan, StepResult, StepRunner
+from holdfast.worker.progress import ProgressCounter
+
+
+class OverlappingRunner(ABC):
+    """A `StepRunner` that runs one step while the next is planned and launched. Steps run in the order of their
+    launches; one that was launched is collected, unless the engine ends.
+    """
+
+    @abstractmethod
+    def launch(self, plan: StepPlan) -> None:
+        """Starts a step, and does not wait for it. What is `PENDING` in it is drawn by the step launched before it."""
+
+    @abstractmethod
+    def may_follow(self, plan: StepPlan) -> bool:
+        """Whether a step can be launched after this one, which was launched last, before it is collected."""
+
+    @abstractmethod
+    def collect(self) -> StepResult:
+        """What the oldest step in flight came to. Waits for it. Raises `ReplicaError` if a rank is lost."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Both, while nothing is in flight."""
+        self.launch(plan)
+        return self.collect()
+
+    @abstractmethod
+    def keep_alive(self) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class StepsInFlight:
+    """The steps that a runner has been given and that are not collected: none, one, or one and its successor."""
+
+    def __init__(self, runner: StepRunner, progress: ProgressCounter, clock: Callable[[], float]) -> None:
+        """A runner that overlaps nothing runs a step when it is collected."""
+        self.plans: deque[StepPlan] = deque()
+        """Their plans, the oldest first. To be read only."""
+        self._runner = runner
+        self._overlapping = runner if isinstance(runner, OverlappingRunner) else None
+        self._progress = progress
+        self._clock = clock
+        self._began_s = 0.0
+
+    def can_go_ahead(self) -> bool:
+        """Whether the runner takes the successor of the step in flight now."""
+        overlapping = self._overlapping
+        return overlapping is not None and len(self.plans) == 1 and overlapping.may_follow(self.plans[0])
+
+    def launch(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        if len(self.plans) == 1:
+            self._begin()
+        if self._overlapping is not None:
+            self._overlapping.launch(plan)
+
+    def collect(self) -> tuple[StepPlan, StepResult, float]:
+        """The oldest step, what it came to, and the seconds since it was launched or the one before it was collected.
+
+        Waits for it.
+        """
+        plan = self.plans[0]
+        result = self._runner.run(plan) if self._overlapping is None else self._overlapping.collect()
+        step_s = self._clock() - self._began_s
+        self.plans.popleft()
+        self._progress.end_step(plan.num_tokens)
+        if self.plans:
+            self._begin()
+        return plan, result, step_s
+
+    def _begin(self) -> None:
+        """From here on it is the oldest step that progress is expected of."""
+        self._progress.begin_step(self.plans[0].num_tokens)
+        self._began_s = self._clock()
