@@ -164,6 +164,9 @@ class RouterConfig(Settings):
         description="serve Envoy's ext_proc: gateways with an InferencePool ask routers which of them gets a request",
     )
     reuse_port: bool = Field(False, description="let several routers of one host share a port")
+    killable: bool = Field(
+        False, description="for demonstrations and tests: operators may end a replica's process as `kill -9` does"
+    )
 
     def policy_of(self, model: str) -> PolicyName:
         """The routing policy of a model."""

@@ -95,7 +95,8 @@ class Router:
         self._recent_errors = RecentErrors()
         logging.getLogger(PACKAGE).addHandler(self._recent_errors)
         operators = Operators(
-            *parts, gate, send_change or self._alone, lambda: self.orders, partial(self._dump, config)
+            *(*parts, gate, send_change or self._alone, lambda: self.orders, partial(self._dump, config)),
+            kill=self._link_pool.kill if config.killable else None,
         )
         servicers = {
             admin.SERVICE: admin.AdminServicer(operators),

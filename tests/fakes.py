@@ -171,6 +171,8 @@ class FakeReplica:
                 self.running.pop(request.abort.attempt, None)
             elif request.HasField("follow_cache"):
                 self.num_followers += 1
+            elif request.HasField("kill"):
+                self.killing = asyncio.create_task(self.kill())
             elif request.HasField("set_log_level"):
                 self.log_levels.append(request.set_log_level.level)
             elif self.refusal is not None:

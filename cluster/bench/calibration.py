@@ -38,7 +38,7 @@ async def _num_tokens(sender: Sender, texts: PromptTexts, num_words: int) -> int
     ask = Ask((texts.words(f"probe {num_words}", num_words),), 1)
     try:
         async with asyncio.timeout(_PATIENCE_S):
-            return (await sender.send(ask, lambda: None)).num_prompt_tokens
+            return (await sender.send(ask, lambda *, is_silent_end=False: None)).num_prompt_tokens
     except TimeoutError:
         told = f"no answer within {_PATIENCE_S:g} s"
     except SendFailed as failed:

@@ -114,10 +114,17 @@ class Driver:
     async def _request(self, record: RequestRecord, ask: Ask) -> str | None:
         """The answer's text; None: it failed, and with it its session."""
         piece_s, now, began_s = record.piece_s, self._clock, self._began_s
+
+        def on_piece(*, is_silent_end: bool = False) -> None:
+            if is_silent_end:
+                record.silent_end_s = now() - began_s
+            else:
+                piece_s.append(now() - began_s)
+
         record.sent_s = self._now()
         try:
             async with asyncio.timeout(self._pace.timeout_s):
-                reply = await self._sender.send(ask, lambda: piece_s.append(now() - began_s))
+                reply = await self._sender.send(ask, on_piece)
         except TimeoutError:
             record.error, record.message = "timeout", f"no end within {self._pace.timeout_s:g} s"
         except asyncio.CancelledError:

@@ -13,7 +13,10 @@ _DONE: Final = b"[DONE]"
 
 
 class EventReader:
-    """Of one answer. A piece is an event with text, thoughts or calls: what users see first, and what TTFT means."""
+    """Of one answer. A piece is an event with text, thoughts or calls: what users see first, and what TTFT means.
+
+    An output that ends with a token without text, such as an end-of-sequence token, is over at that token's event.
+    """
 
     def __init__(self, on_piece: OnPiece) -> None:
         self._on_piece = on_piece
@@ -58,6 +61,8 @@ class EventReader:
                 self._on_piece()
             if choice.get("finish_reason") is not None:
                 self._is_over = True
+                if not text:
+                    self._on_piece(is_silent_end=True)
 
 
 def _text_of(choice: dict[str, Any]) -> Any:

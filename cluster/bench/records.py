@@ -15,6 +15,8 @@ class RequestRecord:
     end_s: float = 0.0
     piece_s: list[float] = field(default_factory=list)
     """When each piece of output came. A piece has one token or several, as the server sends them."""
+    silent_end_s: float = 0.0
+    """When the output ended, where that came after its last piece: with a token that has no text."""
     num_output_tokens: int = 0
     num_prompt_tokens: int | None = None
     """As the server counted them; None if it does not say."""
@@ -32,14 +34,20 @@ class RequestRecord:
     @property
     def e2e_s(self) -> float | None:
         """From when it was due to its last token."""
-        return self.piece_s[-1] - self.due_s if self.piece_s else None
+        return None if self.last_s is None else self.last_s - self.due_s
+
+    @property
+    def last_s(self) -> float | None:
+        """When the last token came; None: there was no output."""
+        return max(self.piece_s[-1], self.silent_end_s) if self.piece_s else None
 
     @property
     def tpot_s(self) -> float | None:
         """Time per output token after the first; None where there is none after it."""
-        if len(self.piece_s) < 2 or self.num_output_tokens < 2:
+        last_s = self.last_s
+        if last_s is None or len(self.piece_s) < 2 or self.num_output_tokens < 2:
             return None
-        return (self.piece_s[-1] - self.piece_s[0]) / (self.num_output_tokens - 1)
+        return (last_s - self.piece_s[0]) / (self.num_output_tokens - 1)
 
     @property
     def gaps_s(self) -> list[float]:

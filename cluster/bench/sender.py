@@ -3,12 +3,14 @@
 What may not live here: protocols (`http_sender.py`, `holdfast_sender.py`, `oip_sender.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-OnPiece = Callable[[], None]
-"""Called when a piece of output has come: one token or several."""
+
+class OnPiece(Protocol):
+    def __call__(self, *, is_silent_end: bool = False) -> None:
+        """A piece of output has come: one token or several. `is_silent_end`: the end of the output, without text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ def _request(record: RequestRecord) -> Request:
         due_s=round(record.due_s, 6),
         sent_s=round(record.sent_s, 6),
         first_s=round(record.piece_s[0], 6) if record.piece_s else None,
-        last_s=round(record.piece_s[-1], 6) if record.piece_s else None,
+        last_s=None if record.last_s is None else round(record.last_s, 6),
         prompt_tokens=record.num_prompt_tokens,
         output_tokens=record.num_output_tokens,
         error=record.error,

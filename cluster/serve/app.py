@@ -129,9 +129,9 @@ def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: s
     placed = _replica(config, name, bundles, _rank_labels(config.cluster, domains))
     door, metrics = _door(config, default_host), _metrics(config, default_host)
     told = of_replica(config)
-    domain_label = config.cluster.domain_label
+    more = {"domain_label": config.cluster.domain_label, "is_killable": config.router.killable}
     settings = (config.worker, bundle, config.cluster.drain_timeout_s)
-    return placed.bind(*settings, directory, door, metrics, told, domain_label)
+    return placed.bind(*settings, directory, door, metrics, told, **more)
 
 
 def _domains(config: HoldfastConfig, bundles: Sequence[Resources]) -> DomainChoice | None:

@@ -27,13 +27,16 @@ class Operators:
         send: SendChange,
         orders: Callable[[], Orders],
         dump: Callable[[], str],
+        kill: Callable[[str], None] | None = None,
     ) -> None:
+        """`kill` ends a replica's process; None: nobody may, as `router.killable` has it."""
         self._request_processor = request_processor
         self._dispatch_host = dispatch_host
         self._gate = gate
         self._send = send
         self._orders = orders
         self._dump = dump
+        self._kill = kill
 
     def check(self, not_local: str = "") -> None:
         """Whether the caller of the running task may give orders. Raises `PermissionDeniedError`.
@@ -46,10 +49,24 @@ class Operators:
             told = f"without API keys, operators' calls are taken from this machine alone: {not_local}"
             raise PermissionDeniedError("operator", told)
 
+    @property
+    def may_kill(self) -> bool:
+        return self._kill is not None
+
+    async def kill(self, replica_id: str) -> int:
+        """Ends the process of a replica at once, as its crash would. No order stands after that.
+
+        Raises `PermissionDeniedError` unless the cluster was started for such a demonstration.
+        """
+        if self._kill is None:
+            told = "router.killable is off: only a demonstration or a test that sets it lets replicas be killed"
+            raise PermissionDeniedError("router.killable", told)
+        self._check_known(replica_id)
+        self._kill(replica_id)
+        return self._orders().revision
+
     async def drain(self, replica_id: str) -> int:
-        known = sorted(one.replica_id for one in self._dispatch_host.loads())
-        if replica_id not in known:
-            raise InvalidRequestError("replica_id", replica_id, f"must be one of {', '.join(known) or 'none'}")
+        self._check_known(replica_id)
         return await self._ordered("with_drained", replica_id, True)
 
     async def undrain(self, replica_id: str) -> int:
@@ -72,6 +89,11 @@ class Operators:
     def dump(self) -> str:
         """The router's state as JSON text, without keys, prompts and outputs."""
         return self._dump()
+
+    def _check_known(self, replica_id: str) -> None:
+        known = sorted(one.replica_id for one in self._dispatch_host.loads())
+        if replica_id not in known:
+            raise InvalidRequestError("replica_id", replica_id, f"must be one of {', '.join(known) or 'none'}")
 
     async def _ordered(self, change: str, *arguments: object) -> int:
         return (await self._send(Change(change, arguments))).revision

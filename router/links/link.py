@@ -29,6 +29,7 @@ from holdfast.worker.step_update import Heartbeat, Hello, StepUpdate
 from holdfast.worker.wire.link_requests import (
     abort_message,
     follow_cache_message,
+    kill_message,
     set_log_level_message,
     submit_message,
 )
@@ -116,6 +117,10 @@ class ReplicaLink:
 
     def abort(self, action: SendAbort) -> None:
         self._outbox.put_nowait(abort_message(action.attempt))
+
+    def kill(self) -> None:
+        """The replica's process is to end at once, if it was started so that it obeys this."""
+        self._outbox.put_nowait(kill_message())
 
     # --- sessions ---
 

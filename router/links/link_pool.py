@@ -83,6 +83,10 @@ class LinkPool:
         await asyncio.gather(*(link.stop() for link in self._links.values()))
         self._links.clear()
 
+    def kill(self, replica_id: str) -> None:
+        """The replica's process is to end at once. It must be one that is up."""
+        self._links[replica_id].kill()
+
     async def obey(self, orders: Orders) -> None:
         """What operators have ordered from now on: drained replicas retire, as if the directory did not name them."""
         if orders != self._orders and self._on_orders is not None:

@@ -7,7 +7,7 @@ requests that came through it are aborted.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import grpc
@@ -73,13 +73,15 @@ class LinkServer:
         port: int = 0,
         security: LinkSecurity = UNSECURED,
         tracer: "Tracer | None" = None,
+        on_kill: Callable[[], None] | None = None,
     ) -> "LinkServer":
         """Listens on `host:port`; port 0 picks a free one. `security` says which routers are let in; with a
-        `tracer`, attempts that come with a trace context are traced. Raises `OSError`
+        `tracer`, attempts that come with a trace context are traced. `on_kill` ends this process at once, when a router
+        says so; without it, none can. Raises `OSError`
         (RuntimeError in older grpcio) if the port is taken, `ConfigurationError` for certificates that cannot be used.
         """
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        servicer = EngineServicer(replica.engine, replica.info, replica_id, replica.health, security, tracer)
+        servicer = EngineServicer(replica.engine, replica.info, replica_id, replica.health, security, tracer, on_kill)
         engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         bound = security.add_port(server, f"{host}:{port}")
         await server.start()
@@ -101,8 +103,10 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
         health: HealthConfig,
         security: LinkSecurity = UNSECURED,
         tracer: "Tracer | None" = None,
+        on_kill: Callable[[], None] | None = None,
     ) -> None:
         self._tracer = tracer
+        self._on_kill = on_kill
         self._health = health
         self._security = security
         self._engine = engine
@@ -117,7 +121,7 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSED)
         self._num_links += 1
         traces = None if self._tracer is None else LinkTraces(self._tracer, self._replica_id)
-        link = RouterLink(self._engine, f"link-{self._num_links}", self._info.vocab_size, traces)
+        link = RouterLink(self._engine, f"link-{self._num_links}", self._info.vocab_size, traces, self._on_kill)
         try:
             self._engine.attach(link)
         except HoldfastError as error:
@@ -145,9 +149,17 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 class RouterLink:
     """One router's stream: a `StepListener` whose other half lives on the event loop that made it."""
 
-    def __init__(self, engine: Engine, name: str, vocab_size: int, traces: LinkTraces | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        name: str,
+        vocab_size: int,
+        traces: LinkTraces | None = None,
+        on_kill: Callable[[], None] | None = None,
+    ) -> None:
         """`name` is unique among the links of the engine: routers do not know each other's attempts."""
         self._traces = traces
+        self._on_kill = on_kill
         self._engine = engine
         self._name = name
         self._vocab_size = vocab_size
@@ -214,8 +226,17 @@ class RouterLink:
                 self._engine.follow_cache(self)
             case "set_log_level":
                 set_log_level(log_level(request.set_log_level.level))
+            case "kill":
+                self._kill()
             case _:
                 raise LinkMessageError("the router has sent a message of a kind that is not known here")
+
+    def _kill(self) -> None:
+        if self._on_kill is None:
+            logger.warning("a router has ordered this process to end, which it was not started to obey")
+            return
+        logger.warning("this process ends by a router's order")
+        self._on_kill()
 
     def _submit(self, submit: engine_pb2.Submit) -> None:
         """A request that cannot be run is rejected, and the link goes on."""

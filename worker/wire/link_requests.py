@@ -60,6 +60,10 @@ def set_log_level_message(level: LogLevel) -> engine_pb2.LinkRequest:
     return engine_pb2.LinkRequest(set_log_level=engine_pb2.SetLogLevel(level=level))
 
 
+def kill_message() -> engine_pb2.LinkRequest:
+    return engine_pb2.LinkRequest(kill=engine_pb2.Kill())
+
+
 def _sampling_params_message(request: EngineRequest) -> engine_pb2.EngineSamplingParams:
     return engine_pb2.EngineSamplingParams(
         **fields_of(request.sampling_params, engine_pb2.EngineSamplingParams, TOKEN_WORLD),

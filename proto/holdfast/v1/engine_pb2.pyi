@@ -17,16 +17,18 @@ SUSPICION_SUSPECT: Suspicion
 SUSPICION_ON_TRIAL: Suspicion
 
 class LinkRequest(_message.Message):
-    __slots__ = ("submit", "abort", "follow_cache", "set_log_level")
+    __slots__ = ("submit", "abort", "follow_cache", "set_log_level", "kill")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     FOLLOW_CACHE_FIELD_NUMBER: _ClassVar[int]
     SET_LOG_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    KILL_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     abort: Abort
     follow_cache: FollowCache
     set_log_level: SetLogLevel
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevel, _Mapping]] = ...) -> None: ...
+    kill: Kill
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., follow_cache: _Optional[_Union[FollowCache, _Mapping]] = ..., set_log_level: _Optional[_Union[SetLogLevel, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("attempt", "prompt_token_ids", "output_token_ids", "sampling_params", "priority", "cache_salt", "tenant", "time_left_ms", "group_id", "suspicion", "request_id", "traceparent")
@@ -124,6 +126,10 @@ class SetLogLevel(_message.Message):
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     level: str
     def __init__(self, level: _Optional[str] = ...) -> None: ...
+
+class Kill(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class LinkResponse(_message.Message):
     __slots__ = ("hello", "step", "heartbeat")

@@ -1,4 +1,4 @@
-"""HTTP endpoints of operators, `/admin/...`: the same calls as gRPC's `holdfast.v1.AdminService`.
+"""HTTP endpoints of operators, `/admin/...`: the same calls as gRPC's `holdfast.v1.AdminService`, and the page's kill.
 
 What may live here: bodies, paths, and what makes a call one of this machine's own. What may not: what the calls do
 (`operators.py`), keys (`authentication.py`).
@@ -59,6 +59,7 @@ class AdminEndpoints:
     bodies: ClassVar[dict[str, tuple[type[Reads], str]]] = {
         "/admin/replicas/{replica_id}/drain": (OrderBody, "Nothing new goes to a replica; what runs there moves."),
         "/admin/replicas/{replica_id}/undrain": (OrderBody, "A drained replica gets requests again."),
+        "/admin/replicas/{replica_id}/kill": (OrderBody, "Its process ends at once; only where router.killable is on."),
         "/admin/pause": (PauseBody, "New requests of a model wait, or are refused."),
         "/admin/resume": (ResumeBody, "A paused model goes on."),
         "/admin/log-level": (LogLevelBody, "How much routers and replicas log."),
@@ -74,6 +75,7 @@ class AdminEndpoints:
         orders: dict[str, Callable[[Any, str], Awaitable[int]]] = {
             "/admin/replicas/{replica_id}/drain": lambda _, replica_id: self._operators.drain(replica_id),
             "/admin/replicas/{replica_id}/undrain": lambda _, replica_id: self._operators.undrain(replica_id),
+            "/admin/replicas/{replica_id}/kill": lambda _, replica_id: self._operators.kill(replica_id),
             "/admin/pause": lambda body, _: self._operators.pause(body.model, body.refuse),
             "/admin/resume": lambda body, _: self._operators.resume(body.model),
             "/admin/log-level": lambda body, _: self._operators.set_log_level(body.level),

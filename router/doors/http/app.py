@@ -91,6 +91,7 @@ class HttpDoor:
         self._gate = gate or Gate()
         self._dispatch_host = dispatch_host
         self._limits = limits
+        self._is_killable = operators is not None and operators.may_kill
         self._admin = [] if operators is None else AdminEndpoints(operators, self._content).routes()
         self._is_stopping = False
         self._responses: Counter[tuple[str, int]] = Counter()
@@ -333,7 +334,7 @@ class HttpDoor:
         return json_response({"server_load": host.num_open, "num_queued": host.num_queued, "replicas": replicas})
 
     async def cluster(self, request: Request) -> ASGIApp:
-        return json_response(cluster_view(self._dispatch_host))
+        return json_response(cluster_view(self._dispatch_host, is_killable=self._is_killable))
 
     async def openapi(self, request: Request) -> ASGIApp:
         return json_response(description())

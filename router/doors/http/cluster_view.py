@@ -9,10 +9,11 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.events import ReplicaLoad
 
 
-def cluster_view(host: DispatchHost) -> dict[str, Any]:
-    """As JSON."""
+def cluster_view(host: DispatchHost, *, is_killable: bool) -> dict[str, Any]:
+    """As JSON. `is_killable`: operators may end replicas."""
     now = host.now()
     return {
+        "is_killable": is_killable,
         "open": host.num_open,
         "queued": host.num_queued,
         "waiting": [

@@ -45,9 +45,9 @@ async def sender_to(place: Site, protocol: str, params: dict | None = None) -> A
 async def sent(sender: Sender, *texts: str, max_tokens: int = 8) -> tuple[Reply, int]:
     num_pieces = 0
 
-    def count() -> None:
+    def count(*, is_silent_end: bool = False) -> None:
         nonlocal num_pieces
-        num_pieces += 1
+        num_pieces += not is_silent_end
 
     return await sender.send(Ask(texts, max_tokens), count), num_pieces
 

@@ -84,7 +84,7 @@ def test_ranks_go_to_one_domain_of_fast_links(monkeypatch, caplog: pytest.LogCap
     assert replica._replica_config.placement_group_bundle_label_selector == [{"pool": "replicas", "rack": "b"}] * 4
     assert selected == [{"pool": "replicas"}]
     assert "slow" not in caplog.text
-    assert bound_replicas(build_app(args))[0].init_args[-1] == "rack", "the replica says where it lies"
+    assert bound_replicas(build_app(args))[0].init_kwargs["domain_label"] == "rack", "the replica says where it lies"
     args["parallel"] = {"tensor_parallel_size": 6}
     (replica,) = bound_replicas(build_app(args))
     assert replica._replica_config.placement_group_bundle_label_selector == [{"pool": "replicas"}] * 6

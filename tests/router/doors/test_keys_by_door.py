@@ -55,6 +55,18 @@ def grpc_calls(place, metadata):
     yield first(reflect.ServerReflectionInfo(iter([listing]), metadata=metadata))
 
 
+async def grpc_refusals(place, metadata):
+    """What the same calls say, which all must fail.
+
+    grpc.aio now and then loses the status of a stream that it still writes to when the status comes: it is asked again.
+    """
+    for _ in range(5):
+        found = [await refusal(call) for call in grpc_calls(place, metadata)]
+        if all(refused.message != "Internal error from Core" for refused in found):
+            break
+    return found
+
+
 HTTP_POSTS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/v1/completions": {"prompt": "x", "max_tokens": 2},
@@ -76,8 +88,7 @@ async def test_grpc_lets_in_who_has_a_key_and_answers_all_others_alike():
         for bad in BAD:
             if not bad.isascii():
                 continue  # gRPC itself refuses to send it
-            for call in grpc_calls(place, with_key(bad)):
-                refused = await refusal(call)
+            for refused in await grpc_refusals(place, with_key(bad)):
                 assert (refused.code, refused.message) == ("UNAUTHENTICATED", UNKNOWN)
 
 

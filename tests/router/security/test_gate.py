@@ -98,7 +98,7 @@ def test_keys_of_a_file_are_exchanged_without_a_restart(tmp_path, caplog):
     clock.now += 1.0
     with caplog.at_level(logging.ERROR):
         assert gate.enter(secret_of("b")).name == "b"
-    assert len(caplog.records) == 1
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1
     os.unlink(path)
     clock.now += 1.0
     assert gate.enter(secret_of("b")).name == "b"

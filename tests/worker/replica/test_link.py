@@ -94,6 +94,9 @@ class Router:
     async def set_log_level(self, level: str) -> None:
         await self._call.write(engine_pb2.LinkRequest(set_log_level=engine_pb2.SetLogLevel(level=level)))
 
+    async def kill(self) -> None:
+        await self._call.write(engine_pb2.LinkRequest(kill=engine_pb2.Kill()))
+
     async def read_until(self, condition) -> None:
         while not condition():
             message = await self._read()
@@ -138,12 +141,12 @@ def engine():
     engine.stop()
 
 
-def over_a_link(engine: Engine, scenario) -> None:
+def over_a_link(engine: Engine, scenario, **options) -> None:
     """Runs `await scenario(router, server)` against a served engine."""
 
     async def run() -> None:
         server = await LinkServer.start(
-            SimpleNamespace(engine=engine, info=INFO, health=HealthConfig(heartbeat_s=0.01)), replica_id="r0"
+            SimpleNamespace(engine=engine, info=INFO, health=HealthConfig(heartbeat_s=0.01)), replica_id="r0", **options
         )
         router = Router(server.address)
         try:
@@ -386,6 +389,20 @@ def test_a_router_that_asks_hears_what_is_cached_in_messages_of_bounded_size(eng
         assert int.from_bytes(last[:8], "little") in router.cached
 
     over_a_link(engine, scenario)
+
+
+def test_a_replica_is_killed_by_a_router_only_if_it_was_started_for_that(engine):
+    killed = []
+
+    async def scenario(router, server):
+        await router.kill()
+        await router.submit(1, max_tokens=1)
+        await router.read_until(lambda: 1 in router.finished)
+
+    over_a_link(engine, scenario)
+    assert not killed
+    over_a_link(engine, scenario, on_kill=lambda: killed.append(True))
+    assert killed == [True]
 
 
 def test_a_router_that_passes_on_an_operators_order_changes_what_is_logged(engine):

@@ -21,6 +21,8 @@ from holdfast.worker.config import (
     SpeculationConfig,
     WorkerConfig,
 )
+from holdfast.worker.decoder.cpu import executor as cpu_executor
+from holdfast.worker.decoder.cpu.arena import Arena
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import ModelRunner, follow
@@ -191,7 +193,8 @@ def assert_found(replica: Replica, spoil: Callable[[], None]) -> None:
         ("skeleton", spoil_a_kernel),
     ],
 )
-def test_a_replica_whose_weights_or_kernels_go_wrong_is_lost_at_the_next_question(folder, executor, spoil):
+def test_a_replica_whose_weights_or_kernels_go_wrong_is_lost_at_the_next_question(folder, executor, spoil, monkeypatch):
+    monkeypatch.setattr(cpu_executor, "arena_for", lambda layout, name: Arena())  # shared weights are sealed
     config, group = config_of(folder, executor), SingleRank()
     runner = ModelRunner.load(config, group, device=torch.device("cpu"))
     assert_found(Replica.around(config, runner, group), lambda: spoil(runner))

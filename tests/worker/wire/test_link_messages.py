@@ -174,6 +174,10 @@ def test_an_order_to_log_more_or_less_comes_through(level):
     assert sent_down(link_requests.set_log_level_message(level)).set_log_level.level == level
 
 
+def test_a_router_can_end_a_replica():
+    assert sent_down(link_requests.kill_message()).WhichOneof("message") == "kill"
+
+
 @given(update=updates)
 def test_an_update_comes_through_with_the_numbers_of_attempts(update):
     (message,) = link_responses.step_messages(update)

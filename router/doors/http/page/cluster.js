@@ -2,6 +2,11 @@
 
 const EVERY_MS = 1_000;
 const KINDS = { up: "is up", leaving: "is leaving", back: "stays after all", lost: "was lost" };
+const DONE = {
+  drain: "gets nothing new, and what runs there moves",
+  undrain: "gets requests again",
+  kill: "is killed, and what ran there goes on elsewhere",
+};
 
 export function watchCluster({ at, made, key, shortName, onModels }) {
   let before = new Map();
@@ -30,7 +35,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
 
   function show(cluster) {
     told(`${cluster.open} open, ${cluster.queued} queued, ${counted(cluster.failovers, "failover")}`);
-    drawRows(cluster.replicas);
+    drawRows(cluster.replicas, cluster.is_killable);
     at("waiting").replaceChildren(
       ...cluster.waiting.map((one) => made("li", "", `${one.count} × ${one.class}, ${one.tenant || "no tenant"}, ${one.model}`)),
     );
@@ -50,7 +55,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     newest = said;
   }
 
-  function drawRows(replicas) {
+  function drawRows(replicas, areKillable) {
     const there = new Set(replicas.map((one) => one.replica_id));
     for (const [id, row] of rows) if (!there.has(id)) row.element.remove(), rows.delete(id);
     for (const one of replicas) {
@@ -61,6 +66,7 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
       row.element.classList.toggle("leaving", one.is_retiring);
       row.isDrained = one.is_retiring;
       row.button.textContent = one.is_retiring ? "Put back" : "Drain";
+      row.kill.hidden = !areKillable;
     }
   }
 
@@ -71,11 +77,16 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
     name.title = `${one.replica_id}, ${one.model}`;
     const orders = made("td", "");
     const button = made("button", "order");
-    const row = { element, orders, button, cells: [], isDrained: false };
-    button.type = "button";
-    button.setAttribute("aria-describedby", "order");
+    const kill = made("button", "order kill", "Kill");
+    const row = { element, orders, button, kill, cells: [], isDrained: false };
+    for (const each of [button, kill]) {
+      each.type = "button";
+      each.setAttribute("aria-describedby", "order");
+    }
+    kill.hidden = true;
     button.addEventListener("click", () => order(one.replica_id, row.isDrained ? "undrain" : "drain"));
-    orders.append(button);
+    kill.addEventListener("click", () => order(one.replica_id, "kill"));
+    orders.append(button, kill);
     element.append(name, orders);
     at("replicas").append(element);
     rows.set(one.replica_id, row);
@@ -85,10 +96,9 @@ export function watchCluster({ at, made, key, shortName, onModels }) {
   /** An operator's order; what came of it is said beside the table. */
   async function order(replica, verb) {
     const headers = { "content-type": "application/json", ...authorization() };
-    const done = verb === "drain" ? "gets nothing new, and what runs there moves" : "gets requests again";
     try {
       const answer = await fetch(`/admin/replicas/${encodeURIComponent(replica)}/${verb}`, { method: "POST", headers, body: "{}" });
-      at("order").textContent = answer.ok ? `${shortName(replica)} ${done}.` : (await answer.json()).error.message;
+      at("order").textContent = answer.ok ? `${shortName(replica)} ${DONE[verb]}.` : (await answer.json()).error.message;
     } catch (error) {
       at("order").textContent = "The router does not answer.";
     }

@@ -7,6 +7,7 @@ from urllib.parse import quote
 import httpx
 import pytest
 
+from holdfast.router.config import RouterConfig
 from holdfast.worker.log_level import PACKAGE
 from tests.fakes import FakeReplica
 from tests.loops import on_a_loop
@@ -14,7 +15,10 @@ from tests.router.doors.test_keys_by_door import OPERATOR, locked
 from tests.router.security.test_gate import key_of, secret_of
 from tests.router.site import eventually, refusal, request, site
 
-PATHS = ("/admin/replicas/x/drain", "/admin/replicas/x/undrain", "/admin/pause", "/admin/resume", "/admin/log-level")
+PATHS = (
+    *(f"/admin/replicas/x/{verb}" for verb in ("drain", "undrain", "kill")),
+    *("/admin/pause", "/admin/resume", "/admin/log-level"),
+)
 
 
 def client_of(place, **options) -> httpx.AsyncClient:
@@ -37,6 +41,40 @@ async def test_a_replica_is_drained_and_put_back():
         assert {one["replica_id"]: one["is_retiring"] for one in state["replicas"]}[name] is True
         assert (await c.post(f"/admin/replicas/{quote(name, safe='')}/undrain", json={})).json() == {"revision": 2}
         assert (await c.get("/admin/state")).json()["orders"]["drained"] == []
+
+
+@on_a_loop
+async def test_a_replica_is_killed_where_that_may_be_and_its_stream_goes_on():
+    replicas = [await FakeReplica.start(name, step_s=0.01) for name in ("r0", "r1")]
+    async with site(*replicas, http=True, config=RouterConfig(killable=True)) as place, client_of(place) as c:
+        assert (await c.get("/cluster")).json()["is_killable"] is True
+        refused = await c.post("/admin/replicas/nobody/kill", json={})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "replica_id")
+        asked = {"prompt": "x", "max_tokens": 60, "seed": 7}
+        undisturbed = (await c.post("/v1/completions", json=asked)).json()["choices"]
+        streaming = asyncio.create_task(c.post("/v1/completions", json=asked))
+
+        async def runs() -> bool:
+            return any(not one.is_idle for one in replicas)
+
+        await eventually(runs)
+        (busy,) = [one for one in replicas if not one.is_idle]
+        killed = await c.post(f"/admin/replicas/{busy.replica_id}/kill", json={})
+        assert (killed.status_code, killed.json()) == (200, {"revision": 0})
+        assert (await streaming).json()["choices"] == undisturbed
+        assert (await c.get("/cluster")).json()["events"][0]["kind"] == "lost"
+        await busy.killing
+        place.replicas.remove(busy)
+
+
+@on_a_loop
+async def test_a_cluster_that_is_no_demonstration_lets_nobody_kill():
+    async with site(await FakeReplica.start("r0"), http=True) as place, client_of(place) as c:
+        assert (await c.get("/cluster")).json()["is_killable"] is False
+        refused = await c.post("/admin/replicas/r0/kill", json={})
+        assert refused.status_code == 403
+        assert "router.killable is off" in refused.json()["error"]["message"]
+        assert len((await c.get("/load")).json()["replicas"]) == 1
 
 
 @on_a_loop

@@ -202,3 +202,46 @@ def test_an_operator_drains_a_replica_under_a_chat_and_puts_it_back():
             assert not page.complaints()
 
     asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_an_operator_kills_a_replica_under_a_chat_where_that_may_be():
+    async def run() -> None:
+        replicas = await two_replicas()
+        async with opened(*replicas, config=RouterConfig(killable=True)) as page:
+
+            def kill_button(replica: FakeReplica):
+                for row in page.find("#replicas tr"):
+                    if replica.replica_id in row.find_element(By.TAG_NAME, "th").get_attribute("title"):
+                        return row.find_element(By.CSS_SELECTOR, "button.kill")
+                raise AssertionError(f"no row of {replica.replica_id}")
+
+            await page.set(max_tokens=150, seed=7)
+            await page.send("Hello")
+            assert await page.ended() == "true"
+            undisturbed = page.text
+            await page.do(lambda: page.browser.find_element(By.ID, "again").click())
+            await page.until(lambda: not page.find(".assistant[data-over]") and len(page.text) > 5)
+            busy = next(replica for replica in replicas if not replica.is_idle)
+            await page.do(lambda: kill_button(busy).click())
+            await page.until(lambda: "is killed" in page.find("#order")[0].text)
+            await page.until(lambda: page.find(".event.lost"))
+            assert await page.ended() == "true"
+            assert page.text == undisturbed
+            assert len(page.parts) == 2
+            await busy.killing
+            page.place.replicas.remove(busy)
+            assert not page.complaints()
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_no_replica_can_be_killed_elsewhere():
+    async def run() -> None:
+        async with opened(*await two_replicas()) as page:
+            await page.until(lambda: len(page.find("#replicas button.kill")) == 2)
+            await page.until(lambda: all(one.text for one in page.find("#replicas button:not(.kill)")))
+            assert not any(one.is_displayed() for one in page.find("#replicas button.kill"))
+
+    asyncio.run(run())
