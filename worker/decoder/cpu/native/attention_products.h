@@ -131,9 +131,9 @@ void add_fma(AttentionScratch<W>& a, const typename FactorOf<W>::Type* rows, lon
     int r = 0;
     if (C <= (int)FMA_COLUMNS)
       for (; r + 2 <= count; r += 2)
-        add_few<2, C>(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun);
+        add_both<2, C, PREFETCH_BYTES>(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun, {});
     for (; r < count; r++)
-      add_few<1, C>(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun);
+      add_both<1, C, PREFETCH_BYTES>(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun, {});
     return;
   }
   if constexpr (FactorOf<W>::AS_THEY_LIE) add_many<C, true>(rows, stride, count, columns, tiles, out, out_stride, begun);

@@ -15,6 +15,7 @@ enum { PANEL = 32, GROUP = 64 };
 const int PREFETCH_BYTES = 2048, FAR_BYTES = 8192;
 // Rows that share a load of weights: with two registers of columns they fill the registers that there are.
 enum { FMA_ROWS = WIDTH == 16 ? 8 : 6, FMA_SOME = 4, FMA_COLUMNS = 2 };
+enum { BOTH_ROWS = 4 };  // the same, if registers hold the sums of even and odd inputs and of all tiles
 enum { FEW_ROWS = 3, FEW_COLUMNS = 4 };  // rows that stream, and registers of columns for one of them
 
 // The first tiles of N columns of 16 outputs, and how far from each the tile of the next 32 inputs is.
@@ -87,43 +88,19 @@ __attribute__((noinline)) void add_tiles(const F* rows, long stride, const Colum
   }
 }
 
-// Calls `block(count, first row)` for rows in blocks; the count is a constant.
-template <class Block> HF_INLINE void row_blocks(int count, Block&& block) {
-  int r = 0;
-  for (; count - r >= FMA_ROWS; r += FMA_ROWS) block(std::integral_constant<int, FMA_ROWS>(), r);
-  for (; count - r >= FMA_SOME; r += FMA_SOME) block(std::integral_constant<int, FMA_SOME>(), r);
-  for (; count - r >= 2; r += 2) block(std::integral_constant<int, 2>(), r);
-  for (; r < count; r++) block(std::integral_constant<int, 1>(), r);
-}
-
-// out [count][C registers] (+)= rows [count][tiles * 32] times as many tiles of each column. `FAR`: they are far from the
-// caches, and the first rows fetch them. `next`: [bytes] that come next, or null, which the other rows fetch.
-template <int C, bool FAR, class F, class W>
-HF_INLINE void add_many(const F* rows, long stride, int count, const Columns<W, columns_in<C>()>& columns, int tiles,
-                        float* out, long out_stride, bool begun, const void* next = nullptr, long bytes = 0) {
-  const int others = (count - 1) / FMA_ROWS * tiles;  // tiles of all rows but the first ones
-  const int lines = next && others ? (int)((bytes / 64 + others - 1) / others) : 0;
-  row_blocks(count, [&](auto block, int r) {
-    const int R = decltype(block)::value;
-    auto add = r || !FAR ? &add_tiles<R, C, false, F, W> : &add_tiles<R, C, true, F, W>;
-    long before = (long)(r / FMA_ROWS - 1) * tiles * lines * 64;
-    Next some = r ? Next{(const char*)next + before, lines} : Next{nullptr, 0};
-    add(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun, some);
-  });
-}
-
-// out [R][C registers] (+)= rows [R][tiles * 32] times as many tiles of each column: even and odd inputs at once.
-template <int R, int C, class F, class W>
-HF_INLINE void add_few(const F* rows, long stride, const Columns<W, columns_in<C>()>& columns, int tiles, float* out,
-                       long out_stride, bool begun) {
+// The same, even and odd inputs at once, and sums that stay in registers. `AHEAD`: bytes by which weights are fetched, or 0.
+template <int R, int C, int AHEAD, class F, class W>
+HF_INLINE void add_both(const F* rows, long stride, const Columns<W, columns_in<C>()>& columns, int tiles, float* out,
+                        long out_stride, bool begun, Next next) {
   Wide total[R][C];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) total[r][c] = begun ? wide_load(out + r * out_stride + c * WIDTH) : wide_zero();
   for (int k = 0; k < tiles; k++) {
+    for (int i = 0; i < next.lines; i++, next.weights += 64) _mm_prefetch(next.weights, _MM_HINT_T1);
     Wide even[R][C], odd[R][C];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) even[r][c] = odd[r][c] = wide_zero();
@@ -133,23 +110,64 @@ HF_INLINE void add_few(const F* rows, long stride, const Columns<W, columns_in<C
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) {
         const W* tile = columns.first[c * WIDTH / 16] + k * columns.step;
-        if (c * WIDTH % 16 == 0) fetch_ahead<Factors<F>::STEPS>(tile, step, PREFETCH_BYTES);
+        if (AHEAD && c * WIDTH % 16 == 0) fetch_ahead<Factors<F>::STEPS>(tile, step, AHEAD);
         auto e = Factors<F>::even(tile, step, c * WIDTH % 16), o = Factors<F>::odd(tile, step, c * WIDTH % 16);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
           even[r][c] = Factors<F>::add_product(even[r][c], Factors<F>::all(row + r * stride + 2 * step), e);
           odd[r][c] = Factors<F>::add_product(odd[r][c], Factors<F>::all(row + r * stride + 2 * step + 1), o);
         }
       }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) total[r][c] = wide_add(total[r][c], wide_add(even[r][c], odd[r][c]));
   }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int c = 0; c < C; c++) wide_store(out + r * out_stride + c * WIDTH, total[r][c]);
+}
+
+// Calls `block(count, first row)` for rows in blocks of at most MOST; the count is a constant.
+template <int MOST, class Block> HF_INLINE void row_blocks(int count, Block&& block) {
+  int r = 0;
+  for (; count - r >= MOST; r += MOST) block(std::integral_constant<int, MOST>(), r);
+  for (; count - r >= FMA_SOME; r += FMA_SOME) block(std::integral_constant<int, FMA_SOME>(), r);
+  for (; count - r >= 2; r += 2) block(std::integral_constant<int, 2>(), r);
+  for (; r < count; r++) block(std::integral_constant<int, 1>(), r);
+}
+
+// Of many rows: blocks that take even and odd inputs at once, where registers hold both, else one after the other.
+template <int R, int C, bool FAR, class F, class W>
+__attribute__((noinline)) void add_block(const F* rows, long stride, const Columns<W, columns_in<C>()>& columns,
+                                         int tiles, float* out, long out_stride, bool begun, Next next) {
+  add_both<R, C, FAR ? FAR_BYTES : 0>(rows, stride, columns, tiles, out, out_stride, begun, next);
+}
+
+// out [count][C registers] (+)= rows [count][tiles * 32] times as many tiles of each column. `FAR`: they are far from the
+// caches, and the first rows fetch them. `next`: [bytes] that come next, or null, which the other rows fetch.
+template <int C, bool FAR, class F, class W>
+HF_INLINE void add_many(const F* rows, long stride, int count, const Columns<W, columns_in<C>()>& columns, int tiles,
+                        float* out, long out_stride, bool begun, const void* next = nullptr, long bytes = 0) {
+  const bool holds_both = WIDTH == 16 && count > FMA_ROWS;
+  const int most = holds_both ? BOTH_ROWS : FMA_ROWS, others = (count - 1) / most * tiles;  // tiles of all but the first
+  const int lines = next && others ? (int)((bytes / 64 + others - 1) / others) : 0;
+  auto with = [&](int r, auto first, auto other) {
+    long before = (long)(r / most - 1) * tiles * lines * 64;
+    Next some = r ? Next{(const char*)next + before, lines} : Next{nullptr, 0};
+    (r || !FAR ? other : first)(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun, some);
+  };
+  if (holds_both)
+    row_blocks<BOTH_ROWS>(count, [&](auto block, int r) {
+      const int R = decltype(block)::value;
+      with(r, &add_block<R, C, true, F, W>, &add_block<R, C, false, F, W>);
+    });
+  else
+    row_blocks<FMA_ROWS>(count, [&](auto block, int r) {
+      const int R = decltype(block)::value;
+      with(r, &add_tiles<R, C, true, F, W>, &add_tiles<R, C, false, F, W>);
+    });
 }
 
 }  // namespace

@@ -15,7 +15,8 @@
 namespace {
 
 enum { MAX_ROWS = 256, BLOCK_ROWS = 32, MAX_LEVELS = 4 };
-enum { PIECE_TILES = 4 };  // of a product by FMA: k tiles of a panel that are in the first cache
+// Of a product by FMA: k tiles of a panel that are in the first cache, widened or as they lie.
+enum { PIECE_TILES = 4, WHOLE_PIECE_TILES = 8 };
 // Of two tiles of weights: cache lines; and how many k tiles of them are summed at once (a panel of 32 columns).
 enum { LINES = 32, WHOLE_TILES = 32, CUT_TILES = 20 };
 
@@ -71,7 +72,8 @@ template <class F, class W>
 void fma_many(const F* rows, long stride, int count, const W* w, int k_tiles, int first, int end, float* sums,
               float* widened, const W* after) {
   const int N = columns_in<FMA_COLUMNS>(), all = end - first;
-  const int piece = FactorOf<W>::AS_THEY_LIE && count <= FMA_ROWS ? all : std::min(all, (int)PIECE_TILES);
+  const int fitting = FactorOf<W>::AS_THEY_LIE ? WHOLE_PIECE_TILES : PIECE_TILES;
+  const int piece = FactorOf<W>::AS_THEY_LIE && count <= FMA_ROWS ? all : std::min(all, fitting);
   for (int from = first; from < end; from += piece)
     for (int half = 0; half < 2; half++) {
       const int tiles = std::min(end - from, piece);
@@ -82,7 +84,7 @@ void fma_many(const F* rows, long stride, int count, const W* w, int k_tiles, in
       if (!FactorOf<W>::AS_THEY_LIE)
         for (int i = 0; i < tiles * 2; i++) {
           if (count <= FMA_ROWS)
-            for (int step = 0; step < 16; step++) fetch_ahead<16>(panel + i * TILE, step, PREFETCH_BYTES);
+            for (int step = 0; step < 16; step++) fetch_ahead<16>(panel + i * TILE, step, FAR_BYTES);
           widen_tile(panel + i * TILE, widened + i * TILE);
         }
       for (int col = 0; col < 2; col += N) {
@@ -107,13 +109,13 @@ void fma_rows(const F* rows, long stride, int count, const W* w, int k_tiles, in
   int r = 0;
   for (; r + 2 <= count; r += 2)
     for (int c = 0; c < GROUP; c += 2 * WIDTH)
-      add_few<2, 2>(rows + r * stride, stride, columns_of<columns_in<2>()>(w, k_tiles, c / 16, first), end - first,
-                    sums + r * GROUP + c, GROUP, false);
+      add_both<2, 2, PREFETCH_BYTES>(rows + r * stride, stride, columns_of<columns_in<2>()>(w, k_tiles, c / 16, first), end - first,
+                    sums + r * GROUP + c, GROUP, false, {});
   for (; r < count; r++)
     for (int c = 0; c < GROUP; c += FEW_COLUMNS * WIDTH)
-      add_few<1, FEW_COLUMNS>(rows + r * stride, stride,
+      add_both<1, FEW_COLUMNS, PREFETCH_BYTES>(rows + r * stride, stride,
                               columns_of<columns_in<FEW_COLUMNS>()>(w, k_tiles, c / 16, first), end - first,
-                              sums + r * GROUP + c, GROUP, false);
+                              sums + r * GROUP + c, GROUP, false, {});
 }
 
 #ifdef HF_TILES
