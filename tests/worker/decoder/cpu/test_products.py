@@ -63,7 +63,7 @@ def test_all_classes_give_the_same_bits(other, shape, seed):
 def test_a_row_is_the_same_whoever_is_beside_it(name, dtype):
     """Rows of zeros, of huge numbers and of NaN are beside it, in any place of any batch."""
     if name not in ("avx2", *other_classes(dtype)):
-        pytest.skip("software tiles are for bf16 alone")
+        pytest.skip("classes in software are for bf16 alone; the plain dtypes run in the others")
     x, weight = linear(dtype, 300, 96, 80)
     product = Product(library_or_skip(name), weight, slices=1)
     alone = torch.cat([product(row[None]) for row in x[:40]])
@@ -80,7 +80,7 @@ def test_a_row_is_the_same_whoever_is_beside_it(name, dtype):
 def test_a_long_sum_is_the_same_for_one_row_and_for_many(name, slices, dtype):
     """Many rows take it in pieces, between which their sums are stored."""
     if name != "avx2" and name not in other_classes(dtype):
-        pytest.skip("software tiles are for bf16 alone")
+        pytest.skip("classes in software are for bf16 alone; the plain dtypes run in the others")
     x, weight = linear(dtype, 70, 1100 * slices, 130)
     product = Product(library_or_skip(name), weight, slices)
     alone = torch.cat([product(row[None]) for row in x])
