@@ -6,11 +6,12 @@ file, and reading the free space. What may not: who is told (deployments, `servi
 
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
+
+from holdfast.cluster.serve.regular_looks import regular_looks
 
 LOW_BYTES: Final = 128 * 2**20
 """With less than this, a process that Ray starts may find no room for its logs and sockets."""
@@ -92,21 +93,10 @@ class DiskGuard:
 @contextmanager
 def guarded_disk(guard: DiskGuard) -> Iterator[None]:
     """Looks from a thread of its own for as long as the block lasts."""
-    is_over = threading.Event()
-
-    def keep_looking() -> None:
-        while True:
-            guard.look()
-            if is_over.wait(LOOK_EVERY_S):
-                return
-
-    thread = threading.Thread(target=keep_looking, name="disk-guard", daemon=True)
-    thread.start()
     try:
-        yield
+        with regular_looks(guard.look, LOOK_EVERY_S, "disk-guard"):
+            yield
     finally:
-        is_over.set()
-        thread.join()
         guard.close()
 
 

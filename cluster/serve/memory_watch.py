@@ -5,11 +5,11 @@ hearing of both. What may not: what is free (`worker/available_memory.py`), and 
 """
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from holdfast.cluster.serve.regular_looks import regular_looks
 from holdfast.worker.available_memory import oom_kills
 
 logger = logging.getLogger(__name__)
@@ -52,20 +52,8 @@ class MemoryWatch:
 @contextmanager
 def watched_memory(watch: MemoryWatch) -> Iterator[None]:
     """Looks from a thread of its own for as long as the block lasts, and once more in the end."""
-    is_over = threading.Event()
-
-    def keep_looking() -> None:
-        while not is_over.wait(LOOK_EVERY_S):
-            watch.look()
-        watch.look()
-
-    thread = threading.Thread(target=keep_looking, name="memory-watch", daemon=True)
-    thread.start()
-    try:
+    with regular_looks(watch.look, LOOK_EVERY_S, "memory-watch"):
         yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def ended_by_ray() -> int:
