@@ -4,7 +4,7 @@ Events come in as method calls that carry the time. Actions (`router/events.py`)
 which to perform them. No sockets, tasks, clocks, random numbers or wire formats here.
 
 A request waits or runs until it ends, with one Deliver that has a finish reason or with one Fail; its transitions are
-the table in `request_state.py`. A cancelled request ends without either. A running request has an *attempt*, whose
+the table in `request_status.py`. A cancelled request ends without either. A running request has an *attempt*, whose
 number this router never uses twice. Messages about an attempt that is over are dropped, so a late message does no harm.
 Output tokens are counted by index: repeated tokens are dropped, and a gap is a bug.
 
@@ -23,7 +23,8 @@ from holdfast.router.dispatch.endings import Endings
 from holdfast.router.dispatch.first_tokens import FirstTokens
 from holdfast.router.dispatch.placement import Placement
 from holdfast.router.dispatch.progress import Progress
-from holdfast.router.dispatch.request_state import RequestEvent, RequestState
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_status import RequestEvent
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import (
