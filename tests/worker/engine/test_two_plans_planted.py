@@ -20,6 +20,7 @@ from holdfast.worker.scheduling.decode_batch import DecodeBatch
 from holdfast.worker.scheduling.queues import SequenceQueues
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.scheduling.sequence import Sequence
+from holdfast.worker.scheduling.share_commit import ShareCommit
 from holdfast.worker.scheduling.step_in_flight import StepInFlight
 from tests.worker import fake_device
 from tests.worker.engine import test_two_plans as two_plans
@@ -75,7 +76,7 @@ BUGS = {
         by_all_kinds_of_requests,
     ),
     "a share of its own is delivered after a stop": Bug(
-        Scheduler, "_commit_others", "if sequence.status is not SequenceStatus.RUNNING:", "if False:", by_random_orders
+        ShareCommit, "take", "if sequence.status is not SequenceStatus.RUNNING:", "if False:", by_random_orders
     ),
     "a pending token is not put in": Bug(
         pending_tokens, "with_tokens", "if token == PENDING else token", "", by_all_kinds_of_requests
