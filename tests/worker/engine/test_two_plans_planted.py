@@ -25,7 +25,7 @@ from holdfast.worker.scheduling.step_in_flight import StepInFlight
 from tests.worker import fake_device
 from tests.worker.engine import test_two_plans, test_two_plans_ends, test_two_plans_on_a_thread
 from tests.worker.engine.two_plans import serve
-from tests.worker.scheduling import test_scheduler_properties as one_plan
+from tests.worker.scheduling.scheduler_machine import MAX_PROMPT_LOGPROBS
 from tests.worker.scheduling.test_plans_ahead_properties import AheadMachine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -242,7 +242,7 @@ def is_found(bug: Bug) -> bool:
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name, monkeypatch):
-    monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", one_plan.MAX_PROMPT_LOGPROBS)
+    monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", MAX_PROMPT_LOGPROBS)
     monkeypatch.setattr(step_in_flight, "MAX_SHARE_HELD_UP", 1.0)
     bug = BUGS[name]
     plant(bug, monkeypatch)
@@ -250,7 +250,7 @@ def test_a_planted_bug_is_found(name, monkeypatch):
 
 
 def test_without_a_bug_nothing_is_found(monkeypatch):
-    monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", one_plan.MAX_PROMPT_LOGPROBS)
+    monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", MAX_PROMPT_LOGPROBS)
     monkeypatch.setattr(step_in_flight, "MAX_SHARE_HELD_UP", 1.0)
     for found in {id(bug.found): bug.found for bug in BUGS.values()}.values():
         found()
