@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from holdfast.worker.engine.model_runner import step_result
+from holdfast.worker.engine.step_results import step_result
 from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling.head_output import HeadOutput
