@@ -126,7 +126,7 @@ class Launches:
     """The kernels as functions of tensors. All rows of a tensor are used; buffers are cut before."""
 
     def __init__(self, launch: Launch = triton_launch) -> None:
-        self._launch = launch
+        self._launch = self.launch = launch
 
     def embed(self, token_ids: Tensor, table: Tensor, first_id: int, scale: float, residual: Tensor) -> None:
         """Fills the residual stream [T, hidden], float32."""
