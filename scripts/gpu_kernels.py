@@ -25,6 +25,7 @@ from holdfast.worker.decoder.layout import (
     Activation,
     Attention,
     DecoderLayout,
+    Experts,
     Layer,
     Linear,
     Mlp,
@@ -40,6 +41,9 @@ TABLE: Final = Path(__file__).parent.parent / "docs" / "gpu-kernels.json"
 DEVICES: Final = (80, 90, 100)
 HOT: Final = (
     "linear",
+    "grouped_linear",
+    "choose_experts",
+    "add_experts",
     "attend",
     "add_norm",
     "split_heads",
@@ -72,18 +76,26 @@ class Shape:
 
     hidden: int
     inner: int
+    """Of an expert, where there are some."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     window: int | None = None
     softcap: float | None = None
+    num_experts: int = 0
+    top_k: int = 0
+    shared_inner: int = 0
+    """Of the expert that all tokens go through, if there is one."""
 
 
 SHAPES: Final = {
     "Llama-3.1-8B": Shape(4096, 14336, 32, 8, 128, 128256),
     "Gemma-2-9B": Shape(3584, 14336, 16, 8, 256, 256000, window=4096, softcap=50.0),
     "Qwen2.5-0.5B": Shape(896, 4864, 14, 2, 64, 151936),
+    "Qwen3-30B-A3B": Shape(2048, 768, 32, 4, 128, 151936, num_experts=128, top_k=8),
+    "Qwen1.5-MoE-A2.7B": Shape(2048, 1408, 16, 16, 128, 151936, num_experts=60, top_k=4, shared_inner=5632),
+    "gpt-oss-20b": Shape(2880, 2880, 64, 8, 64, 201088, window=128, num_experts=32, top_k=4),
 }
 _DECODE_ROWS: Final = (1, 32, 64, 128)
 _PROMPT_ROWS: Final = 2048
@@ -272,14 +284,29 @@ def layout_of(shape: Shape, num_layers: int = 1) -> DecoderLayout:
         output=Linear(weights=(weight(shape.hidden, width),)),
         num_slices=8 if shape.num_heads % 8 == 0 else 2,
     )
-    mlp = Mlp(
-        activation=Activation.SILU,
-        has_gate=True,
-        up=Linear(weights=(weight(2 * shape.inner, shape.hidden),)),
-        down=Linear(weights=(weight(shape.hidden, shape.inner),)),
-        num_slices=attention.num_slices,
-    )
-    layer = Layer(attention_norm=norm(), attention=attention, mlp_norm=norm(), mlp=mlp)
+
+    def mlp(inner: int) -> Mlp:
+        return Mlp(
+            activation=Activation.SILU,
+            has_gate=True,
+            up=Linear(weights=(weight(2 * inner, shape.hidden),)),
+            down=Linear(weights=(weight(shape.hidden, inner),)),
+            num_slices=attention.num_slices,
+        )
+
+    def experts() -> Experts:
+        return Experts(
+            router=Linear(weights=(weight(shape.num_experts, shape.hidden),)),
+            top_k=shape.top_k,
+            scoring="softmax",
+            normalized=True,
+            experts=tuple(mlp(shape.inner) for _ in range(shape.num_experts)),
+            shared=mlp(shape.shared_inner) if shape.shared_inner else None,
+            shared_gate=weight(1, shape.hidden) if shape.shared_inner else None,
+        )
+
+    own = experts() if shape.num_experts else mlp(shape.inner)
+    layer = Layer(attention_norm=norm(), attention=attention, mlp_norm=norm(), mlp=own)
     embedding = weight(shape.vocab_size, shape.hidden)
     return DecoderLayout(
         dtype=torch.bfloat16,

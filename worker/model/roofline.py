@@ -49,15 +49,21 @@ _HALF, _FLOAT = 2, 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """A dense decoder whose MLPs have gates, in bfloat16."""
+    """A decoder whose MLPs, or experts, have gates, in bfloat16."""
 
     num_layers: int
     hidden: int
     inner: int
+    """Of each expert, where there are some."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    num_experts: int = 0
+    """Of each layer. 0: it has an MLP."""
+    experts_per_token: int = 0
+    shared_inner: int = 0
+    """Of the expert that all tokens go through. 0: there is none."""
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
@@ -66,18 +72,32 @@ class ModelShape:
         missing = [name for name in names if not isinstance(getattr(config, name, None), int)]
         if missing:
             raise ValueError(f"the config has no {missing[0]}: no roofline of such a model")
-        if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
-            raise ValueError(f"{config.model_type} has experts: no roofline of such a model")
         num_layers, hidden, inner, num_heads, vocab_size = (getattr(config, name) for name in names)
+        num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0
+        if getattr(config, "n_routed_experts", None) or (num_experts and _has_dense_layers(config)):
+            raise ValueError(f"{config.model_type} has layers of several kinds: no roofline of such a model")
         return cls(
             num_layers=num_layers,
             hidden=hidden,
-            inner=inner,
+            inner=(num_experts and getattr(config, "moe_intermediate_size", None)) or inner,
             num_heads=num_heads,
             num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
             head_dim=getattr(config, "head_dim", None) or hidden // num_heads,
             vocab_size=vocab_size,
+            num_experts=num_experts,
+            experts_per_token=config.num_experts_per_tok if num_experts else 0,
+            shared_inner=(num_experts and getattr(config, "shared_expert_intermediate_size", None)) or 0,
         )
+
+    def experts_read(self, num_rows: int) -> float:
+        """Experts whose weights a layer reads for so many rows, if each row chooses any of them alike. That is an
+        assumption: rows that are alike choose fewer.
+        """
+        return self.num_experts * (1.0 - (1.0 - self.experts_per_token / self.num_experts) ** num_rows)
+
+
+def _has_dense_layers(config: Any) -> bool:
+    return bool(getattr(config, "mlp_only_layers", None)) or getattr(config, "decoder_sparse_step", 1) != 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +179,7 @@ def _layers(shape: ModelShape, num_sequences: int, num_tokens: int, context: int
     heads, kv_heads = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
     width, both = heads * shape.head_dim, (heads + 2 * kv_heads) * shape.head_dim
     inner, parts = shape.inner // tp, 8 // tp if tp < 8 else 1
+    fed = 1 if shape.num_experts else parts
     seen = num_sequences * (num_tokens * context - num_tokens * (num_tokens - 1) // 2)
     kv_bytes = 2 * num_sequences * context * kv_heads * shape.head_dim * _HALF
     return [
@@ -166,10 +187,34 @@ def _layers(shape: ModelShape, num_sequences: int, num_tokens: int, context: int
         Kernel("heads", layers, layers * rows * both * (_FLOAT + _HALF), 0.0),
         Kernel("attention", layers, layers * (kv_bytes + 2 * rows * width * _HALF), layers * 4.0 * seen * width),
         _linear("output", layers, rows, width, hidden, parts),
-        _linear("gate and up", layers, rows, hidden, 2 * inner, 1),
-        Kernel("activation", layers, layers * rows * inner * (2 * _FLOAT + _HALF), 0.0),
-        _linear("down", layers, rows, inner, hidden, parts),
-        Kernel("add and norm", 2 * layers, 2 * layers * rows * hidden * (_FLOAT * (parts + 2) + _HALF), 0.0),
+        *(_experts(shape, rows, tp, parts) if shape.num_experts else _mlp("", layers, rows, hidden, inner, parts)),
+        Kernel("add and norm", 2 * layers, layers * rows * hidden * (_FLOAT * (parts + fed + 4) + 2 * _HALF), 0.0),
+    ]
+
+
+def _mlp(prefix: str, layers: int, rows: int, hidden: int, inner: int, parts: int) -> list[Kernel]:
+    return [
+        _linear(f"{prefix}gate and up", layers, rows, hidden, 2 * inner, 1),
+        Kernel(f"{prefix}activation", layers, layers * rows * inner * (2 * _FLOAT + _HALF), 0.0),
+        _linear(f"{prefix}down", layers, rows, inner, hidden, parts),
+    ]
+
+
+def _experts(shape: ModelShape, rows: int, tp: int, parts: int) -> list[Kernel]:
+    """Of the experts' linears: weights of those that are chosen, and rows once for each expert of theirs."""
+    layers, hidden, inner, count = shape.num_layers, shape.hidden, shape.inner // tp, shape.num_experts
+    chosen, read = rows * shape.experts_per_token, shape.experts_read(rows)
+    has_shared = shape.shared_inner > 0
+    shared = _mlp("shared ", layers, rows, hidden, shape.shared_inner // tp, parts) if has_shared else []
+    sums = parts * (chosen + rows * has_shared) + rows
+    return [
+        _linear("router", layers, rows, hidden, count + has_shared, 1),
+        Kernel("choice", 2 * layers, layers * (rows * count + 4 * chosen) * _FLOAT, 0.0),
+        *shared,
+        _linear("gate and up", layers, chosen, hidden, 2 * inner, 1, read),
+        Kernel("activation", layers, layers * chosen * inner * (2 * _FLOAT + _HALF), 0.0),
+        _linear("down", layers, chosen, inner, hidden, parts, read),
+        Kernel("sum of experts", layers, layers * sums * hidden * _FLOAT, 0.0),
     ]
 
 
@@ -182,14 +227,18 @@ def _ends(shape: ModelShape, num_sequences: int, num_tokens: int, tp: int) -> tu
     )
 
 
-def _linear(name: str, launches: int, rows: int, inputs: int, outputs: int, parts: int) -> Kernel:
+def _linear(
+    name: str, launches: int, rows: int, inputs: int, outputs: int, parts: int, num_weights: float = 1.0
+) -> Kernel:
     """Weights and inputs are read once, and float32 outputs written, one for each part of the sum."""
-    num_bytes = inputs * outputs * _HALF + rows * inputs * _HALF + parts * rows * outputs * _FLOAT
+    num_bytes = num_weights * inputs * outputs * _HALF + rows * inputs * _HALF + parts * rows * outputs * _FLOAT
     return Kernel(name, launches, launches * num_bytes, launches * 2.0 * rows * inputs * outputs)
 
 
 def weight_bytes(shape: ModelShape, tp: int = 1) -> int:
     """Of one rank, the embedding's table and the head included."""
     heads = shape.num_heads // tp + 2 * max(1, shape.num_kv_heads // tp) + shape.num_heads // tp
-    layer = shape.hidden * (heads * shape.head_dim + 3 * (shape.inner // tp))
+    inner = max(1, shape.num_experts) * (shape.inner // tp) + shape.shared_inner // tp
+    router = shape.num_experts + (shape.shared_inner > 0)
+    layer = shape.hidden * (heads * shape.head_dim + 3 * inner + router)
     return _HALF * (shape.num_layers * layer + 2 * shape.hidden * (shape.vocab_size // tp))

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from scripts.gpu_kernels import DEVICES, HOT, TABLE, occupancy, worsened
 
 KEPT = json.loads(TABLE.read_text())
-FAMILIES = ("gemma3_text, softcap", "phi, norms of heads", "cohere2", "stablelm, parallel")
+FAMILIES = ("gemma3_text, softcap", "phi, norms of heads", "cohere2", "stablelm, parallel", "gpt_oss", "qwen2_moe")
 
 
 def compiled(*arguments: str) -> str:
@@ -54,7 +54,7 @@ def test_hot_kernels_do_not_spill_on_hopper():
             assert devices["sm_90"]["stack_bytes"] == 0, title
 
 
-@pytest.mark.parametrize("name", ["linear", "attend"])
+@pytest.mark.parametrize("name", ["linear", "grouped_linear", "attend"])
 def test_all_tiles_of_a_device_use_one_instruction_and_differ_in_tokens_alone(name):
     for device in (f"sm_{number}" for number in DEVICES):
         found = [use[device]["instructions"] for title, use in KEPT.items() if title.startswith(f"{name}(")]
