@@ -13,7 +13,8 @@ import pytest
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.offline.llm import LLM
 from holdfast.cluster.progress_bars import progress
-from holdfast.cluster.serve.serving import Serving, serving
+from holdfast.cluster.serve.serving import serving
+from holdfast.cluster.serve.start_up import Serving
 from holdfast.worker.config import ParallelConfig
 from holdfast.worker.request import FinishReason
 from holdfast.worker.sampling_params import SamplingParams

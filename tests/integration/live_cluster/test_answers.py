@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.cluster.client.async_client import AsyncClient
-from holdfast.cluster.serve.serving import Serving
+from holdfast.cluster.serve.start_up import Serving
 from tests.integration.processes import ray_processes
 from tests.integration.streams import NUM_STREAMS, Answer, Wish, ask, is_idle, long_wish, until, wish
 

@@ -12,7 +12,8 @@ import pytest
 from holdfast.cluster.bundled_model import bundled_model
 from holdfast.cluster.offline.llm import LLM
 from holdfast.cluster.serve import models
-from holdfast.cluster.serve.serving import Serving, add_model
+from holdfast.cluster.serve.serving import add_model
+from holdfast.cluster.serve.start_up import Serving
 from holdfast.worker.sampling_params import SamplingParams
 from tests.integration import elastic
 from tests.integration import models_at_run_time as run_time

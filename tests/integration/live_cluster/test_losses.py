@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.cluster.client.async_client import AsyncClient
 from holdfast.cluster.serve.directory import SETTLED_S
-from holdfast.cluster.serve.serving import Serving
+from holdfast.cluster.serve.start_up import Serving
 from tests.integration import stock_clients
 from tests.integration.processes import processes_named
 from tests.integration.streams import Answer, Wish, ask, both_are_back, has_load, is_idle, long_wish, until

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from holdfast.cluster.serve import models
-from holdfast.cluster.serve.serving import Serving
+from holdfast.cluster.serve.start_up import Serving
 from tests.integration import models_at_run_time as run_time
 from tests.integration import stock_clients
 from tests.integration.streams import both_are_back, until
