@@ -36,7 +36,8 @@ from holdfast.worker.sampling.step_sampler import StepSampler, TorchSampler
 
 PLAIN = DrawParams(seed=7, first_output_index=0, temperature=0.8, top_k=0, top_p=1.0)
 NUCLEUS = replace(PLAIN, top_p=0.95)
-OUTPUTS = tuple(range(0, 4000, 8))
+OUTPUTS = array("q", range(0, 4000, 8))
+LONG_OUTPUTS = array("q", range(3000))
 PENALTIES = LogitsSettings(repetition_penalty=1.2, frequency_penalty=0.3)
 LONG = LogitsSettings(repetition_penalty=1.2, presence_penalty=0.3, prompt_token_ids=array("q", range(1, 60_000, 20)))
 EDITED = LogitsSettings(
@@ -62,7 +63,7 @@ KINDS = {
     "top-p 0.95, logprobs 20": replace(NUCLEUS, num_logprobs=20),
     "temperature 2, logprobs 20": replace(PLAIN, temperature=2.0, num_logprobs=20),
     "top-p 0.95, penalties": replace(NUCLEUS, logits_settings=PENALTIES, output_token_ids=OUTPUTS),
-    "top-p 0.95, penalties on 6000 tokens": replace(NUCLEUS, logits_settings=LONG, output_token_ids=tuple(range(3000))),
+    "top-p 0.95, penalties on 6000 tokens": replace(NUCLEUS, logits_settings=LONG, output_token_ids=LONG_OUTPUTS),
     "top-p 0.95, bias of 300 and bans": replace(NUCLEUS, logits_settings=EDITED),
     "top-p 0.95, 1000 allowed": replace(
         NUCLEUS, logits_settings=LogitsSettings(allowed_token_ids=array("q", range(0, 100_000, 100)))
@@ -78,7 +79,7 @@ KINDS = {
         logits_settings=replace(
             LONG, grammar="x", min_tokens=9_999, end_token_ids=(0, 7), logit_bias=EDITED.logit_bias
         ),
-        output_token_ids=tuple(range(3000)),
+        output_token_ids=LONG_OUTPUTS,
         num_logprobs=20,
     ),
     "top-p 0.95, penalties, logprobs 20": replace(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.decoder.gpu.executor import GpuExecutor
-from holdfast.worker.decoder.layout import DecoderLayout, Layer, Linear, Mlp, Norm
+from holdfast.worker.decoder.layout import DecoderLayout, Experts, Layer, Linear, Mlp, Norm
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.model.roofline import Device, ModelShape, step_of
 from holdfast.worker.plan.step_plan import DrawParams
@@ -26,8 +26,11 @@ from scripts.gpu_kernels import Shape, decode_batch, layout_of, prompt_batch
 SHAPES = {
     "8b": (Shape(4096, 14336, 32, 8, 128, 128256), 32),
     "0.6b": (Shape(1024, 3072, 16, 8, 128, 151936), 28),
+    "30b-a3b": (Shape(2048, 768, 32, 4, 128, 151936, num_experts=128, top_k=8), 24),
 }
-"""Llama-3.1-8B and Qwen3-0.6B, and their layers."""
+"""Llama-3.1-8B, Qwen3-0.6B and their layers; Qwen3-30B-A3B and half of its layers, whose weights are there twice while
+they are copied. Its random routers choose all experts about alike.
+"""
 
 _PLAIN = DrawParams(seed=1, first_output_index=0, temperature=0.8, top_k=0, top_p=1.0)
 DRAWS = {"drawn": _PLAIN, "top-k": replace(_PLAIN, top_k=50), "top-p": replace(_PLAIN, top_p=0.95)}
@@ -57,6 +60,9 @@ def main() -> None:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         vocab_size=shape.vocab_size,
+        num_experts=shape.num_experts,
+        experts_per_token=shape.top_k,
+        shared_inner=shape.shared_inner,
     )
     print("step               ms  its roofline  share")
     for count in BATCHES:
@@ -124,14 +130,22 @@ def random_layout(shape: Shape, num_layers: int) -> DecoderLayout:
 
 def _layer(layer: Layer) -> Layer:
     attention, mlp = layer.attention, layer.mlp
-    assert isinstance(mlp, Mlp)
     return replace(
         layer,
         attention_norm=_norm(layer.attention_norm),
         mlp_norm=_norm(layer.mlp_norm),
         attention=replace(attention, qkv=_linear(attention.qkv), output=_linear(attention.output)),
-        mlp=replace(mlp, up=_linear(mlp.up), down=_linear(mlp.down)),
+        mlp=_mlp(mlp) if isinstance(mlp, Mlp) else _experts(mlp),
     )
+
+
+def _mlp(mlp: Mlp) -> Mlp:
+    return replace(mlp, up=_linear(mlp.up), down=_linear(mlp.down))
+
+
+def _experts(experts: Experts) -> Experts:
+    assert experts.shared is None, "none of the shapes has one"
+    return replace(experts, router=_linear(experts.router), experts=tuple(map(_mlp, experts.experts)))
 
 
 def _linear(linear: Linear) -> Linear:

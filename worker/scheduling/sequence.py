@@ -5,6 +5,7 @@ the block allocator, whether it can run here at all (`request_checks.py`), and w
 """
 
 import math
+from array import array
 from collections.abc import Hashable
 from enum import Enum
 from typing import ClassVar
@@ -48,6 +49,7 @@ class Sequence:
     __slots__ = (
         "_draw",
         "_looks_back",
+        "_outputs",
         "attempt",
         "awaits_result",
         "block_ids",
@@ -133,6 +135,7 @@ class Sequence:
         """Settings of its logits processors; None: it needs none."""
         self._looks_back = self.logits_settings is not None and self.logits_settings.look_back
         self._draw: DrawParams | None = None  # its first draw without them, once it was asked for
+        self._outputs = array("q")  # of `token_ids`, where draws look back at them: those of the last draw
         asks = params.prompt_logprobs is not None and not request.output_token_ids
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
         """From the prompt's second token on, reported with the first output token; None: not asked for, or reported."""
@@ -207,7 +210,8 @@ class Sequence:
         if settings is None:
             return self._draw.at(index)
         if self._looks_back:
-            return self._draw.at(index, settings, tuple(self.token_ids[self.num_prompt_tokens :]))
+            self._outputs.extend(self.token_ids[self.num_prompt_tokens + len(self._outputs) :])
+            return self._draw.at(index, settings, self._outputs[:])
         return self._draw.at(index, settings if settings.apply_after(index) else None)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:

@@ -269,7 +269,7 @@ class Launches:
         space: SplitSpace,
         out: Tensor,
     ) -> None:
-        """queries [T, heads * dim of keys] -> out [T, heads * dim of values]. The step's keys and values are written."""
+        """queries [T, heads * dim of keys] -> out [T, heads * dim of values]. The step's K and V are written."""
         value_dim = 0 if values.shape[3] == attention.head_dim else values.shape[3]
         for tiles in step.tiles:
             outside = splits_outside(len(tiles.table), attention.num_kv_heads, tiles.num_splits)

@@ -131,7 +131,7 @@ float bound_of_best(const Row& row, int k, Selection& selection) {
 // The k-th best logit.
 float kth_best(const Row& row, int k, Selection& selection, std::vector<float>& values) {
   Numbers all_of_row = {row.logits, row.vocab % BLOCK ? row.tail : nullptr, (long)row.blocks * BLOCK};
-  if (k > row.blocks / 4) return selection.kth_largest(all_of_row, k);
+  if (k > row.blocks / 2) return selection.kth_largest(all_of_row, k);
   float bound = bound_of_best(row, k, selection);
   values.clear();
   for (int b = 0; b < row.blocks; b++) {

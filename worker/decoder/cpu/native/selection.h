@@ -46,7 +46,7 @@ class Selection {
   }
 
  private:
-  enum { FEW = 256, SAMPLED = 128, MOST_PASSES = 16 };
+  enum { FEW = 256, MANY = 8192, MOST_SAMPLED = 128, MOST_PASSES = 16 };
   enum Part { INSIDE, ABOVE, BELOW };
   struct Bracket {
     float low, high;  // both are inside
@@ -62,17 +62,15 @@ class Selection {
   // Three standard deviations of what a sample tells of a rank; or the one number in the middle, which parts even
   // equal ones.
   static Bracket bracket(const Numbers& from, long k, bool narrow) {
-    float sample[SAMPLED];
-    for (int i = 0; i < SAMPLED; i++) {
-      long place = from.count * i / SAMPLED;
-      sample[i] = *from.at(place);
-    }
-    std::sort(sample, sample + SAMPLED, std::greater<float>());
-    float rank = (float)k / (float)from.count * SAMPLED;
-    float apart = narrow ? 0.0f : 3.0f * sqrtf(rank * (1.0f - rank / SAMPLED)) + 1.0f;
+    float sample[MOST_SAMPLED];
+    int sampled = from.count < MANY ? MOST_SAMPLED / 4 : MOST_SAMPLED;
+    for (int i = 0; i < sampled; i++) sample[i] = *from.at(from.count * i / sampled);
+    std::sort(sample, sample + sampled, std::greater<float>());
+    float rank = (float)k / (float)from.count * (float)sampled;
+    float apart = narrow ? 0.0f : 3.0f * sqrtf(rank * (1.0f - rank / (float)sampled)) + 1.0f;
     int high = (int)(rank - apart), low = (int)(rank + apart);
-    return {low >= SAMPLED && !narrow ? -INFINITY : sample[std::min(low, SAMPLED - 1)],
-            high < 0 ? INFINITY : sample[std::min(high, SAMPLED - 1)]};
+    return {low >= sampled && !narrow ? -INFINITY : sample[std::min(low, sampled - 1)],
+            high < 0 ? INFINITY : sample[std::min(high, sampled - 1)]};
   }
   template <Part part> static long keep(const Numbers& from, Bracket around, float* to, long& num_above) {
     Lanes low = all(around.low), high = all(around.high);
