@@ -45,6 +45,7 @@ from holdfast.router.orders import Change, Orders
 from holdfast.router.request import GenerationRequest
 from holdfast.router.router import Router
 from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, ReplicaError
+from holdfast.worker.garbage_collection import set_aside
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 
@@ -115,6 +116,7 @@ class RouterDeployment:
         if config.health.hangs_after_s is not None:
             self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
             self._beating = asyncio.create_task(self._heartbeat_pipe.keep_beating())
+        set_aside()
 
     async def _until_linked(self) -> None:
         """Until it has reached every replica that serves, for so long at most: no request is to find it empty."""

@@ -269,7 +269,8 @@ class Launches:
         space: SplitSpace,
         out: Tensor,
     ) -> None:
-        """queries [T, heads * dim] -> out, alike. The keys and values of the step are written."""
+        """queries [T, heads * dim of keys] -> out [T, heads * dim of values]. The step's K and V are written."""
+        value_dim = 0 if values.shape[3] == attention.head_dim else values.shape[3]
         for tiles in step.tiles:
             outside = splits_outside(len(tiles.table), attention.num_kv_heads, tiles.num_splits)
             shared = {
@@ -287,6 +288,8 @@ class Launches:
                 "ROWS": tiles.columns,
                 "WINDOW": attention.sliding_window or 0,
                 "HAS_SINKS": attention.sinks is not None,
+                "VALUE_DIM": value_dim,
+                "VALUE_DIMS": max(16, _power(value_dim)) if value_dim else 0,
             }
             arguments = {
                 "queries": queries,

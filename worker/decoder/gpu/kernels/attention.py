@@ -3,8 +3,9 @@
 Keys lie on the M axis of the matrix instruction, and on its N axis the queries of one KV head: of one token or of
 many. Keys are taken in tiles of 64 from position 0, and summed by themselves within each SPLIT of positions; splits are
 merged in ascending order, by the program itself or by `merge_splits`. So a query's bits depend on its position and its
-keys alone. A tile or split that a query does not see leaves its sums as they are. What may not live here: which
-tiles there are (`worker/decoder/gpu/step_arrays.py`).
+keys alone. A tile or split that a query does not see leaves its sums as they are. Values have VALUE_DIM dimensions, and
+VALUE_DIMS with padding; both are 0 where they are as the keys'. What may not live here: which tiles there are
+(`worker/decoder/gpu/step_arrays.py`).
 """
 
 import triton
@@ -62,11 +63,13 @@ def _one_split(
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TILES_IN_BLOCKS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,
 ):
-    """(sum of weighted values [DIMS, ROWS], best score [ROWS], sum of weights [ROWS]) over keys first .. end."""
+    """(sum of weighted values [VALUE_DIMS, ROWS], best score [ROWS], sum of weights [ROWS]) over keys first .. end."""
     dims = tl.arange(0, DIMS)
     is_dim = dims < HEAD_DIM
-    total = tl.zeros((DIMS, ROWS), dtype=tl.float32)
+    total = tl.zeros((VALUE_DIMS or DIMS, ROWS), dtype=tl.float32)
     best = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
     weight = tl.zeros((ROWS,), dtype=tl.float32)
     for start in range(first, end, KEYS):
@@ -77,7 +80,8 @@ def _one_split(
         else:
             slots = tl.load(table + places // BLOCK, mask=is_key, other=0).to(tl.int64) * BLOCK + places % BLOCK
         memory = (slots[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
-        k = tl.load(keys + memory, mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        mask = is_key[:, None] & is_dim[None, :]
+        k = tl.load(keys + memory, mask=mask, other=0.0)
         scores = tl.dot(k, q, input_precision="ieee") * scaling
         if HAS_SOFTCAP:
             scores = softcap - 2.0 * softcap / (tl.exp(2.0 * scores / softcap) + 1.0)
@@ -90,7 +94,11 @@ def _one_split(
         shares = tl.exp(scores - safe[None, :])
         left = tl.exp(best - safe)
         weight = weight * left + tl.sum(shares, 0)
-        v = tl.load(values + memory, mask=is_key[:, None] & is_dim[None, :], other=0.0)
+        if VALUE_DIM > 0:
+            value_dims = tl.arange(0, VALUE_DIMS)
+            memory = (slots[:, None] * KV_HEADS + kv_head) * VALUE_DIM + value_dims[None, :]
+            mask = is_key[:, None] & (value_dims < VALUE_DIM)[None, :]
+        v = tl.load(values + memory, mask=mask, other=0.0)
         total = tl.dot(tl.trans(v), shares.to(v.dtype), total * left[None, :], input_precision="ieee")
         best = top
     return total, best, weight
@@ -101,8 +109,8 @@ def attend(
     queries,  # [rows, KV_HEADS * GROUP, HEAD_DIM]
     keys,  # [blocks, BLOCK, KV_HEADS, HEAD_DIM]
     values,
-    out,  # [rows, KV_HEADS * GROUP * HEAD_DIM], dtype of the model
-    split_totals,  # [splits, tiles, KV_HEADS, DIMS, ROWS], float32
+    out,  # [rows, KV_HEADS * GROUP * VALUE_DIM], dtype of the model
+    split_totals,  # [splits, tiles, KV_HEADS, VALUE_DIMS, ROWS], float32
     split_bests,  # [splits, tiles, KV_HEADS, ROWS], float32; likewise the weights
     split_weights,
     tiles,  # [tiles, 3], int32: first row, number of rows, sequence
@@ -123,6 +131,8 @@ def attend(
     HAS_SINKS: tl.constexpr,
     SPLITS_OUTSIDE: tl.constexpr,
     TILES_IN_BLOCKS: tl.constexpr,  # a block holds a whole number of tiles of keys
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,
 ):
     """Grid: (tiles, KV_HEADS, splits), or one program for all splits. A tile of no rows is padding.
 
@@ -143,6 +153,10 @@ def attend(
         places = (row * (KV_HEADS * GROUP) + head)[None, :] * HEAD_DIM + dims[:, None]
         mask = is_row[None, :] & (dims < HEAD_DIM)[:, None]
         q = tl.load(queries + places, mask=mask, other=0.0)
+        if VALUE_DIM > 0:
+            dims = tl.arange(0, VALUE_DIMS)
+            places = (row * (KV_HEADS * GROUP) + head)[None, :] * VALUE_DIM + dims[:, None]
+            mask = is_row[None, :] & (dims < VALUE_DIM)[:, None]
         table = tables + sequence.to(tl.int64) * table_stride
         begin = _first_key(first_position, WINDOW)
         if SPLITS_OUTSIDE:
@@ -168,13 +182,16 @@ def attend(
                     WINDOW,
                     HAS_SOFTCAP,
                     TILES_IN_BLOCKS,
+                    VALUE_DIM,
+                    VALUE_DIMS,
                 )
                 place = (split * tl.num_programs(0) + tl.program_id(0)) * KV_HEADS + kv_head
-                tl.store(split_totals + place * (DIMS * ROWS) + dims[:, None] * ROWS + column[None, :], total)
+                sums = split_totals + place * ((VALUE_DIMS or DIMS) * ROWS)
+                tl.store(sums + dims[:, None] * ROWS + column[None, :], total)
                 tl.store(split_bests + place * ROWS + column, best)
                 tl.store(split_weights + place * ROWS + column, weight)
         else:
-            total = tl.zeros((DIMS, ROWS), dtype=tl.float32)
+            total = tl.zeros((VALUE_DIMS or DIMS, ROWS), dtype=tl.float32)
             best = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
             weight = tl.zeros((ROWS,), dtype=tl.float32)
             for split in range(begin // SPLIT, tl.cdiv(end, SPLIT)):
@@ -197,6 +214,8 @@ def attend(
                     WINDOW,
                     HAS_SOFTCAP,
                     TILES_IN_BLOCKS,
+                    VALUE_DIM,
+                    VALUE_DIMS,
                 )
                 total, best, weight = _merged(total, best, weight, more, more_best, more_weight)
             sink = tl.zeros((ROWS,), dtype=tl.float32)
@@ -222,6 +241,8 @@ def merge_splits(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,
 ):
     """What `attend` does after its splits where they are programs of their own. Grid: (tiles, KV_HEADS)."""
     tile = tiles + tl.program_id(0) * 3
@@ -233,15 +254,17 @@ def merge_splits(
         row = (first_row + column // GROUP).to(tl.int64)
         head = kv_head * GROUP + column % GROUP
         first_position = tl.load(positions + first_row)
-        dims = tl.arange(0, DIMS)
-        places = (row * (KV_HEADS * GROUP) + head)[None, :] * HEAD_DIM + dims[:, None]
-        mask = is_row[None, :] & (dims < HEAD_DIM)[:, None]
-        total = tl.zeros((DIMS, ROWS), dtype=tl.float32)
+        dims = tl.arange(0, VALUE_DIMS or DIMS)
+        size: tl.constexpr = VALUE_DIM or HEAD_DIM
+        places = (row * (KV_HEADS * GROUP) + head)[None, :] * size + dims[:, None]
+        mask = is_row[None, :] & (dims < size)[:, None]
+        total = tl.zeros((VALUE_DIMS or DIMS, ROWS), dtype=tl.float32)
         best = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
         weight = tl.zeros((ROWS,), dtype=tl.float32)
         for split in range(_first_key(first_position, WINDOW) // SPLIT, tl.cdiv(first_position + count, SPLIT)):
             place = (split * tl.num_programs(0) + tl.program_id(0)) * KV_HEADS + kv_head
-            more = tl.load(split_totals + place * (DIMS * ROWS) + dims[:, None] * ROWS + column[None, :])
+            more_at = place * ((VALUE_DIMS or DIMS) * ROWS) + dims[:, None] * ROWS + column[None, :]
+            more = tl.load(split_totals + more_at)
             more_best = tl.load(split_bests + place * ROWS + column)
             more_weight = tl.load(split_weights + place * ROWS + column)
             total, best, weight = _merged(total, best, weight, more, more_best, more_weight)
