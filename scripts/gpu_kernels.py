@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from holdfast.worker.attention.kv_cache import KVCache, KVSpec
 from holdfast.worker.decoder.layout import (
     Activation,
     Attention,
@@ -41,6 +42,7 @@ DEVICES: Final = (80, 90, 100)
 HOT: Final = (
     "linear",
     "attend",
+    "write_pages",
     "add_norm",
     "split_heads",
     "activate",
@@ -85,6 +87,7 @@ SHAPES: Final = {
     "Gemma-2-9B": Shape(3584, 14336, 16, 8, 256, 256000, window=4096, softcap=50.0),
     "Qwen2.5-0.5B": Shape(896, 4864, 14, 2, 64, 151936),
 }
+LATENT_SPECS: Final = {"DeepSeek-V2-Lite": KVSpec(num_heads=16, num_kv_heads=16, key_dim=192, value_dim=128)}
 _DECODE_ROWS: Final = (1, 32, 64, 128)
 _PROMPT_ROWS: Final = 2048
 _CONTEXT: Final = 4000
@@ -137,7 +140,25 @@ def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: in
             logits = executor.collect(executor.launch(decode_batch(len(draws)), with_logits=True)).logits
             assert logits is not None, "they were asked for"
             executor.make_sampler().launch(logits, draws, masks)
+    _run_paged_kernels(record, prompt_rows)
     return sorted(found.values(), key=lambda use: use.title)
+
+
+def _run_paged_kernels(launch: Any, prompt_rows: int) -> None:
+    """The attention of models without a decoder program, whose keys and values differ in width."""
+    from holdfast.worker.decoder.gpu.paged_kernels import PagedKernels
+
+    for spec in LATENT_SPECS.values():
+        device = torch.device("meta")
+        kernels = PagedKernels([spec], max_positions=8192, block_size=64, device=device, launch=launch)
+        (layer,) = KVCache.allocate([spec], 16, 64, torch.bfloat16, device).layers
+        for batch in (decode_batch(1), decode_batch(64), prompt_batch(prompt_rows)):
+            kernels.begin(batch)
+            rows = len(batch.token_ids)
+            sizes = ((rows, spec.num_heads, spec.key_dim), (spec.num_kv_heads, rows, spec.key_dim))
+            query, key = (torch.empty(size, dtype=torch.bfloat16, device=device) for size in sizes)
+            kernels.write(layer, key, key.new_empty(spec.num_kv_heads, rows, spec.value_dim))
+            kernels.attend(layer, query, spec.key_dim**-0.5, None)
 
 
 def drawn_rows() -> list[tuple[list[DrawParams], dict[int, bytes] | None]]:
