@@ -58,9 +58,16 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     vocab_size: int
+    kv_in_fp8: bool = False
+    """Keys and values are kept in fp8."""
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """What the cache keeps of a token's key or value of one head: in fp8, a byte for the scale as well."""
+        return self.head_dim + 1 if self.kv_in_fp8 else self.head_dim * _HALF
 
     @classmethod
-    def of(cls, config: Any) -> "ModelShape":
+    def of(cls, config: Any, *, kv_in_fp8: bool = False) -> "ModelShape":
         """Of a Hugging Face config. Raises ValueError where it is not of this kind."""
         names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         missing = [name for name in names if not isinstance(getattr(config, name, None), int)]
@@ -77,6 +84,7 @@ class ModelShape:
             num_kv_heads=getattr(config, "num_key_value_heads", None) or num_heads,
             head_dim=getattr(config, "head_dim", None) or hidden // num_heads,
             vocab_size=vocab_size,
+            kv_in_fp8=kv_in_fp8,
         )
 
 
@@ -160,10 +168,11 @@ def _layers(shape: ModelShape, num_sequences: int, num_tokens: int, context: int
     width, both = heads * shape.head_dim, (heads + 2 * kv_heads) * shape.head_dim
     inner, parts = shape.inner // tp, 8 // tp if tp < 8 else 1
     seen = num_sequences * (num_tokens * context - num_tokens * (num_tokens - 1) // 2)
-    kv_bytes = 2 * num_sequences * context * kv_heads * shape.head_dim * _HALF
+    kv_bytes = 2 * num_sequences * context * kv_heads * shape.kv_row_bytes
+    split_bytes = rows * (both * _FLOAT + width * _HALF + 2 * kv_heads * shape.kv_row_bytes)
     return [
         _linear("qkv", layers, rows, hidden, both, 1),
-        Kernel("heads", layers, layers * rows * both * (_FLOAT + _HALF), 0.0),
+        Kernel("heads", layers, layers * split_bytes, 0.0),
         Kernel("attention", layers, layers * (kv_bytes + 2 * rows * width * _HALF), layers * 4.0 * seen * width),
         _linear("output", layers, rows, width, hidden, parts),
         _linear("gate and up", layers, rows, hidden, 2 * inner, 1),
@@ -193,3 +202,8 @@ def weight_bytes(shape: ModelShape, tp: int = 1) -> int:
     heads = shape.num_heads // tp + 2 * max(1, shape.num_kv_heads // tp) + shape.num_heads // tp
     layer = shape.hidden * (heads * shape.head_dim + 3 * (shape.inner // tp))
     return _HALF * (shape.num_layers * layer + 2 * shape.hidden * (shape.vocab_size // tp))
+
+
+def kv_bytes_per_token(shape: ModelShape, tp: int = 1) -> int:
+    """Of one rank's cache."""
+    return 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.kv_row_bytes

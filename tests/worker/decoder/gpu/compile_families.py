@@ -1,4 +1,4 @@
-"""Compiles every kernel that the tiny models of all families launch, in each dtype: for Hopper, without a GPU.
+"""Compiles every kernel that the tiny models of all families launch, in each dtype and in fp8: for Hopper, and no GPU.
 
     TRITON_INTERPRET=0 python -m tests.worker.decoder.gpu.compile_families [MODEL...]
 
@@ -33,9 +33,12 @@ def uses_of_families(models: list[str]) -> dict[object, Use]:
                 executor = GpuExecutor(
                     layout, SingleRank(), max_positions=4096, device=torch.device("meta"), launch=record
                 )
-                executor.allocate_cache(16, 16)
-                for batch in (decode_batch(2, 2000), prompt_batch(100)):
-                    executor.launch(batch, with_logits=False)
+                for in_fp8 in (False, True):
+                    if in_fp8:
+                        executor.keep_in_fp8()
+                    executor.allocate_cache(16, 16)
+                    for batch in (decode_batch(2, 2000), prompt_batch(100)):
+                        executor.launch(batch, with_logits=False)
     return found
 
 
