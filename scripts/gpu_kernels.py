@@ -61,6 +61,7 @@ _DTYPES: Final = {
     torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
 }
 _SHARED_BYTES: Final = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
 """Of a multiprocessor; a block takes 1 KiB more than it asks for."""
@@ -124,7 +125,7 @@ class Use:
 
 
 def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: int) -> list[Use]:
-    """All different launches of decode steps and of one prompt."""
+    """All different launches of decode steps and of one prompt, keys and values in the model's dtype and in fp8."""
     from holdfast.worker.decoder.gpu.executor import GpuExecutor
 
     found: dict[str, Use] = {}
@@ -145,6 +146,10 @@ def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: in
         for count in decode_rows:
             executor.launch(decode_batch(count), with_logits=False)
         executor.launch(prompt_batch(prompt_rows), with_logits=False)
+        executor.keep_in_fp8()
+        executor.allocate_cache(16, 64)
+        for batch in (*map(decode_batch, decode_rows), prompt_batch(prompt_rows)):
+            executor.launch(batch, with_logits=False)
         for draws, masks in drawn_rows():
             logits = executor.collect(executor.launch(decode_batch(len(draws)), with_logits=True)).logits
             assert logits is not None, "they were asked for"
@@ -191,8 +196,8 @@ def _kind(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def measured(use: Use, device: int) -> dict[str, Any]:
-    """What the kernel takes of a device of this compute capability."""
+def compiled(use: Use, device: int) -> Any:
+    """The kernel as Triton compiles it for a device of this compute capability."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -205,10 +210,15 @@ def measured(use: Use, device: int) -> dict[str, Any]:
         {(names.index(name),): [["tt.divisibility", 16]] for name in use.aligned},
     )
     options = {"num_warps": use.num_warps, "num_stages": use.num_stages, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", device, 32), options=options)
-    registers, stack = resource_usage(compiled.asm["cubin"])
-    shared = compiled.metadata.shared
-    found = {"".join(part for part in match if part) for match in _INSTRUCTION.findall(compiled.asm["ptx"])}
+    return triton.compile(source, target=GPUTarget("cuda", device, 32), options=options)
+
+
+def measured(use: Use, device: int) -> dict[str, Any]:
+    """What the kernel takes of a device of this compute capability."""
+    made = compiled(use, device)
+    registers, stack = resource_usage(made.asm["cubin"])
+    shared = made.metadata.shared
+    found = {"".join(part for part in match if part) for match in _INSTRUCTION.findall(made.asm["ptx"])}
     return {
         "registers": registers,
         "shared_bytes": shared,
