@@ -24,10 +24,11 @@ def first_line(error: BaseException) -> str:
 
 
 def check_kv_cache_dtype(config: WorkerConfig, device: str, hf_config: Any = None) -> None:
-    """Refuses keys and values in fp8 where nothing reads them: on a CPU, on the skeleton, and in a model that has no
-    decoder program by its Hugging Face config, as far as that is known.
+    """Refuses keys and values in fp8 where nothing reads them: on a CPU, on the skeleton, and in a model of a type that
+    has no decoder program, by its Hugging Face config if that is known.
 
-    `device` is a kind, or `auto` where it is not known yet. Raises `ConfigurationError`.
+    What a program's executor does not run is refused when the model is read. `device` is a kind, or `auto` where it is
+    not known yet. Raises `ConfigurationError`.
     """
     if config.cache.kv_cache_dtype == "auto":
         return
@@ -35,9 +36,7 @@ def check_kv_cache_dtype(config: WorkerConfig, device: str, hf_config: Any = Non
         raise fp8_refused("the model runs on a CPU, and GPUs alone have kernels for it", "serve on a GPU")
     if config.model.executor == "skeleton":
         raise fp8_refused("model.executor = 'skeleton', which has no kernels for it", "leave --executor at auto")
-    if hf_config is None:
-        return
-    if hf_config.model_type not in FAMILIES:
+    if hf_config is not None and hf_config.model_type not in FAMILIES:
         raise fp8_refused(f"model type {hf_config.model_type!r} has no decoder program (docs/models.md)")
 
 

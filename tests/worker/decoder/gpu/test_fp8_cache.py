@@ -2,31 +2,40 @@
 
 from collections import defaultdict
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.worker.decoder.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
+from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.worker.config import SchedulerConfig, WorkerConfig
 from holdfast.worker.decoder import program
 from holdfast.worker.decoder.gpu.executor import NUMERICS, GpuExecutor
 from holdfast.worker.decoder.program import DecoderProgram
 from holdfast.worker.decoder.proof import Recognized
+from holdfast.worker.decoder.recognize import recognize
 from holdfast.worker.decoder.reference import Reference
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.model.loading import LoadedModel
+from holdfast.worker.model.model import register_attention
+from holdfast.worker.model.weights import ATTENTION
 from holdfast.worker.plan.step_plan import BlockCopy
 from holdfast.worker.scheduling.scheduler import Scheduler
 from tests.worker.decoder.cpu.runs import layout_of, tokens
 from tests.worker.decoder.gpu import runs
 from tests.worker.decoder.gpu.runs import Fp8Reference, Part
 from tests.worker.decoder.gpu.test_executor import size_of
-from tests.worker.decoder.models import MODELS, config_of, expected_logits, parallelized
+from tests.worker.decoder.models import MODELS, config_of, expected_logits, parallelized, share_of
 from tests.worker.engine.test_turn_counts import INFO
 from tests.worker.engine.two_plans import make_request
+
+TEXT = """Each request goes to one replica, and a replica that is lost takes no request with it: the router keeps what \
+was said so far, and another replica goes on from there. A token depends on the model and on the request alone, \
+whatever else is in the batch, and so the client sees a pause and nothing else. Prefixes are kept in blocks."""
 
 BF16, F32 = torch.bfloat16, torch.float32
 Runner = partial(runs.Runner, launch=launch)
@@ -62,6 +71,25 @@ def test_a_model_differs_from_hugging_face_by_what_fp8_costs(count):
     assert 1e-3 < error < 0.05, error
     of_reference = Fp8Reference(layout).run_model(torch.tensor(ids))
     assert size_of(found - of_reference) < 0.1 * size_of(found - expected), "but for numbers that lie between two codes"
+
+
+@pytest.mark.slow
+def test_the_bundled_model_hardly_changes_its_mind():
+    """A trained model of 3.8 million parameters: its distributions with keys and values in fp8 are less than 0.01 nats
+    from those in float64, and the best token is another one at few positions.
+    """
+    folder = located(WorkerConfig()).model.model
+    register_attention()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=BF16, attn_implementation=ATTENTION)
+    layout = recognize(share_of(model.eval().requires_grad_(False), SingleRank()), size=1)
+    ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(TEXT)["input_ids"])
+    exact, small = (
+        reference.run_model(ids).double().log_softmax(-1)
+        for reference in (Reference(layout, dtype=torch.float64), Fp8Reference(layout, rounds=True))
+    )
+    assert len(ids) > 60
+    assert 1e-4 < (exact.exp() * (exact - small)).sum(-1).mean() < 0.01
+    assert (exact.argmax(-1) == small.argmax(-1)).float().mean() > 0.9
 
 
 class Told:
@@ -110,26 +138,38 @@ class Engines:
         return dict(listener.tokens)
 
 
+WISHES = ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 0.7})
+REQUESTS = [
+    make_request(f"r{number}", **{"prompt": tokens(length, number), "max_tokens": 6, **wish})
+    for number, (length, wish) in enumerate(zip((12, 4, 20), WISHES, strict=True))
+]
+
+
+@cache
+def uninterrupted() -> dict[object, dict[int, int]]:
+    whole = Engines().told(REQUESTS)
+    assert [sorted(told) for told in whole.values()] == [list(range(6))] * 3
+    return whole
+
+
 @pytest.mark.slow
-def test_a_request_that_is_cut_goes_on_elsewhere_as_if_it_had_not_been():
+@pytest.mark.parametrize("cuts", [(3, 5, 2), (5, 1, 4)])
+def test_a_request_that_is_cut_goes_on_elsewhere_as_if_it_had_not_been(cuts):
     """Greedy and drawn, cut within a block and beyond one, in other company and with other chunks of the prompt."""
-    wishes = ({"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"temperature": 0.7})
-    requests = [
-        make_request(f"r{number}", **{"prompt": tokens(length, number), "max_tokens": 8, **wish})
-        for number, (length, wish) in enumerate(zip((12, 4, 20), wishes, strict=True))
+    whole = uninterrupted()
+    rest = [
+        replace(request, output_token_ids=tuple(whole[request.request_id][place] for place in range(cut)))
+        for request, cut in zip(REQUESTS, cuts, strict=True)
     ]
-    whole = Engines().told(requests)
-    assert [sorted(tokens) for tokens in whole.values()] == [list(range(8))] * 3
-    for cuts in ((3, 6, 5), (7, 1, 2)):
-        rest = [
-            replace(request, output_token_ids=tuple(whole[request.request_id][place] for place in range(cut)))
-            for request, cut in zip(requests, cuts, strict=True)
-        ]
-        found = Engines().told(rest[::-1])
-        for request, cut in zip(requests, cuts, strict=True):
-            expected = {place: token for place, token in whole[request.request_id].items() if place >= cut}
-            assert found[request.request_id] == expected
-    assert Engines(num_blocks=4).told(requests) == whole, "with so few blocks, requests make place for each other"
+    found = Engines().told(rest[::-1])
+    for request, cut in zip(REQUESTS, cuts, strict=True):
+        expected = {place: token for place, token in whole[request.request_id].items() if place >= cut}
+        assert found[request.request_id] == expected
+
+
+@pytest.mark.slow
+def test_requests_that_make_place_for_each_other_are_told_the_same():
+    assert Engines(num_blocks=4).told(REQUESTS) == uninterrupted()
 
 
 @pytest.mark.slow
@@ -188,7 +228,7 @@ def test_a_device_that_stores_or_reads_another_bit_is_refused(kernel, argument):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["llama", "gemma2", "gpt_oss", "phi, norms of heads"])
+@pytest.mark.parametrize("model", ["llama", "gemma2", "phi, norms of heads"])
 def test_a_device_that_does_as_it_should_is_not(model):
     runner = Runner(layout_of(model), num_blocks=4)
     batch = runs.batch_of([Part(0, tokens(70), [0, 1, 2])], 32)

@@ -190,6 +190,27 @@ def test_heads_are_normed_turned_and_written(interleaved, pairs, normed):
         assert not flat[[0, 2, 3, 4, 5, 7]].any()
 
 
+@pytest.mark.parametrize("dtype", [BF16, SLOW(torch.float16), SLOW(F32)])
+def test_rows_in_fp8_lie_where_those_of_the_models_dtype_do(dtype):
+    """3 KV heads, blocks of 4: each scale at its head and slot. A padding row writes none."""
+    attention = replace(HEADS, num_heads=3, num_kv_heads=3, query_norm=None, key_norm=None, rotary=None)
+    qkv = random(5, 180) * torch.tensor([[1e-3], [1.0], [40.0], [7e4], [1.0]])
+    slots = torch.tensor([14, 3, 8, 9, -1], dtype=torch.int32)
+    step = StepTensors(token_ids=slots, positions=slots, slots=slots, tables=slots, tiles=())
+    queries, specs = torch.zeros(5, 60, dtype=dtype), [kv_spec(attention)]
+    plain, in_fp8 = (KVCache.allocate(specs, 4, 4, dtype, "cpu", in_fp8=flag).layers[0] for flag in (False, True))
+    for pages in (plain, in_fp8):
+        LAUNCHES.split_heads(attention, qkv, step, None, False, queries, pages)
+    for numbers, codes, scales in (
+        (plain.keys, in_fp8.keys, in_fp8.key_scales),
+        (plain.values, in_fp8.values, in_fp8.value_scales),
+    ):
+        assert int(numbers.flatten(0, 1).any(-1).sum()) == 4 * 3
+        expected, expected_scales = fp8.encoded(numbers)
+        assert torch.equal(codes, expected)
+        assert torch.equal(scales.transpose(1, 2), expected_scales)
+
+
 def best_of(logits: Tensor, num_columns: int, num_ranks: int = 1) -> tuple[list[int], Tensor]:
     """Of the ranks' logits side by side."""
     width = logits.shape[1] // num_ranks
