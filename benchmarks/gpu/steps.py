@@ -1,6 +1,6 @@
 """Steps of the GPU executor on a model of random weights: against this device's own bandwidth and matrix rate.
 
-    python -m benchmarks.gpu.steps [--model 8b] [--seconds 5]
+    python -m benchmarks.gpu.steps [--model 8b] [--seconds 5] [--kv-cache-dtype fp8_e4m3]
 
 Takes some minutes, most of it compiling, and no network. Prints milliseconds a step, and what share of the device's own
 rates that is: bandwidth is that of a copy, the matrix rate that of a large product, both measured in the same run.
@@ -43,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="8b")
     parser.add_argument("--seconds", type=float, default=5.0, help="for each figure")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of keys and values")
     options = parser.parse_args()
     device = measured_device(options.seconds)
     print(f"{torch.cuda.get_device_name()}: copies at {device.bytes_per_s / 1e12:.2f} TB/s, ", end="")
@@ -51,6 +52,9 @@ def main() -> None:
     executor = GpuExecutor(
         random_layout(shape, num_layers), SingleRank(), max_positions=4096, device=torch.device("cuda", 0)
     )
+    in_fp8 = options.kv_cache_dtype == "fp8_e4m3"
+    if in_fp8:
+        executor.keep_in_fp8()
     executor.allocate_cache(max(BATCHES) * CONTEXT // 64, 64)
     roofline = ModelShape(
         num_layers=num_layers,
@@ -63,6 +67,7 @@ def main() -> None:
         num_experts=shape.num_experts,
         experts_per_token=shape.top_k,
         shared_inner=shape.shared_inner,
+        kv_in_fp8=in_fp8,
     )
     print("step               ms  its roofline  share")
     for count in BATCHES:

@@ -48,12 +48,14 @@ class Device:
         self.launches[kernel.fn.__name__] += 1
 
 
-def executor(capture=None, **more):
+def executor(capture=None, in_fp8=False, **more):
     device = Device()
     shape = Shape(hidden=256, inner=512, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=1000, **more)
     made = GpuExecutor(
         layout_of(shape, LAYERS), SingleRank(), max_positions=8192, device=META, launch=device, capture=capture
     )
+    if in_fp8:
+        made.keep_in_fp8()
     made.allocate_cache(16, 64)
     return made, device
 
@@ -62,10 +64,10 @@ BATCHES = {"decode": decode_batch(32), "few that decode": decode_batch(2), "prom
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("with_logits", [True, False])
-def test_a_step_launches_nine_kernels_a_layer_and_makes_no_tensor(name, with_logits):
-    """A small batch with a long context has a tenth, which merges the splits of its attention."""
-    made, device = executor()
+@pytest.mark.parametrize(("with_logits", "in_fp8"), [(True, False), (False, False), (False, True)])
+def test_a_step_launches_nine_kernels_a_layer_and_makes_no_tensor(name, with_logits, in_fp8):
+    """A small batch with a long context has a tenth, which merges the splits of its attention. Fp8 adds none."""
+    made, device = executor(in_fp8=in_fp8)
     for batch in [*BATCHES.values()] * 2:  # buffers are made, for two steps in turn
         made.launch(batch, with_logits=with_logits)
     device.launches.clear()
