@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from holdfast.worker.attention.kv_cache import KVCache, KVSpec
 from holdfast.worker.decoder.layout import (
     Activation,
     Attention,
@@ -45,6 +46,7 @@ HOT: Final = (
     "choose_experts",
     "add_experts",
     "attend",
+    "write_pages",
     "add_norm",
     "split_heads",
     "activate",
@@ -97,6 +99,7 @@ SHAPES: Final = {
     "Qwen1.5-MoE-A2.7B": Shape(2048, 1408, 16, 16, 128, 151936, num_experts=60, top_k=4, shared_inner=5632),
     "gpt-oss-20b": Shape(2880, 2880, 64, 8, 64, 201088, window=128, num_experts=32, top_k=4),
 }
+LATENT_SPECS: Final = {"DeepSeek-V2-Lite": KVSpec(num_heads=16, num_kv_heads=16, key_dim=192, value_dim=128)}
 _DECODE_ROWS: Final = (1, 32, 64, 128)
 _PROMPT_ROWS: Final = 2048
 _CONTEXT: Final = 4000
@@ -149,7 +152,25 @@ def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: in
             logits = executor.collect(executor.launch(decode_batch(len(draws)), with_logits=True)).logits
             assert logits is not None, "they were asked for"
             executor.make_sampler().launch(logits, draws, masks)
+    _run_paged_kernels(record, prompt_rows)
     return sorted(found.values(), key=lambda use: use.title)
+
+
+def _run_paged_kernels(launch: Any, prompt_rows: int) -> None:
+    """The attention of models without a decoder program, whose keys and values differ in width."""
+    from holdfast.worker.decoder.gpu.paged_kernels import PagedKernels
+
+    for spec in LATENT_SPECS.values():
+        device = torch.device("meta")
+        kernels = PagedKernels([spec], max_positions=8192, block_size=64, device=device, launch=launch)
+        (layer,) = KVCache.allocate([spec], 16, 64, torch.bfloat16, device).layers
+        for batch in (decode_batch(1), decode_batch(64), prompt_batch(prompt_rows)):
+            kernels.begin(batch)
+            rows = len(batch.token_ids)
+            sizes = ((rows, spec.num_heads, spec.key_dim), (spec.num_kv_heads, rows, spec.key_dim))
+            query, key = (torch.empty(size, dtype=torch.bfloat16, device=device) for size in sizes)
+            kernels.write(layer, key, key.new_empty(spec.num_kv_heads, rows, spec.value_dim))
+            kernels.attend(layer, query, spec.key_dim**-0.5, None)
 
 
 def drawn_rows() -> list[tuple[list[DrawParams], dict[int, bytes] | None]]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from holdfast.worker.decoder.gpu.launches import (
     Launches,
     StepTensors,
     num_vocab_blocks,
-    splits_outside,
+    rounded_splits,
     triton_launch,
 )
 from holdfast.worker.decoder.gpu.layers import DeviceLayers
@@ -265,21 +264,11 @@ class GpuExecutor:
         return arrays.tensors(bucket, bucket, 0, (splits, 0)), arrays.wanted[:bucket], (bucket, splits)
 
     def _is_decode(self, batch: StepBatch) -> bool:
-        """Whether each sequence has one token, which is drawn from: the steps that graphs are made of."""
-        rows = batch.logits_rows
-        return (
-            self._graphs.are_used
-            and len(batch.num_tokens) == len(batch.token_ids) == len(rows)
-            and bool((rows == np.arange(len(rows))).all())
-        )
+        """Whether a step is one of those that graphs are made of."""
+        return self._graphs.are_used and batch.is_decode
 
     def _splits_of_graph(self, num_rows: int, num_splits: int) -> int:
-        """What a graph is captured for: a power of two, so that contexts may grow without a new one; or 1, where the
-        programs of attention go through all splits themselves.
-        """
-        most = -(-self._max_positions // SPLIT_KEYS)
-        rounded = min(most, 1 << max(0, num_splits - 1).bit_length())
-        return rounded if splits_outside(num_rows, self._fewest_kv_heads, rounded) else 1
+        return rounded_splits(num_rows, self._fewest_kv_heads, num_splits, self._max_positions)
 
     def warm_up(self, max_rows: int) -> None:
         """Captures all graphs of decode steps of up to `max_rows` sequences, and compiles what puts their tokens into

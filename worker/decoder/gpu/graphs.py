@@ -30,8 +30,11 @@ Capture = Callable[[Callable[[], None]], Graph]
 """Runs the work once for its compilations and allocations, and captures it."""
 
 
-def cuda_capture(work: Callable[[], None]) -> Graph:
-    """Captures on a stream of its own, as torch asks for."""
+def cuda_capture(work: Callable[[], None], pool: Any = None) -> Graph:
+    """Captures on a stream of its own, as torch asks for. Graphs that never run at the same time, and of which each
+    leaves nothing in memory of its own that is read after the next one, may share a `pool`
+    (`torch.cuda.graph_pool_handle`).
+    """
     make_stream: Any = torch.cuda.Stream  # torch does not say its type
     stream = make_stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -39,7 +42,7 @@ def cuda_capture(work: Callable[[], None]) -> Graph:
         work()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
         work()
     return graph
 
