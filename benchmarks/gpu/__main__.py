@@ -33,10 +33,12 @@ def main() -> int:
     options = parser.parse_args()
     shared = ["--device", options.device]
     model = ["--model", options.model]
+    mixture = ["--model", "tiny" if options.model == "tiny" else "30b-a3b"]
     small = ["--model", "tiny" if options.model == "tiny" else "0.6b"]
     commands = {
         "exactness": ["exactness", *shared],
         "steps": ["steps", *shared, *model, "--seconds", str(options.seconds)],
+        "mixture": ["steps", *shared, *mixture, "--seconds", str(options.seconds)],
         "serving": ["serving", *shared, *model],
         "skeleton": ["serving", *shared, *model, "--executor", "skeleton"],
         "transformers": ["transformers_batching", *shared, *model],

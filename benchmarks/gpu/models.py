@@ -29,6 +29,20 @@ MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "30b-a3b": (
+        "qwen3_moe",
+        {
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+    ),
     "tiny": (
         "llama",
         {
@@ -41,7 +55,10 @@ MODELS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
         },
     ),
 }
-"""Llama-3.1-8B, Qwen3-0.6B, and one for tests: Hugging Face's model type, and what its config says."""
+"""Hugging Face's model type, and what its config says: Llama-3.1-8B; Qwen3-0.6B; Qwen3-30B-A3B with half of its layers,
+whose weights are there twice while they are copied, and whose random routers choose all experts about alike; one for
+tests.
+"""
 
 MAX_POSITIONS: Final = 4096
 

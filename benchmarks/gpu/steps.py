@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.findings import Findings, Row, machine, parser_of, tell
-from benchmarks.gpu.models import MAX_POSITIONS, MODELS, config_of
+from benchmarks.gpu.models import MAX_POSITIONS, MODELS
 from holdfast.worker.decoder.gpu.executor import GpuExecutor
-from holdfast.worker.decoder.layout import DecoderLayout, Layer, Linear, Mlp, Norm
+from holdfast.worker.decoder.layout import DecoderLayout, Experts, Layer, Linear, Mlp, Norm
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.model.roofline import Device, ModelShape, step_of
 from holdfast.worker.plan.step_plan import DrawParams
@@ -62,7 +62,7 @@ def measure(model: str, device: torch.device, sizes: Sizes, seconds: float) -> F
     )
     blocks_each = -(-max(sizes.context, *sizes.prompts) // 64)
     executor.allocate_cache(max(sizes.batches) * blocks_each, 64)
-    roofline = ModelShape.of(config_of(model))
+    roofline = roofline_of(shape, num_layers)
     rows: list[Row] = []
     for count in sizes.batches:
         batch = decode_batch(count, sizes.context, own_blocks=True)
@@ -104,13 +104,30 @@ def shape_of(model: str) -> tuple[Shape, int]:
     num_heads = values["num_attention_heads"]
     shape = Shape(
         values["hidden_size"],
-        values["intermediate_size"],
+        values.get("moe_intermediate_size") or values["intermediate_size"],
         num_heads,
         values["num_key_value_heads"],
         values.get("head_dim", values["hidden_size"] // num_heads),
         values["vocab_size"],
+        num_experts=values.get("num_experts", 0),
+        top_k=values.get("num_experts_per_tok", 0),
     )
     return shape, values["num_hidden_layers"]
+
+
+def roofline_of(shape: Shape, num_layers: int) -> ModelShape:
+    return ModelShape(
+        num_layers=num_layers,
+        hidden=shape.hidden,
+        inner=shape.inner,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        num_experts=shape.num_experts,
+        experts_per_token=shape.top_k,
+        shared_inner=shape.shared_inner,
+    )
 
 
 def measured_device(device: torch.device, sizes: Sizes, seconds: float) -> Device:
@@ -170,15 +187,21 @@ def random_layout(shape: Shape, num_layers: int, device: torch.device) -> Decode
         assert like is not None
         return replace(like, weight=torch.ones(like.weight.shape, device=device))
 
+    def dense(like: Mlp) -> Mlp:
+        return replace(like, up=linear(like.up), down=linear(like.down))
+
+    def mixture(like: Experts) -> Experts:
+        assert like.shared is None, "none of the shapes has one"
+        return replace(like, router=linear(like.router), experts=tuple(map(dense, like.experts)))
+
     def layer(like: Layer) -> Layer:
         attention, mlp = like.attention, like.mlp
-        assert isinstance(mlp, Mlp)
         return replace(
             like,
             attention_norm=norm(like.attention_norm),
             mlp_norm=norm(like.mlp_norm),
             attention=replace(attention, qkv=linear(attention.qkv), output=linear(attention.output)),
-            mlp=replace(mlp, up=linear(mlp.up), down=linear(mlp.down)),
+            mlp=dense(mlp) if isinstance(mlp, Mlp) else mixture(mlp),
         )
 
     embedding = random(layout.embedding)

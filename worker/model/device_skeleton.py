@@ -67,6 +67,7 @@ class DeviceSkeleton:
             block_size=cache.block_size,
             device=self._target.device,
             launch=self._launch,
+            step_limit_s=self._target.group.data_timeout_s,
         )
         context = AttentionContext(cache, kernels, progress)
         self._model.attach(lambda layer: PagedAttention(context, layer))

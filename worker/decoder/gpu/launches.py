@@ -134,7 +134,7 @@ class Launches:
     """The kernels as functions of tensors. All rows of a tensor are used; buffers are cut before."""
 
     def __init__(self, launch: Launch = triton_launch) -> None:
-        self._launch = launch
+        self._launch = self.launch = launch
 
     def embed(self, token_ids: Tensor, table: Tensor, first_id: int, scale: float, residual: Tensor) -> None:
         """Fills the residual stream [T, hidden], float32."""
@@ -277,7 +277,7 @@ class Launches:
         space: SplitSpace,
         out: Tensor,
     ) -> None:
-        """queries [T, heads * dim of keys] -> out [T, heads * dim of values]. The step's are written."""
+        """queries [T, heads * dim of keys] -> out [T, heads * dim of values]. The step's K and V are written."""
         value_dim = 0 if values.shape[3] == attention.head_dim else values.shape[3]
         for tiles in step.tiles:
             outside = splits_outside(len(tiles.table), attention.num_kv_heads, tiles.num_splits)

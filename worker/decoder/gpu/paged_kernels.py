@@ -25,6 +25,7 @@ from holdfast.worker.decoder.gpu.launches import (
     triton_launch,
 )
 from holdfast.worker.decoder.gpu.step_arrays import StepArrays, tile_columns
+from holdfast.worker.decoder.gpu.step_wait import StepWait
 from holdfast.worker.decoder.layout import Attention, Linear
 from holdfast.worker.distributed.step_batch import StepBatch
 
@@ -63,11 +64,15 @@ class PagedKernels:
         device: torch.device,
         max_rows: int = 2048,
         launch: Launch = triton_launch,
+        step_limit_s: float = 60.0,
     ) -> None:
-        """Steps of more than `max_rows` tokens make new arrays; those that decode have arrays of their own."""
+        """Steps of more than `max_rows` tokens make new arrays; those that decode have arrays of their own. A step
+        that the device has not taken within `step_limit_s` fails the next one: `ReplicaError`.
+        """
         self._launch = launch
         self._launches = Launches(launch)
         self._device = device
+        self._wait = StepWait(step_limit_s)
         self._block_size = block_size
         self._max_positions = max_positions
         self._group = specs[0].num_heads // specs[0].num_kv_heads
@@ -164,7 +169,7 @@ class PagedKernels:
 
     def _make_arrays(self, max_rows: int) -> StepArrays:
         max_blocks = -(-self._max_positions // self._block_size)
-        return StepArrays(max_rows, max_blocks, self._group, self._head_dim, self._device)
+        return StepArrays(max_rows, max_blocks, self._group, self._head_dim, self._device, self._wait)
 
     def _make_space(self) -> SplitSpace:
         """Where splits leave their sums: nothing, where no context has two."""

@@ -48,9 +48,9 @@ class Device:
         self.launches[kernel.fn.__name__] += 1
 
 
-def executor(capture=None):
+def executor(capture=None, **more):
     device = Device()
-    shape = Shape(hidden=256, inner=512, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=1000)
+    shape = Shape(hidden=256, inner=512, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=1000, **more)
     made = GpuExecutor(
         layout_of(shape, LAYERS), SingleRank(), max_positions=8192, device=META, launch=device, capture=capture
     )
@@ -75,6 +75,24 @@ def test_a_step_launches_nine_kernels_a_layer_and_makes_no_tensor(name, with_log
     assert operations.names["copy_"] == 1 + (not with_logits), "the step's arrays, and the tokens' way back"
     merged = LAYERS if name == "few that decode" or name == "decode" else 0
     assert sum(device.launches.values()) == 9 * LAYERS + merged + 3 + 2 * (not with_logits), device.launches
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("shared_inner", [0, 128])
+def test_a_mixture_launches_four_kernels_more_and_makes_no_tensor(name, shared_inner):
+    """For any number of experts and rows: the router, the choice, the grouping, and the sum of experts. The expert that
+    all rows go through takes three.
+    """
+    made, device = executor(num_experts=64, top_k=6, shared_inner=shared_inner)
+    for batch in [*BATCHES.values()] * 2:  # buffers are made, for two steps in turn
+        made.launch(batch, with_logits=False)
+    device.launches.clear()
+    with Operations() as operations:
+        made.launch(BATCHES[name], with_logits=False)
+    assert set(operations.names) <= VIEWS | {"copy_"}, operations.names
+    merged = device.launches["merge_splits"]
+    assert sum(device.launches.values()) == (13 + 3 * bool(shared_inner)) * LAYERS + merged + 5, device.launches
+    assert device.launches["grouped_linear"] == 2 * LAYERS
 
 
 def test_tokens_of_the_step_before_are_put_in_by_one_kernel():
@@ -144,7 +162,7 @@ def test_a_step_with_temperatures_is_one_graph_and_three_copies():
         launched = made.launch(batch, with_logits=True)
     assert not device.launches
     assert set(operations.names) <= VIEWS | {"copy_"}, operations.names
-    assert (operations.names["copy_"], graphs.captures, graphs.replays) == (3, 1, 3)
+    assert (operations.names["copy_"], graphs.captures, graphs.replays) == (3, 1, 2)
     with pytest.raises((RuntimeError, NotImplementedError, TypeError), match="meta"):
         made.collect(launched)
 
