@@ -16,8 +16,10 @@ from holdfast.worker.attention.trial import rows_agree
 from holdfast.worker.decoder.gpu.graphs import Capture, cuda_capture
 from holdfast.worker.decoder.gpu.launches import Launch, triton_launch
 from holdfast.worker.decoder.gpu.paged_kernels import PagedKernels, unfit
+from holdfast.worker.decoder.program import all_ranks
 from holdfast.worker.model.attention_proof import MAX_POSITIONS, RowsAgree, disagreement
 from holdfast.worker.model.capture_probe import reason_against_capture
+from holdfast.worker.model.checks import first_line
 from holdfast.worker.model.device_steps import DeviceSteps
 from holdfast.worker.model.model import RankModel
 from holdfast.worker.model.parallelize import Target
@@ -74,9 +76,14 @@ class DeviceSkeleton:
         return DeviceSteps(self._model.logits, context, kernels, self._capture)
 
     def _against_kernels(self, block_size: int) -> str | None:
-        """Why the paged kernels may not serve this model, after a comparison with gather and SDPA; once."""
+        """Why the paged kernels may not serve this model, after a comparison with gather and SDPA; once. All ranks come
+        to the same answer.
+        """
         if block_size not in self._outcomes:
-            reason = self._outcomes[block_size] = self._compare(block_size)
+            reason = self._compare(block_size)
+            if not all_ranks(self._target.group, reason is None):
+                reason = reason or "another rank's kernels do not serve"
+            self._outcomes[block_size] = reason
             if reason is not None:
                 logger.warning("attention runs on gather and SDPA in place of paged kernels: %s", reason)
         return self._outcomes[block_size]
@@ -89,7 +96,10 @@ class DeviceSkeleton:
             disagreement(self._small_kernels, spec, block_size, target.dtype, target.device, self._agree)
             for spec in dict.fromkeys(self._model.specs)
         )
-        return next((reason for reason in reasons if reason is not None), None)
+        try:
+            return next((reason for reason in reasons if reason is not None), None)
+        except Exception as error:  # whatever Triton's compiler or a device that is too small for a kernel raises
+            return f"they do not run here ({first_line(error)})"
 
     def _small_kernels(self, spec: KVSpec, block_size: int) -> PagedKernels:
         return PagedKernels(

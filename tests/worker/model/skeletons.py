@@ -27,7 +27,7 @@ BLOCK, LENGTH = 16, 128
 def module_of(family: str, target: Target) -> Any:
     """A tiny model's tree on the target's device."""
     module = hugging_face(config_of(family), ATTENTION, target.dtype)
-    parallelize(module, ParallelPlan(module.config, module.tp_plan or {}, 1), loaded_weights, target)
+    parallelize(module, ParallelPlan(module.config, module.tp_plan or {}, target.group.size), loaded_weights, target)
     return module
 
 

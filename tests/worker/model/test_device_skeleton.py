@@ -19,12 +19,15 @@ from holdfast.worker.layers.row_tiles import RowTiles
 from holdfast.worker.model import device_skeleton
 from holdfast.worker.model.attention_proof import disagreement
 from holdfast.worker.model.capture_probe import reason_against_capture
+from holdfast.worker.model.device_skeleton import DeviceSkeleton
+from holdfast.worker.model.model import RankModel
 from holdfast.worker.model.parallelize import Target
 from tests.parity.families import NOT_RECOGNIZED, SERVED
 from tests.worker.decoder.cpu.runs import tokens
 from tests.worker.decoder.gpu.runs import Part, batch_of
 from tests.worker.decoder.gpu.tape import Tape, TapingDevice
 from tests.worker.decoder.gpu.test_whole_step import VIEWS, Operations
+from tests.worker.decoder.models import on_ranks
 from tests.worker.model import skeletons
 from tests.worker.model.skeletons import BLOCK, check_family, module_of
 
@@ -174,6 +177,30 @@ def test_gather_and_sdpa_serve_where_the_kernels_do_not(monkeypatch, caplog):
         "attention runs on gather and SDPA in place of paged kernels: a reason"
     ]
     assert served.program.numerics == "skeleton"
+
+
+def test_kernels_that_do_not_run_on_a_device_leave_it_to_gather_and_sdpa(monkeypatch, caplog):
+    def fail(*comparison):
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(device_skeleton, "disagreement", fail)
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        served = Served("gpt2")
+    assert "they do not run here (out of resource: shared memory)" in caplog.text
+    assert served.program.numerics == "skeleton"
+
+
+def test_all_ranks_attend_by_the_same_kernels(monkeypatch):
+    """One that may not use the paged ones keeps the others from them."""
+
+    def run(group):
+        target = Target(group=group, tiles=RowTiles(CPU), device=CPU, dtype=torch.float32)
+        model = RankModel(module_of("apertus", target), target)
+        side = DeviceSkeleton(model, target, max_positions=128, launch=launch)
+        monkeypatch.setattr(side, "_compare", lambda block_size: "a reason" if group.rank else None)
+        return side._against_kernels(16)
+
+    assert on_ranks(2, run) == ["another rank's kernels do not serve", "a reason"]
 
 
 def test_what_the_kernels_do_not_run_is_refused():
