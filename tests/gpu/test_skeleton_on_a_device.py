@@ -13,7 +13,10 @@ import torch
 if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("needs a CUDA device, and TRITON_INTERPRET=0", allow_module_level=True)
 
+from holdfast.worker.attention.kv_cache import KVSpec
+from holdfast.worker.decoder.gpu.paged_kernels import PagedKernels
 from holdfast.worker.layers.row_tiles import fix_gpu_kernels
+from holdfast.worker.model.attention_proof import MAX_POSITIONS, disagreement
 from tests.parity.families import NOT_RECOGNIZED
 from tests.worker.decoder.cpu.runs import tokens
 from tests.worker.decoder.gpu.runs import Part
@@ -23,9 +26,31 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 CUDA = torch.device("cuda", 0)
 
 
+SPECS = {
+    "DeepSeek-V2-Lite": KVSpec(num_heads=16, num_kv_heads=16, key_dim=192, value_dim=128),
+    "GPT-2": KVSpec(num_heads=12, num_kv_heads=12, key_dim=64, value_dim=64),
+    "one KV head": KVSpec(num_heads=48, num_kv_heads=1, key_dim=128, value_dim=128),
+    "everything": KVSpec(
+        num_heads=8, num_kv_heads=2, key_dim=96, value_dim=80, sliding_window=130, softcap=5.0, has_sinks=True
+    ),
+}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _kernels_of_a_rank():
     fix_gpu_kernels()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_paged_kernels_agree_with_gather_and_sdpa_and_keep_rows_apart(spec, dtype):
+    """By the comparison of every load."""
+
+    def kernels(spec, block_size):
+        return PagedKernels([spec], max_positions=MAX_POSITIONS, block_size=block_size, device=CUDA)
+
+    for block_size in (16, 64):
+        assert disagreement(kernels, spec, block_size, dtype, CUDA) is None
 
 
 @pytest.mark.parametrize("family", sorted(NOT_RECOGNIZED))
