@@ -1,6 +1,6 @@
-"""The skeleton on a GPU: whether its attention runs on the paged kernels and its decode steps as CUDA graphs.
+"""The skeleton on a GPU: its draws, and whether attention runs on paged kernels and decode steps as CUDA graphs.
 
-Both are found out at load, and the log says why where one does not. What may not live here: a step's way
+The last two are found out at load, and the log says why where one does not. What may not live here: a step's way
 (`device_steps.py`), the proof of the kernels (`attention_proof.py`), the probe of a model's code (`capture_probe.py`).
 """
 
@@ -13,9 +13,11 @@ from torch import Tensor
 from holdfast.worker.attention.kv_cache import KVCache, KVSpec
 from holdfast.worker.attention.paged import AttentionContext, PagedAttention
 from holdfast.worker.attention.trial import rows_agree
+from holdfast.worker.decoder.gpu.buffers import Buffers
 from holdfast.worker.decoder.gpu.graphs import Capture, cuda_capture
 from holdfast.worker.decoder.gpu.launches import Launch, triton_launch
 from holdfast.worker.decoder.gpu.paged_kernels import PagedKernels, unfit
+from holdfast.worker.decoder.gpu.sampler import DeviceSampler
 from holdfast.worker.decoder.program import all_ranks
 from holdfast.worker.model.attention_proof import MAX_POSITIONS, RowsAgree, disagreement
 from holdfast.worker.model.capture_probe import reason_against_capture
@@ -31,7 +33,7 @@ _PROBED_ROWS = 8
 
 
 class DeviceSkeleton:
-    """Makes the steps of one rank's skeleton on a GPU."""
+    """Makes the steps of one rank's skeleton on a GPU, and its draws."""
 
     def __init__(
         self,
@@ -57,6 +59,10 @@ class DeviceSkeleton:
             capture = partial(cuda_capture, pool=torch.cuda.graph_pool_handle())
         self._capture = capture if target.group.size == 1 else None
         self._is_probed = False
+
+    def make_sampler(self) -> DeviceSampler:
+        """Draws where the logits are."""
+        return DeviceSampler(Buffers(self._target.device), launch=self._launch)
 
     def make_steps(self, cache: KVCache, progress: ProgressCounter) -> DeviceSteps | None:
         """The model's steps over a cache, with its attention attached; None: the paged kernels may not serve it."""

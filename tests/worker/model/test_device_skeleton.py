@@ -4,6 +4,7 @@ Greedy tokens are Hugging Face's, and a row has the same bits in any company, ch
 """
 
 import logging
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from tests.worker.decoder.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.attention.kv_cache import KVSpec
 from holdfast.worker.attention.trial import rows_agree
+from holdfast.worker.decoder.cpu.sampler import NativeSampler
 from holdfast.worker.decoder.gpu.paged_kernels import PagedKernels, unfit
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.layers import linear
@@ -22,8 +24,11 @@ from holdfast.worker.model.capture_probe import reason_against_capture
 from holdfast.worker.model.device_skeleton import DeviceSkeleton
 from holdfast.worker.model.model import RankModel
 from holdfast.worker.model.parallelize import Target
+from holdfast.worker.sampling.head_output import HeadOutput
 from tests.parity.families import NOT_RECOGNIZED, SERVED
+from tests.worker.decoder.cpu.native import library_or_skip
 from tests.worker.decoder.cpu.runs import tokens
+from tests.worker.decoder.gpu.drawn import FILTERS
 from tests.worker.decoder.gpu.runs import Part, batch_of
 from tests.worker.decoder.gpu.tape import Tape, TapingDevice
 from tests.worker.decoder.gpu.test_whole_step import VIEWS, Operations
@@ -76,6 +81,22 @@ def test_a_replayed_step_copies_its_arrays_and_makes_no_tensor(monkeypatch):
     assert set(operations.names) <= VIEWS | as_numpy | {"copy_"}, operations.names
     assert operations.names["copy_"] == operations.names["to"] == 1
     assert served.program.progress.count > before, "the watchdog sees that steps are run"
+
+
+def test_tokens_are_drawn_on_the_device_as_the_native_sampler_draws_them():
+    library_or_skip()
+    native, served = NativeSampler.with_threads(1), Served("gpt2")
+    served.program.warm_up(2)
+    assert served.program.sampler.numerics == native.numerics
+    parts = [Part(0, tokens(3, seed), served.blocks(3)) for seed in range(2)]
+    batch = batch_of(parts, BLOCK)
+    draws = [replace(each, temperature=1.5, seed=row) for row, each in enumerate([FILTERS["top-p"]] * 6)]
+    draws[1] = replace(draws[1], num_logprobs=2)
+    output = served.program.run(batch, with_logits=True)
+    kept = HeadOutput(output.logits.clone(), None)
+    assert served.program.sampler.sample(output, draws) == native.sample(kept, draws)
+    assert torch.equal(output.logits, kept.logits)
+    native.close()
 
 
 def test_a_capture_that_fails_leaves_all_steps_eager(caplog):
