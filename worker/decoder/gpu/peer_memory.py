@@ -130,7 +130,8 @@ def _opened(
             if peer == rank:
                 addresses.append(share.data_ptr())
                 continue
-            if (what := missing(offers[rank].uuid, offer.uuid)) is not None:
+            is_other = offer.uuid != offers[rank].uuid  # ranks on one device do, for tests
+            if is_other and (what := missing(offers[rank].uuid, offer.uuid)) is not None:
                 raise OSError(f"the link of the devices of ranks {rank} and {peer} has no {what}")
             opened.append(calls.open(offer.handle))
             addresses.append(opened[-1] + offer.offset)

@@ -160,11 +160,12 @@ class PeerExchange(RankExchange):
         self._slot_words = slot_words
         self._others = others
         self._launch = launch
-        self._lost = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        lost = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._lost = lost.numpy()  # to be looked at without torch, at every step
         self._shared = {
             "peers": torch.tensor(memory.addresses, dtype=torch.int64, device=device),
             "epochs": torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
-            "lost": self._lost,
+            "lost": lost,
             "slot_words": slot_words,
             "max_polls": min(2**31 - 1, max(1, int(group.data_timeout_s / POLL_S))),
             "rank": group.rank,
@@ -217,7 +218,7 @@ class PeerExchange(RankExchange):
         return "waiting was given up" if number < 0 else f"rank {number - 1} did not come to a sum in time"
 
     def give_up(self) -> None:
-        self._lost.fill_(_GAVE_UP)
+        self._lost[0] = _GAVE_UP
 
     def close(self) -> None:
         """Closing again does nothing. The device has run all that was launched, on all ranks."""
