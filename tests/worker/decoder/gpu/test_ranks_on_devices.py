@@ -91,4 +91,4 @@ def test_an_engine_over_two_ranks_with_two_plans_tells_what_one_rank_with_steps_
     in_turn, *_ = served(runner_of(SingleRank(), **sizes), ahead=False)
     (two_plans, num_ahead, num_sampled), _ = fork_ranks(2, work, share_words=SHARE_WORDS)
     assert two_plans == in_turn
-    assert num_ahead > num_sampled >= 3
+    assert num_ahead > num_sampled > 0
