@@ -43,7 +43,7 @@ class PeerMemory:
     """Keeps its own share alive. Whoever reads it is behind the last flag that its kernels have waited for, so it may
     go when they have ended."""
     release: Callable[[], None] = lambda: None
-    """Gives the others' shares back. To be called once."""
+    """Gives the others' shares back: until then their devices keep them. To be called once."""
 
 
 @dataclass(frozen=True)

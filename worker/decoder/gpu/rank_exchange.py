@@ -6,6 +6,7 @@ come to share memory (`peer_memory.py`), which exchange serves (`choose_exchange
 All sums are binary trees in float32 over all slices of all ranks, so every exchange gives the same bits.
 """
 
+import weakref
 from typing import Final, Protocol
 
 import torch
@@ -179,7 +180,8 @@ class PeerExchange(RankExchange):
             "RANKS": group.size,
         }
         self._scatters_from = SCATTERED.get(group.size, slot_words + 1) if scatters_from is None else scatters_from
-        self._closed = False
+        self._release = weakref.finalize(self, memory.release)
+        self._release.atexit = False  # the end of a process gives everything back
 
     def add(self, parts: Tensor, buffers: Buffers) -> Tensor:
         if parts[0].numel() > self._slot_words:
@@ -230,9 +232,7 @@ class PeerExchange(RankExchange):
 
     def close(self) -> None:
         """Closing again does nothing. The device has run all that was launched, on all ranks."""
-        if not self._closed:
-            self._closed = True
-            self._memory.release()
+        self._release()
 
     def _add(self, parts: Tensor, out: Tensor) -> None:
         count = parts[0].numel()

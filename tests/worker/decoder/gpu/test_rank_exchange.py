@@ -1,5 +1,6 @@
 """Sums over ranks in peers' memory have the bits of the tree, step after step, and end when a rank does not come."""
 
+import gc
 import threading
 
 import pytest
@@ -10,7 +11,9 @@ from holdfast.worker.decoder.gpu import choose_exchange
 from holdfast.worker.decoder.gpu.buffers import Buffers
 from holdfast.worker.decoder.gpu.kernels import ranks
 from holdfast.worker.decoder.gpu.launches import Launches
+from holdfast.worker.decoder.gpu.peer_memory import PeerMemory
 from holdfast.worker.decoder.gpu.rank_exchange import FLAGS, POLL_S, SCATTERED, GroupExchange, PeerExchange, share_words
+from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.model import roofline
 from tests.worker.decoder.gpu.forked_ranks import fork_ranks, read_late
 
@@ -166,6 +169,21 @@ def test_the_host_ends_a_wait():
         return exchange.lost()
 
     assert fork_ranks(2, work) == ["waiting was given up", None]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_shares_are_given_back_once_also_by_an_exchange_that_is_dropped(closes):
+    """As by a model in a process that goes on without it."""
+    released, group = [], SingleRank()
+    others = GroupExchange(group, Launches(launch))
+    memory = PeerMemory((0,), release=lambda: released.append(True))
+    exchange = PeerExchange(memory, group, SLOT, others, CPU, launch)
+    if closes:
+        exchange.close()
+        exchange.close()
+    del exchange
+    gc.collect()
+    assert released == [True]
 
 
 def chosen(group, share, launch=launch):
