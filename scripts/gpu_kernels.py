@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from holdfast.worker.attention.kv_cache import KVCache, KVSpec
 from holdfast.worker.decoder.layout import (
     Activation,
     Attention,
@@ -45,12 +46,14 @@ HOT: Final = (
     "choose_experts",
     "add_experts",
     "attend",
+    "write_pages",
     "add_norm",
     "split_heads",
     "activate",
     "merge_splits",
     "best_of_blocks",
     "race_chunks",
+    "add_over_ranks",
 )
 """These may not spill."""
 
@@ -98,6 +101,7 @@ SHAPES: Final = {
     "Qwen1.5-MoE-A2.7B": Shape(2048, 1408, 16, 16, 128, 151936, num_experts=60, top_k=4, shared_inner=5632),
     "gpt-oss-20b": Shape(2880, 2880, 64, 8, 64, 201088, window=128, num_experts=32, top_k=4),
 }
+LATENT_SPECS: Final = {"DeepSeek-V2-Lite": KVSpec(num_heads=16, num_kv_heads=16, key_dim=192, value_dim=128)}
 _DECODE_ROWS: Final = (1, 32, 64, 128)
 _PROMPT_ROWS: Final = 2048
 _CONTEXT: Final = 4000
@@ -154,7 +158,46 @@ def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: in
             logits = executor.collect(executor.launch(decode_batch(len(draws)), with_logits=True)).logits
             assert logits is not None, "they were asked for"
             executor.make_sampler().launch(logits, draws, masks)
+    _run_paged_kernels(record, prompt_rows)
+    _run_exchange(record)
     return sorted(found.values(), key=lambda use: use.title)
+
+
+def _run_paged_kernels(launch: Any, prompt_rows: int) -> None:
+    """The attention of models without a decoder program, whose keys and values differ in width."""
+    from holdfast.worker.decoder.gpu.paged_kernels import PagedKernels
+
+    for spec in LATENT_SPECS.values():
+        device = torch.device("meta")
+        kernels = PagedKernels([spec], max_positions=8192, block_size=64, device=device, launch=launch)
+        (layer,) = KVCache.allocate([spec], 16, 64, torch.bfloat16, device).layers
+        for batch in (decode_batch(1), decode_batch(64), prompt_batch(prompt_rows)):
+            kernels.begin(batch)
+            rows = len(batch.token_ids)
+            sizes = ((rows, spec.num_heads, spec.key_dim), (spec.num_kv_heads, rows, spec.key_dim))
+            query, key = (torch.empty(size, dtype=torch.bfloat16, device=device) for size in sizes)
+            kernels.write(layer, key, key.new_empty(spec.num_kv_heads, rows, spec.value_dim))
+            kernels.attend(layer, query, spec.key_dim**-0.5, None)
+
+
+def _run_exchange(record: Any) -> None:
+    """What 2, 4 and 8 ranks launch to exchange sums, best tokens, logits and drawn tokens."""
+    from holdfast.worker.decoder.gpu.buffers import Buffers
+    from holdfast.worker.decoder.gpu.peer_memory import PeerMemory
+    from holdfast.worker.decoder.gpu.rank_exchange import NoExchange, PeerExchange
+
+    meta = torch.device("meta")
+    for size in (2, 4, 8):
+        for rank in (0, 1):
+            group, buffers = SingleRank(), Buffers(meta)
+            group.rank, group.size = rank, size
+            peers = PeerExchange(PeerMemory((0,) * size), group, 1 << 23, NoExchange(), meta, record)
+            x = torch.empty(64, 4096, device=meta)
+            peers.add(x.expand(8 // size, 64, 4096), buffers)
+            peers.add_in_place(x)
+            peers.gather(x, "x", buffers)
+            peers.gather_to_leader(x, buffers)
+            peers.take_from_leader(torch.empty(64, dtype=torch.int32, device=meta))
 
 
 def drawn_rows() -> list[tuple[list[DrawParams], dict[int, bytes] | None]]:
@@ -196,7 +239,7 @@ def _kind(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def compiled(use: Use, device: int) -> Any:
+def compiled_for(use: Use, device: int) -> Any:
     """The kernel as Triton compiles it for a device of this compute capability."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -214,11 +257,11 @@ def compiled(use: Use, device: int) -> Any:
 
 
 def measured(use: Use, device: int) -> dict[str, Any]:
-    """What the kernel takes of a device of this compute capability."""
-    made = compiled(use, device)
-    registers, stack = resource_usage(made.asm["cubin"])
-    shared = made.metadata.shared
-    found = {"".join(part for part in match if part) for match in _INSTRUCTION.findall(made.asm["ptx"])}
+    """What the kernel takes of such a device."""
+    compiled = compiled_for(use, device)
+    registers, stack = resource_usage(compiled.asm["cubin"])
+    shared = compiled.metadata.shared
+    found = {"".join(part for part in match if part) for match in _INSTRUCTION.findall(compiled.asm["ptx"])}
     return {
         "registers": registers,
         "shared_bytes": shared,

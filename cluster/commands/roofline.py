@@ -44,6 +44,8 @@ def print_roofline(config: WorkerConfig, device_name: str) -> None:
     for (count, context), step in zip(_DECODES, decodes, strict=True):
         print(_line(f"decode {count} of {context}", step, count))
     print(_line(f"prompt of {_PROMPT}", prompt, _PROMPT))
+    if tp > 1:
+        _print_sums(decodes[2], prompt, tp)
     print("\nkernel              decode 64 of 1024: GB, GFLOP, ms   prompt: GB, GFLOP, ms")
     for one, other in zip(decodes[2].kernels, prompt.kernels, strict=True):
         figures = (one.num_bytes / 1e9, one.flops / 1e9, one.seconds(device) * 1e3)
@@ -57,6 +59,16 @@ def _print_cache(config: WorkerConfig, shape: ModelShape, room: int) -> None:
     of_token, kept = kv_bytes_per_token(shape, config.parallel.tensor_parallel_size), config.cache.kv_cache_dtype
     dtype = "bfloat16" if kept == "auto" else kept
     print(f"KV cache in {dtype}: {readable_bytes(of_token)} a token, less than {max(room, 0) // of_token} tokens")
+
+
+def _print_sums(decode: Step, prompt: Step, tp: int) -> None:
+    """What it costs that sums do not depend on the number of ranks."""
+    print(f"\nsums that are the same for any number of ranks; a plain bfloat16 all-reduce of {tp} ranks")
+    print("step                     slices, GB  received, GB     ms   plain: received, GB     ms")
+    for name, step in ((f"decode {_DECODES[2][0]} of {_DECODES[2][1]}", decode), (f"prompt of {_PROMPT}", prompt)):
+        sums, device = step.sums, step.device
+        ours = f"{sums.slice_bytes / 1e9:10.3g} {sums.link_bytes / 1e9:13.3g} {sums.seconds(device) * 1e3:6.2f}"
+        print(f"{name:24} {ours} {sums.plain_link_bytes / 1e9:21.3g} {sums.plain_seconds(device) * 1e3:6.2f}")
 
 
 def _line(name: str, step: Step, num_tokens: int) -> str:

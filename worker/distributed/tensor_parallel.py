@@ -35,6 +35,8 @@ class TensorParallelGroup(Protocol):
     size: int
     data_timeout_s: float = 60.0
     """After this long a rank that others wait for in a sum counts as lost."""
+    is_aborted: bool = False
+    """Whether a rank was lost: nobody waits for others any more. Any thread may look."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, added in rank order. May overwrite `x`. Raises `ReplicaError` if a rank is lost."""
@@ -43,6 +45,13 @@ class TensorParallelGroup(Protocol):
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """All ranks' `x`, concatenated in rank order. Raises `ReplicaError` if a rank is lost."""
         ...
+
+    def gather(self, x: Tensor) -> Tensor | None:
+        """The leader's: all ranks' `x`, side by side in the last dimension in rank order. None elsewhere. Raises
+        `ReplicaError` if a rank is lost.
+        """
+        together = self.all_gather(x)
+        return together if self.rank == 0 else None
 
     def broadcast(self, message: Message | None) -> Message:
         """The leader's int64 array, on every rank. Followers pass None and block, however long it takes.
@@ -53,7 +62,7 @@ class TensorParallelGroup(Protocol):
 
     def abort(self) -> None:
         """Ends what waits for other ranks, after one was lost; from any thread. It may take forever itself."""
-        return None
+        self.is_aborted = True
 
     def close(self) -> None:
         """Delivers what was broadcast and leaves the group."""
@@ -161,6 +170,16 @@ class DistributedGroup(TensorParallelGroup):
         with _LOST:
             return torch.cat(self._gather(x.contiguous()), dim)
 
+    def gather(self, x: Tensor) -> Tensor | None:
+        if x.device.type == "cpu":
+            return super().gather(x)
+        with _LOST:
+            leads = self.rank == 0
+            together = x.new_empty((self.size, *x.shape)) if leads else None
+            parts = None if together is None else list(together.unbind(0))
+            dist.gather(x.contiguous(), parts, dst=0)
+            return None if parts is None else torch.cat(parts, -1)
+
     def broadcast(self, message: Message | None) -> Message:
         with _LOST:
             if self.rank > 0:
@@ -170,6 +189,7 @@ class DistributedGroup(TensorParallelGroup):
             return message
 
     def abort(self) -> None:
+        self.is_aborted = True
         if self._aborts:
             with suppress(RuntimeError):
                 dist.distributed_c10d._abort_process_group()

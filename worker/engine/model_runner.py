@@ -137,6 +137,14 @@ class ModelRunner:
         self.enter_device()
         return self.program.run(batch, with_logits=batch.with_logits)
 
+    def take_part(self, batch: StepBatch) -> None:
+        """Runs this rank's share of a step; a device that runs steps by itself is only given it."""
+        self.enter_device()
+        if (device := self.program.overlapping) is not None:
+            device.launch(batch, with_logits=batch.with_logits)
+        else:
+            self.program.run(batch, with_logits=batch.with_logits)
+
     @property
     def overlapping(self) -> OverlappingExecutor | None:
         """What runs two steps at a time, if the device does."""
@@ -273,7 +281,7 @@ def follow(runner: ModelRunner, group: TensorParallelGroup) -> None:
         if message[0] == Order.RELOAD:
             _follow_reload(runner, message)
         elif message[0] != Order.KEEP_ALIVE:
-            runner.execute(StepBatch.unpack(message))
+            runner.take_part(StepBatch.unpack(message))
 
 
 def _follow_reload(runner: ModelRunner, message: Message) -> None:

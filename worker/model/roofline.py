@@ -41,10 +41,15 @@ EAGER_LAUNCH_S: Final = 25e-6
 HOST_S: Final = 300e-6
 """The host's part of a step that nothing hides: the plan, its arrays, the tokens read back; an assumption."""
 
-ALL_GATHER_S: Final = 10e-6
-"""Latency of a sum over ranks; an assumption."""
+EXCHANGE_S: Final = 10e-6
+"""Latency of a sum over ranks, or of another exchange; an assumption, for kernels in peers' memory (`docs/gpus.md`)."""
+
+SLICES: Final = 8
+"""Of a sum over the inputs of a row-parallel linear, of all ranks together: what makes it the same for any number."""
 
 _HALF, _FLOAT = 2, 4
+_BEST_COLUMNS, _BEST_BYTES = 1024, 16
+"""Of a block of logits of which a rank tells the best, and what it tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,15 +128,57 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """What sums cost on one rank that are the same for any number of ranks, in a step; and plain ones beside them.
+
+    The first go through float32 slices, which each rank adds, and float32 partial sums of all ranks, which every rank
+    reads. A plain all-reduce has one bfloat16 sum of each rank, and moves 2 (n - 1) / n of it, scattered and gathered.
+    """
+
+    slice_bytes: float
+    """Written and read in a rank's memory because there is more than one slice."""
+    link_bytes: float
+    """Received from other ranks."""
+    plain_link_bytes: float
+    num_sums: int
+
+    def seconds(self, device: Device) -> float:
+        return self.slice_bytes / device.bytes_per_s + self._on_links(self.link_bytes, device)
+
+    def plain_seconds(self, device: Device) -> float:
+        return self._on_links(self.plain_link_bytes, device)
+
+    def _on_links(self, num_bytes: float, device: Device) -> float:
+        return num_bytes / device.link_bytes_per_s + (self.num_sums * EXCHANGE_S if num_bytes else 0.0)
+
+
+def _sums(shape: ModelShape, rows: int, tp: int) -> Sums:
+    """Of the outputs of attention and MLPs."""
+    num_sums, values = 2 * shape.num_layers, 2 * shape.num_layers * rows * shape.hidden
+    return Sums(
+        slice_bytes=2.0 * (_num_parts(tp) - 1) * values * _FLOAT,
+        link_bytes=float((tp - 1) * values * _FLOAT),
+        plain_link_bytes=2.0 * (tp - 1) / tp * values * _HALF,
+        num_sums=num_sums,
+    )
+
+
+def _num_parts(tp: int) -> int:
+    """Slices of one rank."""
+    return max(1, SLICES // tp)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A step on one rank of a replica."""
 
     kernels: tuple[Kernel, ...]
     device: Device
     exchanged_bytes: float
-    """That a rank receives in all sums over ranks."""
+    """That a rank receives: in sums over ranks, of the embedding, of the best tokens."""
     num_exchanges: int
     in_graph: bool
+    sums: "Sums"
 
     @property
     def kernel_s(self) -> float:
@@ -139,7 +186,7 @@ class Step:
 
     @property
     def exchange_s(self) -> float:
-        return self.exchanged_bytes / self.device.link_bytes_per_s + self.num_exchanges * ALL_GATHER_S
+        return self.exchanged_bytes / self.device.link_bytes_per_s + self.num_exchanges * EXCHANGE_S
 
     @property
     def launch_s(self) -> float:
@@ -172,13 +219,17 @@ def step_of(
     kernels = tuple(_layers(shape, num_sequences, num_tokens, context, tp)) + _ends(
         shape, num_sequences, num_tokens, tp
     )
-    exchanged = 2 * shape.num_layers * (tp - 1) * num_sequences * num_tokens * shape.hidden * _FLOAT
+    rows = num_sequences * num_tokens
+    sums = _sums(shape, rows, tp)
+    best_bytes = num_sequences * -(-shape.vocab_size // tp // _BEST_COLUMNS) * _BEST_BYTES
+    exchanged = sums.link_bytes + (tp - 1) * (rows * shape.hidden * _FLOAT + best_bytes)
     return Step(
         kernels=kernels,
         device=device,
         exchanged_bytes=exchanged,
-        num_exchanges=2 * shape.num_layers if tp > 1 else 0,
-        in_graph=decodes and tp == 1,
+        num_exchanges=sums.num_sums + 3 if tp > 1 else 0,
+        in_graph=decodes,
+        sums=sums,
     )
 
 
@@ -186,7 +237,7 @@ def _layers(shape: ModelShape, num_sequences: int, num_tokens: int, context: int
     rows, layers, hidden = num_sequences * num_tokens, shape.num_layers, shape.hidden
     heads, kv_heads = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
     width, both = heads * shape.head_dim, (heads + 2 * kv_heads) * shape.head_dim
-    inner, parts = shape.inner // tp, 8 // tp if tp < 8 else 1
+    inner, parts = shape.inner // tp, _num_parts(tp)
     fed = 1 if shape.num_experts else parts
     seen = num_sequences * (num_tokens * context - num_tokens * (num_tokens - 1) // 2)
     kv_bytes = 2 * num_sequences * context * kv_heads * shape.kv_row_bytes

@@ -7,6 +7,7 @@ import pytest
 
 from holdfast.worker.model.roofline import (
     DEVICES,
+    EXCHANGE_S,
     GRAPH_LAUNCH_S,
     HOST_S,
     ModelShape,
@@ -66,9 +67,12 @@ def test_a_prompt_is_bound_by_arithmetic():
 
 
 def test_ranks_share_the_work_and_exchange_sums():
-    """Float32 sums of 4,096 for each of 8 tokens, twice a layer, of each of 3 others."""
+    """Float32 sums of 4,096 for each of 8 tokens, twice a layer, of each of 3 others; the embedding's likewise, and
+    what is told of the best of 32 blocks of logits.
+    """
     alone, shared = (step_of(LLAMA_8B, H200, num_sequences=8, num_tokens=1, context=1024, tp=tp) for tp in (1, 4))
-    assert shared.exchanged_bytes == 2 * 32 * 3 * 8 * 4096 * 4
+    assert shared.exchanged_bytes == (2 * 32 + 1) * 3 * 8 * 4096 * 4 + 3 * 8 * 32 * 16
+    assert shared.in_graph
     assert alone.kernel_s / 4.2 < shared.kernel_s < alone.kernel_s / 3.7
     assert alone.exchange_s == 0
 
@@ -125,6 +129,20 @@ def test_the_shape_of_a_mixture_is_read_from_its_config():
     del config.moe_intermediate_size, config.shared_expert_intermediate_size
     shape = ModelShape.of(config)
     assert (shape.inner, shape.shared_inner) == (16, 0)
+
+
+def test_sums_that_do_not_depend_on_the_number_of_ranks_have_a_price():
+    """64 tokens of 4,096 values, twice in each of 32 layers. Of 4 ranks each writes and reads one slice more than one,
+    and receives 3 float32 sums; by a plain all-reduce, one and a half of bfloat16.
+    """
+    values = 2 * 32 * 64 * 4096
+    alone, shared = (step_of(LLAMA_8B, H200, num_sequences=64, num_tokens=1, context=1024, tp=tp).sums for tp in (1, 4))
+    assert (alone.slice_bytes, alone.link_bytes, alone.plain_seconds(H200)) == (2 * 7 * values * 4, 0, 0)
+    assert alone.seconds(H200) == pytest.approx(2 * 7 * values * 4 / 4.8e12)
+    assert (shared.slice_bytes, shared.link_bytes) == (2 * values * 4, 3 * values * 4)
+    assert shared.plain_link_bytes == 1.5 * values * 2
+    assert shared.plain_seconds(H200) == pytest.approx(64 * EXCHANGE_S + 3 * values / 450e9)
+    assert shared.seconds(H200) == pytest.approx(64 * EXCHANGE_S + 12 * values / 450e9 + 8 * values / 4.8e12)
 
 
 def test_other_kinds_of_models_are_refused():

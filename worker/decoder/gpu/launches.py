@@ -123,6 +123,14 @@ def splits_outside(num_tiles: int, num_kv_heads: int, num_splits: int) -> bool:
     return num_splits > 1 and num_programs < _FULL_DEVICE and num_programs * num_splits <= MOST_OUTSIDE
 
 
+def rounded_splits(num_rows: int, num_kv_heads: int, num_splits: int, max_positions: int) -> int:
+    """The splits that a graph of this many rows is captured for: a power of two, so that contexts may grow without a
+    new one; or 1, where the programs of attention go through all splits themselves.
+    """
+    rounded = min(-(-max_positions // SPLIT_KEYS), 1 << max(0, num_splits - 1).bit_length())
+    return rounded if splits_outside(num_rows, num_kv_heads, rounded) else 1
+
+
 class Launches:
     """The kernels as functions of tensors. All rows of a tensor are used; buffers are cut before."""
 

@@ -11,22 +11,23 @@ from holdfast.worker.decoder.gpu.buffers import Buffers
 from holdfast.worker.decoder.gpu.launches import MOST_OUTSIDE, Launches, SplitSpace, StepTensors, splits_outside
 from holdfast.worker.decoder.gpu.mixture_launches import MixtureLaunches
 from holdfast.worker.decoder.gpu.mixtures import DeviceMixtures
+from holdfast.worker.decoder.gpu.rank_exchange import RankExchange
 from holdfast.worker.decoder.gpu.step_arrays import tile_columns
 from holdfast.worker.decoder.gpu.weights import DeviceWeights
 from holdfast.worker.decoder.layout import Attention, DecoderLayout, Layer, Linear, Mlp, Norm
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 
 
 class DeviceLayers:
     """One rank's layers. All ranks of the group make the same calls."""
 
     def __init__(
-        self, weights: DeviceWeights, group: TensorParallelGroup, launches: Launches, progress: Tensor
+        self, weights: DeviceWeights, rank: int, exchange: RankExchange, launches: Launches, progress: Tensor
     ) -> None:
         """`progress` [1], int64, moves with every layer."""
         self._weights = weights
         self._layout: DecoderLayout = weights.layout
-        self._group = group
+        self._rank = rank
+        self._exchange = exchange
         self._launches = launches
         self._progress = progress
         self.buffers = Buffers(weights.layout.embedding.device)
@@ -35,10 +36,9 @@ class DeviceLayers:
     def run(self, step: StepTensors, wanted: Tensor, cache: KVCache) -> Tensor:
         """A whole step: the rows of the head's input [wanted, hidden] that are asked for."""
         layout, residual = self._layout, self._residual(step)
-        first_id = self._group.rank * len(layout.embedding)
+        first_id = self._rank * len(layout.embedding)
         self._launches.embed(step.token_ids, layout.embedding, first_id, layout.embedding_scale, residual)
-        if self._group.size > 1:
-            residual.copy_(self._group.all_reduce(residual.clone()))  # of one rank alone, and zeros
+        self._exchange.add_in_place(residual)  # of one rank alone, and zeros
         out = self.buffers.take("head", (len(wanted), layout.hidden_size), layout.dtype)
         self._begin_layer(0, residual, step)
         for index in range(len(layout.layers)):
@@ -169,7 +169,8 @@ class DeviceLayers:
         """The parts of the output [parts, T, hidden] of the MLP, or of the experts."""
         mixture = self._weights.mixtures[index]
         if mixture is not None:
-            return self._of_all_ranks(self._mixtures.run(mixture, x, step.slots))
+            own = self._mixtures.run(mixture, x, step.slots)
+            return self._exchange.add(own[None], self.buffers)
         assert isinstance(layer.mlp, Mlp), "a layer has an MLP or a mixture"
         return self._mlp(layer.mlp, x)
 
@@ -181,21 +182,11 @@ class DeviceLayers:
         return self._row_parallel(inner, mlp.down, mlp.num_slices)
 
     def _row_parallel(self, x: Tensor, linear: Linear, num_slices: int) -> Tensor:
-        """The parts of a sum over all ranks' inputs [parts, T, hidden]: slices of this rank alone, or one of each."""
+        """The parts of a sum over all ranks' inputs [parts, T, hidden]."""
         shape = (len(x), self._layout.hidden_size)
         parts = self.buffers.take("parts", (num_slices, *shape))
         self._launches.linear(x, Linear(weights=linear.weights), parts)
-        if self._group.size == 1:
-            return parts
-        own = parts[0]
-        if num_slices > 1:
-            own = self.buffers.take("own part", shape)
-            self._launches.sum_parts(parts, own)
-        return self._of_all_ranks(own)
-
-    def _of_all_ranks(self, own: Tensor) -> Tensor:
-        """Each rank's sum [T, hidden], one after the other [ranks, T, hidden]."""
-        return own[None] if self._group.size == 1 else self._group.all_gather(own[None], dim=0)
+        return self._exchange.add(parts, self.buffers)
 
 
 def kv_spec(attention: Attention) -> KVSpec:

@@ -86,6 +86,47 @@ def test_occupancy_by_hand():
     assert occupancy(90, 32, 0, 4) == 64
 
 
+ORDER = r"(st\.global|bar\.sync|ld\.global|atom\.global\.sys\.(?:release\.exch|acquire\.add)|ld\.volatile)"
+PRINTS_ORDER = """
+import re
+from scripts.gpu_kernels import DEVICES, _run_exchange, compiled_for, use_of
+uses = {}
+def record(kernel, grid, arguments, *, num_warps, num_stages):
+    use = use_of(kernel, arguments, num_warps, num_stages)
+    uses.setdefault(use.title, use)
+_run_exchange(record)
+for title in ("add_over_ranks(PARTS=2, RANKS=4)", "gather_over_ranks(RANKS=4, RECEIVES=True)"):
+    for device in DEVICES:
+        print(*re.findall(ORDER, compiled_for(uses[title], device).asm["ptx"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_flags_between_ranks_are_ordered_as_they_must_be():
+    """Stores, a barrier, the release; polls that acquire, a barrier, the loads: of all threads of a program."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = f"ORDER = {ORDER!r}\n{PRINTS_ORDER}"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 * len(DEVICES)
+    for line in lines:
+        words = line.split()
+        release = words.index("atom.global.sys.release.exch")
+        last_acquire = len(words) - 1 - words[::-1].index("atom.global.sys.acquire.add")
+        assert words.count("atom.global.sys.release.exch") == 1
+        first_store, last_load = words.index("st.global"), len(words) - 1 - words[::-1].index("ld.global")
+        before = words[first_store:release]
+        assert "bar.sync" in before
+        assert "st.global" not in before[before.index("bar.sync") :], "all that is read lies ahead of the barrier"
+        after = words[last_acquire:last_load]
+        assert "bar.sync" in after
+        polls = words[release:last_acquire]
+        assert "st.global" not in polls
+        assert polls.count("ld.global") <= 1, "where its own flags are"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_kernel_that_puts_tokens_in_compiles_without_spills():

@@ -107,7 +107,7 @@ def test_rows_do_not_depend_on_their_batch_and_graphs_change_nothing(model):
         assert torch.equal(torch.cat((rows, row)), logits)
     together.step(*last)
     assert device.captures == 2, "with logits and without; the third step is a replay"
-    assert together.executor.layers_done() > 4 * len(layout.layers)
+    assert together.executor.layers_done() == 4 * len(layout.layers), "a step that is captured runs once as well"
 
 
 @pytest.mark.slow
@@ -185,8 +185,8 @@ def test_ranks_give_the_bits_of_one(model, size):
         return logits, best
 
     ((alone, best),) = on_ranks(1, run)
-    for logits, tokens_of_rank in on_ranks(size, run):
-        assert torch.equal(logits, alone)
+    for rank, (logits, tokens_of_rank) in enumerate(on_ranks(size, run)):
+        assert torch.equal(logits, alone) if rank == 0 else logits.numel() == 0
         assert tokens_of_rank == best
 
 

@@ -162,17 +162,15 @@ def test_a_product_of_an_expert_has_the_bits_of_a_linear_by_its_weights(dtype, n
 def test_experts_are_added_in_ascending_order_then_the_shared_one_then_slices_as_a_tree():
     """By numbers whose sum is another one in any other order: a large one swallows small ones beside it."""
     big, one = 2.0**25, 1.0
-    cases = {
-        (big, one, -big): 0.0,
-        (one, big, -big): 0.0,
-        (big, -big, one): one,
-    }
-    chosen, weights = torch.tensor([[1, 2]], dtype=I32), torch.ones(1, 2)
-    for (first, second, last), expected in cases.items():
-        sums, out = torch.tensor([[[first], [second]]]), torch.empty(1, 1)
-        shared = torch.tensor([[[last]]])
-        LAUNCHES.add(sums, chosen, weights, out, bias=None, shared=shared, gates=None)
+    chosen, weights = torch.tensor([[1, 2, 7]], dtype=I32), torch.ones(1, 3)
+    cases = {(big, -big, one): one, (one, big, -big): 0.0, (one, -big, big): 0.0, (-big, big, one): one}
+    for numbers, expected in cases.items():
+        sums, out = torch.tensor(numbers).view(1, 3, 1), torch.empty(1, 1)
+        LAUNCHES.add(sums, chosen, weights, out, bias=None, shared=None, gates=None)
         assert out.item() == expected
+        sums, shared = sums[:, :2].contiguous(), sums[:, 2:]
+        LAUNCHES.add(sums, chosen[:, :2], weights[:, :2], out, bias=None, shared=shared, gates=None)
+        assert out.item() == expected, "of two experts and the shared one"
     parts = [big, one, -big, one, -big, one, big, 3.0]  # as a tree ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
     level = [torch.tensor(part) for part in parts]
     while len(level) > 1:
@@ -186,7 +184,7 @@ def test_experts_are_added_in_ascending_order_then_the_shared_one_then_slices_as
 @pytest.mark.parametrize("num_slices", [1, 2, 4, 8])
 @pytest.mark.parametrize("has_shared", [True, False])
 def test_a_sum_of_experts_is_exact(num_slices, has_shared):
-    """With biases, which are a part of the first slice; columns of wider rows; the second row is padding."""
+    """Columns of wider rows; the second row is padding. Biases, of all but 2 slices, are a part of the first slice."""
     generator = torch.Generator().manual_seed(2)
     sums, weights, bias, shared, gates = (
         torch.randn(*size, generator=generator)
@@ -194,9 +192,12 @@ def test_a_sum_of_experts_is_exact(num_slices, has_shared):
     )
     chosen = torch.tensor([[0, 2, 5], [-1, -1, -1], [1, 2, 3]], dtype=I32)
     sums[:, 3:6], weights[1] = torch.nan, torch.nan
+    has_bias = num_slices != 2
+    bias = bias if has_bias else torch.zeros_like(bias)
     out = torch.full((3, 30), 7.0)
     of_shared, of_gates = (shared[:, :, 4:24], gates[:, 6:]) if has_shared else (None, None)
-    LAUNCHES.add(sums, chosen, weights, out[:, 4:24], bias=bias[:, 4:24], shared=of_shared, gates=of_gates)
+    of_bias = bias[:, 4:24] if has_bias else None
+    LAUNCHES.add(sums, chosen, weights, out[:, 4:24], bias=of_bias, shared=of_shared, gates=of_gates)
     assert (out[:, :4] == 7.0).all()
     assert (out[:, 24:] == 7.0).all()
     for row in range(3):
