@@ -54,13 +54,6 @@ def print_roofline(config: WorkerConfig, device_name: str) -> None:
         print(f"{one.name:19}{cells}")
 
 
-def _print_cache(config: WorkerConfig, shape: ModelShape, room: int) -> None:
-    """`room`: bytes of a rank beside its weights, of which steps take some."""
-    of_token, kept = kv_bytes_per_token(shape, config.parallel.tensor_parallel_size), config.cache.kv_cache_dtype
-    dtype = "bfloat16" if kept == "auto" else kept
-    print(f"KV cache in {dtype}: {readable_bytes(of_token)} a token, less than {max(room, 0) // of_token} tokens")
-
-
 def _print_sums(decode: Step, prompt: Step, tp: int) -> None:
     """What it costs that sums do not depend on the number of ranks."""
     print(f"\nsums that are the same for any number of ranks; a plain bfloat16 all-reduce of {tp} ranks")
@@ -69,6 +62,13 @@ def _print_sums(decode: Step, prompt: Step, tp: int) -> None:
         sums, device = step.sums, step.device
         ours = f"{sums.slice_bytes / 1e9:10.3g} {sums.link_bytes / 1e9:13.3g} {sums.seconds(device) * 1e3:6.2f}"
         print(f"{name:24} {ours} {sums.plain_link_bytes / 1e9:21.3g} {sums.plain_seconds(device) * 1e3:6.2f}")
+
+
+def _print_cache(config: WorkerConfig, shape: ModelShape, room: int) -> None:
+    """`room`: bytes of a rank beside its weights, of which steps take some."""
+    of_token, kept = kv_bytes_per_token(shape, config.parallel.tensor_parallel_size), config.cache.kv_cache_dtype
+    dtype = "bfloat16" if kept == "auto" else kept
+    print(f"KV cache in {dtype}: {readable_bytes(of_token)} a token, less than {max(room, 0) // of_token} tokens")
 
 
 def _line(name: str, step: Step, num_tokens: int) -> str:

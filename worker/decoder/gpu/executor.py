@@ -331,6 +331,7 @@ class GpuExecutor:
 
         Overwrites the first block of the cache.
         """
+        self._layers.warm_up()
         if not self._graphs.are_used:
             if self._group.rank == 0 and self._device.type != "cpu":
                 self._sampler.warm_up(torch.zeros((max_rows, self._layout.vocab_size), device=self._device))

@@ -71,9 +71,14 @@ _HALF_TILES: Final = (
 _FLOAT_TILES: Final = (LinearTile(64, 16, 32, 4, 2), LinearTile(64, 64, 32, 4, 2))
 
 
+def linear_tiles(dtype: torch.dtype) -> tuple[LinearTile, ...]:
+    """All that are used, the narrowest first."""
+    return _FLOAT_TILES if dtype == torch.float32 else _HALF_TILES
+
+
 def linear_tile(num_rows: int, dtype: torch.dtype) -> LinearTile:
     """The narrowest that holds all rows, or the widest."""
-    tiles = _FLOAT_TILES if dtype == torch.float32 else _HALF_TILES
+    tiles = linear_tiles(dtype)
     return next((tile for tile in tiles if num_rows <= tile.tokens), tiles[-1])
 
 

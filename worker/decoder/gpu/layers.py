@@ -53,6 +53,13 @@ class DeviceLayers:
         self._layer(index, residual, step, cache, None)
         return residual
 
+    def warm_up(self) -> None:
+        """Compiles what steps of any number of rows use of mixtures of experts."""
+        x = self.buffers.take("normed", (1, self._layout.hidden_size), self._layout.dtype)
+        for mixture in self._weights.mixtures:
+            if mixture is not None:
+                self._mixtures.warm_up(mixture, x)
+
     def logits(self, x: Tensor) -> Tensor:
         """x [wanted, hidden] -> this rank's [wanted, rows of the head], float32."""
         layout = self._layout

@@ -41,9 +41,9 @@ class Runner:
     capture: Capture | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     launch: Launch = triton_launch
-    in_fp8: bool = False
     share: Share | None = None
     max_positions: int = MAX_POSITIONS
+    in_fp8: bool = False
     free: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

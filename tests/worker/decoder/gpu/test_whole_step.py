@@ -39,6 +39,8 @@ class Device:
 
     def __init__(self):
         self.launches = Counter()
+        self.variants = set()
+        """What is compiled: kernels by name and by what Triton takes for constants."""
 
     def __call__(self, kernel, grid, arguments, *, num_warps, num_stages):
         assert all(size > 0 for size in grid)
@@ -46,6 +48,16 @@ class Device:
             if isinstance(value, torch.Tensor):
                 assert value.device == META or name == "progress", name
         self.launches[kernel.fn.__name__] += 1
+        self.variants.add((kernel.fn.__name__, *constants(arguments)))
+
+
+def constants(arguments):
+    """Constants by their names; of other integers, but for counts of rows, whether they are 1 or multiples of 16."""
+    for name, value in arguments.items():
+        if name.isupper():
+            yield name, value
+        elif isinstance(value, int) and name not in ("num_rows", "num_chosen", "num_tiles"):
+            yield name, value == 1, value % 16 == 0
 
 
 def executor(capture=None, in_fp8=False, **more):
@@ -95,6 +107,19 @@ def test_a_mixture_launches_four_kernels_more_and_makes_no_tensor(name, shared_i
     merged = device.launches["merge_splits"]
     assert sum(device.launches.values()) == (13 + 3 * bool(shared_inner)) * LAYERS + merged + 5, device.launches
     assert device.launches["grouped_linear"] == 2 * LAYERS
+
+
+MIXTURE_KERNELS = {"choose_experts", "group_rows", "grouped_linear", "add_experts"}
+
+
+def test_no_number_of_rows_compiles_a_kernel_of_a_mixture_after_load():
+    made, device = executor(num_experts=64, top_k=6, shared_inner=128)
+    made.warm_up(8)
+    warm = {variant for variant in device.variants if variant[0] in MIXTURE_KERNELS}
+    assert len({variant for variant in warm if variant[0] == "grouped_linear"}) == 2 * 4, "each tile, for both linears"
+    for count in (20, 130, 300, 600, 1500):
+        made.launch(prompt_batch(count), with_logits=False)
+    assert {variant for variant in device.variants if variant[0] in MIXTURE_KERNELS} == warm
 
 
 def test_tokens_of_the_step_before_are_put_in_by_one_kernel():
