@@ -192,9 +192,10 @@ def _run_exchange(record: Any) -> None:
             group, buffers = SingleRank(), Buffers(meta)
             group.rank, group.size = rank, size
             peers = PeerExchange(PeerMemory((0,) * size), group, 1 << 23, NoExchange(), meta, record)
-            x = torch.empty(64, 4096, device=meta)
-            peers.add(x.expand(8 // size, 64, 4096), buffers)
-            peers.add_in_place(x)
+            x = torch.empty(128, 4096, device=meta)
+            for part in (x, x[:1]):
+                peers.add(part.expand(8 // size, *part.shape), buffers)
+                peers.add_in_place(part)
             peers.gather(x, "x", buffers)
             peers.gather_to_leader(x, buffers)
             peers.take_from_leader(torch.empty(64, dtype=torch.int32, device=meta))

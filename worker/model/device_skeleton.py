@@ -1,6 +1,6 @@
-"""The skeleton on a GPU: whether its attention runs on the paged kernels and its decode steps as CUDA graphs.
+"""The skeleton on a GPU: its draws, and whether attention runs on paged kernels and decode steps as CUDA graphs.
 
-Both are found out at load, and the log says why where one does not. What may not live here: a step's way
+The last two are found out at load, and the log says why where one does not. What may not live here: a step's way
 (`device_steps.py`), the proof of the kernels (`attention_proof.py`), the probe of a model's code (`capture_probe.py`).
 """
 
@@ -13,11 +13,15 @@ from torch import Tensor
 from holdfast.worker.attention.kv_cache import KVCache, KVSpec
 from holdfast.worker.attention.paged import AttentionContext, PagedAttention
 from holdfast.worker.attention.trial import rows_agree
+from holdfast.worker.decoder.gpu.buffers import Buffers
 from holdfast.worker.decoder.gpu.graphs import Capture, cuda_capture
 from holdfast.worker.decoder.gpu.launches import Launch, triton_launch
 from holdfast.worker.decoder.gpu.paged_kernels import PagedKernels, unfit
+from holdfast.worker.decoder.gpu.sampler import DeviceSampler
+from holdfast.worker.decoder.program import all_ranks
 from holdfast.worker.model.attention_proof import MAX_POSITIONS, RowsAgree, disagreement
 from holdfast.worker.model.capture_probe import reason_against_capture
+from holdfast.worker.model.checks import first_line
 from holdfast.worker.model.device_steps import DeviceSteps
 from holdfast.worker.model.model import RankModel
 from holdfast.worker.model.parallelize import Target
@@ -29,7 +33,7 @@ _PROBED_ROWS = 8
 
 
 class DeviceSkeleton:
-    """Makes the steps of one rank's skeleton on a GPU."""
+    """Makes the steps of one rank's skeleton on a GPU, and its draws."""
 
     def __init__(
         self,
@@ -56,6 +60,10 @@ class DeviceSkeleton:
         self._capture = capture if target.group.size == 1 else None
         self._is_probed = False
 
+    def make_sampler(self) -> DeviceSampler:
+        """Draws where the logits are."""
+        return DeviceSampler(Buffers(self._target.device), launch=self._launch)
+
     def make_steps(self, cache: KVCache, progress: ProgressCounter) -> DeviceSteps | None:
         """The model's steps over a cache, with its attention attached; None: the paged kernels may not serve it."""
         if self._against_kernels(cache.block_size) is not None:
@@ -74,9 +82,14 @@ class DeviceSkeleton:
         return DeviceSteps(self._model.logits, context, kernels, self._capture)
 
     def _against_kernels(self, block_size: int) -> str | None:
-        """Why the paged kernels may not serve this model, after a comparison with gather and SDPA; once."""
+        """Why the paged kernels may not serve this model, after a comparison with gather and SDPA; once. All ranks come
+        to the same answer.
+        """
         if block_size not in self._outcomes:
-            reason = self._outcomes[block_size] = self._compare(block_size)
+            reason = self._compare(block_size)
+            if not all_ranks(self._target.group, reason is None):
+                reason = reason or "another rank's kernels do not serve"
+            self._outcomes[block_size] = reason
             if reason is not None:
                 logger.warning("attention runs on gather and SDPA in place of paged kernels: %s", reason)
         return self._outcomes[block_size]
@@ -89,7 +102,10 @@ class DeviceSkeleton:
             disagreement(self._small_kernels, spec, block_size, target.dtype, target.device, self._agree)
             for spec in dict.fromkeys(self._model.specs)
         )
-        return next((reason for reason in reasons if reason is not None), None)
+        try:
+            return next((reason for reason in reasons if reason is not None), None)
+        except Exception as error:  # whatever Triton's compiler or a device that is too small for a kernel raises
+            return f"they do not run here ({first_line(error)})"
 
     def _small_kernels(self, spec: KVSpec, block_size: int) -> PagedKernels:
         return PagedKernels(

@@ -44,10 +44,15 @@ HOST_S: Final = 300e-6
 EXCHANGE_S: Final = 10e-6
 """Latency of a sum over ranks, or of another exchange; an assumption, for kernels in peers' memory (`docs/gpus.md`)."""
 
+SECOND_WAIT_S: Final = 5e-6
+"""Of a sum that is scattered and gathered; an assumption."""
+
 SLICES: Final = 8
 """Of a sum over the inputs of a row-parallel linear, of all ranks together: what makes it the same for any number."""
 
 _HALF, _FLOAT = 2, 4
+SCATTERED: Final = {4: 384 << 10, 8: 128 << 10}
+"""Values of a sum, by the number of ranks, from which on it is scattered and gathered (as `decoder/gpu/` has it)."""
 _BEST_COLUMNS, _BEST_BYTES = 1024, 16
 """Of a block of logits of which a rank tells the best, and what it tells."""
 
@@ -131,8 +136,9 @@ class Kernel:
 class Sums:
     """What sums cost on one rank that are the same for any number of ranks, in a step; and plain ones beside them.
 
-    The first go through float32 slices, which each rank adds, and float32 partial sums of all ranks, which every rank
-    reads. A plain all-reduce has one bfloat16 sum of each rank, and moves 2 (n - 1) / n of it, scattered and gathered.
+    The first go through float32 slices, which each rank adds, and float32 partial sums of all ranks: every rank reads
+    them, or, if there are many values, only its share of them and the sums of the others. A plain all-reduce has one
+    bfloat16 sum of each rank, and moves 2 (n - 1) / n of it.
     """
 
     slice_bytes: float
@@ -140,26 +146,26 @@ class Sums:
     link_bytes: float
     """Received from other ranks."""
     plain_link_bytes: float
-    num_sums: int
+    wait_s: float
+    plain_wait_s: float
 
     def seconds(self, device: Device) -> float:
-        return self.slice_bytes / device.bytes_per_s + self._on_links(self.link_bytes, device)
+        return self.slice_bytes / device.bytes_per_s + self.link_bytes / device.link_bytes_per_s + self.wait_s
 
     def plain_seconds(self, device: Device) -> float:
-        return self._on_links(self.plain_link_bytes, device)
-
-    def _on_links(self, num_bytes: float, device: Device) -> float:
-        return num_bytes / device.link_bytes_per_s + (self.num_sums * EXCHANGE_S if num_bytes else 0.0)
+        return self.plain_link_bytes / device.link_bytes_per_s + self.plain_wait_s
 
 
 def _sums(shape: ModelShape, rows: int, tp: int) -> Sums:
     """Of the outputs of attention and MLPs."""
     num_sums, values = 2 * shape.num_layers, 2 * shape.num_layers * rows * shape.hidden
+    scatters = tp in SCATTERED and rows * shape.hidden >= SCATTERED[tp]
     return Sums(
         slice_bytes=2.0 * (_num_parts(tp) - 1) * values * _FLOAT,
-        link_bytes=float((tp - 1) * values * _FLOAT),
+        link_bytes=(tp - 1) * values * _FLOAT * (2.0 / tp if scatters else 1.0),
         plain_link_bytes=2.0 * (tp - 1) / tp * values * _HALF,
-        num_sums=num_sums,
+        wait_s=num_sums * (EXCHANGE_S + scatters * SECOND_WAIT_S) if tp > 1 else 0.0,
+        plain_wait_s=num_sums * EXCHANGE_S if tp > 1 else 0.0,
     )
 
 
@@ -176,7 +182,8 @@ class Step:
     device: Device
     exchanged_bytes: float
     """That a rank receives: in sums over ranks, of the embedding, of the best tokens."""
-    num_exchanges: int
+    wait_s: float
+    """Latency of all of that."""
     in_graph: bool
     sums: "Sums"
 
@@ -186,7 +193,7 @@ class Step:
 
     @property
     def exchange_s(self) -> float:
-        return self.exchanged_bytes / self.device.link_bytes_per_s + self.num_exchanges * EXCHANGE_S
+        return self.exchanged_bytes / self.device.link_bytes_per_s + self.wait_s
 
     @property
     def launch_s(self) -> float:
@@ -227,7 +234,7 @@ def step_of(
         kernels=kernels,
         device=device,
         exchanged_bytes=exchanged,
-        num_exchanges=sums.num_sums + 3 if tp > 1 else 0,
+        wait_s=sums.wait_s + (3 * EXCHANGE_S if tp > 1 else 0.0),
         in_graph=decodes,
         sums=sums,
     )

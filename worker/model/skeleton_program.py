@@ -42,13 +42,14 @@ class SkeletonProgram:
         """`model` is settled. No sequence is longer than `max_positions`. `device` makes its steps on a GPU."""
         self.model = model
         self._target = target
-        self.sampler = choose_sampler(target)
         self.context: AttentionContext | None = None
         """Where attention gathers and calls SDPA."""
         self.progress = ProgressCounter()
         if device is None and target.device.type == "cuda":
             device = _make_device(model, target, max_positions)
         self._device = device
+        self._device_sampler = device.make_sampler() if device is not None else None
+        self.sampler: StepSampler = self._device_sampler or choose_sampler(target)
         self._steps: DeviceSteps | None = None
 
     @property
@@ -83,19 +84,20 @@ class SkeletonProgram:
 
     def warm_up(self, max_rows: int) -> None:
         """On a GPU, captures the graphs of decode steps, or runs one step of each power of two: libraries load and
-        choose kernels at their first use.
+        choose kernels at their first use. Compiles the kernels that draw.
         """
         if self._steps is not None:
             with torch.inference_mode():
                 self._steps.warm_up(max_rows)
-            return
-        if self._target.device.type == "cpu":
-            return
-        assert self.context is not None, "a cache is allocated before steps run"
-        cache = self.context.cache
-        for power in reversed(range(max_rows.bit_length())):
-            self.run(StepBatch.decoding(1 << power, 1, cache.block_size), with_logits=True)
-        cache.clear(torch.zeros(1, dtype=torch.int64))
+        elif self._target.device.type == "cuda":
+            assert self.context is not None, "a cache is allocated before steps run"
+            cache = self.context.cache
+            for power in reversed(range(max_rows.bit_length())):
+                self.run(StepBatch.decoding(1 << power, 1, cache.block_size), with_logits=True)
+            cache.clear(torch.zeros(1, dtype=torch.int64))
+        if self._device_sampler is not None and self._target.group.rank == 0:
+            vocab_size = self.model.module.config.vocab_size
+            self._device_sampler.warm_up(torch.zeros((max_rows, vocab_size), device=self._target.device))
 
     def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
         with torch.inference_mode():
@@ -114,7 +116,7 @@ class SkeletonProgram:
 
 
 def _make_device(model: RankModel, target: Target, max_positions: int) -> "DeviceSkeleton | None":
-    """None where Triton is not installed."""
+    """None where Triton is not installed: then draws run on PyTorch too."""
     try:
         from holdfast.worker.model.device_skeleton import DeviceSkeleton
     except ImportError as error:

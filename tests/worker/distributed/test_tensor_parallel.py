@@ -83,6 +83,7 @@ def _exchange(rank: int, rendezvous: str) -> dict[str, Any]:
         "large_sum": group.all_reduce(torch.full((LARGEST_BYTES,), float(rank + 1))).unique().tolist(),
         "half_sum": group.all_reduce(x.bfloat16()).dtype,
         "gathered": group.all_gather(x[1:]).tolist(),
+        "leader's": None if (together := group.gather(x[1:])) is None else together.tolist(),
         "strided": group.all_gather(x.repeat(4).view(4, 2)[:, 1:], dim=0).shape,
     }
     group.close()
@@ -163,6 +164,7 @@ def test_processes_sum_gather_and_obey(lives):
         assert result["large_sum"] == [6.0]
         assert result["half_sum"] == torch.bfloat16
         assert result["gathered"] == [0.0, 1.0, 2.0]
+        assert result["leader's"] == ([0.0, 1.0, 2.0] if result is lives[0][0] else None)
         assert result["strided"] == (12, 1)
 
 

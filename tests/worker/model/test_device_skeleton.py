@@ -4,16 +4,16 @@ Greedy tokens are Hugging Face's, and a row has the same bits in any company, ch
 """
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.worker.decoder.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.attention.kv_cache import KVSpec
 from holdfast.worker.attention.trial import rows_agree
+from holdfast.worker.decoder.cpu.sampler import NativeSampler
 from holdfast.worker.decoder.gpu.paged_kernels import PagedKernels, unfit
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.layers import linear
@@ -23,19 +23,20 @@ from holdfast.worker.model.attention_proof import disagreement
 from holdfast.worker.model.capture_probe import reason_against_capture
 from holdfast.worker.model.device_skeleton import DeviceSkeleton
 from holdfast.worker.model.model import RankModel
-from holdfast.worker.model.parallel_plan import ParallelPlan
-from holdfast.worker.model.parallelize import Target, parallelize
-from holdfast.worker.model.skeleton_program import SkeletonProgram
-from holdfast.worker.model.weights import ATTENTION, loaded_weights
+from holdfast.worker.model.parallelize import Target
+from holdfast.worker.sampling.head_output import HeadOutput
 from tests.parity.families import NOT_RECOGNIZED, SERVED
+from tests.worker.decoder.cpu.native import library_or_skip
 from tests.worker.decoder.cpu.runs import tokens
+from tests.worker.decoder.gpu.drawn import FILTERS
 from tests.worker.decoder.gpu.runs import Part, batch_of
 from tests.worker.decoder.gpu.tape import Tape, TapingDevice
 from tests.worker.decoder.gpu.test_whole_step import VIEWS, Operations
-from tests.worker.decoder.models import config_of, expected_logits, hugging_face, parallelized
+from tests.worker.decoder.models import on_ranks
+from tests.worker.model import skeletons
+from tests.worker.model.skeletons import BLOCK, check_family, module_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-BLOCK, LENGTH = 16, 128
 
 
 def some_every_time(names, few):
@@ -49,83 +50,27 @@ def _as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(device_skeleton, "disagreement", lambda *comparison: None)
 
 
-@dataclass
-class Served:
-    """A tiny model as a skeleton program, with a cache full of other sequences' rests."""
+Served = partial(skeletons.Served, launch=launch)
 
-    family: str
-    on_device: bool = True
-    captures: bool = False
-    free: list[int] = field(default_factory=lambda: [*range(0, 40, 2), *range(1, 40, 2)])
 
-    def __post_init__(self):
-        target = Target(group=SingleRank(), tiles=RowTiles(CPU), device=CPU, dtype=torch.float32)
-        model = RankModel(parallelized(config_of(self.family)), target)
-        model.settle()
-        self.device = TapingDevice(launch)
-        side = DeviceSkeleton(
-            model,
-            target,
-            max_positions=LENGTH,
-            launch=self.device.launch,
-            capture=self.device.capture if self.captures else None,
-        )
-        self.program = SkeletonProgram(model, target, max_positions=LENGTH, device=side if self.on_device else None)
-        self.cache = self.program.allocate_cache(40, BLOCK)
-        for layer in self.cache.layers if self.on_device else ():
-            layer.keys.fill_(torch.nan)
-            layer.values.fill_(torch.nan)
-
-    def blocks(self, num_tokens: int) -> list[int]:
-        return [self.free.pop() for _ in range(-(-num_tokens // BLOCK))]
-
-    def step(self, *parts: Part) -> list[Tensor]:
-        """The logits of all tokens, by sequence."""
-        logits = self.program.run(batch_of(parts, BLOCK), with_logits=True).logits
-        return list(logits.clone().split([len(part.token_ids) for part in parts]))
-
-    def run(self, ids: list[int], chunks: tuple[int, ...]) -> Tensor:
-        """The logits of a sequence, alone in its steps."""
-        blocks, rows, first = self.blocks(len(ids)), [], 0
-        for size in chunks:
-            rows += self.step(Part(first, ids[first : first + size], blocks))
-            first += size
-        assert first == len(ids)
-        return torch.cat(rows)
+def with_graphs(family):
+    device = TapingDevice(launch)
+    return Served(family, graphs=True, launch=device.launch, capture=device.capture)
 
 
 @pytest.mark.parametrize("family", some_every_time(NOT_RECOGNIZED, ["gpt2"]))
 def test_greedy_tokens_are_hugging_faces_and_a_rows_bits_its_own(family):
-    """Three sequences packed; then each decodes, padded to a graph's rows; beside one that is alone, in chunks."""
-    alone, together, plain = Served(family), Served(family, captures=True), Served(family, on_device=False)
-    assert alone.program.numerics == "skeleton-paged-1"
-    assert plain.program.numerics == "skeleton"
-    together.program.warm_up(4)
-    prompts = [tokens(count, seed) for seed, count in enumerate((9, 17, 4))]
-    blocks = [together.blocks(len(ids) + 4) for ids in prompts]
-    logits = together.step(*(Part(0, ids, table) for ids, table in zip(prompts, blocks, strict=True)))
-    rows = [[some] for some in logits]
-    texts = [[*ids, int(some[-1].argmax())] for ids, some in zip(prompts, logits, strict=True)]
-    for _ in range(2):
-        parts = [Part(len(text) - 1, text[-1:], table) for text, table in zip(texts, blocks, strict=True)]
-        for text, row, some in zip(texts, rows, together.step(*parts), strict=True):
-            row.append(some)
-            text.append(int(some.argmax()))
-    for ids, text, row in zip(prompts, texts, rows, strict=True):
-        ours = torch.cat(row)
-        assert torch.equal(alone.run(text[:-1], (len(text) - 5, 3, 1)), ours)
-        theirs = expected_logits(config_of(family), torch.tensor(text[:-1]))
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
-        assert text[len(ids) :] == theirs.argmax(-1)[len(ids) - 1 :].tolist()
-        torch.testing.assert_close(plain.run(text[:-1], (len(text) - 1,)), ours, rtol=1e-4, atol=1e-3)
+    device = TapingDevice(launch)
+    together = Served(family, graphs=True, launch=device.launch, capture=device.capture)
+    check_family(Served(family), together, Served(family, paged=False))
     has_experts = "n_routed_experts" in SERVED.get(family, {}) or "num_local_experts" in SERVED.get(family, {})
     captured = 0 if has_experts or family.startswith("deepseek") else 3
-    assert len(together.device.tapes) == captured, "of 1, 2 and 4 rows; on a CPU, experts are called one by one"
+    assert len(device.tapes) == captured, "of 1, 2 and 4 rows; on a CPU, experts are called one by one"
 
 
 def test_a_replayed_step_copies_its_arrays_and_makes_no_tensor(monkeypatch):
     """One copy to the device; the graph does the rest, so nothing is launched and nothing waited for."""
-    served = Served("gpt2", captures=True)
+    served = with_graphs("gpt2")
     served.program.warm_up(2)
     monkeypatch.setattr(Tape, "replay", lambda tape: None)
     batch = batch_of([Part(4, [5], [1]), Part(7, [6], [2])], BLOCK)
@@ -138,8 +83,24 @@ def test_a_replayed_step_copies_its_arrays_and_makes_no_tensor(monkeypatch):
     assert served.program.progress.count > before, "the watchdog sees that steps are run"
 
 
+def test_tokens_are_drawn_on_the_device_as_the_native_sampler_draws_them():
+    library_or_skip()
+    native, served = NativeSampler.with_threads(1), Served("gpt2")
+    served.program.warm_up(2)
+    assert served.program.sampler.numerics == native.numerics
+    parts = [Part(0, tokens(3, seed), served.blocks(3)) for seed in range(2)]
+    batch = batch_of(parts, BLOCK)
+    draws = [replace(each, temperature=1.5, seed=row) for row, each in enumerate([FILTERS["top-p"]] * 6)]
+    draws[1] = replace(draws[1], num_logprobs=2)
+    output = served.program.run(batch, with_logits=True)
+    kept = HeadOutput(output.logits.clone(), None)
+    assert served.program.sampler.sample(output, draws) == native.sample(kept, draws)
+    assert torch.equal(output.logits, kept.logits)
+    native.close()
+
+
 def test_a_capture_that_fails_leaves_all_steps_eager(caplog):
-    served = Served("gpt2", captures=True)
+    served = with_graphs("gpt2")
 
     def fail(work):
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -154,19 +115,12 @@ def test_a_capture_that_fails_leaves_all_steps_eager(caplog):
     assert torch.equal(served.run(ids, (5, 1)), Served("gpt2").run(ids, (6,)))
 
 
-def module_of(family, device):
-    """A tiny model's tree on a device, and what its attention gives where each token sees itself alone."""
-    module = hugging_face(config_of(family), ATTENTION, torch.bfloat16)
+def reason_against(family, device):
     target = Target(group=SingleRank(), tiles=RowTiles(device), device=device, dtype=torch.bfloat16)
-    parallelize(module, ParallelPlan(module.config, module.tp_plan or {}, 1), loaded_weights, target)
+    module = module_of(family, target)
     for part in module.modules():
         part.paged_attention = device_skeleton._attend_alone
         part.warn_if_padding_and_no_attention_mask = lambda *arguments: None  # as `RankModel` has it
-    return module
-
-
-def reason_against(family, device):
-    module = module_of(family, device)
 
     def step(token_ids, positions, rows):
         module(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
@@ -239,11 +193,35 @@ def test_kernels_whose_rows_depend_on_their_company_do_not_serve():
 def test_gather_and_sdpa_serve_where_the_kernels_do_not(monkeypatch, caplog):
     monkeypatch.setattr(device_skeleton, "disagreement", lambda *comparison: "a reason")
     with caplog.at_level(logging.WARNING, logger="holdfast"):
-        served = Served("gpt2", on_device=True)
+        served = Served("gpt2")
     assert [record.message for record in caplog.records] == [
         "attention runs on gather and SDPA in place of paged kernels: a reason"
     ]
     assert served.program.numerics == "skeleton"
+
+
+def test_kernels_that_do_not_run_on_a_device_leave_it_to_gather_and_sdpa(monkeypatch, caplog):
+    def fail(*comparison):
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(device_skeleton, "disagreement", fail)
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        served = Served("gpt2")
+    assert "they do not run here (out of resource: shared memory)" in caplog.text
+    assert served.program.numerics == "skeleton"
+
+
+def test_all_ranks_attend_by_the_same_kernels(monkeypatch):
+    """One that may not use the paged ones keeps the others from them."""
+
+    def run(group):
+        target = Target(group=group, tiles=RowTiles(CPU), device=CPU, dtype=torch.float32)
+        model = RankModel(module_of("apertus", target), target)
+        side = DeviceSkeleton(model, target, max_positions=128, launch=launch)
+        monkeypatch.setattr(side, "_compare", lambda block_size: "a reason" if group.rank else None)
+        return side._against_kernels(16)
+
+    assert on_ranks(2, run) == ["another rank's kernels do not serve", "a reason"]
 
 
 def test_what_the_kernels_do_not_run_is_refused():

@@ -10,6 +10,7 @@ from holdfast.worker.model.roofline import (
     EXCHANGE_S,
     GRAPH_LAUNCH_S,
     HOST_S,
+    SECOND_WAIT_S,
     ModelShape,
     kv_bytes_per_token,
     step_of,
@@ -132,14 +133,20 @@ def test_the_shape_of_a_mixture_is_read_from_its_config():
 
 
 def test_sums_that_do_not_depend_on_the_number_of_ranks_have_a_price():
-    """64 tokens of 4,096 values, twice in each of 32 layers. Of 4 ranks each writes and reads one slice more than one,
-    and receives 3 float32 sums; by a plain all-reduce, one and a half of bfloat16.
+    """32 tokens of 4,096 values, twice in each of 32 layers. Of 4 ranks each writes and reads one slice more than one,
+    and receives 3 float32 sums; by a plain all-reduce, one and a half of bfloat16. Of 128 tokens it is one and a half
+    of float32.
     """
-    values = 2 * 32 * 64 * 4096
-    alone, shared = (step_of(LLAMA_8B, H200, num_sequences=64, num_tokens=1, context=1024, tp=tp).sums for tp in (1, 4))
+    values = 2 * 32 * 32 * 4096
+    alone, shared, longer = (
+        step_of(LLAMA_8B, H200, num_sequences=32 * rows, num_tokens=1, context=1024, tp=tp).sums
+        for tp, rows in ((1, 1), (4, 1), (4, 4))
+    )
     assert (alone.slice_bytes, alone.link_bytes, alone.plain_seconds(H200)) == (2 * 7 * values * 4, 0, 0)
     assert alone.seconds(H200) == pytest.approx(2 * 7 * values * 4 / 4.8e12)
     assert (shared.slice_bytes, shared.link_bytes) == (2 * values * 4, 3 * values * 4)
+    assert longer.link_bytes == 1.5 * (4 * values) * 4
+    assert (longer.wait_s, shared.wait_s) == (64 * (EXCHANGE_S + SECOND_WAIT_S), 64 * EXCHANGE_S)
     assert shared.plain_link_bytes == 1.5 * values * 2
     assert shared.plain_seconds(H200) == pytest.approx(64 * EXCHANGE_S + 3 * values / 450e9)
     assert shared.seconds(H200) == pytest.approx(64 * EXCHANGE_S + 12 * values / 450e9 + 8 * values / 4.8e12)

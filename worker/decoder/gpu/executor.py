@@ -350,8 +350,14 @@ class GpuExecutor:
             logits = self._logits(Launched(num_rows, num_rows, with_logits=True))
             if logits is not None:
                 self._sampler.warm_up(logits)
+            self._meet()
         self._warm_up_pending(cache.block_size)
         cache.clear(torch.zeros(1, dtype=torch.int64))
+
+    def _meet(self) -> None:
+        """Waits on the host for all ranks: what the leader alone compiles may take longer than devices wait."""
+        if self._group.size > 1:
+            self._group.all_gather(torch.zeros(1), dim=0)
 
     def _warm_up_pending(self, block_size: int) -> None:
         """A step that goes on from the best token of the one before, and one from a token that the leader has drawn."""

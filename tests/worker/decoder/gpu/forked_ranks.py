@@ -19,56 +19,29 @@ import torch
 from tests.worker.decoder.gpu.interpreter import interpreter  # isort: skip  # first: it skips where there is no Triton
 from holdfast.worker.decoder.gpu.peer_memory import PeerMemory
 from holdfast.worker.decoder.gpu.rank_exchange import POLL_S
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup, ordered_sum
+from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
+from tests.worker.decoder.gpu.piped_group import PipedGroup, pipes_between
 
 T = TypeVar("T")
 
 _FORK = multiprocessing.get_context("fork")
 
 
-class ForkedGroup(TensorParallelGroup):
-    """One rank's end: a pipe to each other rank, and shares of memory that were mapped before the fork."""
+class ForkedGroup(PipedGroup):
+    """One rank's end, with shares of memory that were mapped before the fork."""
 
     data_timeout_s = 1_000_000 * POLL_S
     """So many looks at a flag, which take longer than any test: the leader draws for seconds here."""
 
     def __init__(self, rank: int, pipes: dict[int, Connection], shares: list[np.ndarray]) -> None:
-        self.rank = rank
-        self.size = len(pipes) + 1
+        super().__init__(rank, pipes)
         self.shares = shares
-        self._pipes = pipes
 
     def share(self, group: TensorParallelGroup, num_words: int, device: torch.device) -> PeerMemory | str:
-        """As `share_memory`. The second exchange of a rank, or a larger one than there is room for, gets none."""
+        """As `share_memory`. An exchange that is larger than there is room for gets none."""
         if self.shares[0].size < num_words:
             return "there is no such room"
         return PeerMemory(tuple(share.ctypes.data for share in self.shares), self.shares)
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return ordered_sum(self._exchange(x))
-
-    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return torch.cat(self._exchange(x), dim)
-
-    def broadcast(self, message: Any) -> Any:
-        return self._exchange(message)[0]
-
-    def close(self) -> None:
-        pass
-
-    def _exchange(self, value: Any) -> list[Any]:
-        """Pair by pair, in one order on all ranks, so that none waits in a circle."""
-        sent = value.numpy() if isinstance(value, torch.Tensor) else value
-        values = {self.rank: sent}
-        for peer, pipe in sorted(self._pipes.items()):
-            if self.rank < peer:
-                pipe.send(sent)
-                values[peer] = pipe.recv()
-            else:
-                values[peer] = pipe.recv()
-                pipe.send(sent)
-        found = [values[rank] for rank in range(self.size)]
-        return [torch.from_numpy(each.copy()) for each in found] if isinstance(value, torch.Tensor) else found
 
 
 def fork_ranks(
@@ -76,10 +49,7 @@ def fork_ranks(
 ) -> list[T]:
     """Runs `work` on each rank; the results in rank order. A rank that ends without one gives None."""
     shares = [np.frombuffer(mmap.mmap(-1, 4 * share_words), np.int32) for _ in range(size)]
-    pipes: list[dict[int, Connection]] = [{} for _ in range(size)]
-    for one in range(size):
-        for other in range(one):
-            pipes[one][other], pipes[other][one] = _FORK.Pipe()
+    pipes = pipes_between(size, _FORK)
     answers = [_FORK.Pipe(duplex=False) for _ in range(size)]
     ranks = [
         _FORK.Process(target=_run, args=(work, ForkedGroup(rank, pipes[rank], shares), answers[rank][1]), daemon=True)

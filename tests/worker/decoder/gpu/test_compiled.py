@@ -95,7 +95,7 @@ def record(kernel, grid, arguments, *, num_warps, num_stages):
     use = use_of(kernel, arguments, num_warps, num_stages)
     uses.setdefault(use.title, use)
 _run_exchange(record)
-for title in ("add_over_ranks(PARTS=2, RANKS=4)", "gather_over_ranks(RANKS=4, RECEIVES=True)"):
+for title in ("add_over_ranks(PARTS=1, RANKS=4)", "gather_over_ranks(RANKS=4, RECEIVES=True)"):
     for device in DEVICES:
         print(*re.findall(ORDER, compiled_for(uses[title], device).asm["ptx"]))
 """

@@ -85,7 +85,9 @@ def test_ranks_of_two_hosts_share_nothing(monkeypatch):
     assert set(shared(2, [Driver(), Driver()])) == {"they are not on one host"}
 
 
-def test_links_without_atomic_operations_are_not_used():
+def test_links_without_atomic_operations_are_not_used(monkeypatch):
+    uuids = iter(["GPU-a", "GPU-b"])
+    monkeypatch.setattr(peer_memory, "_uuid", lambda device: next(uuids))
     found = shared(2, [Driver(), Driver()], lambda one, other: "atomic operations")
     assert found == [
         f"the link of the devices of ranks {rank} and {1 - rank} has no atomic operations" for rank in (0, 1)

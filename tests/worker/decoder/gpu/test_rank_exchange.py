@@ -1,5 +1,6 @@
 """Sums over ranks in peers' memory have the bits of the tree, step after step, and end when a rank does not come."""
 
+import gc
 import threading
 
 import pytest
@@ -10,7 +11,10 @@ from holdfast.worker.decoder.gpu import choose_exchange
 from holdfast.worker.decoder.gpu.buffers import Buffers
 from holdfast.worker.decoder.gpu.kernels import ranks
 from holdfast.worker.decoder.gpu.launches import Launches
-from holdfast.worker.decoder.gpu.rank_exchange import FLAGS, POLL_S, GroupExchange, PeerExchange, share_words
+from holdfast.worker.decoder.gpu.peer_memory import PeerMemory
+from holdfast.worker.decoder.gpu.rank_exchange import FLAGS, POLL_S, SCATTERED, GroupExchange, PeerExchange, share_words
+from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.model import roofline
 from tests.worker.decoder.gpu.forked_ranks import fork_ranks, read_late
 
 LOOK_EVERY = ranks.LOOK_EVERY.value
@@ -32,12 +36,12 @@ def tree(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0]
 
 
-def peers(group, slot_words: int = SLOT, **changes) -> PeerExchange:
+def peers(group, slot_words: int = SLOT, scatters_from: int | None = None, **changes) -> PeerExchange:
     others = GroupExchange(group, Launches(launch))
     for name, value in changes.items():
         setattr(group, name, value)
     memory = group.share(group, share_words(slot_words), CPU)
-    return PeerExchange(memory, group, slot_words, others, CPU, launch)
+    return PeerExchange(memory, group, slot_words, others, CPU, launch, scatters_from)
 
 
 @pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
@@ -59,6 +63,31 @@ def test_sums_of_any_size_are_those_of_the_tree_step_after_step(size):
         parts = [part for rank in range(size) for part in values(rank, turn, count, slices)]
         for sums in found:
             assert torch.equal(sums[turn].flatten(), tree(parts)), (turn, count)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_sums_that_are_scattered_have_the_same_bits(size):
+    """Blocks of several rounds and one that is not whole; between sums that are not scattered, and other exchanges."""
+    sizes = (3000, (66 if size > 2 else 9) * 1024 + 500, 1500, 2000)
+
+    def work(group):
+        if group.rank == size - 1:
+            read_late()
+        exchange, buffers = peers(group, 68 * 1024, 2000), Buffers(CPU)
+        sums = []
+        for turn, count in enumerate(sizes):
+            sums.append(exchange.add(values(group.rank, turn, count, 2)[:, None], buffers).clone())
+            exchange.take_from_leader(torch.zeros(5, dtype=torch.int32))
+        return sums
+
+    for sums in fork_ranks(size, work, share_words=share_words(68 * 1024)):
+        for turn, count in enumerate(sizes):
+            parts = [part for rank in range(size) for part in values(rank, turn, count, 2)]
+            assert torch.equal(sums[turn].flatten(), tree(parts)), (turn, count)
+
+
+def test_the_roofline_knows_which_sums_are_scattered():
+    assert roofline.SCATTERED == SCATTERED
 
 
 def test_epochs_go_on_beyond_the_largest_number():
@@ -140,6 +169,21 @@ def test_the_host_ends_a_wait():
         return exchange.lost()
 
     assert fork_ranks(2, work) == ["waiting was given up", None]
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_shares_are_given_back_once_also_by_an_exchange_that_is_dropped(closes):
+    """As by a model in a process that goes on without it."""
+    released, group = [], SingleRank()
+    others = GroupExchange(group, Launches(launch))
+    memory = PeerMemory((0,), release=lambda: released.append(True))
+    exchange = PeerExchange(memory, group, SLOT, others, CPU, launch)
+    if closes:
+        exchange.close()
+        exchange.close()
+    del exchange
+    gc.collect()
+    assert released == [True]
 
 
 def chosen(group, share, launch=launch):

@@ -290,7 +290,7 @@ def merge_splits(
         weight = tl.zeros((ROWS,), dtype=tl.float32)
         for split in range(_first_key(first_position, WINDOW) // SPLIT, tl.cdiv(first_position + count, SPLIT)):
             place = (split * tl.num_programs(0) + tl.program_id(0)) * KV_HEADS + kv_head
-            sums = split_totals + place * ((VALUE_DIMS or DIMS) * ROWS)
+            sums = split_totals + place * ((VALUE_DIMS or DIMS) * ROWS)  # first: else it takes more registers
             more = tl.load(sums + dims[:, None] * ROWS + column[None, :])
             more_best = tl.load(split_bests + place * ROWS + column)
             more_weight = tl.load(split_weights + place * ROWS + column)

@@ -106,8 +106,13 @@ def add_over_ranks(
     rank,
     PARTS: tl.constexpr,
     RANKS: tl.constexpr,
+    SCATTERS: tl.constexpr,
 ):
-    """The sum of all slices of all ranks, as one binary tree. Grid: (programs,), at most PROGRAMS."""
+    """The sum of all slices of all ranks, as one binary tree. Grid: (programs,), at most PROGRAMS.
+
+    With SCATTERS each rank adds its share of the blocks alone, and the ranks read the sums in a second epoch: the same
+    additions, and 2 / RANKS of the bytes. Each epoch has flags of its own, and fewer writes and reads than others.
+    """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program) + 1
     own = slot_of(peers, rank, epoch, slot_words)
@@ -117,10 +122,25 @@ def add_over_ranks(
         total = tree_of(parts, num_values, places, mask, PARTS)
         tl.store(own + places, total.to(tl.int32, bitcast=True), mask=mask)
     meet(peers, lost, program, epoch, rank, max_polls, RANKS)
+    if SCATTERS:
+        sums = slot_of(peers, rank, epoch + 1, slot_words)
+        first = (rank + RANKS - program % RANKS) % RANKS  # its round: other programs have others, to share any size
+        for start in range((first * PROGRAMS + program) * WORDS, num_values, RANKS * PROGRAMS * WORDS):
+            places = start + tl.arange(0, WORDS)
+            mask = places < num_values
+            total = tree_of_ranks(peers, epoch, slot_words, places, mask, RANKS)
+            tl.store(sums + places, total.to(tl.int32, bitcast=True), mask=mask)
+        epoch += 1
+        meet(peers, lost, program, epoch, rank, max_polls, RANKS)
     for start in range(program * WORDS, num_values, PROGRAMS * WORDS):
         places = start + tl.arange(0, WORDS)
         mask = places < num_values
-        tl.store(out + places, tree_of_ranks(peers, epoch, slot_words, places, mask, RANKS), mask=mask)
+        if SCATTERS:
+            owner = (start // (PROGRAMS * WORDS) + program) % RANKS
+            total = part_of(peers, owner, epoch, slot_words, places, mask)
+        else:
+            total = tree_of_ranks(peers, epoch, slot_words, places, mask, RANKS)
+        tl.store(out + places, total, mask=mask)
     tl.store(epochs + program, epoch)
 
 
