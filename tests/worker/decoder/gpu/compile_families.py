@@ -36,7 +36,7 @@ def uses_of_families(models: list[str]) -> dict[object, Use]:
                 for in_fp8 in (False, True):
                     if in_fp8:
                         executor.keep_in_fp8()
-                    executor.allocate_cache(16, 16)
+                    executor.allocate_cache(16, 64)
                     for batch in (decode_batch(2, 2000), prompt_batch(100)):
                         executor.launch(batch, with_logits=False)
     return found
