@@ -29,7 +29,7 @@ from tests.worker.decoder.cpu.runs import layout_of, tokens
 from tests.worker.decoder.gpu import runs
 from tests.worker.decoder.gpu.runs import Fp8Reference, Part
 from tests.worker.decoder.gpu.test_executor import size_of
-from tests.worker.decoder.models import MODELS, config_of, expected_logits, parallelized, share_of
+from tests.worker.decoder.models import MODELS, config_of, expected_logits, on_ranks, parallelized, share_of
 from tests.worker.engine.test_turn_counts import INFO
 from tests.worker.engine.two_plans import make_request
 
@@ -47,14 +47,14 @@ Runner = partial(runs.Runner, launch=launch)
 def test_the_error_of_a_family_is_that_of_its_keys_and_values_in_fp8(model, dtype):
     """In one piece and in chunks: equal bits. In float32 hardly anything else is rounded."""
     layout = layout_of(model, dtype)
-    ids = tokens(40)
+    ids = tokens(18)
     exact = Reference(layout, dtype=torch.float64).run_model(torch.tensor(ids))
     rounded = Fp8Reference(layout, rounds=True).run_model(torch.tensor(ids))
     runner = Runner(layout, block_size=16, in_fp8=True)
     logits = runner.run(ids)
     error, rounding = (size_of(x.double() - exact) for x in (logits, rounded))
     assert 0 < error <= 1.5 * rounding, (error, rounding)
-    assert torch.equal(runner.run(ids, (33, 1, 6)), logits)
+    assert torch.equal(runner.run(ids, (13, 1, 2)), logits)
 
 
 @pytest.mark.slow
@@ -106,6 +106,21 @@ class Told:
 
     def on_failure(self, error) -> None:
         raise error
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_bits_of_one():
+    """A row belongs to one head, and so to one rank. The leader alone has logits."""
+    config, ids = config_of("llama", num_attention_heads=8, num_key_value_heads=4), tokens(12)
+
+    def run(group):
+        layout = recognize(parallelized(config, group, BF16), size=group.size)
+        return Runner(layout, group=group, in_fp8=True).run(ids, (7, 5))
+
+    (alone,) = on_ranks(1, run)
+    leader, other = on_ranks(2, run)
+    assert torch.equal(leader, alone)
+    assert other.numel() == 0
 
 
 class Engines:
