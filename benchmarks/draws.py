@@ -1,9 +1,14 @@
-"""Times of drawing one step's tokens: the native sampler beside PyTorch's, in one run.
+"""CPU time of drawing one step's tokens by the native sampler, and its share of the step.
 
-    python -m benchmarks.draws [--vocab 151936] [--rows 1 8 32] [--threads 2] [--rounds 10] [--json FILE]
+    python -m benchmarks.draws [--vocab 151936] [--rows 1 8 32] [--threads 2] [--rounds 30] [--spread 2]
+        [--kinds WORD ...] [--step-of MODEL] [--against LIBRARY] [--torch] [--json FILE]
 
-Logits are normal, which is the worst case: no block of the vocabulary can be left out. Rounds of the two alternate;
-the table has medians in milliseconds for a whole step of so many rows.
+Logits are normal with a standard deviation of `--spread`. 2 is a bad case: next to no block of the vocabulary can be
+left out. The sampler gets the head's own best of each 64 logits, and where log-probabilities are asked for its sums of
+exponentials too. `--step-of`: steps of a model (`peers/models.py`) are run in the same rounds, with and without those
+sums, draws are from its vocabulary, and the table has shares of the step. `--against`: beside it another version of the
+native library; `--torch`: PyTorch's sampler, which takes seconds. Kinds and samplers alternate. The table has the least
+and the median CPU time of all threads, in milliseconds for a step of so many rows, with what Python does for it.
 """
 
 import argparse
@@ -11,13 +16,18 @@ import json
 import platform
 import statistics
 import time
-from dataclasses import replace
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.decoder_steps import Kind, Timed, load, make_batch
+from holdfast.worker.decoder.cpu import library
 from holdfast.worker.decoder.cpu.sampler import NativeSampler
 from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import DrawParams
@@ -25,36 +35,158 @@ from holdfast.worker.sampling.head_output import HeadOutput
 from holdfast.worker.sampling.step_sampler import StepSampler, TorchSampler
 
 PLAIN = DrawParams(seed=7, first_output_index=0, temperature=0.8, top_k=0, top_p=1.0)
+NUCLEUS = replace(PLAIN, top_p=0.95)
+OUTPUTS = array("q", range(0, 4000, 8))
+LONG_OUTPUTS = array("q", range(3000))
 PENALTIES = LogitsSettings(repetition_penalty=1.2, frequency_penalty=0.3)
+LONG = LogitsSettings(repetition_penalty=1.2, presence_penalty=0.3, prompt_token_ids=array("q", range(1, 60_000, 20)))
+EDITED = LogitsSettings(
+    min_tokens=9_999, end_token_ids=(0, 7), bad_words=((5,), (9,)), logit_bias=tuple((i * 500, 1.5) for i in range(300))
+)
 KINDS = {
-    "temperature": PLAIN,
-    "top-p 0.95": replace(PLAIN, top_p=0.95),
-    "top-p 0.5": replace(PLAIN, top_p=0.5),
-    "top-k 50": replace(PLAIN, top_k=50),
-    "top-k 50, top-p 0.95": replace(PLAIN, top_k=50, top_p=0.95),
-    "min-p 0.05": replace(PLAIN, min_p=0.05),
+    "greedy, logprobs 0": replace(PLAIN, temperature=0.0, num_logprobs=0),
     "greedy, logprobs 5": replace(PLAIN, temperature=0.0, num_logprobs=5),
-    "top-p 0.95, logprobs 5": replace(PLAIN, top_p=0.95, num_logprobs=5),
-    "top-p 0.95, penalties": replace(
-        PLAIN, top_p=0.95, logits_settings=PENALTIES, output_token_ids=tuple(range(0, 4000, 8))
+    "greedy, logprobs 20": replace(PLAIN, temperature=0.0, num_logprobs=20),
+    "greedy, penalties": replace(PLAIN, temperature=0.0, logits_settings=PENALTIES, output_token_ids=OUTPUTS),
+    "temperature": PLAIN,
+    "temperature 2": replace(PLAIN, temperature=2.0),
+    "top-p 0.95": NUCLEUS,
+    "top-p 0.5": replace(PLAIN, top_p=0.5),
+    "top-p 0.1": replace(PLAIN, top_p=0.1),
+    "temperature 2, top-p 0.1": replace(PLAIN, temperature=2.0, top_p=0.1),
+    "top-k 50": replace(PLAIN, top_k=50),
+    "top-k 50, top-p 0.95": replace(NUCLEUS, top_k=50),
+    "top-k 20000": replace(PLAIN, top_k=20_000),
+    "min-p 0.05": replace(PLAIN, min_p=0.05),
+    "min-p 0.05, top-p 0.5": replace(PLAIN, min_p=0.05, top_p=0.5),
+    "top-p 0.95, logprobs 5": replace(NUCLEUS, num_logprobs=5),
+    "top-p 0.95, logprobs 20": replace(NUCLEUS, num_logprobs=20),
+    "temperature 2, logprobs 20": replace(PLAIN, temperature=2.0, num_logprobs=20),
+    "top-p 0.95, penalties": replace(NUCLEUS, logits_settings=PENALTIES, output_token_ids=OUTPUTS),
+    "top-p 0.95, penalties on 6000 tokens": replace(NUCLEUS, logits_settings=LONG, output_token_ids=LONG_OUTPUTS),
+    "top-p 0.95, bias of 300 and bans": replace(NUCLEUS, logits_settings=EDITED),
+    "top-p 0.95, 1000 allowed": replace(
+        NUCLEUS, logits_settings=LogitsSettings(allowed_token_ids=array("q", range(0, 100_000, 100)))
+    ),
+    "top-p 0.95, mask": replace(NUCLEUS, logits_settings=LogitsSettings(grammar="x")),
+    "all at once": DrawParams(
+        seed=7,
+        first_output_index=0,
+        temperature=2.0,
+        top_k=20_000,
+        top_p=0.1,
+        min_p=1e-6,
+        logits_settings=replace(
+            LONG, grammar="x", min_tokens=9_999, end_token_ids=(0, 7), logit_bias=EDITED.logit_bias
+        ),
+        output_token_ids=LONG_OUTPUTS,
+        num_logprobs=20,
+    ),
+    "top-p 0.95, penalties, logprobs 20": replace(
+        NUCLEUS, logits_settings=PENALTIES, output_token_ids=OUTPUTS, num_logprobs=20
     ),
 }
 
 
+Ready = Callable[[], object]
+"""One round of what is measured, with all that is not to be measured done."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A model's decodes of so many sequences, as the engine runs them before draws."""
+
+    timed: Timed
+    rows: int
+    with_masses: bool
+
+    def ready(self, number: int) -> Ready:
+        batch = make_batch(Kind("decode", self.rows, 160, 1), self.timed.loaded.info.block_size)
+        batch = replace(batch, with_masses=self.with_masses)
+        return lambda: self.timed.loaded.program.run(batch, with_logits=True)
+
+
+@dataclass(slots=True)
+class Draws:
+    """One sampler's draws of one kind from all rows, of another output position in each round."""
+
+    sampler: StepSampler
+    output: HeadOutput
+    params: DrawParams
+    mask: bytes | None
+
+    def ready(self, number: int) -> Ready:
+        assert self.output.logits is not None, "rows of logits are drawn from"
+        rows = range(self.output.logits.shape[0])
+        draws = [replace(self.params, seed=row, first_output_index=number) for row in rows]
+        masks = dict.fromkeys(rows, self.mask) if self.mask else None
+        return lambda: self.sampler.sample(self.output, draws, masks)
+
+
+@dataclass(slots=True)
+class Measured:
+    what: Step | Draws
+    cpu_ms: list[float] = field(default_factory=list)
+
+    def round(self, number: int) -> None:
+        run = self.what.ready(number)
+        cpu = time.process_time()
+        run()
+        if number:  # the first round warms up
+            self.cpu_ms.append((time.process_time() - cpu) * 1e3)
+
+
+def head_output(rows: int, vocab: int, spread: float) -> HeadOutput:
+    """Normal logits as a head gives them."""
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * spread
+    filled = torch.nn.functional.pad(logits, (0, -vocab % 64), value=float("-inf")).view(rows, -1, 64)
+    best = filled.amax(2)
+    return HeadOutput(logits, None, best, (filled - best[..., None]).exp().sum(2))
+
+
+def other_sampler(path: Path, threads: int) -> NativeSampler:
+    """A sampler of another library, which is loaded as it is, whatever sources it was made from."""
+    library.load_library.cache_clear()
+    with patch.object(library, "path_of", lambda name: path):
+        sampler = NativeSampler.with_threads(threads)
+    library.load_library.cache_clear()
+    return sampler
+
+
 def measure(
-    samplers: dict[str, StepSampler], logits: torch.Tensor, params: DrawParams, rounds: int
-) -> dict[str, float]:
-    """Median milliseconds of each sampler for the rows of `logits`."""
-    output = HeadOutput(logits, None, logits.view(len(logits), -1, 64).amax(2))
-    times: dict[str, list[float]] = {name: [] for name in samplers}
-    for number in range(rounds + 1):
-        draws = [replace(params, seed=row, first_output_index=number) for row in range(len(logits))]
+    samplers: dict[str, StepSampler], kinds: dict[str, DrawParams], output: HeadOutput, step: Timed | None, rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """CPU milliseconds of all rounds, by kind and sampler; of steps under names of their own."""
+    assert output.logits is not None, "rows of logits are drawn from"
+    rows, vocab = output.logits.shape
+    mask = bytes([0b01010101]) * (vocab // 8)
+    measured: dict[tuple[str, str], Measured] = {}
+    if step:
+        for name, with_masses in (("step", False), ("step with sums for log-probabilities", True)):
+            measured[name, "native"] = Measured(Step(step, rows, with_masses))
+    for kind, params in kinds.items():
+        given = replace(output, block_mass=None) if params.num_logprobs is None else output
         for name, sampler in samplers.items():
-            started = time.perf_counter()
-            sampler.sample(output, draws)
-            if number:  # the first round warms up
-                times[name].append((time.perf_counter() - started) * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
+            has_mask = params.logits_settings is not None and bool(params.logits_settings.grammar)
+            measured[kind, name] = Measured(Draws(sampler, given, params, mask if has_mask else None))
+    for number in range(rounds + 1):
+        for one in measured.values():
+            one.round(number)
+    found: dict[str, dict[str, list[float]]] = {}
+    for (kind, name), one in measured.items():
+        found.setdefault(kind, {})[name] = one.cpu_ms
+    return found
+
+
+def show(title: str, found: dict[str, dict[str, list[float]]], names: list[str]) -> None:
+    table = Table("settings", *(f"{name}, {what}" for name in names for what in ("least", "median")), title=title)
+    table.add_column("share of a step")
+    steps = found.get("step", {}).get("native")
+    for kind, ms in found.items():
+        cells = [f"{of(ms[name]):.3f}" if name in ms else "" for name in names for of in (min, statistics.median)]
+        share = f"{statistics.median(ms['native']) / statistics.median(steps):.1%}" if steps else ""
+        table.add_row(kind, *cells, share)
+    Console(width=150).print(table)
 
 
 def main() -> None:
@@ -62,26 +194,33 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--spread", type=float, default=2.0, help="standard deviation of the logits")
+    parser.add_argument("--kinds", nargs="+", help="only settings whose name has one of these words")
+    parser.add_argument("--step-of", help="folder of a model whose steps are measured as well")
+    parser.add_argument("--against", type=Path, help="a library of the same instruction class, to time as well")
+    parser.add_argument("--torch", action="store_true", help="time PyTorch's sampler as well")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    samplers: dict[str, StepSampler] = {"native": NativeSampler.with_threads(options.threads), "torch": TorchSampler()}
+    step = load("decoder", options.step_of) if options.step_of else None
+    vocab = step.loaded.info.vocab_size if step else options.vocab
+    samplers: dict[str, StepSampler] = {"native": NativeSampler.with_threads(options.threads)}
+    if options.against:
+        samplers["against"] = other_sampler(options.against, options.threads)
+    if options.torch:
+        samplers["torch"] = TorchSampler()
+    kinds = {k: v for k, v in KINDS.items() if not options.kinds or any(word in k for word in options.kinds)}
     found = {}
     for rows in options.rows:
-        logits = torch.randn(rows, options.vocab, generator=torch.Generator().manual_seed(1)) * 2
-        for kind, params in KINDS.items():
-            found[f"{rows} x {kind}"] = measure(samplers, logits, params, options.rounds)
-    table = Table(title=f"ms to draw a step, vocabulary of {options.vocab}, {options.threads} threads")
-    for heading in ("rows x settings", "native", "PyTorch", "ratio"):
-        table.add_column(heading, justify="left" if heading.startswith("rows") else "right")
-    for kind, ms in found.items():
-        table.add_row(kind, f"{ms['native']:.3f}", f"{ms['torch']:.2f}", f"{ms['torch'] / ms['native']:.1f}")
-    Console().print(table)
+        output = head_output(rows, vocab, options.spread)
+        found[rows] = measure(samplers, kinds, output, step, options.rounds)
+        show(f"CPU ms, {rows} rows of {vocab} logits, {options.threads} threads", found[rows], list(samplers))
     if options.json:
         machine = {"processor": platform.processor(), "torch": torch.__version__}
         options.json.write_text(json.dumps({"machine": machine, "options": vars(options), "ms": found}, default=str))
-    samplers["native"].close()
+    for sampler in samplers.values():
+        sampler.close()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from holdfast.cluster.demo.streams import Stream, are_under_way, stream_all
 from holdfast.cluster.progress_bars import progress
 from holdfast.cluster.serve.app import REPLICA, ROUTER
 from holdfast.cluster.serve.models import application_name
-from holdfast.cluster.serve.serving import Serving, serving
+from holdfast.cluster.serve.serving import serving
+from holdfast.cluster.serve.start_up import Serving
 from holdfast.worker.config import ParallelConfig
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.sampling_params import SamplingParams

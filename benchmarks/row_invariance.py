@@ -25,13 +25,14 @@ from torch import Tensor
 
 from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.worker.attention.kv_cache import LayerCache
+from holdfast.worker.attention.paged import AttentionBackend
 from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.layers.row_tiles import RowRule, RowTiles
-from holdfast.worker.model import loading
-from holdfast.worker.model.program import SkeletonProgram
+from holdfast.worker.model import program
+from holdfast.worker.model.skeleton_program import SkeletonProgram
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
 from holdfast.worker.replica.rank import default_device, prepare_process
 
@@ -61,10 +62,13 @@ class PlainTiles(RowTiles):
 class PlainAttention:
     """An `AttentionBackend` without the position rule: each sequence by itself, on its exact length."""
 
-    def __init__(self) -> None:
+    def __init__(self, writer: AttentionBackend) -> None:
+        """`writer` puts keys and values into the pages."""
+        self._writer = writer
         self._sequences: list[tuple[int, int, Tensor, int, Tensor]] = []
 
     def begin(self, batch: StepBatch) -> None:
+        self._writer.begin(batch)
         self._sequences, row, block = [], 0, 0
         for first, count, blocks in zip(batch.first_positions, batch.num_tokens, batch.num_blocks, strict=True):
             end = int(first + count)
@@ -72,6 +76,9 @@ class PlainAttention:
             table = torch.from_numpy(batch.block_ids[block : block + blocks])
             self._sequences.append((row, int(count), table, end, mask))
             row, block = row + int(count), block + int(blocks)
+
+    def write(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
+        self._writer.write(layer, key, value)
 
     def attend(self, layer: LayerCache, query: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
         outputs = []
@@ -92,11 +99,12 @@ def load(config: WorkerConfig, *, plain: bool) -> LeaderRunner:
     prepare_process(config, device)
     if not plain:
         return LeaderRunner(ModelRunner.load(config, group, device=device), group)
-    with patch.object(loading, "RowTiles", PlainTiles):
+    with patch.object(program, "RowTiles", PlainTiles):
         runner = ModelRunner.load(config, group, device=device)
     assert isinstance(runner.program, SkeletonProgram)
     assert runner.program.context is not None
-    runner.program.context.backend = PlainAttention()
+    context = runner.program.context
+    context.backend = PlainAttention(context.backend)
     return LeaderRunner(runner, group)
 
 

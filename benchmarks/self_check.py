@@ -25,7 +25,7 @@ from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.layers.linear import Linear, linear_kernel
-from holdfast.worker.model.program import SkeletonProgram
+from holdfast.worker.model.skeleton_program import SkeletonProgram
 from holdfast.worker.replica.rank import prepare_process
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.supervision.known_answer_check import KnownAnswerCheck

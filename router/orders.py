@@ -52,9 +52,6 @@ class Orders:
     log_level: LogLevel | None = None
     """None: as routers and replicas were started."""
 
-    def pause_of(self, model: str) -> Pause | None:
-        return next((pause for pause in self.pauses if pause.model == model), None)
-
     def canary_of(self, model: str) -> Canary | None:
         return next((canary for canary in self.canaries if canary.model == model), None)
 

@@ -6,7 +6,6 @@ What may not live here: what settings and parameters are (`cluster/config/config
 """
 
 import json
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Final, Literal, get_args, get_origin
@@ -18,6 +17,7 @@ from holdfast.cluster.config.flag_table import PATH, SamplingFlag, SettingFlag
 from holdfast.cluster.config.sources import is_secret, leaves
 from holdfast.worker.parameters import BIASES, NUMBER, SWITCH, TEXTS, TOKEN_IDS, WHOLE, Kind, Parameter
 from holdfast.worker.sampling_params import PARAMETERS
+from scripts.generated_file import keep
 
 KINDS: Final[dict[Kind, str]] = {
     NUMBER: "number",
@@ -85,15 +85,7 @@ def _default(item: Parameter) -> object:
 
 
 def main() -> None:
-    fresh = table()
-    is_current = PATH.exists() and PATH.read_text(encoding="utf-8") == fresh
-    if "--check" not in sys.argv:
-        PATH.write_text(fresh, encoding="utf-8")
-        print(f"{PATH.name} written, {'unchanged' if is_current else 'changed'}")
-    elif is_current:
-        print(f"{PATH.name} is current")
-    else:
-        raise SystemExit(f"{PATH.name} differs from the declarations; run `python -m scripts.flag_table`")
+    keep(PATH, table(), "declarations", "scripts.flag_table")
 
 
 if __name__ == "__main__":

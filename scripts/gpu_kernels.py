@@ -21,10 +21,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from holdfast.worker.attention.kv_cache import KVCache, KVSpec
 from holdfast.worker.decoder.layout import (
     Activation,
     Attention,
     DecoderLayout,
+    Experts,
     Layer,
     Linear,
     Mlp,
@@ -40,13 +42,18 @@ TABLE: Final = Path(__file__).parent.parent / "docs" / "gpu-kernels.json"
 DEVICES: Final = (80, 90, 100)
 HOT: Final = (
     "linear",
+    "grouped_linear",
+    "choose_experts",
+    "add_experts",
     "attend",
+    "write_pages",
     "add_norm",
     "split_heads",
     "activate",
     "merge_splits",
     "best_of_blocks",
     "race_chunks",
+    "add_over_ranks",
 )
 """These may not spill."""
 
@@ -73,19 +80,28 @@ class Shape:
 
     hidden: int
     inner: int
+    """Of an expert, where there are some."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     window: int | None = None
     softcap: float | None = None
+    num_experts: int = 0
+    top_k: int = 0
+    shared_inner: int = 0
+    """Of the expert that all tokens go through, if there is one."""
 
 
 SHAPES: Final = {
     "Llama-3.1-8B": Shape(4096, 14336, 32, 8, 128, 128256),
     "Gemma-2-9B": Shape(3584, 14336, 16, 8, 256, 256000, window=4096, softcap=50.0),
     "Qwen2.5-0.5B": Shape(896, 4864, 14, 2, 64, 151936),
+    "Qwen3-30B-A3B": Shape(2048, 768, 32, 4, 128, 151936, num_experts=128, top_k=8),
+    "Qwen1.5-MoE-A2.7B": Shape(2048, 1408, 16, 16, 128, 151936, num_experts=60, top_k=4, shared_inner=5632),
+    "gpt-oss-20b": Shape(2880, 2880, 64, 8, 64, 201088, window=128, num_experts=32, top_k=4),
 }
+LATENT_SPECS: Final = {"DeepSeek-V2-Lite": KVSpec(num_heads=16, num_kv_heads=16, key_dim=192, value_dim=128)}
 _DECODE_ROWS: Final = (1, 32, 64, 128)
 _PROMPT_ROWS: Final = 2048
 _CONTEXT: Final = 4000
@@ -142,7 +158,47 @@ def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: in
             logits = executor.collect(executor.launch(decode_batch(len(draws)), with_logits=True)).logits
             assert logits is not None, "they were asked for"
             executor.make_sampler().launch(logits, draws, masks)
+    _run_paged_kernels(record, prompt_rows)
+    _run_exchange(record)
     return sorted(found.values(), key=lambda use: use.title)
+
+
+def _run_paged_kernels(launch: Any, prompt_rows: int) -> None:
+    """The attention of models without a decoder program, whose keys and values differ in width."""
+    from holdfast.worker.decoder.gpu.paged_kernels import PagedKernels
+
+    for spec in LATENT_SPECS.values():
+        device = torch.device("meta")
+        kernels = PagedKernels([spec], max_positions=8192, block_size=64, device=device, launch=launch)
+        (layer,) = KVCache.allocate([spec], 16, 64, torch.bfloat16, device).layers
+        for batch in (decode_batch(1), decode_batch(64), prompt_batch(prompt_rows)):
+            kernels.begin(batch)
+            rows = len(batch.token_ids)
+            sizes = ((rows, spec.num_heads, spec.key_dim), (spec.num_kv_heads, rows, spec.key_dim))
+            query, key = (torch.empty(size, dtype=torch.bfloat16, device=device) for size in sizes)
+            kernels.write(layer, key, key.new_empty(spec.num_kv_heads, rows, spec.value_dim))
+            kernels.attend(layer, query, spec.key_dim**-0.5, None)
+
+
+def _run_exchange(record: Any) -> None:
+    """What 2, 4 and 8 ranks launch to exchange sums, best tokens, logits and drawn tokens."""
+    from holdfast.worker.decoder.gpu.buffers import Buffers
+    from holdfast.worker.decoder.gpu.peer_memory import PeerMemory
+    from holdfast.worker.decoder.gpu.rank_exchange import NoExchange, PeerExchange
+
+    meta = torch.device("meta")
+    for size in (2, 4, 8):
+        for rank in (0, 1):
+            group, buffers = SingleRank(), Buffers(meta)
+            group.rank, group.size = rank, size
+            peers = PeerExchange(PeerMemory((0,) * size), group, 1 << 23, NoExchange(), meta, record)
+            x = torch.empty(128, 4096, device=meta)
+            for part in (x, x[:1]):
+                peers.add(part.expand(8 // size, *part.shape), buffers)
+                peers.add_in_place(part)
+            peers.gather(x, "x", buffers)
+            peers.gather_to_leader(x, buffers)
+            peers.take_from_leader(torch.empty(64, dtype=torch.int32, device=meta))
 
 
 def drawn_rows() -> list[tuple[list[DrawParams], dict[int, bytes] | None]]:
@@ -184,7 +240,7 @@ def _kind(value: Any) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def compiled(use: Use, device: int) -> Any:
+def compiled_for(use: Use, device: int) -> Any:
     """The kernel as Triton compiles it for a device of this compute capability."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -202,11 +258,11 @@ def compiled(use: Use, device: int) -> Any:
 
 
 def measured(use: Use, device: int) -> dict[str, Any]:
-    """What the kernel takes of a device of this compute capability."""
-    made = compiled(use, device)
-    registers, stack = resource_usage(made.asm["cubin"])
-    shared = made.metadata.shared
-    found = {"".join(part for part in match if part) for match in _INSTRUCTION.findall(made.asm["ptx"])}
+    """What the kernel takes of such a device."""
+    compiled = compiled_for(use, device)
+    registers, stack = resource_usage(compiled.asm["cubin"])
+    shared = compiled.metadata.shared
+    found = {"".join(part for part in match if part) for match in _INSTRUCTION.findall(compiled.asm["ptx"])}
     return {
         "registers": registers,
         "shared_bytes": shared,
@@ -282,14 +338,29 @@ def layout_of(shape: Shape, num_layers: int = 1) -> DecoderLayout:
         output=Linear(weights=(weight(shape.hidden, width),)),
         num_slices=8 if shape.num_heads % 8 == 0 else 2,
     )
-    mlp = Mlp(
-        activation=Activation.SILU,
-        has_gate=True,
-        up=Linear(weights=(weight(2 * shape.inner, shape.hidden),)),
-        down=Linear(weights=(weight(shape.hidden, shape.inner),)),
-        num_slices=attention.num_slices,
-    )
-    layer = Layer(attention_norm=norm(), attention=attention, mlp_norm=norm(), mlp=mlp)
+
+    def mlp(inner: int) -> Mlp:
+        return Mlp(
+            activation=Activation.SILU,
+            has_gate=True,
+            up=Linear(weights=(weight(2 * inner, shape.hidden),)),
+            down=Linear(weights=(weight(shape.hidden, inner),)),
+            num_slices=attention.num_slices,
+        )
+
+    def experts() -> Experts:
+        return Experts(
+            router=Linear(weights=(weight(shape.num_experts, shape.hidden),)),
+            top_k=shape.top_k,
+            scoring="softmax",
+            normalized=True,
+            experts=tuple(mlp(shape.inner) for _ in range(shape.num_experts)),
+            shared=mlp(shape.shared_inner) if shape.shared_inner else None,
+            shared_gate=weight(1, shape.hidden) if shape.shared_inner else None,
+        )
+
+    own = experts() if shape.num_experts else mlp(shape.inner)
+    layer = Layer(attention_norm=norm(), attention=attention, mlp_norm=norm(), mlp=own)
     embedding = weight(shape.vocab_size, shape.hidden)
     return DecoderLayout(
         dtype=torch.bfloat16,

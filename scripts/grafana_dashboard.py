@@ -8,9 +8,10 @@ which a test checks.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from scripts.generated_file import keep
 
 PAGE = Path(__file__).resolve().parent.parent / "k8s" / "monitoring" / "dashboard.json"
 WIDTH, HEIGHT = 8, 8
@@ -233,14 +234,7 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    fresh = json.dumps(dashboard(), indent=1) + "\n"
-    if "--check" in sys.argv:
-        if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != fresh:
-            raise SystemExit(f"{PAGE.name} is not current; run `python -m scripts.grafana_dashboard`")
-        print(f"{PAGE.name} is current")
-        return
-    PAGE.write_text(fresh, encoding="utf-8")
-    print(f"{PAGE.name} written")
+    keep(PAGE, json.dumps(dashboard(), indent=1) + "\n", "panels", "scripts.grafana_dashboard")
 
 
 if __name__ == "__main__":

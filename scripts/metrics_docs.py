@@ -5,10 +5,10 @@
 What may not live here: what the metrics are (`router/metrics/catalogue.py`).
 """
 
-import sys
 from pathlib import Path
 
 from holdfast.router.metrics.catalogue import SECTIONS, Metric
+from scripts.generated_file import keep
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 HEADER = "| name | type | labels | |\n|---|---|---|---|\n"
@@ -36,15 +36,7 @@ def with_tables(page: str) -> str:
 
 
 def main() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    fresh = with_tables(page)
-    if "--check" in sys.argv:
-        if fresh != page:
-            raise SystemExit(f"{PAGE.name} differs from the catalogue; run `python -m scripts.metrics_docs`")
-        print(f"{PAGE.name} is current")
-        return
-    PAGE.write_text(fresh, encoding="utf-8")
-    print(f"{PAGE.name} written, {'unchanged' if fresh == page else 'changed'}")
+    keep(PAGE, with_tables(PAGE.read_text(encoding="utf-8")), "catalogue", "scripts.metrics_docs")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@
 What may not live here: what the parameters are (`worker/sampling_params.py`).
 """
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from holdfast.worker.parameters import Parameter
 from holdfast.worker.sampling_params import PARAMETERS
+from scripts.generated_file import keep
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "sampling.md"
 HEADER = "| Parameter | Neutral | Limits | What it does |\n|---|---|---|---|\n"
@@ -45,15 +45,8 @@ def _neutral(item: Parameter) -> str:
 
 
 def main() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    fresh = with_table(page, table(PARAMETERS.values()))
-    if "--check" in sys.argv:
-        if fresh != page:
-            raise SystemExit(f"{PAGE.name} differs from the declarations; run `python -m scripts.sampling_docs`")
-        print(f"{PAGE.name} is current")
-        return
-    PAGE.write_text(fresh, encoding="utf-8")
-    print(f"{PAGE.name} written, {'unchanged' if fresh == page else 'changed'}")
+    fresh = with_table(PAGE.read_text(encoding="utf-8"), table(PARAMETERS.values()))
+    keep(PAGE, fresh, "declarations", "scripts.sampling_docs")
 
 
 if __name__ == "__main__":

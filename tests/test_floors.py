@@ -51,7 +51,7 @@ NEVER_LOADS = {  # by room; a package stands for all of its rooms
     "worker.decoder": {"ray", "asyncio", "grpc"},
     **{f"worker.decoder.{room}": {"ctypes", "fcntl", "subprocess"} for room in ("words", "program")},
     "worker.decoder.cpu": {"ray", "asyncio", "grpc", "transformers"},
-    "worker.decoder.gpu": {"ray", "asyncio", "grpc", "transformers", "ctypes"},
+    "worker.decoder.gpu": {"ray", "asyncio", "grpc", "transformers"},  # calls CUDA's driver by ctypes
     "worker.wire": TENSORS | IO,
     "router": {"torch", "ray"},
     "router.words": IO,

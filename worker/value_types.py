@@ -7,12 +7,9 @@ sampling parameter is of which type (`parameters.py`).
 import math
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any, Final, TypeGuard
+from typing import Any, TypeGuard
 
 from holdfast.worker.errors import InvalidRequestError
-
-PLAIN: Final = (int, float)
-"""Python's own numbers."""
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -36,13 +33,6 @@ def is_text(value: object) -> TypeGuard[str]:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def plain_number(value: Any) -> int | float | None:
-    """A number as Python's own; None remains."""
-    if value is None or type(value) in PLAIN:
-        return value  # type: ignore[no-any-return]
-    return int(value) if isinstance(value, Integral) else as_float(value)
 
 
 def as_float(value: Any) -> float:

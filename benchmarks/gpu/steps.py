@@ -2,58 +2,127 @@
 
     python -m benchmarks.gpu.steps [--model 8b] [--seconds 5] [--kv-cache-dtype fp8_e4m3]
 
-Takes some minutes, most of it compiling, and no network. Prints milliseconds a step, and what share of the device's own
+Takes some minutes, most of it compiling, and no network. Tells milliseconds a step, and what share of the device's own
 rates that is: bandwidth is that of a copy, the matrix rate that of a large product, both measured in the same run.
 """
 
-import argparse
 import statistics
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.findings import Findings, Row, machine, parser_of, tell
+from benchmarks.gpu.models import MAX_POSITIONS, MODELS
 from holdfast.worker.decoder.gpu.executor import GpuExecutor
-from holdfast.worker.decoder.layout import DecoderLayout, Layer, Linear, Mlp, Norm
+from holdfast.worker.decoder.layout import DecoderLayout, Experts, Layer, Linear, Mlp, Norm
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.model.roofline import Device, ModelShape, step_of
 from holdfast.worker.plan.step_plan import DrawParams
 from scripts.gpu_kernels import Shape, decode_batch, layout_of, prompt_batch
 
-SHAPES = {
-    "8b": (Shape(4096, 14336, 32, 8, 128, 128256), 32),
-    "0.6b": (Shape(1024, 3072, 16, 8, 128, 151936), 28),
-}
-"""Llama-3.1-8B and Qwen3-0.6B, and their layers."""
-
 _PLAIN = DrawParams(seed=1, first_output_index=0, temperature=0.8, top_k=0, top_p=1.0)
-DRAWS = {"drawn": _PLAIN, "top-k": replace(_PLAIN, top_k=50), "top-p": replace(_PLAIN, top_p=0.95)}
+DRAWS: Final = {"drawn": _PLAIN, "top-k": replace(_PLAIN, top_k=50), "top-p": replace(_PLAIN, top_p=0.95)}
 """Random weights give flat logits: the nucleus is nearly all of the vocabulary."""
 
-BATCHES, CONTEXT, PROMPT = (1, 8, 64, 256), 1024, 2048
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is measured."""
+
+    batches: tuple[int, ...] = (1, 8, 64, 256)
+    context: int = 1024
+    prompts: tuple[int, ...] = (256, 2048)
+    copied_bytes: int = 1 << 30
+    product: int = 8192
+    """Rows and columns of the matrices."""
+    draws: tuple[str, ...] = tuple(DRAWS)
+
+
+TINY: Final = Sizes(batches=(2,), context=16, prompts=(8,), copied_bytes=1 << 16, product=64, draws=("drawn",))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="8b")
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each figure")
+    parser = parser_of(__doc__)
     parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of keys and values")
     options = parser.parse_args()
-    device = measured_device(options.seconds)
-    print(f"{torch.cuda.get_device_name()}: copies at {device.bytes_per_s / 1e12:.2f} TB/s, ", end="")
-    print(f"products at {device.flops_per_s / 1e12:.0f} TFLOP/s, torch {torch.__version__}\n")
-    shape, num_layers = SHAPES[options.model]
-    executor = GpuExecutor(
-        random_layout(shape, num_layers), SingleRank(), max_positions=4096, device=torch.device("cuda", 0)
-    )
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    sizes = TINY if options.model == "tiny" else Sizes()
     in_fp8 = options.kv_cache_dtype == "fp8_e4m3"
+    tell(measure(options.model, device, sizes, options.seconds, in_fp8=in_fp8), options.json)
+
+
+def measure(model: str, device: torch.device, sizes: Sizes, seconds: float, *, in_fp8: bool = False) -> Findings:
+    """Each step's milliseconds, beside what the device's own rates allow."""
+    rates = measured_device(device, sizes, seconds)
+    shape, num_layers = shape_of(model)
+    executor = GpuExecutor(
+        random_layout(shape, num_layers, device), SingleRank(), max_positions=MAX_POSITIONS, device=device
+    )
     if in_fp8:
         executor.keep_in_fp8()
-    executor.allocate_cache(max(BATCHES) * CONTEXT // 64, 64)
-    roofline = ModelShape(
+    blocks_each = -(-max(sizes.context, *sizes.prompts) // 64)
+    executor.allocate_cache(max(sizes.batches) * blocks_each, 64)
+    roofline = replace(roofline_of(shape, num_layers), kv_in_fp8=in_fp8)
+    rows: list[Row] = []
+    for count in sizes.batches:
+        batch = decode_batch(count, sizes.context, own_blocks=True)
+        took = milliseconds(partial(executor.run, batch, with_logits=False), seconds, device)
+        least = step_of(roofline, rates, num_sequences=count, num_tokens=1, context=sizes.context).kernel_s * 1e3
+        rows.append(_row(f"decode {count} at {sizes.context}", took, least, count))
+    for count in sizes.prompts:
+        batch = prompt_batch(count)
+        took = milliseconds(partial(executor.run, batch, with_logits=False), seconds, device)
+        least = step_of(roofline, rates, num_sequences=1, num_tokens=count, context=count).kernel_s * 1e3
+        rows.append(_row(f"prompt of {count}", took, least, count))
+    for count in sizes.batches:
+        batch = decode_batch(count, sizes.context, own_blocks=True)
+        for name in sizes.draws:
+            batch.draws = partial(_drawn, DRAWS[name], count)
+            took = milliseconds(partial(executor.run, batch, with_logits=True), seconds, device)
+            rows.append({"draws": f"decode {count}, {name}", "ms": took})
+    speeds = f"Copies at {rates.bytes_per_s / 1e12:.3g} TB/s, products at {rates.flops_per_s / 1e12:.3g} TFLOP/s."
+    title = f"Steps of {model}" + (", keys and values in fp8" if in_fp8 else "")
+    return Findings(title=title, machine=machine(device), rows=tuple(rows), notes=(speeds,))
+
+
+def _row(step: str, took: float, least: float, num_tokens: int) -> Row:
+    return {
+        "step": step,
+        "ms": took,
+        "its roofline, ms": least,
+        "share": least / took,
+        "tokens/s": num_tokens / took * 1e3,
+    }
+
+
+def _drawn(draw: DrawParams, count: int) -> list[DrawParams]:
+    return [draw.at(row) for row in range(count)]
+
+
+def shape_of(model: str) -> tuple[Shape, int]:
+    """A model's shape, and its layers. Queries have no norm of their own: what that takes is not seen."""
+    _, values = MODELS[model]
+    num_heads = values["num_attention_heads"]
+    shape = Shape(
+        values["hidden_size"],
+        values.get("moe_intermediate_size") or values["intermediate_size"],
+        num_heads,
+        values["num_key_value_heads"],
+        values.get("head_dim", values["hidden_size"] // num_heads),
+        values["vocab_size"],
+        num_experts=values.get("num_experts", 0),
+        top_k=values.get("num_experts_per_tok", 0),
+    )
+    return shape, values["num_hidden_layers"]
+
+
+def roofline_of(shape: Shape, num_layers: int) -> ModelShape:
+    return ModelShape(
         num_layers=num_layers,
         hidden=shape.hidden,
         inner=shape.inner,
@@ -61,95 +130,94 @@ def main() -> None:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         vocab_size=shape.vocab_size,
-        kv_in_fp8=in_fp8,
+        num_experts=shape.num_experts,
+        experts_per_token=shape.top_k,
+        shared_inner=shape.shared_inner,
     )
-    print("step               ms  its roofline  share")
-    for count in BATCHES:
-        batch = decode_batch(count, CONTEXT, own_blocks=True)
-        took = milliseconds(partial(executor.run, batch, with_logits=False), options.seconds)
-        least = step_of(roofline, device, num_sequences=count, num_tokens=1, context=CONTEXT).kernel_s * 1e3
-        print(f"decode {count:4}  {took:9.3f}  {least:12.3f}  {least / took:5.0%}")
-        for name, draw in DRAWS.items():
-            batch.draws = partial(_drawn, draw, count)
-            took = milliseconds(partial(executor.run, batch, with_logits=True), options.seconds)
-            print(f"  {name:9}  {took:9.3f}")
-    batch = prompt_batch(PROMPT)
-    took = milliseconds(lambda: executor.run(batch, with_logits=False), options.seconds)
-    least = step_of(roofline, device, num_sequences=1, num_tokens=PROMPT, context=PROMPT).kernel_s * 1e3
-    print(f"prompt {PROMPT:4}  {took:9.3f}  {least:12.3f}  {least / took:5.0%}")
 
 
-def _drawn(draw: DrawParams, count: int) -> list[DrawParams]:
-    return [draw.at(row) for row in range(count)]
-
-
-def measured_device(seconds: float) -> Device:
+def measured_device(device: torch.device, sizes: Sizes, seconds: float) -> Device:
     """Rates that this device reaches with torch's own kernels."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    source = torch.empty(sizes.copied_bytes, dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
-    copy_ms = milliseconds(lambda: copy.copy_(source), seconds)
-    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product_ms = milliseconds(lambda: left @ right, seconds)
+    copy_ms = milliseconds(lambda: copy.copy_(source), seconds, device)
+    left, right = (torch.randn(sizes.product, sizes.product, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product_ms = milliseconds(lambda: left @ right, seconds, device)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     return Device(
         bytes_per_s=2 * source.numel() / copy_ms * 1e3,
-        flops_per_s=2 * 8192**3 / product_ms * 1e3,
-        memory_bytes=torch.cuda.get_device_properties(0).total_memory,
+        flops_per_s=2 * sizes.product**3 / product_ms * 1e3,
+        memory_bytes=memory,
         link_bytes_per_s=1.0,
     )
 
 
-def milliseconds(work: Callable[[], object], seconds: float) -> float:
-    """The median of single calls, of which the first three do not count."""
+def milliseconds(work: Callable[[], object], seconds: float, device: torch.device) -> float:
+    """The median of single calls, of which the first three do not count; at least one."""
     for _ in range(3):
         work()
-    times: list[float] = []
+    once = _on_device if device.type == "cuda" else _on_host
+    times = [once(work)]
     while sum(times) < seconds * 1e3 and len(times) < 1000:
-        make_event: Any = torch.cuda.Event  # torch does not say its type
-        start, end = make_event(enable_timing=True), make_event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(once(work))
     return statistics.median(times)
 
 
-def random_layout(shape: Shape, num_layers: int) -> DecoderLayout:
+def _on_device(work: Callable[[], object]) -> float:
+    make_event: Any = torch.cuda.Event  # torch does not say its type
+    start, end = make_event(enable_timing=True), make_event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def _on_host(work: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    work()
+    return (time.perf_counter() - started_s) * 1e3
+
+
+def random_layout(shape: Shape, num_layers: int, device: torch.device) -> DecoderLayout:
     """Weights of its own for each layer, so that no cache holds them."""
     layout = layout_of(shape)
-    embedding = _random(layout.embedding)
+
+    def random(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, dtype=like.dtype, device=device) * 0.02
+
+    def linear(like: Linear) -> Linear:
+        return Linear(weights=tuple(map(random, like.weights)))
+
+    def norm(like: Norm | None) -> Norm:
+        assert like is not None
+        return replace(like, weight=torch.ones(like.weight.shape, device=device))
+
+    def dense(like: Mlp) -> Mlp:
+        return replace(like, up=linear(like.up), down=linear(like.down))
+
+    def mixture(like: Experts) -> Experts:
+        assert like.shared is None, "none of the shapes has one"
+        return replace(like, router=linear(like.router), experts=tuple(map(dense, like.experts)))
+
+    def layer(like: Layer) -> Layer:
+        attention, mlp = like.attention, like.mlp
+        return replace(
+            like,
+            attention_norm=norm(like.attention_norm),
+            mlp_norm=norm(like.mlp_norm),
+            attention=replace(attention, qkv=linear(attention.qkv), output=linear(attention.output)),
+            mlp=dense(mlp) if isinstance(mlp, Mlp) else mixture(mlp),
+        )
+
+    embedding = random(layout.embedding)
     return replace(
         layout,
         embedding=embedding,
         head=Linear(weights=(embedding,)),
-        norm=_norm(layout.norm),
-        layers=tuple(_layer(layout.layers[0]) for _ in range(num_layers)),
+        norm=norm(layout.norm),
+        layers=tuple(layer(layout.layers[0]) for _ in range(num_layers)),
     )
-
-
-def _layer(layer: Layer) -> Layer:
-    attention, mlp = layer.attention, layer.mlp
-    assert isinstance(mlp, Mlp)
-    return replace(
-        layer,
-        attention_norm=_norm(layer.attention_norm),
-        mlp_norm=_norm(layer.mlp_norm),
-        attention=replace(attention, qkv=_linear(attention.qkv), output=_linear(attention.output)),
-        mlp=replace(mlp, up=_linear(mlp.up), down=_linear(mlp.down)),
-    )
-
-
-def _linear(linear: Linear) -> Linear:
-    return Linear(weights=tuple(map(_random, linear.weights)))
-
-
-def _norm(norm: Norm | None) -> Norm:
-    assert norm is not None
-    return replace(norm, weight=torch.ones(norm.weight.shape, device="cuda"))
-
-
-def _random(like: Tensor) -> Tensor:
-    return torch.randn(like.shape, dtype=like.dtype, device="cuda") * 0.02
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Sender over gRPC to our own API (`holdfast.v1.Inference`), without the client's retries: every failure counts.
 
-What may not live here: channels (`cluster/client/transport.py`), messages field by field (`router/wire/codec.py`).
+What may not live here: channels (`cluster/client/transport.py`), messages field by field (`router/wire/`).
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import dataclasses
 from holdfast.cluster.bench.sender import Ask, OnPiece, Reply, SendFailed
 from holdfast.cluster.client.async_client import submission
 from holdfast.cluster.client.transport import CallFailed, GrpcTransport
-from holdfast.router.wire.codec import generation_request_message
+from holdfast.router.wire.request_codec import generation_request_message
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.security.tls import Tls

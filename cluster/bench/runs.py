@@ -1,6 +1,7 @@
 """Runs of a bench: calibration, warm-up, a run for each load, or a search for the highest one. Composes the parts.
 
-What may not live here: flags (`cluster/commands/bench.py`), a run's sending (`driver.py`), its figures (`summary.py`).
+What may not live here: flags (`cluster/commands/bench_flags.py`), a run's sending (`driver.py`), and its figures
+(`summary.py`).
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Asyncio client of one or several routers. Its streams survive the loss of a router.
 
 What may live here: when to ask again, and which router. What may not: how calls travel (`transport.py`), messages field
-by field (`router/wire/codec.py`), how long to go on trying (`retry_policy.py`), and anything of Ray or of the engine: a
+by field (`router/wire/`), how long to go on trying (`retry_policy.py`), and anything of Ray or of the engine: a
 client needs neither.
 """
 
@@ -24,7 +24,8 @@ from holdfast.cluster.service_options import ServiceOptions, check_timeout
 from holdfast.router.chat import Chat, Message
 from holdfast.router.generation import Chunk, Generation
 from holdfast.router.request import GenerationRequest
-from holdfast.router.wire.codec import chunk, generation, generation_request_message
+from holdfast.router.wire.request_codec import generation_request_message
+from holdfast.router.wire.response_codec import chunk, generation
 from holdfast.router.wire.statuses import error_of
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InternalError, InvalidRequestError, VersionGoneError

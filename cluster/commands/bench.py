@@ -1,110 +1,29 @@
 """Command `holdfast bench`: a load on a server, ours or another's, and what its clients would see.
 
-What may not live here: anything of the load itself (`cluster/bench/`).
+What may not live here: its flags (`bench_flags.py`), and anything of the load itself (`cluster/bench/`).
 """
 
 import asyncio
-import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
+from holdfast.cluster.commands.bench_flags import LoadFlags, ResultFlags, WorkFlags, params_of, plan_of
 from holdfast.cluster.config.flags import ESSENTIALS, takes_settings
 from holdfast.cluster.config.layers import Layer
 from holdfast.worker.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from holdfast.cluster.bench.report import Report
-    from holdfast.cluster.bench.runs import Plan
+    from holdfast.cluster.bench.report import Report, Settings
+    from holdfast.cluster.bench.runs import Bench, Plan
+    from holdfast.cluster.bench.sender import Sender
     from holdfast.cluster.bench.target import Target
-
-_LOAD = Group.create_ordered("Load: how requests come")
-_WORK = Group.create_ordered("Workload: what is asked")
-_RESULT = Group.create_ordered("Results")
-_DEFAULT_S: Final = 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadFlags:
-    """How requests come."""
-
-    concurrency: Annotated[
-        str | None, Parameter(group=_LOAD, help="closed loop: users at a time; several, like 1,4,16: a run each [8]")
-    ] = None
-    rate: Annotated[
-        str | None, Parameter(group=_LOAD, help="open loop: requests a second; several, like 1,2,4: a run each")
-    ] = None
-    arrivals: Annotated[str, Parameter(group=_LOAD, help="open loop: poisson, gamma or constant")] = "poisson"
-    burstiness: Annotated[
-        float, Parameter(group=_LOAD, help="shape of gamma arrivals: below 1 in bursts, above 1 more even")
-    ] = 1.0
-    trace: Annotated[
-        Path | None, Parameter(group=_LOAD, help="replay a .jsonl or .csv trace: Mooncake's, Azure's, BurstGPT's, ours")
-    ] = None
-    trace_speed: Annotated[float, Parameter(group=_LOAD, help="replay so many times as fast")] = 1.0
-    requests: Annotated[int | None, Parameter(group=_LOAD, help="sessions of each run")] = None
-    duration: Annotated[
-        float | None, Parameter(group=_LOAD, help="seconds in which requests of a run begin [30 without --requests]")
-    ] = None
-    warmup: Annotated[int, Parameter(group=_LOAD, help="requests beforehand, which do not count")] = 0
-    timeout: Annotated[float, Parameter(group=_LOAD, help="seconds after which a request counts as failed")] = 600.0
-    max_in_flight: Annotated[
-        int, Parameter(group=_LOAD, help="open loop: at most so many at a time; the wait of others counts")
-    ] = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkFlags:
-    """What is asked."""
-
-    prompt_tokens: Annotated[
-        str,
-        Parameter(
-            group=_WORK, help="N, uniform:LOW:HIGH, normal:MEAN:DEVIATION, lognormal:MEDIAN:SIGMA, exponential:MEAN"
-        ),
-    ] = "128"
-    output_tokens: Annotated[str, Parameter(group=_WORK, help="the same of outputs")] = "64"
-    prefixes: Annotated[int, Parameter(group=_WORK, help="so many shared prefixes, one before each first prompt")] = 0
-    prefix_tokens: Annotated[int, Parameter(group=_WORK, help="tokens of each shared prefix")] = 0
-    turns: Annotated[int, Parameter(group=_WORK, help="turns of a conversation, each with all before it")] = 1
-    think: Annotated[float, Parameter(group=_WORK, help="seconds between an answer and the next turn")] = 0.0
-    seed: Annotated[int, Parameter(group=_WORK, help="of lengths and arrivals")] = 0
-    text_seed: Annotated[
-        int | None, Parameter(group=_WORK, help="of the words; unset: new ones, that no cache knows")
-    ] = None
-    sampling_temperature: Annotated[float, Parameter(name="--temperature", group=_WORK, help="of sampling")] = 0.0
-    stop_at_eos: Annotated[
-        bool, Parameter(group=_WORK, negative=(), help="outputs may end early (do not send ignore_eos)")
-    ] = False
-    extra_body: Annotated[
-        str | None,
-        Parameter(group=_WORK, help="a JSON object of further sampling parameters, or fields of HTTP bodies"),
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResultFlags:
-    """What comes of it."""
-
-    slo: Annotated[str | None, Parameter(group=_RESULT, help="goodput: limits like ttft=500ms,tpot=50ms,e2e=10s")] = (
-        None
-    )
-    attainment: Annotated[float, Parameter(group=_RESULT, help="share within the SLO that makes a load fine")] = 0.95
-    find_max: Annotated[
-        bool, Parameter(group=_RESULT, negative=(), help="search the highest load within the SLO, from --rate on [1]")
-    ] = False
-    max_tries: Annotated[int, Parameter(group=_RESULT, help="runs of a search, at most")] = 12
-    json: Annotated[Path | None, Parameter(group=_RESULT, help="write the report here, as JSON")] = None
-    html: Annotated[Path | None, Parameter(group=_RESULT, help="write a page with plots here")] = None
-    compare: Annotated[
-        tuple[Path, Path] | None, Parameter(group=_RESULT, help="two reports instead of a load: show both, and ratios")
-    ] = None
-
 
 _NO_LOAD: Final = LoadFlags()
 _NO_WORK: Final = WorkFlags()
@@ -140,16 +59,18 @@ def bench(
     console = Console() if sys.stdout.isatty() else Console(width=120)
     if result.compare is not None:
         return _compare(console, *result.compare, result.html)
+    from holdfast.cluster.bench.display import print_report
     from holdfast.cluster.bench.target import Target
 
     target = Target.parsed(server, protocol)
-    plan = _plan(load, work, result, target)
+    plan = plan_of(load, work, result, target)
     for name, path in (("json", result.json), ("html", result.html)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigurationError(f"--{name} {path}: there is no folder {path.absolute().parent}")
-    report, is_interrupted = _run(
-        plan, target, model, _params(work), load_config(settings).config.client.options, load, console
-    )
+    open_sender = partial(target.sender, model, params_of(work), **load_config(settings).config.client.options)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        report, is_interrupted = runner.run(_run(plan, target, open_sender, load.trace))
+    print_report(console, report)
     if result.json is not None:
         report.write(result.json)
     if result.html is not None:
@@ -163,62 +84,55 @@ def bench(
     return 0 if any(run.completed for run in report.runs) else 1
 
 
-def _run(
-    plan: "Plan",
-    target: "Target",
-    model: str,
-    params: dict[str, Any],
-    options: dict[str, Any],
-    load: LoadFlags,
-    console: Any,
+async def _run(
+    plan: "Plan", target: "Target", open_sender: Callable[[], "Awaitable[tuple[Sender, str]]"], trace: Path | None
 ) -> "tuple[Report, bool]":
     """The report, and whether Ctrl-C has ended it early."""
-    from holdfast.cluster.bench.display import print_report, watch
-    from holdfast.cluster.bench.report import Report, Settings
+    from holdfast.cluster.bench.display import watch
+    from holdfast.cluster.bench.report import Report
     from holdfast.cluster.bench.runs import Bench
 
     is_interrupted = False
     began_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-    async def run() -> Report:
-        nonlocal is_interrupted
-        sender, named = await target.sender(model, params, **options)
-        bench = Bench(plan, sender, watch)
-        try:
-            await bench.prepare()
-            await bench.run()
-        except asyncio.CancelledError:  # Ctrl-C: what is done is shown and written
-            if not bench.runs:
-                raise
-            is_interrupted = True
-        finally:
-            await sender.close()
-        work = plan.workload
-        settings = Settings(
-            server=target.server,
-            protocol=target.protocol,
-            model=named,
-            prompt_tokens=str(work.prompt_tokens),
-            output_tokens=str(work.output_tokens),
-            prefixes=work.num_prefixes,
-            prefix_tokens=work.prefix_tokens,
-            turns=work.num_turns,
-            think_s=plan.think_s,
-            trace=None if load.trace is None else load.trace.name,
-            seed=work.seed,
-            text_seed=plan.text_seed,
-            warmup=plan.warmup,
-            slo=None if plan.slo is None else str(plan.slo),
-            attainment_wanted=plan.attainment,
-            tokens_per_word=bench.calibration.tokens_per_word if bench.calibration.is_measured else None,
-        )
-        machine = _machine()
-        return Report(began_at=began_at, machine=machine, settings=settings, runs=bench.runs, search=bench.search)
-
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        report = runner.run(run())
-    print_report(console, report)
+    sender, model = await open_sender()
+    bench = Bench(plan, sender, watch)
+    try:
+        await bench.prepare()
+        await bench.run()
+    except asyncio.CancelledError:  # Ctrl-C: what is done is shown and written
+        if not bench.runs:
+            raise
+        is_interrupted = True
+    finally:
+        await sender.close()
+    settings = _settings(plan, target, model, trace, bench)
+    report = Report(began_at=began_at, machine=_machine(), settings=settings, runs=bench.runs, search=bench.search)
     return report, is_interrupted
+
+
+def _settings(plan: "Plan", target: "Target", model: str, trace: Path | None, bench: "Bench") -> "Settings":
+    """What was asked, as a report says it."""
+    from holdfast.cluster.bench.report import Settings
+
+    work = plan.workload
+    return Settings(
+        server=target.server,
+        protocol=target.protocol,
+        model=model,
+        prompt_tokens=str(work.prompt_tokens),
+        output_tokens=str(work.output_tokens),
+        prefixes=work.num_prefixes,
+        prefix_tokens=work.prefix_tokens,
+        turns=work.num_turns,
+        think_s=plan.think_s,
+        trace=None if trace is None else trace.name,
+        seed=work.seed,
+        text_seed=plan.text_seed,
+        warmup=plan.warmup,
+        slo=None if plan.slo is None else str(plan.slo),
+        attainment_wanted=plan.attainment,
+        tokens_per_word=bench.calibration.tokens_per_word if bench.calibration.is_measured else None,
+    )
 
 
 def _loop_factory() -> Any:
@@ -253,101 +167,3 @@ def _compare(console: Any, one: Path, other: Path, html: Path | None) -> int:
 
         write_page(html, comparison_page(*reports, names))
     return 0
-
-
-# --- from flags to a plan ---
-
-
-def _plan(load: LoadFlags, work: WorkFlags, result: ResultFlags, target: "Target") -> "Plan":
-    """Raises `ConfigurationError`, naming the flag."""
-    from holdfast.cluster.bench.arrivals import Arrivals
-    from holdfast.cluster.bench.lengths import Lengths
-    from holdfast.cluster.bench.runs import Plan
-    from holdfast.cluster.bench.slo import Slo
-    from holdfast.cluster.bench.workload import Workload
-    from holdfast.cluster.load_trace import read_trace
-
-    _check(load, work, result, target)
-    rates = () if load.rate is None else _numbers("rate", load.rate)
-    users = () if load.concurrency is None else _numbers("concurrency", load.concurrency)
-    if not rates and not users and load.trace is None:
-        rates, users = ((1.0,), ()) if result.find_max else ((), (8.0,))
-    if result.find_max and len(rates) + len(users) > 1:
-        raise ConfigurationError("--find-max: needs one --rate or --concurrency, which it begins with")
-    is_endless = load.requests is None and load.duration is None and load.trace is None
-    return Plan(
-        workload=Workload(
-            prompt_tokens=Lengths.parsed("prompt-tokens", work.prompt_tokens),
-            output_tokens=Lengths.parsed("output-tokens", work.output_tokens),
-            num_prefixes=work.prefixes,
-            prefix_tokens=work.prefix_tokens,
-            num_turns=work.turns,
-            seed=work.seed,
-        ),
-        trace=None if load.trace is None else read_trace(load.trace),
-        trace_speed=load.trace_speed,
-        concurrency=tuple(map(int, users)),
-        arrivals=tuple(Arrivals(rate=rate, process=load.arrivals, burstiness=load.burstiness) for rate in rates),
-        num_sessions=load.requests,
-        duration_s=_DEFAULT_S if is_endless else load.duration,
-        warmup=load.warmup,
-        think_s=work.think,
-        timeout_s=load.timeout,
-        max_in_flight=load.max_in_flight,
-        slo=None if result.slo is None else Slo.parsed(result.slo),
-        attainment=result.attainment,
-        find_max=result.find_max,
-        max_tries=result.max_tries,
-        text_seed=time.time_ns() if work.text_seed is None else work.text_seed,
-    )
-
-
-def _check(load: LoadFlags, work: WorkFlags, result: ResultFlags, target: "Target") -> None:
-    given = [name for name in ("concurrency", "rate", "trace") if getattr(load, name) is not None]
-    if len(given) > 1:
-        raise ConfigurationError(f"{' and '.join(f'--{name}' for name in given)}: a load comes in one of these ways")
-    if result.find_max and (result.slo is None or load.trace is not None):
-        raise ConfigurationError("--find-max: needs --slo, like ttft=500ms,tpot=50ms, and no --trace")
-    for name, value, least in (
-        ("requests", load.requests, 1),
-        ("warmup", load.warmup, 0),
-        ("max-in-flight", load.max_in_flight, 1),
-        ("max-tries", result.max_tries, 1),
-        ("think", work.think, 0),
-    ):
-        if value is not None and not value >= least:
-            raise ConfigurationError(f"--{name} {value}: must be at least {least}")
-    for name, seconds in (("duration", load.duration), ("timeout", load.timeout)):
-        if seconds is not None and not seconds > 0:
-            raise ConfigurationError(f"--{name} {seconds}: must be above 0 seconds")
-    if not 0 < result.attainment <= 1:
-        raise ConfigurationError(f"--attainment {result.attainment}: must be above 0, and at most 1")
-    if work.turns > 1 and not target.has_conversations:
-        raise ConfigurationError(f"--turns {work.turns}: needs --protocol chat or holdfast-chat, not {target.protocol}")
-
-
-def _numbers(name: str, text: str) -> tuple[float, ...]:
-    """Those of a flag with commas in between: whole ones of users."""
-    read = int if name == "concurrency" else float
-    try:
-        values = tuple(float(read(part)) for part in text.split(","))
-    except ValueError:
-        values = (0.0,)
-    if not all(0 < value < float("inf") for value in values):
-        raise ConfigurationError(f"--{name} {text}: must be numbers above 0 with commas in between, like 1,2,4")
-    return values
-
-
-def _params(work: WorkFlags) -> dict[str, Any]:
-    params: dict[str, Any] = {"temperature": work.sampling_temperature} | (
-        {} if work.stop_at_eos else {"ignore_eos": True}
-    )
-    if work.extra_body is None:
-        return params
-    try:
-        extra = json.loads(work.extra_body)
-    except ValueError:
-        extra = None
-    if not isinstance(extra, dict):
-        raise ConfigurationError(f"--extra-body {work.extra_body}: must be a JSON object")
-    return params | extra

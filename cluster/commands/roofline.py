@@ -35,17 +35,33 @@ def print_roofline(config: WorkerConfig, device_name: str) -> None:
         print(f"does not fit: a device has {device.memory_bytes / 1e9:.3g} GB")
     else:
         _print_cache(config, shape, int(device.memory_bytes * config.cache.gpu_memory_utilization) - weights)
-    print("No step takes less; launches, host and sums over ranks are assumed, not measured.\n")
+    print("No step takes less; launches, host and sums over ranks are assumed, not measured.")
+    if shape.num_experts:
+        read = ", ".join(f"{shape.experts_read(count):.3g} for {count}" for count, _ in _DECODES)
+        print(f"Experts of a layer that are read, if tokens choose any alike, of {shape.num_experts}: {read} tokens.")
+    print()
     print("step                           kernels  sums  launches and host  in all   tokens/s  share of kernels")
     for (count, context), step in zip(_DECODES, decodes, strict=True):
         print(_line(f"decode {count} of {context}", step, count))
     print(_line(f"prompt of {_PROMPT}", prompt, _PROMPT))
-    print("\nkernel         decode 64 of 1024: GB, GFLOP, ms   prompt: GB, GFLOP, ms")
+    if tp > 1:
+        _print_sums(decodes[2], prompt, tp)
+    print("\nkernel              decode 64 of 1024: GB, GFLOP, ms   prompt: GB, GFLOP, ms")
     for one, other in zip(decodes[2].kernels, prompt.kernels, strict=True):
         figures = (one.num_bytes / 1e9, one.flops / 1e9, one.seconds(device) * 1e3)
         more = (other.num_bytes / 1e9, other.flops / 1e9, other.seconds(device) * 1e3)
         cells = "".join(f"{figure:10.3g}" for figure in (*figures, *more))
-        print(f"{one.name:14}{cells}")
+        print(f"{one.name:19}{cells}")
+
+
+def _print_sums(decode: Step, prompt: Step, tp: int) -> None:
+    """What it costs that sums do not depend on the number of ranks."""
+    print(f"\nsums that are the same for any number of ranks; a plain bfloat16 all-reduce of {tp} ranks")
+    print("step                     slices, GB  received, GB     ms   plain: received, GB     ms")
+    for name, step in ((f"decode {_DECODES[2][0]} of {_DECODES[2][1]}", decode), (f"prompt of {_PROMPT}", prompt)):
+        sums, device = step.sums, step.device
+        ours = f"{sums.slice_bytes / 1e9:10.3g} {sums.link_bytes / 1e9:13.3g} {sums.seconds(device) * 1e3:6.2f}"
+        print(f"{name:24} {ours} {sums.plain_link_bytes / 1e9:21.3g} {sums.plain_seconds(device) * 1e3:6.2f}")
 
 
 def _print_cache(config: WorkerConfig, shape: ModelShape, room: int) -> None:

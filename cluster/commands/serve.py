@@ -21,7 +21,7 @@ from holdfast.cluster.serve.stop_signals import STOP_SIGNALS, stop_signals
 
 if TYPE_CHECKING:
     from holdfast.cluster.config.config import HoldfastConfig
-    from holdfast.cluster.serve.serving import Serving
+    from holdfast.cluster.serve.start_up import Serving
 
 SETTLE_S: Final = 0.3
 """Signals that come so soon after the first are no second one: `timeout` and terminals may send the same one twice."""

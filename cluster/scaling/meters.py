@@ -41,11 +41,6 @@ class Level:
         while self._values[0][0] < now_s - self._keep_s:
             self._values.popleft()
 
-    @property
-    def covers(self) -> bool:
-        """Whether there are values of the whole window, but for a tenth of it."""
-        return bool(self._values) and self._values[-1][0] - self._values[0][0] >= 0.9 * self._keep_s
-
     def mean(self, from_s: float, to_s: float) -> float | None:
         """Of the values between two times; None where there are none."""
         inside = [value for time_s, value in self._values if from_s <= time_s <= to_s]

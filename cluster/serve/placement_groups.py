@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 
 Resources = Mapping[str, float]
 """What Ray counts: `CPU`, `GPU`, and custom resources by name."""
-
-Strategy = Literal["STRICT_PACK", "PACK"]
-"""All ranks of a replica on one node, or on as few as there is room on."""
 
 SLOW_IMPORTS: Final = ("torch", "holdfast.worker.engine.model_runner")
 KILL_WAIT_S: Final = 5.0

@@ -92,29 +92,40 @@ class ReplicaDeployment:
             self._say(error=str(error))
             await self._lease.flush()
             raise
-        tracer = None if self._tracing is None else self._tracing.get_tracer(SCOPE)
-        self._server = await LinkServer.start(
-            self._replica,
-            replica_id=_replica_id(),
-            host=launcher.host,
-            security=security.links,
-            tracer=tracer,
-            on_kill=_kill_this_process if is_killable else None,
-        )
+        self._server = await self._linked(launcher.host, security, is_killable)
         if door is not None:
             self._door = await _opened(self._replica, door, config, security)
         if metrics is not None:
             self._metrics = await MetricsDoor.start(self._replica, _replica_id(), metrics, security)
+        await self._watch()
+        await self._announce(self._server.address)
+
+    async def _linked(self, host: str, security: ClusterSecurity, is_killable: bool) -> LinkServer:
+        """The replica's end of the links to routers."""
+        return await LinkServer.start(
+            self._replica,
+            replica_id=_replica_id(),
+            host=host,
+            security=security.links,
+            tracer=None if self._tracing is None else self._tracing.get_tracer(SCOPE),
+            on_kill=_kill_this_process if is_killable else None,
+        )
+
+    async def _watch(self) -> None:
+        """From here on a failure ends this process, and a node that runs full is told of."""
         self._replica.on_failure(ProcessEnd(self._close_soon).because)
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
         self._beating = None if heartbeat_pipe is None else self._loop.create_task(heartbeat_pipe.keep_beating())
         self._looking = self._loop.create_task(self._keep_looking())
+
+    async def _announce(self, address: str) -> None:
+        """Tells the directory what is served, and where."""
         info = self._replica.info
         engine = "" if self._door is None else reachable(self._door.address)
         scraped = "" if self._metrics is None else reachable(self._metrics.address)
         self._say(
             phase="serving",
-            address=self._server.address,
+            address=address,
             engine_address=engine,
             metrics_address=scraped,
             model=info.model,

@@ -38,19 +38,18 @@ from holdfast.cluster.serve.termination import end_on_sigterm
 from holdfast.cluster.serve.told_settings import of_router
 from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
 from holdfast.router.chat import Message
-from holdfast.router.doors.operators import SendChange
 from holdfast.router.events import ModelStatus
 from holdfast.router.generation import Chunk, Generation
 from holdfast.router.orders import Change, Orders
 from holdfast.router.request import GenerationRequest
-from holdfast.router.router import Router
+from holdfast.router.router import Router, RouterOptions
 from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError, ReplicaError
+from holdfast.worker.garbage_collection import set_aside
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +97,8 @@ class RouterDeployment:
             self._tracing = tracer_provider(config.telemetry, "router", self._lease.member.member_id)
             tracer = None if self._tracing is None else self._tracing.get_tracer(SCOPE)
             watched = WatchedDirectory(directory)
-            start = partial(_start, config, host, watched, security, self._say_linked, self._send_change, tracer)
+            told: RouterOptions = {"on_models": self._say_linked, "send_change": self._send_change, "tracer": tracer}
+            start = partial(_start, config, host, watched, security, **told)
             self._router = await (_once_there_is_a_port(start, self._drain_timeout_s) if replaces else start())
         except ConfigurationError as error:
             self._lease.update(replace(self._lease.member, error=str(error)))
@@ -115,6 +115,7 @@ class RouterDeployment:
         if config.health.hangs_after_s is not None:
             self._heartbeat_pipe = HeartbeatPipe(config.health.hangs_after_s, [])
             self._beating = asyncio.create_task(self._heartbeat_pipe.keep_beating())
+        set_aside()
 
     async def _until_linked(self) -> None:
         """Until it has reached every replica that serves, for so long at most: no request is to find it empty."""
@@ -252,13 +253,12 @@ async def _start(
     host: str,
     directory: WatchedDirectory,
     security: ClusterSecurity,
-    on_models: Callable[[Sequence[ModelStatus]], None],
-    send_change: SendChange,
-    tracer: "Tracer | None" = None,
+    **options: Unpack[RouterOptions],
 ) -> Router:
     """On the first free port of as many as there are routers, since several may share a machine."""
     check_exposed(security.settings, host)
-    gate, tls = security.gate, security.server_tls
+    options |= {"gate": security.gate, "tls": security.server_tls, "links": security.links}
+    options |= {"order": config.scheduler, "telemetry": config.telemetry}
     error = None
     for port, http_port, admin_port in config.cluster.router_ports:
         try:
@@ -268,16 +268,9 @@ async def _start(
                 directory,
                 host,
                 port,
-                order=config.scheduler,
                 http_port=http_port,
                 admin_port=admin_port,
-                gate=gate,
-                tls=tls,
-                links=security.links,
-                on_models=on_models,
-                send_change=send_change,
-                telemetry=config.telemetry,
-                tracer=tracer,
+                **options,
             )
         except RuntimeError as taken:
             error = taken

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from holdfast.router.dispatch.parallel_sampling import first_sibling_id
-from holdfast.router.dispatch.request_state import RequestState, RequestStatus, Standing
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_status import RequestStatus, Standing
 from holdfast.router.replicas.pace import Pace
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import QueueFullError

@@ -4,7 +4,7 @@ Events come in as method calls that carry the time. Actions (`router/events.py`)
 which to perform them. No sockets, tasks, clocks, random numbers or wire formats here.
 
 A request waits or runs until it ends, with one Deliver that has a finish reason or with one Fail; its transitions are
-the table in `request_state.py`. A cancelled request ends without either. A running request has an *attempt*, whose
+the table in `request_status.py`. A cancelled request ends without either. A running request has an *attempt*, whose
 number this router never uses twice. Messages about an attempt that is over are dropped, so a late message does no harm.
 Output tokens are counted by index: repeated tokens are dropped, and a gap is a bug.
 
@@ -21,9 +21,11 @@ from holdfast.router.dispatch.demands import demands
 from holdfast.router.dispatch.dispatch_stats import DispatchStats
 from holdfast.router.dispatch.endings import Endings
 from holdfast.router.dispatch.first_tokens import FirstTokens
+from holdfast.router.dispatch.outages import Outages
 from holdfast.router.dispatch.placement import Placement
 from holdfast.router.dispatch.progress import Progress
-from holdfast.router.dispatch.request_state import RequestEvent, RequestState
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_status import RequestEvent
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import (
@@ -43,7 +45,6 @@ from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import (
     DeadlineExceededError,
     HoldfastError,
-    ReplicaError,
     RequestQuarantinedError,
     RequestSupersededError,
     VersionGoneError,
@@ -66,11 +67,11 @@ class Dispatch:
         order: ServiceOrderConfig | None = None,
     ) -> None:
         """`order` is that of the replicas' own queues; None: the default."""
-        self._replica_wait_s = config.replica_wait_s
         self._registry = ReplicaRegistry(config, random_index)
         self._requests = RequestTable()
         self._placement = Placement(config, limits, order or ServiceOrderConfig(), self._registry, self._requests)
         self._queue = self._placement.queue
+        self._outages = Outages(self._registry, self._queue, config.replica_wait_s)
         self._num_submitted = 0
         self._first_tokens = defaultdict[str, FirstTokens](FirstTokens)
         self._ledger = VersionLedger()
@@ -99,13 +100,17 @@ class Dispatch:
         `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for too long), `VersionGoneError`,
         `DeadlineExceededError`.
         """
-        self._note_wake(model, now)
-        self._check_admissible(model, deadline, now)
+        self._outages.wake(model, now)
+        self._outages.check(model, now)
+        if now >= deadline:
+            raise DeadlineExceededError("the request's time was up before it could be queued")
         self._num_submitted += 1
         urgency = (min(deadline, now + DUE_AFTER_S), self._num_submitted)
         timeline = timeline or Timeline()
         timeline.opened_s = now
-        state = RequestState.opened(request, model, text, caught_up, client_attempt, urgency, timeline)
+        state = RequestState.opened(
+            request, model, text, caught_up, client_attempt=client_attempt, urgency=urgency, timeline=timeline
+        )
         if state.version:
             self._registry.want_version(model, state.version, now)
             if self._registry.is_gone(model, state.version, now):
@@ -210,9 +215,8 @@ class Dispatch:
         while (late := self._requests.deadlines.pop(now)) is not None:
             actions += self._endings.expire(self._requests[late])
         actions += self._fail_late(now)
-        for model, down_since in self._registry.outages():
-            if now >= down_since + self._wait_s(model):
-                actions += self._endings.fail_all(list(self._queue.waiting(model)), self._no_replica(model))
+        for model in self._outages.over(now):
+            actions += self._endings.fail_all(list(self._queue.waiting(model)), self._outages.error(model))
         actions += self._fail_gone(now)
         self._placement.refresh(now)
         return actions + self._placement.drain_all(now)
@@ -220,13 +224,7 @@ class Dispatch:
     @property
     def next_tick(self) -> float | None:
         """When `tick` will next have something to do, or None."""
-        waits = [
-            down_since + self._wait_s(model)
-            for model, down_since in self._registry.outages()
-            if self._queue.has_any(model)
-        ]
-        waits += self._placement.wake_ups()
-        waits += self._placement.ends_of_versions()
+        waits = [*self._outages.ends(), *self._placement.wake_ups(), *self._placement.ends_of_versions()]
         waits += [when for when in (self._requests.deadlines.next, self._queue.next_late) if when is not None]
         return min(waits, default=None)
 
@@ -332,30 +330,6 @@ class Dispatch:
 
     def _fail_removed(self, model: str) -> list[Action]:
         return self._endings.fail_all(list(self._queue.waiting(model)), self._registry.unknown(model))
-
-    def _check_admissible(self, model: str, deadline: float, now: float) -> None:
-        down_since = self._registry.model(model).down_since
-        if down_since is not None and now >= down_since + self._wait_s(model):
-            raise self._no_replica(model)
-        if now >= deadline:
-            raise DeadlineExceededError("the request's time was up before it could be queued")
-
-    def _note_wake(self, model: str, now: float) -> None:
-        """The first request that waits for a model at rest wakes it: the wait for a replica begins with it."""
-        if self._registry.asleep_wait_s(model) is not None and not self._queue.has_any(model):
-            self._registry.note_wake(model, now)
-
-    def _wait_s(self, model: str) -> float:
-        """How long requests wait for a replica of a model that has none."""
-        cold_start_s = self._registry.asleep_wait_s(model)
-        return self._replica_wait_s if cold_start_s is None else cold_start_s
-
-    def _no_replica(self, model: str) -> ReplicaError:
-        cold_start_s = self._registry.asleep_wait_s(model)
-        if cold_start_s is None:
-            return ReplicaError(f"no replica of model {model!r} is up")
-        told = f"none has started within {cold_start_s:g} s (scaling.cold_start_wait_s)"
-        return ReplicaError(f"model {model!r} had no replica at rest, and {told}")
 
 
 def _quarantined(state: RequestState, error: HoldfastError) -> RequestQuarantinedError:

@@ -7,7 +7,8 @@ clocks, how figures are published (`router/metrics/`).
 from collections import Counter, defaultdict
 from typing import Final
 
-from holdfast.router.dispatch.request_state import RequestEvent, RequestState
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_status import RequestEvent
 from holdfast.router.dispatch.timeline import AttemptTimes, Cause
 from holdfast.worker.histogram import Histogram
 

@@ -8,7 +8,8 @@ import logging
 from typing import Final
 
 from holdfast.router.dispatch.placement import Placement
-from holdfast.router.dispatch.request_state import RequestEvent, RequestState
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_status import RequestEvent
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action, Fail, SendAbort
 from holdfast.router.replicas.versions import VersionLedger

@@ -1,7 +1,8 @@
 """Placement: assigns waiting requests to replicas, and moves requests off replicas that are lost or retire.
 
 What may live here: the use of admission queue, retry budget and quarantine, and attempts as they begin and are taken
-back. What may not: how a request ends and what its client gets (`dispatch.py`), IO, clocks.
+back. What may not: how a request ends (`endings.py`), what its client gets (`progress.py`),
+IO, clocks.
 """
 
 from collections.abc import Iterator
@@ -13,7 +14,8 @@ from holdfast.router.dispatch.admission import AdmissionQueue
 from holdfast.router.dispatch.dispatch_stats import DispatchStats
 from holdfast.router.dispatch.parallel_sampling import first_sibling_id
 from holdfast.router.dispatch.quarantine import Quarantine
-from holdfast.router.dispatch.request_state import RequestEvent, RequestState, RequestStatus
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.dispatch.retry_budget import RetryBudget
 from holdfast.router.events import Action, SendAbort, SendSubmit

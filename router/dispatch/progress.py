@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from holdfast.router.dispatch.endings import Endings
 from holdfast.router.dispatch.first_tokens import FirstTokens
 from holdfast.router.dispatch.placement import Placement
-from holdfast.router.dispatch.request_state import RequestEvent, RequestState
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_status import RequestEvent
 from holdfast.router.dispatch.request_table import RequestTable
 from holdfast.router.events import Action
 from holdfast.router.replicas.replica_state import ReplicaState

@@ -19,7 +19,8 @@ What may not live here: queues and actions (`placement.py`), what counts as a cr
 from collections.abc import Sequence
 from typing import Final
 
-from holdfast.router.dispatch.request_state import RequestEvent, RequestState, RequestStatus
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR, Suspicion
 
 LIFETIME_FACTOR: Final = 4

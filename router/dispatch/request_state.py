@@ -1,26 +1,13 @@
-"""State machine of one open request, with all data that another replica needs to continue it.
+"""State of one open request, with all data that another replica needs to continue it.
 
-What may live here: the request, its output so far, its attempt, and the transitions. What may not: decisions
-(`dispatch.py`, `placement.py`), the table of requests (`request_table.py`), clocks, IO.
-
-                SEND      OUTPUT    CLEAR    GIVE_BACK  LOSE      SUSPECT  MOVE      FINISH
-    QUEUED      SENT
-    RETURNED    SENT
-    RETRYING    SENT
-    HELD        ON_TRIAL
-    SENT                  RUNNING            RETURNED   RETRYING  HELD     SENT
-    RUNNING               RUNNING            RETURNED   RETRYING  HELD     SENT      FINISHED
-    ON_TRIAL              ON_TRIAL  RUNNING  HELD       HELD               ON_TRIAL  FINISHED
-
-From each of these FAIL leads to FAILED, CANCEL to CANCELLED, HAND_OVER to HANDED_OVER. Any other event is a bug of ours
-and raises `InternalError`.
+What may live here: the request, its output so far, its attempt. What may not: the states that it can be in
+(`request_status.py`), decisions (`dispatch.py`, `placement.py`), the table of requests (`request_table.py`), clocks,
+IO.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum, IntEnum
-from typing import Final
 
+from holdfast.router.dispatch.request_status import TRANSITIONS, RequestEvent, RequestStatus, Standing
 from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import CaughtUp, Deliver, TextState, Usage
 from holdfast.router.replicas.prefix_index import PromptPrefix
@@ -30,115 +17,6 @@ from holdfast.worker.model_info import ModelInfo, version_of
 from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenLogprob
 from holdfast.worker.service_order.tenants import Tenant
 from holdfast.worker.suspicion import Suspicion
-
-
-class RequestStatus(Enum):
-    """The states of the machine."""
-
-    QUEUED = "queued"
-    """It waits for its first replica."""
-    RETURNED = "returned"
-    """It waits for another replica: the last one was full, or left while it was retiring."""
-    RETRYING = "retrying"
-    """It waits for another replica because the last one failed: sending it again uses the retry budget."""
-    HELD = "held"
-    """A quarantine suspect that waits for its trial. That is a retry too, and uses the retry budget."""
-    SENT = "sent"
-    """It has an attempt without output yet."""
-    RUNNING = "running"
-    """It has an attempt with output."""
-    ON_TRIAL = "on trial"
-    """It has an attempt, and if the replica crashes now, the request is the culprit."""
-    FINISHED = "finished"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    HANDED_OVER = "handed over"
-    """Its client resumes it at another router."""
-
-    @property
-    def is_waiting(self) -> bool:
-        """It is in the queue."""
-        return self in _WAITING
-
-    @property
-    def is_retry(self) -> bool:
-        """Sending it again uses the retry budget."""
-        return self in _RETRIES
-
-    @property
-    def has_attempt(self) -> bool:
-        return self in _WITH_ATTEMPT
-
-
-_WAITING: Final = {RequestStatus.QUEUED, RequestStatus.RETURNED, RequestStatus.RETRYING, RequestStatus.HELD}
-_RETRIES: Final = {RequestStatus.RETRYING, RequestStatus.HELD}
-_WITH_ATTEMPT: Final = {RequestStatus.SENT, RequestStatus.RUNNING, RequestStatus.ON_TRIAL}
-
-
-class Standing(IntEnum):
-    """Why a request is in the queue. Within a priority class, the smaller goes first."""
-
-    RETURNED = 0
-    RESUMED = 1
-    ARRIVED = 2
-
-
-class RequestEvent(Enum):
-    """What can happen to an open request."""
-
-    SEND = "send"
-    """It leaves the queue for a replica."""
-    OUTPUT = "output"
-    """Its attempt has brought output."""
-    CLEAR = "clear"
-    """Its attempt has run for enough steps: it is no longer a suspect."""
-    GIVE_BACK = "give back"
-    """Its attempt ended without anyone's fault: the replica was full, or left while it was retiring."""
-    LOSE = "lose"
-    """Its attempt failed by its replica's fault."""
-    SUSPECT = "suspect"
-    """Its replica crashed, which makes it a quarantine suspect."""
-    MOVE = "move"
-    """Another replica continues it without a wait in the queue."""
-    FINISH = "finish"
-    FAIL = "fail"
-    CANCEL = "cancel"
-    HAND_OVER = "hand over"
-
-
-_ENDS: Final = {
-    RequestEvent.FAIL: RequestStatus.FAILED,
-    RequestEvent.CANCEL: RequestStatus.CANCELLED,
-    RequestEvent.HAND_OVER: RequestStatus.HANDED_OVER,
-}
-_RUNS: Final = {
-    RequestEvent.OUTPUT: RequestStatus.RUNNING,
-    RequestEvent.GIVE_BACK: RequestStatus.RETURNED,
-    RequestEvent.LOSE: RequestStatus.RETRYING,
-    RequestEvent.SUSPECT: RequestStatus.HELD,
-    RequestEvent.MOVE: RequestStatus.SENT,
-}
-TRANSITIONS: Final[Mapping[RequestStatus, Mapping[RequestEvent, RequestStatus]]] = {
-    RequestStatus.QUEUED: {RequestEvent.SEND: RequestStatus.SENT, **_ENDS},
-    RequestStatus.RETURNED: {RequestEvent.SEND: RequestStatus.SENT, **_ENDS},
-    RequestStatus.RETRYING: {RequestEvent.SEND: RequestStatus.SENT, **_ENDS},
-    RequestStatus.HELD: {RequestEvent.SEND: RequestStatus.ON_TRIAL, **_ENDS},
-    RequestStatus.SENT: {**_RUNS, **_ENDS},
-    RequestStatus.RUNNING: {**_RUNS, RequestEvent.FINISH: RequestStatus.FINISHED, **_ENDS},
-    RequestStatus.ON_TRIAL: {
-        RequestEvent.OUTPUT: RequestStatus.ON_TRIAL,
-        RequestEvent.CLEAR: RequestStatus.RUNNING,
-        RequestEvent.GIVE_BACK: RequestStatus.HELD,
-        RequestEvent.LOSE: RequestStatus.HELD,
-        RequestEvent.MOVE: RequestStatus.ON_TRIAL,
-        RequestEvent.FINISH: RequestStatus.FINISHED,
-        **_ENDS,
-    },
-    RequestStatus.FINISHED: {},
-    RequestStatus.FAILED: {},
-    RequestStatus.CANCELLED: {},
-    RequestStatus.HANDED_OVER: {},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +85,7 @@ class RequestState:
         model: str,
         text: TextState,
         caught_up: CaughtUp,
+        *,
         client_attempt: int = 0,
         urgency: tuple[float, int] = (0.0, 0),
         timeline: Timeline | None = None,

@@ -7,7 +7,8 @@ What may live here: these indices, and attempts as they begin and end. What may 
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
-from holdfast.router.dispatch.request_state import Attempt, RequestEvent, RequestState, RequestStatus
+from holdfast.router.dispatch.request_state import Attempt, RequestState
+from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.replicas.replica_state import ReplicaState
 from holdfast.worker.service_order.timers import Timers
 

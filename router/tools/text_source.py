@@ -68,13 +68,6 @@ class TextSource:
                 return False
             yield
 
-    def take_one_of(self, literals: tuple[str, ...]) -> Reading[str]:
-        """The literal that was read; empty if none comes next. None of them may begin another."""
-        for literal in literals:
-            if (yield from self.take(literal)):
-                return literal
-        return ""
-
     def expect(self, literal: str) -> Reading[None]:
         """Raises `Malformed` if something else comes."""
         if not (yield from self.take(literal)):

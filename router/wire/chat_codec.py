@@ -1,7 +1,8 @@
 """Protobuf codec of chats: turns, tools, and what an answer says, as messages and as plain data.
 
 On the wire tools and calls have fields of their own; as plain data they have OpenAI's shape, which chat templates read.
-What may not live here: requests and answers as a whole (`codec.py`), what tools mean (`router/tools/`).
+What may not live here: requests and answers as a whole (`request_codec.py`,
+`response_codec.py`), what tools mean (`router/tools/`).
 """
 
 import json

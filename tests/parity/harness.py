@@ -11,6 +11,8 @@ from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, Wor
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follow
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.request import EngineRequest, TokenLogprob
+from holdfast.worker.scheduling.scheduler import Scheduler
 from tests.fake_group import run_ranks
 
 T = TypeVar("T")
@@ -126,3 +128,17 @@ def reference_logits(model: Any, prompts: Sequence[Sequence[int]]) -> list[Tenso
 
 def largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def logprobs_of(
+    scheduler: Scheduler, leader: LeaderRunner, requests: Sequence[EngineRequest]
+) -> dict[str, list[TokenLogprob]]:
+    """What requests that run together are told, whose bits tell more than the tokens."""
+    said: dict[str, list[TokenLogprob]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        scheduler.add(request)
+    while (plan := scheduler.plan()) is not None:
+        for delta in scheduler.commit(plan, leader.run(plan)):
+            said[str(delta.attempt)] += delta.logprobs
+        scheduler.check_integrity()
+    return said

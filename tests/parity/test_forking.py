@@ -9,7 +9,7 @@ from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.request import EngineRequest, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduling.scheduler import Scheduler
-from tests.parity.harness import load, on_ranks, worker_config
+from tests.parity.harness import load, logprobs_of, on_ranks, worker_config
 
 NUM_SEQUENCES, NUM_NEW = 8, 12
 
@@ -32,15 +32,7 @@ def served(
         eos_token_ids=frozenset(),
         prefix_caching=prefix_caching,
     )
-    said = {request.request_id: [] for request in requests}
-    for request in requests:
-        scheduler.add(request)
-    while scheduler.has_work:
-        plan = scheduler.plan()
-        for delta in scheduler.commit(plan, leader.run(plan)):
-            said[delta.attempt] += delta.logprobs
-        scheduler.check_integrity()
-    return said, scheduler
+    return logprobs_of(scheduler, leader, requests), scheduler
 
 
 def group_of(prompt: list[int]) -> list[EngineRequest]:

@@ -10,7 +10,7 @@ from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.request import EngineRequest, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduling.scheduler import Scheduler
-from tests.parity.harness import hugging_face, load, on_ranks, worker_config
+from tests.parity.harness import hugging_face, load, logprobs_of, on_ranks, worker_config
 
 NUM_NEW = 12
 WARM = SamplingParams(temperature=1.5, top_p=0.9, repetition_penalty=1.3, seed=3, max_tokens=NUM_NEW, logprobs=20)
@@ -39,14 +39,7 @@ def scheduler_of(leader: LeaderRunner, chunk: int, prefix_caching: bool) -> Sche
 def served(leader: LeaderRunner, requests: list[EngineRequest]) -> dict[str, list[TokenLogprob]]:
     """All requests together, prompts in chunks of at most 16 tokens."""
     scheduler = scheduler_of(leader, chunk=16, prefix_caching=True)
-    said = {request.request_id: [] for request in requests}
-    for request in requests:
-        scheduler.add(request)
-    while scheduler.has_work:
-        plan = scheduler.plan()
-        for delta in scheduler.commit(plan, leader.run(plan)):
-            said[delta.attempt] += delta.logprobs
-    return said
+    return logprobs_of(scheduler, leader, requests)
 
 
 def requests_of(prompts: list[list[int]]) -> list[EngineRequest]:

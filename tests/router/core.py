@@ -178,3 +178,30 @@ def failure(actions: Sequence[Action]) -> Fail:
 
 def aborts(actions: Sequence[Action]) -> list[tuple[str, int]]:
     return [(action.replica_id, action.attempt) for action in actions if isinstance(action, SendAbort)]
+
+
+def one_replica() -> Core:
+    """Its replica is "r"."""
+    core = Core()
+    core.up("r")
+    return core
+
+
+def two_replicas() -> Core:
+    """The first request goes to "a"."""
+    core = Core()
+    core.up("a")
+    core.up("b", load=load(num_running=1))
+    return core
+
+
+def queueing_core(max_queued: int = 2) -> Core:
+    """One replica that takes one waiting request and has it: whatever comes next waits in the router."""
+    core = Core(RouterConfig(max_waiting_per_replica=1), LimitsConfig(max_queued=max_queued))
+    core.up("r")
+    core.submit("running")
+    return core
+
+
+def rejected(attempt: int, error: Exception) -> Rejection:
+    return Rejection(attempt=attempt, error=error)

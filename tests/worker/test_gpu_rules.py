@@ -130,6 +130,25 @@ def test_nccl_gathers_into_one_tensor_and_gloo_takes_what_lies_in_main_memory(mo
     assert calls == [(2, 5, 7), "gloo"]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nccl_gathers_to_the_leader_alone_side_by_side(monkeypatch, rank):
+    calls = []
+
+    def gather(x, parts, dst):
+        calls.append((x.is_contiguous(), None if parts is None else [part.shape for part in parts], dst))
+
+    monkeypatch.setattr(dist, "gather", gather)
+    group = nccl_group(2)
+    group.rank = rank
+    found = group.gather(torch.empty(7, 5, device="meta").T)
+    if rank == 0:
+        assert found.shape == (5, 14)
+        assert calls == [(True, [(5, 7)] * 2, 0)]
+    else:
+        assert found is None
+        assert calls == [(True, None, 0)]
+
+
 def test_a_replica_that_has_lost_a_rank_ends_what_waits_for_it(monkeypatch):
     """Nobody waits for NCCL's abort itself, which here never comes back."""
     began, released = threading.Event(), threading.Event()
@@ -145,4 +164,5 @@ def test_a_replica_that_has_lost_a_rank_ends_what_waits_for_it(monkeypatch):
     monkeypatch.setattr(replica, "_stop_watching", lambda: None)
     replica._fail(ReplicaError("rank 1 ended"))
     assert began.wait(30)
+    assert replica._group.is_aborted, "waits for the device look at this"
     released.set()

@@ -1,11 +1,10 @@
 """Attention backend on torch's own kernels: gather the blocks, then attend tile by tile.
 
 It serves CPUs and GPUs, and every kind of layer. Layers with a softcap or sinks, which torch's fused kernel does not
-support, use an explicit softmax; both follow the position rule of `query_tiles.py`. What may not live here: writing to
-the cache (`paged.py`).
+support, use an explicit softmax; both follow the position rule of `query_tiles.py`. What may not live here: the cache's
+memory (`kv_cache.py`).
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,28 +13,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.worker.attention.kv_cache import TILE_TOKENS, KVSpec, LayerCache
+from holdfast.worker.attention.kv_cache import TILE_TOKENS, KVCache, KVSpec, LayerCache
 from holdfast.worker.attention.query_tiles import MAX_GPU_CALL_VALUES, TileCall, cut_into_tiles
 from holdfast.worker.attention.trial import TRIAL_BLOCK_SIZE, choose_rule
-from holdfast.worker.distributed.step_batch import StepBatch
+from holdfast.worker.distributed.step_batch import IntArray, StepBatch
 from holdfast.worker.layers.row_tiles import RowRule, RowTiles
 
 
 class SdpaBackend:
     """The attention kernels of one rank, one for each kind of layer in its cache."""
 
-    def __init__(self, specs: Iterable[KVSpec], tiles: RowTiles, *, block_size: int, dtype: torch.dtype) -> None:
-        """Tries out, on this machine, how many rows each kind of layer may be called with."""
-        kernel = partial(_TiledAttention, dtype=dtype, device=tiles.device)
-        self._kernels: dict[KVSpec, _TiledAttention] = {}
-        for spec in dict.fromkeys(specs):
-            rule = choose_rule(spec, tiles, dtype, partial(kernel, block_size=TRIAL_BLOCK_SIZE))
-            self._kernels[spec] = kernel(spec, rule, block_size=block_size)
+    def __init__(self, cache: KVCache, tiles: RowTiles) -> None:
+        """Tries out, on this machine, how many rows each kind of layer in the cache may be called with."""
+        keys = cache.layers[0].keys
+        kernel = partial(TiledAttention, dtype=keys.dtype, device=tiles.device)
+        self._cache = cache
+        self._kernels: dict[KVSpec, TiledAttention] = {}
+        for spec in dict.fromkeys(layer.spec for layer in cache.layers):
+            rule = choose_rule(spec, tiles, keys.dtype, partial(kernel, block_size=TRIAL_BLOCK_SIZE))
+            self._kernels[spec] = kernel(spec, rule, block_size=cache.block_size)
+        self._slots = torch.zeros(0, dtype=torch.int64, device=keys.device)
+        """[T]: where each token of the step is written, as block * block_size + offset."""
 
     def begin(self, batch: StepBatch) -> None:
-        """The layers that follow run on this step."""
+        """The layers that follow run on this step. Clears the blocks that it begins and does not fill.
+
+        So the slots beyond a sequence's tokens hold zeros or its own values: masked keys never bring in another's NaN.
+        """
+        block_size, device = self._cache.block_size, self._slots.device
+        self._slots = torch.from_numpy(slots_of(batch, block_size)).to(device)
+        begun = begun_blocks(batch, block_size)
+        if len(begun):
+            self._cache.clear(torch.from_numpy(begun).to(device))
         for kernel in self._kernels.values():
             kernel.begin(batch)
+
+    def write(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
+        """key [num_kv_heads, T, key_dim] and value [num_kv_heads, T, value_dim] go to the step's slots."""
+        for pool, new in ((layer.keys, key), (layer.values, value)):
+            rows = new.transpose(0, 1).reshape(len(self._slots), -1)
+            pool.view(-1, rows.shape[1]).index_copy_(0, self._slots, rows)
 
     def attend(self, layer: LayerCache, query: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
         """query [T, num_heads, key_dim], sinks [num_heads] -> [T, num_heads, value_dim]. The keys are written."""
@@ -60,7 +77,7 @@ class _PreparedStep:
     calls: tuple[_PreparedCall, ...]
 
 
-class _TiledAttention:
+class TiledAttention:
     """Attention of one kind of layer: its tiles are laid out once per step, when its first layer runs."""
 
     def __init__(
@@ -154,6 +171,21 @@ class _MaskTable:
             hidden |= query - key >= self._window
         table = torch.zeros(TILE_TOKENS, num_keys, dtype=self._dtype, device=self._device)
         return table.masked_fill_(hidden, float("-inf"))
+
+
+def slots_of(batch: StepBatch, block_size: int) -> IntArray:
+    """[T]: where in the pools each token's key and value go."""
+    sequence_of_token = np.repeat(np.arange(len(batch.num_tokens)), batch.num_tokens)
+    positions = batch.positions
+    return batch.blocks_of(sequence_of_token, positions // block_size) * block_size + positions % block_size
+
+
+def begun_blocks(batch: StepBatch, block_size: int) -> IntArray:
+    """Blocks whose first token is of this step and that this step does not fill: at most one per sequence."""
+    ends = batch.first_positions + batch.num_tokens
+    last_blocks = (ends - 1) // block_size
+    is_begun = (last_blocks * block_size >= batch.first_positions) & (ends % block_size != 0)
+    return batch.blocks_of(np.flatnonzero(is_begun), last_blocks[is_begun])
 
 
 def _attend_fused(

@@ -6,7 +6,7 @@ rounding to bfloat16 would hide most of them: scores that are nothing but magnif
 over values that cancel.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -43,7 +43,6 @@ _CHUNKS: Final = (
     (33, 1),
     (48, 1),
 )
-"""Tokens of a chunk, and how many sequences run it in one step."""
 
 _BLOWN_UP: Final = 2.0**20
 """Scales scores that are rounding errors up until they matter."""
@@ -75,12 +74,22 @@ def choose_rule(
     return tiles.choose(name, _CANDIDATES, holds)
 
 
-def rows_agree(kernel: Kernel, spec: KVSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a query's output has the same bits in a whole tile and in chunks of it, alone and beside others."""
-    (layer,) = KVCache.allocate([spec], max(_NUM_KEYS) // TILE_TOKENS, TRIAL_BLOCK_SIZE, dtype, device).layers
+def rows_agree(
+    kernel: Kernel,
+    spec: KVSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    lengths: Sequence[int] = _NUM_KEYS,
+    chunks: Sequence[tuple[int, int]] = _CHUNKS,
+) -> bool:
+    """Whether a query's output has the same bits in a whole tile and in chunks of it, alone and beside others.
+
+    `lengths`: numbers of keys, multiples of 64. `chunks`: tokens of a chunk, and how many sequences run it in one step.
+    """
+    (layer,) = KVCache.allocate([spec], max(lengths) // TILE_TOKENS, TRIAL_BLOCK_SIZE, dtype, device).layers
     return all(
-        _chunks_agree(kernel, layer, data, num_keys - TILE_TOKENS)
-        for num_keys in _NUM_KEYS
+        _chunks_agree(kernel, layer, data, num_keys - TILE_TOKENS, chunks)
+        for num_keys in lengths
         for data in _trial_data(spec, num_keys, dtype, device)
     )
 
@@ -111,7 +120,9 @@ def _trial_data(spec: KVSpec, num_keys: int, dtype: torch.dtype, device: torch.d
     yield _TrialData(torch.zeros_like(query), keys, values, 1.0, sinks)
 
 
-def _chunks_agree(kernel: Kernel, layer: LayerCache, data: _TrialData, tile_start: int) -> bool:
+def _chunks_agree(
+    kernel: Kernel, layer: LayerCache, data: _TrialData, tile_start: int, chunks: Sequence[tuple[int, int]]
+) -> bool:
     num_keys = len(data.keys)
     layer.keys.flatten(0, 1)[:num_keys] = data.keys
     layer.values.flatten(0, 1)[:num_keys] = data.values
@@ -122,7 +133,7 @@ def _chunks_agree(kernel: Kernel, layer: LayerCache, data: _TrialData, tile_star
         return kernel.attend(layer, query, data.scaling, data.sinks)
 
     whole = attend(0, TILE_TOKENS, 1)
-    for count, company in _CHUNKS:
+    for count, company in chunks:
         first = (TILE_TOKENS - count) // 2
         if not torch.equal(attend(first, count, company), whole[first : first + count].repeat(company, 1, 1)):
             return False

@@ -69,7 +69,9 @@ class Executor(Protocol):
     def drop_cache(self) -> None: ...
 
     def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
-        """One step; all ranks of the group run it together. Blocks are copied before."""
+        """One step; all ranks of the group run it together. Blocks are copied before. Logits may be the leader's
+        alone.
+        """
         ...
 
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
@@ -165,7 +167,7 @@ class DecoderProgram:
         self.executor.warm_up(max_rows)
 
     def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
-        """One step; the same output on every rank."""
+        """One step. What the leader gets counts: logits may be there alone."""
         return self.executor.run(batch, with_logits=with_logits)
 
     def close(self) -> None:
@@ -313,11 +315,11 @@ class _Provable:
     def run_layer(self, index: int, x: Tensor) -> Tensor:
         return self._executor.run_layer(index, x, self.batch_of(np.zeros(len(x), dtype=np.int64))).cpu()
 
-    def run_model(self, token_ids: Tensor) -> Tensor:
+    def run_model(self, token_ids: Tensor) -> Tensor | None:
         logits = self._executor.run(self.batch_of(token_ids.numpy()), with_logits=True).logits
-        assert logits is not None
+        found = None if logits is None else logits.cpu()
         self._executor.free_logits()
-        return logits.cpu()
+        return found
 
     def batch_of(self, token_ids: np.ndarray) -> StepBatch:
         """The first tokens of a sequence."""

@@ -45,8 +45,10 @@ class Executor(Protocol):
         """The residual stream [T, hidden], float32, of one sequence from its first position on, after a layer."""
         ...
 
-    def run_model(self, token_ids: Tensor) -> Tensor:
-        """Token ids [T] of one sequence from its first position on -> logits [T, vocab], float32, on every rank."""
+    def run_model(self, token_ids: Tensor) -> Tensor | None:
+        """Token ids [T] of one sequence from its first position on -> logits [T, vocab], float32, at the leader; others
+        may have none.
+        """
         ...
 
 
@@ -126,7 +128,9 @@ def check(executor: Executor, answers: Answers, group: TensorParallelGroup) -> P
             if error > 1.0:
                 reason = f"layer {asked.index} is wrong by {error:.3g} times what is allowed"
                 return Proof(reason=reason, layer_error=worst, model_error=0.0)
-        error = _worst_of_ranks(answers.logits.excess(executor.run_model(answers.token_ids)), group)
+        logits = executor.run_model(answers.token_ids)
+        excess = torch.zeros(()) if logits is None else answers.logits.excess(logits)
+        error = _worst_of_ranks(excess, group)
     wrong = None if error <= 1.0 else f"its logits are wrong by {error:.3g} times what is allowed"
     return Proof(reason=wrong, layer_error=worst, model_error=error)
 

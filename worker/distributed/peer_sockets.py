@@ -8,6 +8,8 @@ Large messages, where bandwidth counts, stay with gloo. What may not live here: 
 import secrets
 import socket
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -22,27 +24,47 @@ _TOKEN_BYTES: Final = 16
 _HELLO: Final = struct.Struct(f"!i{_TOKEN_BYTES}s")
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where and how the ranks of a group find each other. `host` and `port` are those of the rendezvous: the address
+    that reaches it is the one to listen at.
+    """
+
+    rank: int
+    size: int
+    store: Store
+    host: str
+    port: int
+    timeout_s: float
+
+
+def connect(meeting: Meeting, name: str, *, calls: Sequence[int], num_callers: int) -> dict[int, socket.socket]:
+    """Connections by rank: to those that this rank `calls`, and from those that call it. Both sides use one `name`.
+
+    Raises OSError, a RuntimeError or TimeoutError when not all are connected after the timeout.
+    """
+    rank, store, timeout_s = meeting.rank, meeting.store, meeting.timeout_s
+    if rank == 0:
+        store.set(f"{name}-token", secrets.token_hex(_TOKEN_BYTES // 2))
+    token = store.get(f"{name}-token")
+    with socket.create_server((_own_address(meeting.host, meeting.port), 0)) as server:
+        server.settimeout(timeout_s)
+        store.set(f"{name}-{rank}", "{}:{}".format(*server.getsockname()))
+        peers = {peer: _call(store.get(f"{name}-{peer}").decode(), rank, token, timeout_s) for peer in calls}
+        while len(peers) < len(calls) + num_callers:
+            peer, connection = _answer(server, token, timeout_s)
+            if rank < peer < meeting.size:
+                peers[peer] = connection
+    return peers
+
+
 class PeerSockets:
     """One connection to every other rank. Made by all ranks together."""
 
-    def __init__(self, rank: int, size: int, store: Store, host: str, port: int, timeout_s: float) -> None:
-        """`host` and `port` are those of the rendezvous: the address that reaches it is the one to listen at.
-
-        Raises OSError, a RuntimeError or TimeoutError when not all are connected after `timeout_s`.
-        """
-        self._peers: dict[int, socket.socket] = {}
-        if rank == 0:
-            store.set("peer-token", secrets.token_hex(_TOKEN_BYTES // 2))
-        token = store.get("peer-token")
-        with socket.create_server((_own_address(host, port), 0)) as server:
-            server.settimeout(timeout_s)
-            store.set(f"peer-{rank}", "{}:{}".format(*server.getsockname()))
-            for peer in range(rank):
-                self._peers[peer] = _call(store.get(f"peer-{peer}").decode(), rank, token, timeout_s)
-            while len(self._peers) < size - 1:
-                peer, connection = _answer(server, token, timeout_s)
-                if rank < peer < size:
-                    self._peers[peer] = connection
+    def __init__(self, meeting: Meeting) -> None:
+        """Raises as `connect` does."""
+        higher = meeting.size - 1 - meeting.rank
+        self._peers = connect(meeting, "peer", calls=range(meeting.rank), num_callers=higher)
 
     def exchange(self, x: Tensor) -> list[Tensor]:
         """Every rank's `x`, in rank order. `x` is contiguous, on the CPU, of the same shape on all ranks, and small.

@@ -120,6 +120,12 @@ class StepBatch:
         return packed
 
     @property
+    def is_decode(self) -> bool:
+        """Whether each sequence has one token, which is drawn from."""
+        rows = self.logits_rows
+        return len(self.num_tokens) == len(self.token_ids) == len(rows) and bool((rows == np.arange(len(rows))).all())
+
+    @property
     def has_pending(self) -> bool:
         """Whether a token is to be put in."""
         return bool((self.token_ids < 0).any())

@@ -18,16 +18,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous as meet
 
-from holdfast.worker.distributed.peer_sockets import LARGEST_BYTES, PeerSockets
+from holdfast.worker.distributed.order_sockets import OrderSockets
+from holdfast.worker.distributed.peer_sockets import LARGEST_BYTES, Meeting, PeerSockets
 from holdfast.worker.errors import ReplicaError
 
 Message = NDArray[np.int64]
 
-FIRST_PART = 1024
-"""Words of a broadcast's first part: its length, then as much of the message as fits. A second part takes the rest."""
-
 _CONTROL_TIMEOUT = timedelta(days=365)
-"""Followers wait for the next broadcast for as long as there are no requests."""
+"""One rank may load for much longer than another."""
 
 
 class TensorParallelGroup(Protocol):
@@ -37,6 +35,8 @@ class TensorParallelGroup(Protocol):
     size: int
     data_timeout_s: float = 60.0
     """After this long a rank that others wait for in a sum counts as lost."""
+    is_aborted: bool = False
+    """Whether a rank was lost: nobody waits for others any more. Any thread may look."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over all ranks, added in rank order. May overwrite `x`. Raises `ReplicaError` if a rank is lost."""
@@ -45,6 +45,13 @@ class TensorParallelGroup(Protocol):
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         """All ranks' `x`, concatenated in rank order. Raises `ReplicaError` if a rank is lost."""
         ...
+
+    def gather(self, x: Tensor) -> Tensor | None:
+        """The leader's: all ranks' `x`, side by side in the last dimension in rank order. None elsewhere. Raises
+        `ReplicaError` if a rank is lost.
+        """
+        together = self.all_gather(x)
+        return together if self.rank == 0 else None
 
     def broadcast(self, message: Message | None) -> Message:
         """The leader's int64 array, on every rank. Followers pass None and block, however long it takes.
@@ -55,7 +62,7 @@ class TensorParallelGroup(Protocol):
 
     def abort(self) -> None:
         """Ends what waits for other ranks, after one was lost; from any thread. It may take forever itself."""
-        return None
+        self.is_aborted = True
 
     def close(self) -> None:
         """Delivers what was broadcast and leaves the group."""
@@ -102,9 +109,9 @@ _LOST = _RankLoss("a rank of the replica was lost")
 class DistributedGroup(TensorParallelGroup):
     """Ranks in processes of their own, over torch.distributed: gloo for CPUs, NCCL for GPUs.
 
-    One group per process at a time, since the default process group belongs to the process. Orders travel over gloo
-    with either backend. On CPUs activations are exchanged point to point, which costs less than half of gloo's own
-    collectives at decode sizes; small ones go over sockets of their own (`peer_sockets.py`).
+    One group per process at a time, since the default process group belongs to the process. Orders travel over sockets
+    of their own (`order_sockets.py`). On CPUs activations are exchanged point to point, which costs less than half of
+    gloo's own collectives at decode sizes; small ones go over sockets too (`peer_sockets.py`).
     """
 
     def __init__(
@@ -127,10 +134,8 @@ class DistributedGroup(TensorParallelGroup):
         self.size = size
         self.data_timeout_s = data_timeout_s
         self._peers = [peer for peer in range(size) if peer != rank]
-        self._unsent: list[Any] = []
         self._aborts = backend == "nccl"  # gloo's calls end by themselves when a peer is gone
         self._sockets: PeerSockets | None = None
-        self._first_part = torch.zeros(FIRST_PART, dtype=torch.int64)
         self._gather: Callable[[Tensor], list[Tensor]] = self._exchange if backend == "gloo" else self._collect
         with _RankLoss(f"rank {rank} of {size} could not join its replica at {rendezvous}"):
             self._join(rendezvous, backend, torch.device(device), start_timeout_s, data_timeout_s)
@@ -149,9 +154,13 @@ class DistributedGroup(TensorParallelGroup):
             device_id=device if backend == "nccl" else None,
         )
         address = urlsplit(rendezvous)
-        if backend == "gloo" and address.hostname is not None and address.port is not None:
-            self._sockets = PeerSockets(self.rank, self.size, store, address.hostname, address.port, data_timeout_s)
-        self._control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
+        host, port = address.hostname or "", address.port or 0
+        meeting = Meeting(self.rank, self.size, store, host, port, data_timeout_s)
+        self._orders = OrderSockets(meeting)
+        if backend == "gloo":
+            self._sockets = PeerSockets(meeting)
+        else:
+            self._control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         with _LOST:
@@ -161,27 +170,35 @@ class DistributedGroup(TensorParallelGroup):
         with _LOST:
             return torch.cat(self._gather(x.contiguous()), dim)
 
+    def gather(self, x: Tensor) -> Tensor | None:
+        if x.device.type == "cpu":
+            return super().gather(x)
+        with _LOST:
+            leads = self.rank == 0
+            together = x.new_empty((self.size, *x.shape)) if leads else None
+            parts = None if together is None else list(together.unbind(0))
+            dist.gather(x.contiguous(), parts, dst=0)
+            return None if parts is None else torch.cat(parts, -1)
+
     def broadcast(self, message: Message | None) -> Message:
         with _LOST:
-            if self.rank == 0:
-                assert message is not None, "a leader broadcasts a message"
-                self._send_order(message)
-                return message
-            return self._receive_order()
+            if self.rank > 0:
+                return self._orders.receive()
+            assert message is not None, "a leader broadcasts a message"
+            self._orders.send(message)
+            return message
 
     def abort(self) -> None:
+        self.is_aborted = True
         if self._aborts:
             with suppress(RuntimeError):
                 dist.distributed_c10d._abort_process_group()
 
     def close(self) -> None:
-        try:
-            with _LOST:
-                self._finish_sending()
-        finally:
-            if self._sockets is not None:
-                self._sockets.close()
-            dist.destroy_process_group()
+        self._orders.close()
+        if self._sockets is not None:
+            self._sockets.close()
+        dist.destroy_process_group()
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         """Every rank's `x`, each sent straight to each."""
@@ -202,30 +219,6 @@ class DistributedGroup(TensorParallelGroup):
         together = x.new_empty((self.size, *x.shape))
         dist.all_gather_into_tensor(together, x)
         return list(together.unbind(0))
-
-    def _send_order(self, message: Message) -> None:
-        self._finish_sending()
-        head = self._first_part
-        head[0] = len(message)
-        words = torch.from_numpy(np.array(message, dtype=np.int64))  # sent after we return: our own copy
-        head[1 : 1 + min(len(words), FIRST_PART - 1)] = words[: FIRST_PART - 1]
-        parts = [head] if len(words) < FIRST_PART else [head, words[FIRST_PART - 1 :]]
-        self._unsent = [dist.isend(part, peer, group=self._control) for part in parts for peer in self._peers]
-
-    def _finish_sending(self) -> None:
-        """Waits until the last order is out: only then may its buffer be written again."""
-        unsent, self._unsent = self._unsent, []
-        _wait(unsent)
-
-    def _receive_order(self) -> Message:
-        head = self._first_part
-        dist.recv(head, 0, group=self._control)
-        length = int(head[0])
-        if length < FIRST_PART:
-            return head[1 : 1 + length].numpy().copy()
-        rest = torch.empty(length - (FIRST_PART - 1), dtype=torch.int64)
-        dist.recv(rest, 0, group=self._control)
-        return torch.cat((head[1:], rest)).numpy()
 
 
 def ordered_sum(parts: Sequence[Tensor]) -> Tensor:

@@ -63,8 +63,8 @@ class Engine:
         gpu: Callable[[], GpuStats] | None = None,
     ) -> None:
         """`runner` has two steps in flight if it is an `OverlappingRunner`. `progress` is what it moves inside a step,
-        if it does. `tuner` watches the steps and sets their
-        limits, as far as it is told to; `clock` gives seconds. `gpu` measures the GPU, if there is one.
+        if it does. `tuner` watches the steps and sets their limits, as far as it is told to; `clock` gives seconds.
+        `gpu` measures the GPU, if there is one.
         """
         self.progress = progress or ProgressCounter()
         self.progress.clock = clock

@@ -1,21 +1,19 @@
 """Model runner of one rank: runs steps, as the leader or as a follower, and the self-check before the first request.
 
-What may live here: one step's way through a rank, and the messages between ranks. What may not: what a step contains
-(`worker/scheduling/scheduler.py`), how a model is loaded (`worker/model/loading.py`), and processes
-(`worker/replica/rank.py`).
+What may live here: one step's way through a rank, and who tells whom to run it. What may not: what a step contains
+(`worker/scheduling/scheduler.py`), what comes of it (`step_results.py`), what else ranks are told (`rank_orders.py`),
+how a model is loaded (`worker/model/loading.py`), and processes (`worker/replica/rank.py`).
 """
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
-from itertools import islice
 from typing import Any, Final, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +22,9 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.decoder.program import OverlappingExecutor
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, TensorParallelGroup
+from holdfast.worker.engine.rank_orders import Order, number_message, read_reload, reload_message
 from holdfast.worker.engine.self_check import SelfCheck
+from holdfast.worker.engine.step_results import prompts_of, sampled_result, step_result
 from holdfast.worker.errors import CallerError, ConfigurationError, ReplicaError, UnsupportedModelError
 from holdfast.worker.layers.mapped_files import trim_heap
 from holdfast.worker.model.checks import first_line
@@ -33,13 +33,12 @@ from holdfast.worker.model.memory import WAYS_OUT, is_failed_allocation, memory_
 from holdfast.worker.model.model import choose_device
 from holdfast.worker.model.program import BlockCache
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.plan.draws import by_sequence, draws_of, plain_draws_of
-from holdfast.worker.plan.step_plan import DrawParams, PromptLogprobParams, StepPlan, StepResult
+from holdfast.worker.plan.draws import draws_of, plain_draws_of
+from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.progress import ProgressCounter
-from holdfast.worker.request import TokenLogprob
 from holdfast.worker.sampling.grammar_masks import GrammarMasks
 from holdfast.worker.sampling.head_output import HeadOutput, asks_for_logprobs, needs_logits
-from holdfast.worker.sampling.step_sampler import OverlappingSampler, Sampled, StepSampler
+from holdfast.worker.sampling.step_sampler import OverlappingSampler, StepSampler
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +47,6 @@ Progress = Callable[[str, int, int], None]
 
 _MASK_LOOK_S: Final = 0.2
 _MASK_LOOKS: Final = 150
-
-_KEEP_ALIVE: Final = 0
-_STOP: Final = -1
-_RELOAD: Final = -2
-"""A message that is no step begins with such a number; a step begins with its number of sequences, at least 1. A
-folder's name follows the order to reload.
-"""
 
 
 class _Outcome(IntEnum):
@@ -145,6 +137,14 @@ class ModelRunner:
         self.enter_device()
         return self.program.run(batch, with_logits=batch.with_logits)
 
+    def take_part(self, batch: StepBatch) -> None:
+        """Runs this rank's share of a step; a device that runs steps by itself is only given it."""
+        self.enter_device()
+        if (device := self.program.overlapping) is not None:
+            device.launch(batch, with_logits=batch.with_logits)
+        else:
+            self.program.run(batch, with_logits=batch.with_logits)
+
     @property
     def overlapping(self) -> OverlappingExecutor | None:
         """What runs two steps at a time, if the device does."""
@@ -185,9 +185,7 @@ class LeaderRunner:
         drafts = self._runner.draft.guess(plan) if self._runner.draft is not None else ()
         plan = plan.with_drafts(drafts)
         waiting = self._grammars.start(plan)
-        with_logits = needs_logits(plan)
-        with_masses, draws = with_logits and asks_for_logprobs(plan), partial(plain_draws_of, plan)
-        output = self._execute(plan, with_logits=with_logits, with_masses=with_masses, draws=draws)
+        output = self._runner.execute(self._ordered(plan))
         self._runner.progress.tick()
         masks = self._masks(waiting) if waiting is not None else None
         result = step_result(plan, output, self._runner.sampler, masks)
@@ -204,19 +202,15 @@ class LeaderRunner:
         Waits for the masks of grammars, while the device is busy, and for nothing else.
         """
         waiting = self._grammars.start(plan)
-        with_logits = needs_logits(plan)
-        with_masses = with_logits and asks_for_logprobs(plan)
-        packed = StepBatch.pack(plan, with_logits=with_logits, with_masses=with_masses, before=before)
-        batch = StepBatch.unpack(self._group.broadcast(packed))
-        batch.draws = partial(plain_draws_of, plan)
+        batch = self._ordered(plan, before)
         executor = self._overlapping()
-        launched = executor.launch(batch, with_logits=with_logits)
+        launched = executor.launch(batch, with_logits=batch.with_logits)
         logits = executor.logits_to_draw_from(launched)
         if logits is None:
             return LaunchedStep(plan, launched, None)
         masks = self._masks(waiting) if waiting is not None else None
         sampler = cast(OverlappingSampler, self._runner.sampler)
-        return LaunchedStep(plan, launched, sampler.launch(logits, draws_of(plan), masks, _prompts(plan)))
+        return LaunchedStep(plan, launched, sampler.launch(logits, draws_of(plan), masks, prompts_of(plan)))
 
     def collect(self, step: LaunchedStep) -> StepResult:
         """What a step that was launched comes to: the oldest first."""
@@ -240,19 +234,19 @@ class LeaderRunner:
         assert logits is not None, "rank 0 is the leader"
         return logits.clone()
 
-    def _execute(
-        self,
-        plan: StepPlan,
-        *,
-        with_logits: bool,
-        with_masses: bool = False,
-        draws: Callable[[], list[DrawParams] | None] | None = None,
-    ) -> HeadOutput:
-        """One step everywhere. With `draws`, the device may draw in place of giving logits."""
-        message = self._group.broadcast(StepBatch.pack(plan, with_logits=with_logits, with_masses=with_masses))
-        batch = StepBatch.unpack(message)
-        batch.draws = draws
-        return self._runner.execute(batch)
+    def _ordered(self, plan: StepPlan, before: StepPlan | None = None) -> StepBatch:
+        """A step that the other ranks have been told to run. The device may draw in place of giving logits."""
+        with_logits = needs_logits(plan)
+        with_masses = with_logits and asks_for_logprobs(plan)
+        packed = StepBatch.pack(plan, with_logits=with_logits, with_masses=with_masses, before=before)
+        batch = StepBatch.unpack(self._group.broadcast(packed))
+        batch.draws = partial(plain_draws_of, plan)
+        return batch
+
+    def _execute(self, plan: StepPlan, *, with_logits: bool) -> HeadOutput:
+        """Runs one step everywhere, and draws nothing."""
+        message = self._group.broadcast(StepBatch.pack(plan, with_logits=with_logits))
+        return self._runner.execute(StepBatch.unpack(message))
 
     def _masks(self, waiting: "Future[dict[int, bytes]]") -> dict[int, bytes]:
         """The first grammar of a replica has to load the tokenizer, which takes a second if it is large: that counts as
@@ -267,34 +261,32 @@ class LeaderRunner:
 
     def reload(self, folder: str, version: str) -> ModelInfo:
         """As `ModelRunner.reload`, on all ranks. Returns what is served from now on."""
-        text = f"{folder}\0{version}".encode()
-        self._group.broadcast(np.array([_RELOAD, *text], dtype=np.int64))
+        self._group.broadcast(reload_message(folder, version))
         self._runner.reload(folder, version)
         return self._runner.info
 
     def keep_alive(self) -> None:
         """Tells idle followers that the leader is alive."""
-        self._group.broadcast(_order(_KEEP_ALIVE))
+        self._group.broadcast(number_message(Order.KEEP_ALIVE))
 
     def close(self) -> None:
         """Tells the followers to stop."""
         self._grammars.close()
-        self._group.broadcast(_order(_STOP))
+        self._group.broadcast(number_message(Order.STOP))
 
 
 def follow(runner: ModelRunner, group: TensorParallelGroup) -> None:
     """Runs the steps that the leader orders, until it says stop. Raises `ReplicaError` if the leader is lost."""
-    while (message := group.broadcast(None))[0] != _STOP:
-        if message[0] == _RELOAD:
+    while (message := group.broadcast(None))[0] != Order.STOP:
+        if message[0] == Order.RELOAD:
             _follow_reload(runner, message)
-        elif message[0] != _KEEP_ALIVE:
-            runner.execute(StepBatch.unpack(message))
+        elif message[0] != Order.KEEP_ALIVE:
+            runner.take_part(StepBatch.unpack(message))
 
 
 def _follow_reload(runner: ModelRunner, message: Message) -> None:
-    folder, version = bytes(message[1:].tolist()).decode().split("\0")
     try:
-        runner.reload(folder, version)
+        runner.reload(*read_reload(message))
     except CallerError as error:  # all ranks refuse it, and the leader tells the caller
         logger.info("weights are not taken: %s", error)
 
@@ -324,49 +316,8 @@ def _lead_check(check: SelfCheck, leader: LeaderRunner, group: TensorParallelGro
         outcome = _Outcome.BITS_EQUAL if check.passes_bitwise() else _Outcome.BITS_DIFFER
     finally:
         leader.close()
-        group.broadcast(_order(outcome))
+        group.broadcast(number_message(outcome))
     return outcome
-
-
-def step_result(
-    plan: StepPlan, output: HeadOutput, sampler: StepSampler, masks: Mapping[int, bytes] | None = None
-) -> StepResult:
-    """What a step's `output` for its rows wanted comes to. `masks` are those of rows that have a grammar.
-
-    Rows with NaN or infinity give `NO_TOKEN`; the other rows are not affected.
-    """
-    if output.sampled is not None:
-        return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.sampled.token_ids))
-    if output.logits is None:
-        assert output.best is not None, "a head gives logits or their argmax"
-        return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.best))
-    return sampled_result(plan, sampler.sample(output, draws_of(plan), masks, _prompts(plan)))
-
-
-def sampled_result(plan: StepPlan, sampled: Sampled) -> StepResult:
-    """What was read off the logits of a step, sequence by sequence."""
-    return StepResult(
-        step_id=plan.step_id,
-        token_ids=by_sequence(plan, sampled.token_ids),
-        logprobs=by_sequence(plan, sampled.logprobs) if sampled.logprobs else (),
-        prompt_logprobs=_prompt_logprobs(plan, sampled.prompt_logprobs) if sampled.prompt_logprobs else (),
-    )
-
-
-def _prompts(plan: StepPlan) -> list[PromptLogprobParams]:
-    """The prompt tokens whose log-probabilities a step tells."""
-    return [sequence.prompt_logprobs for sequence in plan.others if sequence.prompt_logprobs is not None]
-
-
-def _prompt_logprobs(plan: StepPlan, told_of_all: list[TokenLogprob]) -> tuple[tuple[TokenLogprob, ...], ...]:
-    """The prompt logprobs of each sequence of a plan."""
-    told = iter(told_of_all)
-    counts = (len(sequence.prompt_logprobs.token_ids) if sequence.prompt_logprobs else 0 for sequence in plan.sequences)
-    return tuple(tuple(islice(told, count)) for count in counts)
-
-
-def _order(number: int) -> Message:
-    return np.array([number], dtype=np.int64)
 
 
 def _silent(phase: str, done: int, total: int) -> None:

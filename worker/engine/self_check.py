@@ -38,12 +38,12 @@ class SelfCheck:
     def __init__(self, info: ModelInfo, run: Callable[[StepPlan], Tensor], seed: int = 0) -> None:
         self._info = info
         self._run = run
-        half = info.num_blocks // 2
-        rooms = [half * info.block_size, (info.num_blocks - half) * info.block_size]
+        first = min(info.num_blocks // 2, -(-NUM_TOKENS[0] // info.block_size))  # low ids: only used blocks take memory
+        rooms = [first * info.block_size, (info.num_blocks - first) * info.block_size]
         lengths = [min(want, info.max_model_len, room) for want, room in zip(NUM_TOKENS, rooms, strict=True)]
         generator = torch.Generator().manual_seed(seed)
         self._tokens = [torch.randint(info.vocab_size, (n,), generator=generator).tolist() for n in lengths]
-        self._blocks = [range(half - 1, -1, -1), range(half, info.num_blocks)]
+        self._blocks = [range(first - 1, -1, -1), range(first, info.num_blocks)]
         self._alone: list[Tensor] = []
         self._largest: list[Tensor] = []
 

@@ -33,6 +33,7 @@ _IGNORED: Final = frozenset(
 """Keywords of an attention call that change nothing of its result."""
 
 _NUM_DRY_TOKENS: Final = 4
+_PADDING_CHECK: Final = "warn_if_padding_and_no_attention_mask"
 
 
 class RankModel:
@@ -45,10 +46,11 @@ class RankModel:
         """
         self.module = module
         self._target = target
+        _silence_padding_checks(module)
         self._keeps_rows = "logits_to_keep" in inspect.signature(module.forward).parameters
         steps = torch.arange(_NUM_DRY_TOKENS, device=target.device)
         with in_own_dtype(module):
-            calls = find_attention(module, lambda: self._logits(steps, steps, steps), target)
+            calls = find_attention(module, lambda: self.logits(steps, steps, steps), target)
         self.specs = tuple(spec for _, spec in calls)
         self._attentions = tuple(caller for caller, _ in calls)
 
@@ -75,15 +77,29 @@ class RankModel:
         token_ids, positions, rows = (
             torch.from_numpy(array).to(self._target.device) for array in (batch.token_ids, batch.positions, wanted)
         )
-        return self._logits(token_ids, positions, rows)[: len(batch.logits_rows)]
+        return self.logits(token_ids, positions, rows)[: len(batch.logits_rows)]
 
-    def _logits(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+    def logits(self, token_ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """The logits [W, vocab] of rows [W] among tokens [T] at their positions [T], int64, in the model's dtype."""
         kept = {"logits_to_keep": rows} if self._keeps_rows else {}
         output = self.module(
             input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **kept
         )
         logits: Tensor = output.logits[0]
         return logits if self._keeps_rows else logits[rows]
+
+
+def _silence_padding_checks(module: Any) -> None:
+    """Hugging Face's models look for padding among the tokens at every step, to warn of it: that reads a value on the
+    host, which a GPU is waited for. There is no padding here.
+    """
+    for part in module.modules():
+        if hasattr(part, _PADDING_CHECK):
+            setattr(part, _PADDING_CHECK, _check_nothing)
+
+
+def _check_nothing(*args: object, **kwargs: object) -> None:
+    pass
 
 
 def build_rank_model(

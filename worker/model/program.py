@@ -1,7 +1,7 @@
 """Program of a rank: what runs the steps of its share of a model, the decoder program or the Hugging Face skeleton.
 
-What may live here: the choice between the two, and the skeleton as a program. What may not: how a model becomes a
-decoder program (`worker/decoder/program.py`), its Hugging Face modules (`model.py`), the cache's size (`loading.py`).
+What may live here: the choice between the two. What may not: how a model becomes a decoder program
+(`worker/decoder/program.py`), the skeleton as a program (`skeleton_program.py`), the cache's size (`loading.py`).
 """
 
 import logging
@@ -14,11 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from holdfast.worker.attention.kv_cache import KVCache
-from holdfast.worker.attention.paged import AttentionContext, PagedAttention
 from holdfast.worker.config import WorkerConfig
-from holdfast.worker.decoder.cpu.library import Unavailable
-from holdfast.worker.decoder.cpu.sampler import NativeSampler
 from holdfast.worker.decoder.families import FAMILIES
 from holdfast.worker.decoder.program import (
     DecoderProgram,
@@ -35,13 +31,14 @@ from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.layers.row_tiles import RowTiles
 from holdfast.worker.model.checks import OTHER_ENGINE, check_kv_cache_dtype, choose_max_model_len, fp8_refused
 from holdfast.worker.model.kept_layout import KeptLayout, ModelFacts
-from holdfast.worker.model.memory import default_block_size, kv_bytes_per_token
+from holdfast.worker.model.memory import default_block_size
 from holdfast.worker.model.model import RankModel, build_rank_model, serving_dtype
 from holdfast.worker.model.parallelize import Target
+from holdfast.worker.model.skeleton_program import SkeletonProgram
 from holdfast.worker.model.weights import read_config, read_eos_token_ids
 from holdfast.worker.progress import ProgressCounter
 from holdfast.worker.sampling.head_output import HeadOutput
-from holdfast.worker.sampling.step_sampler import StepSampler, TorchSampler
+from holdfast.worker.sampling.step_sampler import StepSampler
 
 logger = logging.getLogger(__name__)
 
@@ -114,71 +111,6 @@ class Program(Protocol):
     def close(self) -> None:
         """Frees threads and memory. Nothing is run after it."""
         ...
-
-
-class SkeletonProgram:
-    """Hugging Face's modules with Holdfast's attention and linears."""
-
-    numerics: Final = "skeleton"
-    overlapping: Final = None
-
-    def __init__(self, model: RankModel, target: Target) -> None:
-        """`model` is settled."""
-        self.model = model
-        self._target = target
-        self.sampler = choose_sampler(target)
-        self.context: AttentionContext | None = None
-        self.progress = ProgressCounter()
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return kv_bytes_per_token(self.model.specs, self._target.dtype)
-
-    @property
-    def row_invariant(self) -> bool:
-        return self._target.tiles.report.row_invariant
-
-    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        target = self._target
-        cache = KVCache.allocate(self.model.specs, num_blocks, block_size, target.dtype, target.device)
-        context = self.context = AttentionContext(cache, target.tiles, self.progress)
-        self.model.attach(lambda layer: PagedAttention(context, layer))
-        return cache
-
-    def drop_cache(self) -> None:
-        self.model.detach()
-        self.context = None
-
-    def warm_up(self, max_rows: int) -> None:
-        """On a GPU, one step of each power of two: libraries load and choose kernels at their first use."""
-        if self._target.device.type == "cpu":
-            return
-        assert self.context is not None, "a cache is allocated before steps run"
-        cache = self.context.cache
-        for power in reversed(range(max_rows.bit_length())):
-            self.run(StepBatch.decoding(1 << power, 1, cache.block_size), with_logits=True)
-        cache.clear(torch.zeros(1, dtype=torch.int64))
-
-    def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
-        assert self.context is not None, "a cache is allocated before steps run"
-        with torch.inference_mode():
-            self.context.begin(batch)
-            logits = self.model(batch)
-        return HeadOutput(logits.float() if self._target.group.rank == 0 else None, None)
-
-    def close(self) -> None:
-        self.sampler.close()
-
-
-def choose_sampler(target: Target) -> StepSampler:
-    """The native sampler where it runs. Only the leader draws, so the others' has no threads."""
-    if target.device.type != "cpu":
-        return TorchSampler()
-    try:
-        return NativeSampler.with_threads(torch.get_num_threads() if target.group.rank == 0 else 1)
-    except Unavailable as error:
-        logger.info("draws run on PyTorch: %s", error)
-        return TorchSampler()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +202,8 @@ def _loaded(
     else:
         _check_skeleton_will_do(config, facts, "it is no family of these")
     model.settle(lambda *done: progress("pack", *done))
-    return LoadedProgram(program=SkeletonProgram(model, target), facts=facts, target=target)
+    skeleton = SkeletonProgram(model, target, max_positions=facts.max_model_len)
+    return LoadedProgram(program=skeleton, facts=facts, target=target)
 
 
 def _check_skeleton_will_do(config: WorkerConfig, facts: ModelFacts, reason: str) -> None:

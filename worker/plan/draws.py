@@ -4,6 +4,7 @@ All of it follows from the plan without any logits. What may not live here: logi
 the masks of grammars, which depend on the output so far (`grammar_matchers.py`).
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -50,8 +51,12 @@ def draw_after(first: DrawParams, drafts: tuple[int, ...]) -> DrawParams:
     return replace(
         first,
         first_output_index=first.first_output_index + len(drafts),
-        output_token_ids=first.output_token_ids + drafts if looks_back else (),
+        output_token_ids=_with(first.output_token_ids, drafts) if looks_back else (),
     )
+
+
+def _with(outputs: "tuple[int, ...] | array[int]", drafts: tuple[int, ...]) -> "tuple[int, ...] | array[int]":
+    return outputs + drafts if isinstance(outputs, tuple) else outputs + array("q", drafts)
 
 
 def banned_token_ids(params: DrawParams) -> list[int]:
@@ -59,7 +64,9 @@ def banned_token_ids(params: DrawParams) -> list[int]:
     logits processors."""
     logits_settings, outputs = params.logits_settings, params.output_token_ids
     assert logits_settings is not None, "only draws with logits processors have bans"
-    banned = [word[-1] for word in logits_settings.bad_words if outputs[len(outputs) - len(word) + 1 :] == word[:-1]]
+    banned = [
+        word[-1] for word in logits_settings.bad_words if tuple(outputs[len(outputs) - len(word) + 1 :]) == word[:-1]
+    ]
     if params.first_output_index < logits_settings.min_tokens:
         banned += logits_settings.end_token_ids
     return banned + list(logits_settings.avoided_token_ids)

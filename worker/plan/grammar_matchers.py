@@ -6,6 +6,7 @@ of the grammar and the output so far; a matcher kept from step to step only save
 """
 
 import logging
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -49,7 +50,7 @@ class _MatchedOutput:
     """A grammar and how much of an output it has read."""
 
     matcher: Matcher
-    token_ids: tuple[int, ...]
+    token_ids: "tuple[int, ...] | array[int]"
     last_step_id: int
 
 

@@ -30,11 +30,19 @@ class LogitsSettings:
     avoided_token_ids: tuple[int, ...] = ()
     """Banned while anything else is left: ends of sequence of an output with a grammar that is to ignore them."""
     logit_bias: tuple[tuple[int, float], ...] = ()
+    biased_token_ids: "array[int]" = field(init=False, repr=False, compare=False)
+    """Of `logit_bias`."""
+    biases: "array[float]" = field(init=False, repr=False, compare=False)
+    """Of `logit_bias`, in float32."""
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     prompt_token_ids: "array[int]" = field(default_factory=lambda: array("q"))
     """The distinct tokens of the prompt, where the repetition penalty asks for them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "biased_token_ids", _array(token_id for token_id, _ in self.logit_bias))
+        object.__setattr__(self, "biases", array("f", [bias for _, bias in self.logit_bias]))
 
     @classmethod
     def of(cls, request: EngineRequest, eos_token_ids: frozenset[int]) -> "LogitsSettings | None":

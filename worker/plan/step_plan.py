@@ -6,6 +6,7 @@ every step is a dataclass that does not check this: a frozen one takes six times
 here: torch, and deciding what is planned (`worker/scheduling/`).
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, overload
@@ -29,8 +30,9 @@ class DrawParams:
     min_p: float = 0.0
     logits_settings: LogitsSettings | None = None
     """None where logits are taken as they are: nearly always."""
-    output_token_ids: tuple[int, ...] = ()
-    """Output before the draw, where `logits_settings` look back at it; else empty."""
+    output_token_ids: "tuple[int, ...] | array[int]" = ()
+    """Output before the draw, where `logits_settings` look back at it; else empty. An array of 64 bits each is taken
+    as it is by what reads thousands of them in each step."""
     num_logprobs: int | None = None
     """Best tokens to report with the drawn one's logprob; None: no logprobs. Does not touch the draw."""
 
@@ -40,7 +42,7 @@ class DrawParams:
         params: SamplingParams,
         first_output_index: int,
         logits_settings: LogitsSettings | None,
-        output_token_ids: tuple[int, ...],
+        output_token_ids: "tuple[int, ...] | array[int]",
     ) -> "DrawParams":
         """What a request's parameters say of the draw at an output position."""
         assert params.seed is not None, "the seed is resolved before a request reaches the engine"
@@ -60,7 +62,7 @@ class DrawParams:
         self,
         output_index: int,
         logits_settings: LogitsSettings | None = None,
-        output_token_ids: tuple[int, ...] = (),
+        output_token_ids: "tuple[int, ...] | array[int]" = (),
     ) -> "DrawParams":
         """The same request's draw at another output position, with what its logits settings are there."""
         other = _new(DrawParams)  # its own constructor takes twice as long

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from holdfast.worker.available_memory import oom_kills
 from holdfast.worker.config import WorkerConfig
+from holdfast.worker.garbage_collection import loading, set_aside
 from holdfast.worker.supervision.process_id import ProcessId
 
 if TYPE_CHECKING:
@@ -65,11 +66,14 @@ def run_rank(config: WorkerConfig, rank: int, rendezvous: str, device: "torch.de
     """
     from holdfast.worker.engine.model_runner import ModelRunner, follow
 
-    device = device or default_device(config, rank)
-    prepare_process(config, device)
+    with loading():
+        device = device or default_device(config, rank)
+        prepare_process(config, device)
     group = join(config, rank, rendezvous, device)
     try:
-        follow(ModelRunner.load(config, group, device=device), group)
+        with loading():
+            runner = ModelRunner.load(config, group, device=device)
+        follow(runner, group)
     finally:
         group.close()
 
@@ -106,6 +110,7 @@ def prepare_process(config: WorkerConfig, device: "torch.device") -> None:
 
     from holdfast.worker.layers.row_tiles import fix_gpu_kernels
 
+    set_aside()  # three quarters of all objects are torch's
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(config.parallel.num_threads or max(1, cores // config.parallel.tensor_parallel_size))
     if device.type == "cuda":

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from holdfast.worker.config import HealthConfig, WorkerConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, ReplicaError
+from holdfast.worker.garbage_collection import loading, take_back
 from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.step_plan import StepRunner
 from holdfast.worker.replica.gpu_stats import gpu_watch
@@ -83,6 +84,7 @@ class Replica:
         self._lock = threading.Lock()
 
     @classmethod
+    @loading()
     def start(
         cls, config: WorkerConfig, launcher: RankLauncher | None = None, progress: Progress | None = None
     ) -> "Replica":
@@ -195,6 +197,7 @@ class Replica:
             logger.debug("leaving a group that is broken already: %s", error)
         if self._heartbeat_pipe is not None:
             self._heartbeat_pipe.cut()
+        take_back()  # the caller's own objects may be among those that were set aside
 
     def _begin(self) -> None:
         self.engine.attach(_EndOfEngine(self._fail))

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HeadOutput:
-    """What the head of a model gives for the rows wanted of a step. One of the first two is there, or the last."""
+    """What the head of a model gives for the rows wanted of a step. One of the first two is there, or the last; on
+    ranks that do not lead there may be none."""
 
     logits: Tensor | None
     """[rows wanted, vocab], float32. The next step may overwrite it."""

@@ -1,13 +1,14 @@
 """Scheduler of one replica, a state machine without IO: requests come in, step plans go out, results come back.
 
-What may live here: the life of requests, from `add` to their last token. What may not: clocks, threads, torch, and how
-a step is filled (`batching.py`). The loop around it is `plan = plan()`, `result = run(plan)`, `deltas = commit(plan,
-result)`; adding and aborting are safe at any point of it. Where the device runs a step while the host plans the next,
-`plan_ahead` comes before the `commit`, and two plans are in flight.
+What may live here: the life of requests, from `add` to their last token. What may not: clocks, threads, torch, how a
+step is filled (`batching.py`), and what each share of it comes to (`decode_batch.py`, `share_commit.py`).
+
+The loop around it is `plan = plan()`, `result = run(plan)`, `deltas = commit(plan, result)`; adding and aborting are
+safe at any point of it. Where the device runs a step while the host plans the next, `plan_ahead` comes before the
+`commit`, and two plans are in flight.
 """
 
 from collections.abc import Hashable, Iterable
-from collections.abc import Sequence as SequenceOf
 from itertools import repeat
 
 from holdfast.worker.config import SchedulerConfig
@@ -15,7 +16,7 @@ from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.kv.block_allocator import BlockAllocator
 from holdfast.worker.kv.prefix_cache import CacheEvent
 from holdfast.worker.plan.decode_rows import NO_ROWS
-from holdfast.worker.plan.step_plan import PlannedSequences, ScheduledSequence, StepPlan, StepResult
+from holdfast.worker.plan.step_plan import PlannedSequences, StepPlan, StepResult
 from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.scheduling.batching import MakePolicy, Share
 from holdfast.worker.scheduling.deadlines import DeadlineWatch
@@ -24,8 +25,10 @@ from holdfast.worker.scheduling.drafting import NO_DRAFTS, Drafter, NoDrafter
 from holdfast.worker.scheduling.policies import POLICIES
 from holdfast.worker.scheduling.prompt_logprobs import bound_prompt_logprobs
 from holdfast.worker.scheduling.queues import SequenceQueues
+from holdfast.worker.scheduling.request_checks import check_can_end, check_fits
 from holdfast.worker.scheduling.scheduled import scheduled_sequence
 from holdfast.worker.scheduling.sequence import Sequence, SequenceStatus
+from holdfast.worker.scheduling.share_commit import ShareCommit
 from holdfast.worker.scheduling.step_in_flight import StepInFlight
 from holdfast.worker.scheduling.step_limits import StepLimits
 from holdfast.worker.stats import SchedulerStats
@@ -54,6 +57,7 @@ class Scheduler:
         self._allocator = BlockAllocator(num_blocks, block_size, prefix_caching=prefix_caching)
         self._queues = SequenceQueues(self._allocator, aging_s=config.aging_s, tenant_shares=config.tenant_shares)
         self._decode_batch = DecodeBatch(self._queues)
+        self._share_commit = ShareCommit(self._queues, self._drafter, block_size, self._drop_broken)
         self._deadlines = DeadlineWatch(self._queues)
         self._expired: list[Hashable] = []
         self._broken: list[tuple[Hashable, EngineRequest]] = []
@@ -65,7 +69,6 @@ class Scheduler:
         self._num_added = 0
         self._num_steps = 0
         self._num_tokens_computed = 0
-        self._num_tokens_recomputed = 0
         self._num_finished = 0
         self._num_aborted = 0
         self._num_expired = 0
@@ -83,9 +86,7 @@ class Scheduler:
         attempt = request.request_id if attempt is None else attempt
         if attempt in self._sequences:
             raise InvalidRequestError("request_id", attempt, "is in use by a request that has not ended")
-        if request.grammar and not self._eos_token_ids:
-            limit = "is not possible: the model has no end-of-sequence token to end the output with"
-            raise InvalidRequestError("sampling_params.structured_outputs", request.sampling_params.structure, limit)
+        check_can_end(request, self._eos_token_ids)
         sequence = Sequence(
             self._num_added,
             request,
@@ -98,7 +99,7 @@ class Scheduler:
             self._num_finished += 1
             return sequence.last_delta(reason)
         num_slots = self._allocator.num_blocks * self._allocator.block_size
-        sequence.check_fits(num_slots=num_slots, max_model_len=self._max_model_len)
+        check_fits(sequence, num_slots=num_slots, max_model_len=self._max_model_len)
         if len(self._queues.waiting) >= self._max_num_waiting:
             raise QueueFullError(f"{len(self._queues.waiting)} requests are waiting, and no more may")
         self._num_added += 1
@@ -174,7 +175,7 @@ class Scheduler:
         assert len(members) == len(plan.sequences) == len(result.token_ids), "a result has tokens for all sequences"
         deltas = self._commit_rows(step, num_rows, result)
         if plan.others:
-            deltas += self._commit_others(members[num_rows:], plan.others, result.without_first(num_rows))
+            deltas += self._share_commit.take(members[num_rows:], plan.others, result.without_first(num_rows))
         ended = [delta.attempt for delta in deltas if delta.finish_reason is not None]
         if ended:
             self._finish(ended)
@@ -256,7 +257,7 @@ class Scheduler:
         return SchedulerStats(
             num_steps=self._num_steps,
             num_tokens_computed=self._num_tokens_computed,
-            num_tokens_recomputed=self._num_tokens_recomputed,
+            num_tokens_recomputed=self._share_commit.num_tokens_recomputed,
             num_prefix_query_tokens=self._queues.num_prefix_query_tokens,
             num_prefix_hit_tokens=self._queues.num_prefix_hit_tokens,
             num_forked_tokens=self._queues.num_forked_tokens,
@@ -325,45 +326,6 @@ class Scheduler:
         for sequence in broken:
             self._drop_broken(sequence)
         return deltas
-
-    def _commit_others(
-        self, sequences: list[Sequence], shares: SequenceOf[ScheduledSequence], result: StepResult
-    ) -> list[TokenDelta]:
-        """Takes in what a step made of its other shares."""
-        deltas = []
-        logprobs = result.logprobs or ((),) * len(sequences)
-        prompt_logprobs = result.prompt_logprobs or ((),) * len(sequences)
-        for sequence, scheduled, drawn, likely, likely_prompt in zip(
-            sequences, shares, result.token_ids, logprobs, prompt_logprobs, strict=True
-        ):
-            assert len(drawn) == scheduled.num_draws, f"{len(drawn)} tokens for {scheduled.num_draws} draws"
-            num_lost = max(0, sequence.num_discarded_tokens - scheduled.first_position)
-            self._num_tokens_recomputed += min(num_lost, len(scheduled.token_ids))
-            if sequence.status is not SequenceStatus.RUNNING:
-                continue
-            if likely_prompt and sequence.prompt_logprobs is not None:
-                sequence.prompt_logprobs += likely_prompt
-            if len(scheduled.token_ids) == scheduled.num_draws == 1 and sequence.num_output_tokens > 0:
-                delta = sequence.decode(drawn, likely)
-            else:
-                num_before = sequence.num_uncomputed_tokens
-                delta = sequence.commit(scheduled, drawn, likely)
-                self._queues.num_uncomputed_tokens += sequence.num_uncomputed_tokens - num_before
-            if sequence.is_broken:
-                self._drop_broken(sequence)
-                continue
-            if delta is not None:
-                deltas.append(delta)
-            self._settle(sequence, scheduled, delta.token_ids if delta else ())
-        return deltas
-
-    def _settle(self, sequence: Sequence, scheduled: ScheduledSequence, gained: tuple[int, ...]) -> None:
-        """Charges the tenant for the tokens that a sequence gained in a step, and caches blocks that became full."""
-        sequence.tenant.charge(0, len(gained))
-        self._drafter.settle(sequence, scheduled, gained, self._queues)
-        block_size = self._allocator.block_size
-        if scheduled.first_position % block_size + len(scheduled.token_ids) >= block_size:
-            self._queues.store_full_blocks(sequence, scheduled.first_position)
 
     def _let_time_pass(self, now: float) -> None:
         """Classes improve with waiting, and requests whose time is up are dropped."""

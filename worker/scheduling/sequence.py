@@ -1,16 +1,16 @@
 """Sequence: the state of one request inside a worker: its tokens, how many of them are computed, and its blocks.
 
-What may live here: what follows from one sequence alone: when it ends, its deltas, whether it can ever fit. What may
-not: other sequences, the block allocator, and decisions about who runs (`batching.py`).
+What may live here: what follows from one sequence alone: when it ends, and its deltas. What may not: other sequences,
+the block allocator, whether it can run here at all (`request_checks.py`), and who runs next (`batching.py`).
 """
 
 import math
+from array import array
 from collections.abc import Hashable
 from enum import Enum
 from typing import ClassVar
 
 from holdfast.worker.block_hash import HashChain
-from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import NO_TOKEN, PENDING, DrawParams, ScheduledSequence
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta, TokenLogprob
@@ -49,6 +49,7 @@ class Sequence:
     __slots__ = (
         "_draw",
         "_looks_back",
+        "_outputs",
         "attempt",
         "awaits_result",
         "block_ids",
@@ -134,6 +135,7 @@ class Sequence:
         """Settings of its logits processors; None: it needs none."""
         self._looks_back = self.logits_settings is not None and self.logits_settings.look_back
         self._draw: DrawParams | None = None  # its first draw without them, once it was asked for
+        self._outputs = array("q")  # of `token_ids`, where draws look back at them: those of the last draw
         asks = params.prompt_logprobs is not None and not request.output_token_ids
         self.prompt_logprobs: list[TokenLogprob] | None = [] if asks else None
         """From the prompt's second token on, reported with the first output token; None: not asked for, or reported."""
@@ -208,7 +210,8 @@ class Sequence:
         if settings is None:
             return self._draw.at(index)
         if self._looks_back:
-            return self._draw.at(index, settings, tuple(self.token_ids[self.num_prompt_tokens :]))
+            self._outputs.extend(self.token_ids[self.num_prompt_tokens + len(self._outputs) :])
+            return self._draw.at(index, settings, self._outputs[:])
         return self._draw.at(index, settings if settings.apply_after(index) else None)
 
     def take_prompt_logprobs(self) -> tuple[TokenLogprob, ...]:
@@ -321,25 +324,6 @@ class Sequence:
             token_ids=(),
             finish_reason=reason,
         )
-
-    def check_fits(self, *, num_slots: int, max_model_len: int) -> None:
-        """Raises `InvalidRequestError` if the request could not run to its end even with the whole cache to itself.
-
-        `num_slots` is the number of tokens that the KV cache holds.
-        """
-        num_prompt_tokens = self.num_prompt_tokens
-        max_prompt_tokens = min(max_model_len - 1, num_slots)
-        if num_prompt_tokens > max_prompt_tokens:
-            limit = f"must be at most {max_prompt_tokens} tokens: the context holds {max_model_len} with the output"
-            raise InvalidRequestError(
-                "prompt", f"{num_prompt_tokens} tokens", f"{limit}, and the KV cache {num_slots} in all"
-            )
-        if self.max_num_slots > num_slots:
-            limit = f"must be at most {num_slots + 1 - num_prompt_tokens} after a prompt of {num_prompt_tokens} tokens"
-            max_tokens = self.request.sampling_params.max_tokens
-            raise InvalidRequestError(
-                "sampling_params.max_tokens", max_tokens, f"{limit}: the KV cache holds {num_slots} in all"
-            )
 
 
 def _confirmed(token_ids: tuple[int, ...], drawn: tuple[int, ...]) -> tuple[int, ...]:

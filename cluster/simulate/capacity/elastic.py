@@ -45,8 +45,6 @@ class ElasticResult:
     """Seconds of all replicas, from the decision for each until it had ended."""
     changes: list[tuple[float, int, str]]
     """Every change of the number that was wanted: when, to how many, and why."""
-    num_moved: int
-    """Times that a request was sent to a replica once more."""
 
     def num_missed(self, slo_ttft_s: float) -> int:
         """Requests without a first token by then, and requests that were not served to the end."""
@@ -178,5 +176,4 @@ def serve_elastic(
         services=[client.service() for client in clients],
         replica_s=cluster.replica_s,
         changes=cluster.changes,
-        num_moved=cluster.router.dispatch_host.stats.failovers.total(),
     )

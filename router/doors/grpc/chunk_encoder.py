@@ -3,7 +3,7 @@
 Most deliveries bring tokens and text alone. Of those, what all chunks of a stream share is written once, and put behind
 what is new: protobuf messages are merged by joining their bytes. A single token is written field by field, by the
 encoding of the wire, which takes a fifth of what a message takes. What may not live here: which fields a client gets
-(`router/doors/public_answer.py`), messages field by field (`router/wire/codec.py`).
+(`router/doors/public_answer.py`), messages field by field (`router/wire/response_codec.py`).
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from typing import Final
 from holdfast.router.doors.chat_answer import ChatDeltas
 from holdfast.router.doors.public_answer import public_chunk
 from holdfast.router.events import Deliver
-from holdfast.router.wire.codec import chunk_message
+from holdfast.router.wire.response_codec import chunk_message
 from holdfast.v1.inference_pb2 import GenerateStreamResponse
 
 _INDEX, _TOKEN, _TEXT = (

@@ -23,7 +23,8 @@ from holdfast.router.doors.grpc.request_ids import REQUEST_ID_HEADER, with_reque
 from holdfast.router.doors.public_answer import public_generation
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.security.gate import Gate
-from holdfast.router.wire.codec import generation_message, generation_request
+from holdfast.router.wire.request_codec import generation_request
+from holdfast.router.wire.response_codec import generation_message
 from holdfast.router.wire.serving_state import load_response, models_response
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError

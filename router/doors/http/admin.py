@@ -23,7 +23,6 @@ from holdfast.router.doors.http.bodies import Reads
 from holdfast.router.doors.operators import Operators
 from holdfast.worker.errors import InvalidRequestError
 
-ADMIN: Final = "/admin/"
 _FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip")
 _JSON: Final = "application/json"
 

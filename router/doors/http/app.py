@@ -1,15 +1,15 @@
-"""HTTP application of a router: OpenAI-style endpoints, tokenization, health and load, as one ASGI application.
+"""HTTP application of a router: the endpoints of OpenAI and Anthropic, and tokenization, as one ASGI application.
 
 What may live here: routes, headers, and the way from a request's bytes to an endpoint and back. What may not: what an
-endpoint says (`chat_completions.py`, `completions.py`), the server that runs it (`server.py`).
+endpoint says (`chat_completions.py`, `completions.py`), what the router tells of itself (`state_endpoints.py`), and the
+server that runs it (`server.py`).
 """
 
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
-from importlib.metadata import version
-from typing import Any, Final
+from typing import Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,17 +27,16 @@ from holdfast.router.doors.http.answering import Endpoint, answering, headers_of
 from holdfast.router.doors.http.authentication import guarded
 from holdfast.router.doors.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from holdfast.router.doors.http.chat_completions import ChatChunks, chat_request, whole_chat
-from holdfast.router.doors.http.cluster_view import cluster_view
 from holdfast.router.doors.http.completions import Completions, completion_requests
 from holdfast.router.doors.http.event_stream import ANTHROPIC, OPENAI, PLAIN_SEND, EventStream, Shape, Shortcut
 from holdfast.router.doors.http.messages import MessageEvents, whole_message
 from holdfast.router.doors.http.messages_body import CountBody, MessagesBody
 from holdfast.router.doors.http.messages_body import chat_body as messages_chat
-from holdfast.router.doors.http.openapi import description
 from holdfast.router.doors.http.page_files import PAGE, page_file
 from holdfast.router.doors.http.responses import ResponseEvents, whole_response
 from holdfast.router.doors.http.responses_body import ResponsesBody
 from holdfast.router.doors.http.responses_body import chat_body as responses_chat
+from holdfast.router.doors.http.state_endpoints import StateEndpoints
 from holdfast.router.doors.http.submission import (
     Encoder,
     Submission,
@@ -47,16 +46,13 @@ from holdfast.router.doors.http.submission import (
     straight,
 )
 from holdfast.router.doors.operators import Operators
-from holdfast.router.events import ModelStatus
-from holdfast.router.metrics.exposition import exposed
-from holdfast.router.metrics.router_samples import router_samples
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
 from holdfast.router.requests.request_processor import RequestProcessor
 from holdfast.router.requests.tracing import TRACEPARENT, note_incoming
 from holdfast.router.security.gate import Gate
-from holdfast.worker.errors import InvalidRequestError, ReplicaError
+from holdfast.worker.errors import InvalidRequestError
 
 TENANT: Final = "x-tenant"
 
@@ -86,23 +82,21 @@ class HttpDoor:
         """The `gate` lets requests in; without it all may come. Without `operators` there are no paths for them.
         `warnings`: what health says besides.
         """
-        self._warnings = warnings
         self._requests = request_processor
         self._gate = gate or Gate()
-        self._dispatch_host = dispatch_host
         self._limits = limits
-        self._is_killable = operators is not None and operators.may_kill
         self._admin = [] if operators is None else AdminEndpoints(operators, self._content).routes()
-        self._is_stopping = False
         self._responses: Counter[tuple[str, int]] = Counter()
+        is_killable = operators is not None and operators.may_kill
+        self._state = StateEndpoints(request_processor, dispatch_host, self._responses, warnings, is_killable)
 
     def stop(self) -> None:
         """From here on `/health` and `/ready` say no."""
-        self._is_stopping = True
+        self._state.is_stopping = True
 
     @property
     def is_stopping(self) -> bool:
-        return self._is_stopping
+        return self._state.is_stopping
 
     def app(self) -> Starlette:
         """The application, which is also what others mount."""
@@ -110,19 +104,10 @@ class HttpDoor:
             ("POST", "/v1/chat/completions", self.chat_completions),
             ("POST", "/v1/completions", self.completions),
             ("POST", "/v1/responses", self.responses),
-            ("GET", "/v1/models", self.models),
-            ("GET", "/v1/models/{model:path}", self.model),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
-            ("GET", "/health", self.health),
-            ("GET", "/ping", self.health),
-            ("GET", "/ready", self.health),
-            ("GET", "/version", self.version),
-            ("GET", "/load", self.load),
-            ("GET", "/metrics", self.metrics),
-            ("GET", "/cluster", self.cluster),
+            *self._state.routes(),
             *(("GET", path, page_file(path)) for path in PAGE),
-            ("GET", "/openapi.json", self.openapi),
             *self._admin,
         ]
         of_anthropic = [
@@ -261,27 +246,7 @@ class HttpDoor:
             answers.append(await stack.enter_async_context(opening(one)))
         return answers
 
-    # --- models and tokens ---
-
-    async def models(self, request: Request) -> ASGIApp:
-        return json_response({"object": "list", "data": [self._model(model) for model in self._requests.models()]})
-
-    async def model(self, request: Request) -> ASGIApp:
-        return json_response(self._model(self._requests.model(request.path_params["model"])))
-
-    def _model(self, model: ModelStatus) -> dict[str, Any]:
-        has_template = self._requests.has_chat_template(model.name)
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "holdfast",
-            "root": model.facts.path,
-            "parent": None,
-            "max_model_len": model.facts.max_model_len,
-            "num_replicas": model.num_replicas,
-            "chat_template": "given" if model.facts.chat_template else "own" if has_template else None,
-        }
+    # --- tokens ---
 
     async def tokenize(self, request: Request) -> ASGIApp:
         body = TokenizeBody.read(await self._content(request))
@@ -306,43 +271,7 @@ class HttpDoor:
     def _text_of(self, model: str) -> Callable[[int], str]:
         return partial(self._requests.token_text, model)
 
-    # --- state ---
-
-    async def health(self, request: Request) -> ASGIApp:
-        """200 while any model has a replica up, with what is wrong all the same."""
-        if self._is_stopping or not any(model.takes_requests for model in self._dispatch_host.models()):
-            raise ReplicaError("no replica is up" if not self._is_stopping else "this router is stopping")
-        warnings = self._warnings()
-        return json_response({"warnings": list(warnings)}) if warnings else Response()
-
-    async def version(self, request: Request) -> ASGIApp:
-        return json_response({"version": version("holdfast")})
-
-    async def load(self, request: Request) -> ASGIApp:
-        host = self._dispatch_host
-        replicas = [
-            {
-                "replica_id": replica.replica_id,
-                "model": replica.model,
-                "num_running": replica.load.num_running,
-                "num_waiting": replica.load.num_waiting,
-                "num_free_blocks": replica.load.num_free_blocks,
-                "num_total_blocks": replica.load.num_total_blocks,
-            }
-            for replica in host.loads()
-        ]
-        return json_response({"server_load": host.num_open, "num_queued": host.num_queued, "replicas": replicas})
-
-    async def cluster(self, request: Request) -> ASGIApp:
-        return json_response(cluster_view(self._dispatch_host, is_killable=self._is_killable))
-
-    async def openapi(self, request: Request) -> ASGIApp:
-        return json_response(description())
-
-    async def metrics(self, request: Request) -> ASGIApp:
-        samples = router_samples(self._requests.stats, self._dispatch_host, self._responses)
-        text, media_type = exposed(samples)
-        return Response(text, headers={"content-type": media_type})
+    # --- inside ---
 
     def _counting(self, path: str, call: Endpoint) -> Endpoint:
         """An endpoint whose responses are counted by their status."""

@@ -6,7 +6,7 @@ name if it asks for something. What may not live here: what the fields mean (`sa
 
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -35,6 +35,16 @@ _ACCEPTED = frozenset(
     ]
 )
 """Known fields that change nothing of the output."""
+
+ONE_PLAIN_CHOICE: Final[Mapping[str, tuple[object, ...]]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "beam_width": (),
+    "logprobs": (),
+    "prompt_logprobs": (),
+}
+"""What may be said of fields for more, where an answer has no place for more."""
 
 _logged: set[str] = set()
 

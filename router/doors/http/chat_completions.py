@@ -13,7 +13,7 @@ from holdfast.router.doors.http.bodies import ChatBody
 from holdfast.router.doors.http.calls import delta_of, finish_after_calls, whole_message
 from holdfast.router.doors.http.choices import TokenText, chat_logprobs, prompt_logprobs_of, usage_of
 from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, json_text
-from holdfast.router.doors.http.sampling import chat_params, priority_of
+from holdfast.router.doors.http.sampling import chat_params, service_of
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedRequest, CompletedSequence, SampledAnswer
@@ -29,13 +29,8 @@ def chat_request(body: ChatBody, tenant: str = "") -> GenerationRequest:
     """The request that a body makes. Raises `InvalidRequestError`, naming the field."""
     return GenerationRequest(
         chat=_chat(body),
-        model=body.model or "",
         sampling_params=chat_params(body),
-        priority=priority_of(body),
-        timeout_s=body.timeout,
-        cache_salt=body.cache_salt or "",
-        session_id=body.session,
-        tenant=tenant,
+        **service_of(body, tenant),
     )
 
 

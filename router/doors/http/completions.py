@@ -19,7 +19,7 @@ from holdfast.router.doors.http.choices import (
     usage_of,
 )
 from holdfast.router.doors.http.frames import PLACE, Frame, frame_of, json_text
-from holdfast.router.doors.http.sampling import completion_params, priority_of, scores_only
+from holdfast.router.doors.http.sampling import completion_params, scores_only, service_of
 from holdfast.router.events import Deliver, Usage
 from holdfast.router.request import GenerationRequest
 from holdfast.router.requests.answer import CompletedRequest, SampledAnswer
@@ -36,19 +36,8 @@ def completion_requests(body: CompletionBody, tenant: str = "") -> list[Generati
     prompts = prompts_of(body)
     if len(prompts) > MAX_PROMPTS:
         raise InvalidRequestError("prompt", len(prompts), f"must be at most {MAX_PROMPTS} prompts")
-    return [
-        GenerationRequest(
-            prompt=prompt,
-            model=body.model or "",
-            sampling_params=params,
-            priority=priority_of(body),
-            timeout_s=body.timeout,
-            cache_salt=body.cache_salt or "",
-            session_id=body.session,
-            tenant=tenant,
-        )
-        for prompt in prompts
-    ]
+    service = service_of(body, tenant)
+    return [GenerationRequest(prompt=prompt, sampling_params=params, **service) for prompt in prompts]
 
 
 def prompts_of(body: CompletionBody) -> Sequence[str | tuple[int, ...]]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import Field
 
 from holdfast.router.chat import flat_message
-from holdfast.router.doors.http.bodies import ChatBody, Reads
+from holdfast.router.doors.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Reads
 from holdfast.router.tools.tools import checked_tool
 from holdfast.worker.errors import InvalidRequestError
 
@@ -21,14 +21,9 @@ class MessagesBody(Reads):
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **Reads.neutral,
+        **ONE_PLAIN_CHOICE,
         "mcp_servers": ([],),
         "container": (),
-        "n": (1,),
-        "best_of": (1,),
-        "use_beam_search": (False,),
-        "beam_width": (),
-        "logprobs": (),
-        "prompt_logprobs": (),
     }
 
     model: str | None = None

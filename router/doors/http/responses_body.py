@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from holdfast.router.chat import flat_message
-from holdfast.router.doors.http.bodies import ChatBody, Reads
+from holdfast.router.doors.http.bodies import ONE_PLAIN_CHOICE, ChatBody, Reads
 from holdfast.router.tools.tools import checked_tool
 from holdfast.worker.errors import InvalidRequestError
 
@@ -20,6 +20,7 @@ class ResponsesBody(Reads):
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **Reads.neutral,
+        **ONE_PLAIN_CHOICE,
         "previous_response_id": (),
         "conversation": (),
         "background": (False,),
@@ -28,12 +29,6 @@ class ResponsesBody(Reads):
         "include": ([], ["reasoning.encrypted_content"]),
         "truncation": ("disabled",),
         "max_tool_calls": (),
-        "n": (1,),
-        "best_of": (1,),
-        "use_beam_search": (False,),
-        "beam_width": (),
-        "logprobs": (),
-        "prompt_logprobs": (),
     }
 
     model: str | None = None

@@ -4,7 +4,7 @@ Null means the default everywhere. What may not live here: ranges and types (`wo
 """
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 from holdfast.router.doors.http.bodies import Body, ChatBody, CompletionBody, Reads
 from holdfast.worker.errors import InvalidRequestError
@@ -119,6 +119,29 @@ def _format(body: Body) -> StructuredOutputs | None:
             raise InvalidRequestError("response_format.json_schema.schema", schema, "must be a JSON schema")
         return StructuredOutputs(json=dict(schema))
     raise InvalidRequestError("response_format.type", asked.type, "is not supported")
+
+
+class ServiceFields(TypedDict):
+    """Fields of a `GenerationRequest` that say whose it is and how it is served."""
+
+    model: str
+    priority: Priority
+    timeout_s: float | None
+    cache_salt: str
+    session_id: str
+    tenant: str
+
+
+def service_of(body: Body, tenant: str) -> ServiceFields:
+    """What every body says in the same way, whatever its prompt."""
+    return ServiceFields(
+        model=body.model or "",
+        priority=priority_of(body),
+        timeout_s=body.timeout,
+        cache_salt=body.cache_salt or "",
+        session_id=body.session,
+        tenant=tenant,
+    )
 
 
 def priority_of(body: Body) -> Priority:

@@ -15,7 +15,8 @@ from holdfast.cluster.client.transport import CallFailed
 from holdfast.router.events import Usage
 from holdfast.router.generation import Chunk, GeneratedSequence, Generation
 from holdfast.router.request import GenerationRequest
-from holdfast.router.wire.codec import chunk_message, generation_message, generation_request
+from holdfast.router.wire.request_codec import generation_request
+from holdfast.router.wire.response_codec import chunk_message, generation_message
 from holdfast.router.wire.statuses import CallStatus, call_status
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import HoldfastError

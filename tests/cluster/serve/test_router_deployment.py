@@ -17,5 +17,5 @@ def test_a_router_serves_in_the_order_of_its_replicas(monkeypatch):
 
     monkeypatch.setattr(Router, "start", start)
     config = HoldfastConfig(scheduler=SchedulerConfig(aging_s=7.0, tenant_shares={"gold": 4.0}))
-    asyncio.run(router_deployment._start(config, "127.0.0.1", None, ClusterSecurity(token="t"), print, print))
+    asyncio.run(router_deployment._start(config, "127.0.0.1", None, ClusterSecurity(token="t")))
     assert (started["order"].aging_s, started["order"].tenant_shares) == (7.0, {"gold": 4.0})

@@ -4,7 +4,8 @@ from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve import local
 from holdfast.cluster.serve.directory import Member, Role, Snapshot
 from holdfast.cluster.serve.local import num_cpus_of_our_own, share_cores
-from holdfast.cluster.serve.serving import StartUp, check_resources
+from holdfast.cluster.serve.serving import check_resources
+from holdfast.cluster.serve.start_up import StartUp
 from holdfast.worker.config import ParallelConfig
 from holdfast.worker.errors import ConfigurationError
 

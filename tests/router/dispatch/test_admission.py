@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.router.dispatch.admission import MAX_RETRY_S, MIN_RETRY_S, AdmissionQueue
-from holdfast.router.dispatch.request_state import RequestEvent, RequestState, RequestStatus
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.events import FRESH
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import QueueFullError

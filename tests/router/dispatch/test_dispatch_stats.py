@@ -6,16 +6,12 @@ from holdfast.router.dispatch.dispatch_stats import IN_REPLICA, IN_ROUTER
 from holdfast.worker.errors import QueueFullError
 from holdfast.worker.request import FinishReason, Priority, TokenDelta
 from holdfast.worker.step_update import Rejection
-from tests.router.core import Core, delta, load, sent
+from tests.router.core import Core, delta, sent, two_replicas
 
 
 @pytest.fixture
 def core() -> Core:
-    """Two replicas; the first request goes to "a"."""
-    core = Core()
-    core.up("a")
-    core.up("b", load=load(num_running=1))
-    return core
+    return two_replicas()
 
 
 def told(core: Core, name: str) -> dict:

@@ -11,13 +11,6 @@ from tests.router.core import Core, aborts, delivered, delta, failure, sent
 LONG = NUM_STEPS_TO_CLEAR + 3
 
 
-@pytest.fixture
-def core() -> Core:
-    core = Core()
-    core.up("r")
-    return core
-
-
 def gone_on(core: Core, request_id: str = "x", **settings: object) -> int:
     """An attempt that has had `LONG` tokens."""
     attempt = sent(core.submit(request_id, **settings)).attempt

@@ -19,7 +19,7 @@ from tests.fakes import byte_tokenizer
 from tests.loops import on_a_loop
 from tests.router.core import NO_LOAD
 from tests.router.site import eventually
-from tests.worker.replica.test_link import INFO
+from tests.worker.replica.link_peer import INFO
 
 ROOT = Path(__file__).parents[3]
 TOKEN = "the-token-of-this-cluster-0123456789"

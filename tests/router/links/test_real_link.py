@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 from holdfast.router.config import RouterConfig
@@ -9,30 +10,24 @@ from holdfast.router.links.replica_directory import ReplicaEndpoint
 from holdfast.v1 import inference_pb2
 from holdfast.worker.config import HealthConfig, SchedulerConfig
 from holdfast.worker.engine.engine import Engine
-from holdfast.worker.model_info import ModelInfo
 from holdfast.worker.plan.step_plan import NO_TOKEN, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.scheduling.scheduler import Scheduler
 from tests.loops import on_a_loop, on_each_loop
 from tests.pseudo_model import PseudoRunner, pseudo_completion
 from tests.router.site import collected, eventually, refusal, request, site
+from tests.worker.replica import link_peer
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_MODEL_LEN, VOCAB_SIZE = 600, 4, 400, 256
 BAD = 13
 
-INFO = ModelInfo(
-    model="pseudo",
-    path="/nowhere",
-    model_type="pseudo",
+INFO = replace(
+    link_peer.INFO,
     max_model_len=MAX_MODEL_LEN,
     vocab_size=VOCAB_SIZE,
-    eos_token_ids=frozenset(),
-    dtype="float32",
-    tensor_parallel_size=1,
     block_size=BLOCK_SIZE,
     num_blocks=NUM_BLOCKS,
-    kv_bytes_per_token=8,
-    row_invariant=True,
+    answers_digest=b"",
 )
 
 

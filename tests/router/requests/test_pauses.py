@@ -48,7 +48,7 @@ def test_what_waits_is_refused_once_the_model_refuses():
 
 def test_orders_change_one_thing_and_say_so():
     orders = NO_ORDERS.with_drained("r", True).with_pause("m", Pause(model="m")).with_retired("m", "v", True)
-    assert (orders.drained, orders.pause_of("m"), orders.retired) == ({"r"}, Pause(model="m"), {("m", "v")})
+    assert (orders.drained, orders.pauses, orders.retired) == ({"r"}, (Pause(model="m"),), {("m", "v")})
     back = orders.with_drained("r", False).with_pause("m", None).with_retired("m", "v", False)
     assert (back.revision, back) == (6, Orders(revision=6))
     assert NO_ORDERS.with_log_level("debug").log_level == "DEBUG"

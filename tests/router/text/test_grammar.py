@@ -9,7 +9,7 @@ import pytest
 from holdfast.router.config import LimitsConfig
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.tokenizer import Tokenizer
-from holdfast.router.wire.codec import generation_request, sampling_params_message
+from holdfast.router.wire.request_codec import generation_request, sampling_params_message
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams

@@ -10,7 +10,8 @@ from holdfast.router.chat import Chat
 from holdfast.router.config import LimitsConfig
 from holdfast.router.request import GenerationRequest, derived_seed
 from holdfast.router.resume import Progress, Resume
-from holdfast.router.wire.codec import generation, generation_request, generation_request_message
+from holdfast.router.wire.request_codec import generation_request, generation_request_message
+from holdfast.router.wire.response_codec import generation
 from holdfast.v1 import inference_pb2
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.request import Priority

@@ -8,7 +8,7 @@ from holdfast.router.events import Usage
 from holdfast.router.generation import Chunk, GeneratedSequence, Generation
 from holdfast.router.request import GenerationRequest
 from holdfast.router.resume import Progress, Resume
-from holdfast.router.wire import codec
+from holdfast.router.wire import request_codec, response_codec
 from holdfast.v1 import inference_pb2
 from holdfast.worker.request import FinishReason, Priority, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
@@ -109,29 +109,28 @@ generations = st.builds(
 
 @given(requests)
 def test_requests(request):
-    data = codec.generation_request_message(request).SerializeToString()
-    assert codec.generation_request(inference_pb2.GenerateRequest.FromString(data)) == request
+    data = request_codec.generation_request_message(request).SerializeToString()
+    assert request_codec.generation_request(inference_pb2.GenerateRequest.FromString(data)) == request
 
 
 @given(chunks)
 def test_chunks(chunk):
-    data = codec.chunk_message(chunk).SerializeToString()
-    assert codec.chunk(inference_pb2.GenerateStreamResponse.FromString(data)) == chunk
+    data = response_codec.chunk_message(chunk).SerializeToString()
+    assert response_codec.chunk(inference_pb2.GenerateStreamResponse.FromString(data)) == chunk
 
 
 @given(generations)
 def test_generations(generation):
-    data = codec.generation_message(generation).SerializeToString()
-    assert codec.generation(inference_pb2.GenerateResponse.FromString(data)) == generation
+    data = response_codec.generation_message(generation).SerializeToString()
+    assert response_codec.generation(inference_pb2.GenerateResponse.FromString(data)) == generation
 
 
 def test_variables_of_a_template_keep_their_order_and_their_types():
     """A template that writes or counts them makes another prompt otherwise."""
     values = {"z": 3, "a": 2.5, "yes": True, "deep": {"b": [1, 2**60], "a": None}}
     request = GenerationRequest(chat=Chat(messages=[{"role": "user", "content": ""}], template_kwargs=values))
-    assert repr(codec.generation_request(codec.generation_request_message(request)).chat.template_kwargs) == repr(
-        values
-    )
+    again = request_codec.generation_request(request_codec.generation_request_message(request))
+    assert repr(again.chat.template_kwargs) == repr(values)
 
 
 def test_every_field_of_the_messages_is_carried():

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.attention.kv_cache import KVCache, KVSpec
-from holdfast.worker.attention.paged import AttentionContext, PagedAttention, begun_blocks, slots_of
+from holdfast.worker.attention.paged import AttentionContext, PagedAttention
 from holdfast.worker.attention.query_tiles import cut_into_tiles, tile_tokens
+from holdfast.worker.attention.sdpa import SdpaBackend, begun_blocks, slots_of
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.layers.row_tiles import RowRule, RowTiles
 from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan
@@ -63,7 +64,7 @@ class Layer:
         self.block_size = block_size
         self.blocks_each = -(-2 * LENGTH // block_size)
         self.cache = KVCache.allocate([spec], 12 * self.blocks_each, block_size, dtype, "cpu")
-        self.context = AttentionContext(self.cache, tiles or RowTiles())
+        self.context = AttentionContext(self.cache, SdpaBackend(self.cache, tiles or RowTiles()))
         self.attention = PagedAttention(self.context, 0)
 
     def step(self, shares: list[tuple[Text, int, int, int]]) -> list[Tensor]:
@@ -244,7 +245,7 @@ def test_layers_of_different_kinds_share_a_step():
     """As in a model whose layers alternate between a window and full attention."""
     specs = [PLAIN, SPECS["window"], SPECS["latent"], PLAIN]
     cache = KVCache.allocate(specs, 64, 16, torch.float32, "cpu")
-    context = AttentionContext(cache, RowTiles())
+    context = AttentionContext(cache, SdpaBackend(cache, RowTiles()))
     for first, count in ((0, 150), (150, 1)):
         context.begin(batch_of([(0, first, count)], 16, 64))
         for index, spec in enumerate(specs):

@@ -1,77 +1,16 @@
 """The engine's promises: every request is answered, whichever way the loop ends."""
 
 import threading
-from collections import defaultdict
-from dataclasses import replace
 
 import pytest
 
-from holdfast.worker.block_hash import HashChain, short_hash
-from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.engine.engine import Engine
-from holdfast.worker.engine_core.engine_core import STATS_EVERY_STEPS
-from holdfast.worker.errors import DeadlineExceededError, HoldfastError, InvalidRequestError, ReplicaError
+from holdfast.worker.errors import DeadlineExceededError, InvalidRequestError, ReplicaError
 from holdfast.worker.plan.step_plan import StepPlan, StepResult
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason
-from holdfast.worker.sampling_params import SamplingParams
-from holdfast.worker.scheduling.scheduler import Scheduler
-from holdfast.worker.scheduling.step_limits import StepLimits
-from holdfast.worker.stats import EngineStats
+from holdfast.worker.request import FinishReason
 from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.suspicion import NUM_STEPS_TO_CLEAR, Suspicion
-from holdfast.worker.tuning.step_time import StepCosts, shape_of
-from holdfast.worker.tuning.step_tuner import StepTuner
 from tests.pseudo_model import PseudoRunner, pseudo_completion
-
-BLOCK_SIZE, NUM_BLOCKS, TIMEOUT_S = 4, 64, 20
-
-
-class Recorder:
-    """A listener that remembers, and lets tests wait for a last word."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[str, list[int]] = defaultdict(list)
-        self.finished: dict[str, FinishReason] = {}
-        self.rejected: dict[str, HoldfastError] = {}
-        self.failure: HoldfastError | None = None
-        self.num_updates = 0
-        self.load: EngineLoad | None = None
-        self._news = threading.Condition()
-
-    def on_update(self, update: StepUpdate) -> None:
-        with self._news:
-            self.num_updates += 1
-            self.load = update.load
-            for delta in update.deltas:
-                assert delta.first_token_index == len(self.tokens[delta.attempt])
-                assert delta.attempt not in self.finished
-                self.tokens[delta.attempt].extend(delta.token_ids)
-                if delta.finish_reason:
-                    self.finished[delta.attempt] = delta.finish_reason
-            self.rejected.update({rejection.attempt: rejection.error for rejection in update.rejections})
-            self._news.notify_all()
-
-    def on_failure(self, error: HoldfastError) -> None:
-        with self._news:
-            self.failure = error
-            self._news.notify_all()
-
-    def wait_for(self, condition) -> None:
-        with self._news:
-            assert self._news.wait_for(condition, TIMEOUT_S), "nothing came in time"
-
-
-class Gate(PseudoRunner):
-    """A runner that holds each step until the test lets it go."""
-
-    def __init__(self) -> None:
-        super().__init__(NUM_BLOCKS, BLOCK_SIZE)
-        self.entered, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
-
-    def run(self, plan: StepPlan) -> StepResult:
-        self.entered.release()
-        assert self.go_on.acquire(timeout=TIMEOUT_S)
-        return super().run(plan)
+from tests.worker.engine.engines import BLOCK_SIZE, NUM_BLOCKS, TIMEOUT_S, Gate, Recorder, make_engine, make_request
 
 
 class Broken(PseudoRunner):
@@ -81,42 +20,6 @@ class Broken(PseudoRunner):
         if self.num_steps == 2:
             raise RuntimeError("connection closed by peer")
         return super().run(plan)
-
-
-def make_engine(runner: PseudoRunner | None = None, **options) -> tuple[Engine, PseudoRunner, Recorder]:
-    runner = runner or PseudoRunner(NUM_BLOCKS, BLOCK_SIZE)
-    scheduler = Scheduler(
-        SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4),
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        max_model_len=200,
-        eos_token_ids=frozenset(),
-    )
-    engine, recorder = Engine(scheduler, runner, idle_s=0.05, **options), Recorder()
-    engine.attach(recorder)
-    engine.start()
-    return engine, runner, recorder
-
-
-def make_request(
-    request_id: str, prompt=(1, 2, 3), max_tokens=8, seed=7, output=(), time_left_s=None, suspicion=Suspicion.NONE
-) -> EngineRequest:
-    return EngineRequest(
-        request_id=request_id,
-        prompt_token_ids=tuple(prompt),
-        sampling_params=SamplingParams(max_tokens=max_tokens, seed=seed),
-        output_token_ids=tuple(output),
-        time_left_s=time_left_s,
-        suspicion=suspicion,
-    )
-
-
-@pytest.fixture
-def engine_and_friends():
-    engine, runner, recorder = make_engine()
-    yield engine, runner, recorder
-    engine.stop()
-    assert runner.closed
 
 
 def test_requests_get_the_models_tokens(engine_and_friends):
@@ -296,138 +199,6 @@ def test_every_listener_hears_that_the_load_has_changed_without_a_step(engine_an
     other.wait_for(lambda: other.tokens["theirs"])
     engine.detach(other)
     recorder.wait_for(lambda: recorder.load is not None and recorder.load.num_running == 0)
-
-
-class Timed(PseudoRunner):
-    """A runner whose steps take no time but on its own clock."""
-
-    def __init__(self) -> None:
-        super().__init__(8 * NUM_BLOCKS, BLOCK_SIZE)
-        self.now = 0.0
-
-    def run(self, plan: StepPlan) -> StepResult:
-        costs = StepCosts(base_s=0.01, decode_s=0.01, token_s=0.001, context_token_s=0.0)
-        self.now += costs.predict(shape_of(plan))
-        return super().run(plan)
-
-
-def run_tuned(**config) -> tuple[Engine, Scheduler]:
-    """30 requests of 100 tokens, all through: 8 at a time, whose steps take 10 + 8 * (10 + 1) = 98 ms."""
-    runner, recorder = Timed(), Recorder()
-    settings = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=8, **config)
-    scheduler = Scheduler(
-        settings, num_blocks=8 * NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=200, eos_token_ids=frozenset()
-    )
-    tuner = StepTuner(settings, block_size=BLOCK_SIZE)
-    engine = Engine(scheduler, runner, tuner=tuner, clock=lambda: runner.now, idle_s=0.05)
-    engine.attach(recorder)
-    for i in range(30):
-        engine.submit(make_request(f"r{i}", max_tokens=100), recorder)
-    engine.start()
-    recorder.wait_for(lambda: len(recorder.finished) == 30)
-    return engine, scheduler
-
-
-def test_the_engine_says_what_its_steps_ask_for_and_changes_nothing_unasked():
-    engine, scheduler = run_tuned()
-    recommendations = engine.recommendations()
-    engine.stop()
-    assert [(found.setting, found.current) for found in recommendations] == [("max_num_seqs", 8)]
-    assert recommendations[0].recommended < 8
-    assert "98 ms from token to token" in recommendations[0].reason
-    assert scheduler.limits == StepLimits(max_num_batched_tokens=16, max_num_seqs=8)
-
-
-def test_with_auto_tune_the_engine_does_what_it_says(caplog):
-    with caplog.at_level("INFO", logger="holdfast.worker.engine.engine"):
-        engine, scheduler = run_tuned(auto_tune=True)
-    recommendations = engine.recommendations()
-    engine.stop()
-    assert scheduler.limits.max_num_seqs == recommendations[0].recommended < 8
-    assert "max_num_seqs: 8 -> " in caplog.text
-
-
-# --- the prefix cache, and statistics ---
-
-
-class Follower(Recorder):
-    """A listener that keeps the cached blocks as it is told of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cached: set[int] = set()
-        self.num_told = 0
-        self.stats: list[EngineStats] = []
-
-    def on_update(self, update: StepUpdate) -> None:
-        assert not set(update.cache.stored) & set(update.cache.evicted)
-        self.num_told += len(update.cache.stored)
-        self.cached = (self.cached | set(update.cache.stored)) - set(update.cache.evicted)
-        if update.stats is not None:
-            self.stats.append(update.stats)
-        super().on_update(update)
-
-
-def block_hashes(*token_ids: int) -> set[int]:
-    chain = HashChain("")
-    return {short_hash(chain.hash_of(i, token_ids, BLOCK_SIZE)) for i in range(len(token_ids) // BLOCK_SIZE)}
-
-
-def test_each_follower_of_the_cache_hears_all_of_it_from_its_own_beginning(engine_and_friends):
-    engine, _, deaf = engine_and_friends
-    early, late = Follower(), Follower()
-    engine.submit(make_request("before anyone", prompt=range(8), max_tokens=1), deaf)
-    deaf.wait_for(lambda: "before anyone" in deaf.finished)
-    engine.attach(early)
-    engine.follow_cache(early)
-    engine.submit(make_request("before the second", prompt=range(100, 108), max_tokens=1), early)
-    early.wait_for(lambda: len(early.cached) == 4)
-    engine.attach(late)
-    engine.follow_cache(late)
-    engine.submit(make_request("for both", prompt=range(200, 212), max_tokens=1), late)
-    expected = block_hashes(*range(8)) | block_hashes(*range(100, 108)) | block_hashes(*range(200, 212))
-    for follower in (early, late):
-        follower.wait_for(lambda follower=follower: follower.cached == expected)
-        assert follower.num_told == len(expected), "nothing is told twice"
-
-
-def test_followers_hear_of_evictions(engine_and_friends):
-    engine, *_ = engine_and_friends
-    follower = Follower()
-    engine.attach(follower)
-    engine.follow_cache(follower)
-    for first in range(0, 900, 100):  # 9 x 10 blocks pass through a cache of 64
-        engine.submit(make_request(f"{first}", prompt=range(first, first + 40), max_tokens=1), follower)
-    follower.wait_for(lambda: len(follower.finished) == 9)
-    stats = engine.stats()
-    assert stats.num_evictions > 0
-    assert len(follower.cached) == stats.num_cached_blocks
-    assert block_hashes(*range(800, 840)) <= follower.cached
-    assert not block_hashes(*range(40)) & follower.cached
-
-
-def test_statistics_come_first_now_and_then_and_when_the_engine_is_idle(engine_and_friends):
-    engine, runner, _ = engine_and_friends
-    follower = Follower()
-    engine.attach(follower)
-    engine.submit(make_request("a", prompt=range(8), max_tokens=100), follower)
-    follower.wait_for(lambda: follower.stats and follower.stats[-1].num_finished == 1)
-    assert len(follower.stats) <= 3 + runner.num_steps // STATS_EVERY_STEPS
-    last = follower.stats[-1]
-    assert (last.num_running, last.num_requests, last.num_tokens_generated) == (0, 1, 100)
-    assert last.num_steps == runner.num_steps
-    exact = engine.stats()  # what listeners were told in the last step could not have that step's own end
-    assert sum(exact.step_counts) == exact.num_steps == sum(last.step_counts) + 1
-    assert exact.plan_time_s >= last.plan_time_s
-    assert exact.commit_time_s > last.commit_time_s > 0
-    times = {name: getattr(last, name) for name in ("plan_time_s", "commit_time_s", "step_counts")}
-    assert last == replace(exact, **times)
-
-
-def test_rates_are_zero_before_anything_has_run(engine_and_friends):
-    engine, *_ = engine_and_friends
-    stats = engine.stats()
-    assert (stats.prefix_hit_rate, stats.tokens_per_s) == (0, 0)
 
 
 def test_stop_does_not_wait_for_a_step_that_never_ends():

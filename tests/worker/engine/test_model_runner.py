@@ -181,11 +181,11 @@ def test_the_leader_has_the_logits_of_all_tokens(folder, executor):
 
 def test_control_messages_are_no_steps(leader):
     from holdfast.worker.distributed.step_batch import StepBatch
-    from holdfast.worker.engine import model_runner
+    from holdfast.worker.engine.rank_orders import Order, number_message
 
     assert StepBatch.pack(whole_prompts(leader))[0] >= 1
-    assert max(model_runner._KEEP_ALIVE, model_runner._STOP) < 1
-    assert isinstance(model_runner._order(0), np.ndarray)
+    assert max(Order) < 1
+    assert isinstance(number_message(0), np.ndarray)
 
 
 def test_the_cache_has_the_size_that_is_set(folder, executor):

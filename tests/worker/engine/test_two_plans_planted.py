@@ -20,10 +20,12 @@ from holdfast.worker.scheduling.decode_batch import DecodeBatch
 from holdfast.worker.scheduling.queues import SequenceQueues
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.scheduling.sequence import Sequence
+from holdfast.worker.scheduling.share_commit import ShareCommit
 from holdfast.worker.scheduling.step_in_flight import StepInFlight
 from tests.worker import fake_device
-from tests.worker.engine import test_two_plans as two_plans
-from tests.worker.scheduling import test_scheduler_properties as one_plan
+from tests.worker.engine import test_two_plans, test_two_plans_ends, test_two_plans_on_a_thread
+from tests.worker.engine.two_plans import serve
+from tests.worker.scheduling.scheduler_machine import MAX_PROMPT_LOGPROBS
 from tests.worker.scheduling.test_plans_ahead_properties import AheadMachine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -31,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 def by_all_kinds_of_requests() -> None:
     for seed in range(60):
-        one, two = two_plans.serve(seed, two_plans=False), two_plans.serve(seed, two_plans=True)
+        one, two = serve(seed, two_plans=False), serve(seed, two_plans=True)
         for attempt in one.listener.ended:
             assert one.listener.told(attempt) == two.listener.told(attempt)
 
@@ -75,7 +77,7 @@ BUGS = {
         by_all_kinds_of_requests,
     ),
     "a share of its own is delivered after a stop": Bug(
-        Scheduler, "_commit_others", "if sequence.status is not SequenceStatus.RUNNING:", "if False:", by_random_orders
+        ShareCommit, "take", "if sequence.status is not SequenceStatus.RUNNING:", "if False:", by_random_orders
     ),
     "a pending token is not put in": Bug(
         pending_tokens, "with_tokens", "if token == PENDING else token", "", by_all_kinds_of_requests
@@ -115,7 +117,7 @@ BUGS = {
         "_drop_broken",
         "self._queues.forget_prefix(sequence)",
         "pass",
-        two_plans.test_who_has_no_numbers_fails_alone_and_its_blocks_are_found_by_nobody,
+        test_two_plans_ends.test_who_has_no_numbers_fails_alone_and_its_blocks_are_found_by_nobody,
     ),
     "who looks back does not wait": Bug(
         Sequence, "foresee", "(draws and self._looks_back)", "False", by_all_kinds_of_requests
@@ -134,21 +136,21 @@ BUGS = {
         "foresee",
         "(draws and self.is_about_to_end)",
         "False",
-        two_plans.test_the_last_token_of_a_length_is_foreseen_and_nothing_is_planned_after_it,
+        test_two_plans.test_the_last_token_of_a_length_is_foreseen_and_nothing_is_planned_after_it,
     ),
     "a plan ahead preempts for a place": Bug(
         ContinuousBatching,
         "schedule_ahead",
         "claim is not None and",
         "False and",
-        two_plans.test_a_better_class_gets_its_place_although_plans_ahead_preempt_nobody,
+        test_two_plans_ends.test_a_better_class_gets_its_place_although_plans_ahead_preempt_nobody,
     ),
     "a plan ahead runs out of blocks": Bug(
         ContinuousBatching,
         "schedule_ahead",
         "len(grown_out) > queues.allocator.num_free",
         "False",
-        two_plans.test_nobody_is_preempted_before_a_result,
+        test_two_plans_ends.test_nobody_is_preempted_before_a_result,
     ),
     "rows age twice": Bug(DecodeBatch, "commit", "if not was_foreseen:", "if True:", by_all_kinds_of_requests),
     "rows do not age": Bug(DecodeBatch, "foresee", "self._age += 1", "pass", by_all_kinds_of_requests),
@@ -167,7 +169,7 @@ BUGS = {
         "_fill_in",
         "if index == 0 else 0",
         "if index < 0 else 0",
-        two_plans.test_the_first_token_says_what_was_cached_and_how_long_it_waited,
+        test_two_plans.test_the_first_token_says_what_was_cached_and_how_long_it_waited,
     ),
     "a stop token is not looked at": Bug(
         Sequence, "_fill_in", "self.finish_reason, num_cached", "None, num_cached", by_all_kinds_of_requests
@@ -177,38 +179,42 @@ BUGS = {
         "_fill_in",
         "if token_id == NO_TOKEN:",
         "if False:",
-        two_plans.test_who_has_no_numbers_fails_alone_and_its_blocks_are_found_by_nobody,
+        test_two_plans_ends.test_who_has_no_numbers_fails_alone_and_its_blocks_are_found_by_nobody,
     ),
     "the engine sleeps over a step in flight": Bug(
         Scheduler,
         "has_work",
         "self._sequences or self._in_flight",
         "self._sequences",
-        two_plans.test_blocks_of_who_has_ended_are_free_once_the_step_ahead_is_done,
+        test_two_plans_ends.test_blocks_of_who_has_ended_are_free_once_the_step_ahead_is_done,
     ),
     "the engine ends with steps in flight": Bug(
         Engine,
         "_run",
         "self._land()",
         "pass",
-        two_plans.test_stopping_with_two_plans_in_flight_answers_everyone_and_collects_both,
+        test_two_plans_on_a_thread.test_stopping_with_two_plans_in_flight_answers_everyone_and_collects_both,
     ),
     "weights are changed under a step": Bug(
-        Engine, "_settle", "self._land()", "pass", two_plans.test_what_is_done_between_steps_finds_no_step_in_flight
+        Engine,
+        "_settle",
+        "self._land()",
+        "pass",
+        test_two_plans_on_a_thread.test_what_is_done_between_steps_finds_no_step_in_flight,
     ),
     "a step is run in turn after all": Bug(
         Engine,
         "_launch_steps",
         "if self._steps.can_go_ahead():",
         "if False:",
-        lambda: two_plans.test_the_host_works_while_the_device_runs(1.0, 0.5),
+        lambda: test_two_plans.test_the_host_works_while_the_device_runs(1.0, 0.5),
     ),
     "a step is timed from its launch": Bug(
         StepsInFlight,
         "collect",
         "if self.plans:",
         "if False:",
-        two_plans.test_each_step_is_timed_from_its_turn_on_the_device_and_progress_is_expected_of_that_one,
+        test_two_plans.test_each_step_is_timed_from_its_turn_on_the_device_and_progress_is_expected_of_that_one,
     ),
 }
 
@@ -236,7 +242,7 @@ def is_found(bug: Bug) -> bool:
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name, monkeypatch):
-    monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", one_plan.MAX_PROMPT_LOGPROBS)
+    monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", MAX_PROMPT_LOGPROBS)
     monkeypatch.setattr(step_in_flight, "MAX_SHARE_HELD_UP", 1.0)
     bug = BUGS[name]
     plant(bug, monkeypatch)
@@ -244,7 +250,7 @@ def test_a_planted_bug_is_found(name, monkeypatch):
 
 
 def test_without_a_bug_nothing_is_found(monkeypatch):
-    monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", one_plan.MAX_PROMPT_LOGPROBS)
+    monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", MAX_PROMPT_LOGPROBS)
     monkeypatch.setattr(step_in_flight, "MAX_SHARE_HELD_UP", 1.0)
     for found in {id(bug.found): bug.found for bug in BUGS.values()}.values():
         found()

@@ -9,10 +9,11 @@ import torch
 
 from holdfast.worker.decoder.cpu.sampler import NativeSampler
 from holdfast.worker.distributed.tensor_parallel import SingleRank
-from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, step_result
+from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+from holdfast.worker.engine.step_results import step_result
 from holdfast.worker.engine_core.engine_core import EngineCore
 from holdfast.worker.errors import InternalError, ReplicaError
-from holdfast.worker.model.program import SkeletonProgram
+from holdfast.worker.model.skeleton_program import SkeletonProgram
 from holdfast.worker.plan.step_plan import NO_TOKEN, DrawParams, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.sampling.finite_rows import broken_rows
 from holdfast.worker.sampling.head_output import HeadOutput

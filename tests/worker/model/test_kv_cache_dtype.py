@@ -45,6 +45,7 @@ def test_where_nothing_reads_fp8_the_setting_is_named_and_what_to_do(device, exe
 def test_others_are_not_refused():
     for device in ("auto", "cuda"):
         check_kv_cache_dtype(WorkerConfig(cache=FP8), device, of_type("llama"))
+        check_kv_cache_dtype(WorkerConfig(cache=FP8), device, of_type("mixtral"))
 
 
 def test_loading_refuses_before_it_looks_for_the_model():

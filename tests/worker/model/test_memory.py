@@ -17,7 +17,7 @@ from holdfast.worker.model.memory import (
 )
 from holdfast.worker.model.model import build_rank_model
 from holdfast.worker.model.parallelize import Target, _Share
-from holdfast.worker.model.program import SkeletonProgram
+from holdfast.worker.model.skeleton_program import SkeletonProgram
 from holdfast.worker.model.weights import load_checkpoint, read_config
 from holdfast.worker.scheduling.prompt_logprobs import MAX_PROMPT_LOGPROBS
 from tests.fake_group import run_ranks
@@ -131,7 +131,7 @@ def test_a_full_step_is_measured_on_a_cache_of_its_own(folder_of, monkeypatch):
     hf_config = read_config(folder_of("llama"))
     model = build_rank_model(config.model, folder_of("llama"), hf_config, target, lambda *progress: None)
     model.settle()
-    program = SkeletonProgram(model, target)
+    program = SkeletonProgram(model, target, max_positions=128)
     config = WorkerConfig(scheduler=SchedulerConfig(max_num_batched_tokens=300))
     assert _activation_bytes(config, program, target, 16, 128) == 250
     assert program.context is None

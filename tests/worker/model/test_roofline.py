@@ -7,8 +7,10 @@ import pytest
 
 from holdfast.worker.model.roofline import (
     DEVICES,
+    EXCHANGE_S,
     GRAPH_LAUNCH_S,
     HOST_S,
+    SECOND_WAIT_S,
     ModelShape,
     kv_bytes_per_token,
     step_of,
@@ -66,11 +68,88 @@ def test_a_prompt_is_bound_by_arithmetic():
 
 
 def test_ranks_share_the_work_and_exchange_sums():
-    """Float32 sums of 4,096 for each of 8 tokens, twice a layer, of each of 3 others."""
+    """Float32 sums of 4,096 for each of 8 tokens, twice a layer, of each of 3 others; the embedding's likewise, and
+    what is told of the best of 32 blocks of logits.
+    """
     alone, shared = (step_of(LLAMA_8B, H200, num_sequences=8, num_tokens=1, context=1024, tp=tp) for tp in (1, 4))
-    assert shared.exchanged_bytes == 2 * 32 * 3 * 8 * 4096 * 4
+    assert shared.exchanged_bytes == (2 * 32 + 1) * 3 * 8 * 4096 * 4 + 3 * 8 * 32 * 16
+    assert shared.in_graph
     assert alone.kernel_s / 4.2 < shared.kernel_s < alone.kernel_s / 3.7
     assert alone.exchange_s == 0
+
+
+QWEN3_30B = ModelShape(
+    num_layers=48,
+    hidden=2048,
+    inner=768,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=151936,
+    num_experts=128,
+    experts_per_token=8,
+)
+
+
+def test_weights_of_a_mixture():
+    """Qwen3-30B-A3B has 30.53e9 parameters; a shared expert adds 3 linears and a gate to each layer."""
+    layer = 2048 * (2 * 32 + 2 * 4) * 128 + 128 * 3 * 2048 * 768 + 2048 * 128
+    assert weight_bytes(QWEN3_30B) == 2 * (48 * layer + 2 * 2048 * 151936) == pytest.approx(2 * 30.53e9, rel=1e-3)
+    more = replace(QWEN3_30B, shared_inner=5632)
+    assert weight_bytes(more) - weight_bytes(QWEN3_30B) == 2 * 48 * 2048 * (3 * 5632 + 1)
+
+
+def test_a_step_of_a_mixture_reads_the_experts_that_are_chosen():
+    """One row: 8 of 128. 64 rows: 128 (1 - (120 / 128)^64) = 125.94. Operations: 8 experts for each row."""
+    one, many = (step_of(QWEN3_30B, H200, num_sequences=count, num_tokens=1, context=1024) for count in (1, 64))
+    downs = [next(kernel for kernel in step.kernels if kernel.name == "down") for step in (one, many)]
+    assert downs[0].num_bytes == pytest.approx(48 * (8 * 768 * 2048 * 2 + 8 * 768 * 2 + 8 * 8 * 2048 * 4))
+    assert QWEN3_30B.experts_read(64) == pytest.approx(125.94, abs=0.01)
+    assert downs[1].flops == 48 * 2 * 64 * 8 * 768 * 2048
+    assert sum(kernel.launches for kernel in one.kernels) == 48 * 13 + 5
+    shared = step_of(replace(QWEN3_30B, shared_inner=5632), H200, num_sequences=1, num_tokens=1, context=1024)
+    assert sum(kernel.launches for kernel in shared.kernels) == 48 * 16 + 5
+
+
+def test_the_shape_of_a_mixture_is_read_from_its_config():
+    config = SimpleNamespace(
+        num_hidden_layers=2,
+        hidden_size=8,
+        intermediate_size=16,
+        moe_intermediate_size=4,
+        shared_expert_intermediate_size=12,
+        num_attention_heads=2,
+        vocab_size=10,
+        num_experts=6,
+        num_experts_per_tok=3,
+        mlp_only_layers=[],
+        decoder_sparse_step=1,
+    )
+    shape = ModelShape.of(config)
+    assert (shape.inner, shape.num_experts, shape.experts_per_token, shape.shared_inner) == (4, 6, 3, 12)
+    del config.moe_intermediate_size, config.shared_expert_intermediate_size
+    shape = ModelShape.of(config)
+    assert (shape.inner, shape.shared_inner) == (16, 0)
+
+
+def test_sums_that_do_not_depend_on_the_number_of_ranks_have_a_price():
+    """32 tokens of 4,096 values, twice in each of 32 layers. Of 4 ranks each writes and reads one slice more than one,
+    and receives 3 float32 sums; by a plain all-reduce, one and a half of bfloat16. Of 128 tokens it is one and a half
+    of float32.
+    """
+    values = 2 * 32 * 32 * 4096
+    alone, shared, longer = (
+        step_of(LLAMA_8B, H200, num_sequences=32 * rows, num_tokens=1, context=1024, tp=tp).sums
+        for tp, rows in ((1, 1), (4, 1), (4, 4))
+    )
+    assert (alone.slice_bytes, alone.link_bytes, alone.plain_seconds(H200)) == (2 * 7 * values * 4, 0, 0)
+    assert alone.seconds(H200) == pytest.approx(2 * 7 * values * 4 / 4.8e12)
+    assert (shared.slice_bytes, shared.link_bytes) == (2 * values * 4, 3 * values * 4)
+    assert longer.link_bytes == 1.5 * (4 * values) * 4
+    assert (longer.wait_s, shared.wait_s) == (64 * (EXCHANGE_S + SECOND_WAIT_S), 64 * EXCHANGE_S)
+    assert shared.plain_link_bytes == 1.5 * values * 2
+    assert shared.plain_seconds(H200) == pytest.approx(64 * EXCHANGE_S + 3 * values / 450e9)
+    assert shared.seconds(H200) == pytest.approx(64 * EXCHANGE_S + 12 * values / 450e9 + 8 * values / 4.8e12)
 
 
 def test_other_kinds_of_models_are_refused():
@@ -85,7 +164,8 @@ def test_other_kinds_of_models_are_refused():
         model_type="mixtral",
         num_local_experts=4,
     )
-    with pytest.raises(ValueError, match="mixtral has experts"):
+    config.mlp_only_layers = [1]
+    with pytest.raises(ValueError, match="mixtral has layers of several kinds"):
         ModelShape.of(config)
     del config.num_local_experts
     assert ModelShape.of(config) == ModelShape(

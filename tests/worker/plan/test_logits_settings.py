@@ -2,11 +2,12 @@
 
 import hashlib
 import random
+from array import array
 
 import pytest
 import torch
 
-from holdfast.worker.engine.model_runner import step_result
+from holdfast.worker.engine.step_results import step_result
 from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling.head_output import HeadOutput
@@ -122,4 +123,4 @@ def test_outputs_are_handed_to_the_sampler_only_where_it_looks_back():
         scheduler = make_scheduler()
         scheduler.add(wish(name, outputs=[3, 4]))
         looks_back = name in {"repetition", "frequency", "presence", "all"}
-        assert scheduler.plan().sequences[0].draw.output_token_ids == ((3, 4) if looks_back else ())
+        assert scheduler.plan().sequences[0].draw.output_token_ids == (array("q", (3, 4)) if looks_back else ())

@@ -16,7 +16,7 @@ from holdfast.worker.plan.step_plan import StepPlan, StepResult
 from holdfast.worker.replica.rank import run_rank
 from holdfast.worker.scheduling.scheduler import Scheduler
 from tests.pseudo_model import PseudoRunner
-from tests.worker.engine.test_engine import Recorder, make_engine, make_request
+from tests.worker.engine.engines import Recorder, make_engine, make_request
 
 FAILURES = [
     MemoryError(),

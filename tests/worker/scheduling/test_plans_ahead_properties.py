@@ -1,6 +1,6 @@
 """With two plans in flight every request gets the tokens that it gets with one, whatever happens in between.
 
-The machine of `test_scheduler_properties.py`, with steps that are planned before the step before them is committed.
+The machine of `scheduler_machine.py`, with steps that are planned before the step before them is committed.
 """
 
 import pytest
@@ -12,13 +12,13 @@ from holdfast.worker.plan.pending_tokens import has_pending, with_tokens
 from holdfast.worker.plan.step_plan import PENDING, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.scheduling import prompt_logprobs, step_in_flight
 from holdfast.worker.scheduling.memory_aware_batching import MemoryAwareBatching
-from tests.worker.scheduling import test_scheduler_properties as one_plan
+from tests.worker.scheduling.scheduler_machine import MAX_PROMPT_LOGPROBS, MAX_STEPS, SchedulerMachine
 
 VARIETY = {1: {"logit_bias": {5: 1.0}}, 2: {"presence_penalty": 0.5}}
 """By seed. The pseudo-model's tokens do not depend on it, but it decides who may be planned ahead."""
 
 
-class AheadMachine(one_plan.SchedulerMachine):
+class AheadMachine(SchedulerMachine):
     def __init__(self):
         super().__init__()
         self.flight: list[StepPlan] = []
@@ -135,7 +135,7 @@ class AheadMachine(one_plan.SchedulerMachine):
         while self.turn(None, go_ahead=num_steps % 5 < 4):
             self.nothing_is_lost()
             num_steps += 1
-            assert num_steps < one_plan.MAX_STEPS, f"still alive: {sorted(self.alive())}"
+            assert num_steps < MAX_STEPS, f"still alive: {sorted(self.alive())}"
         super().teardown()
 
 
@@ -154,7 +154,7 @@ class MemoryAwareAheadMachine(AheadMachine):
     ],
 )
 def test_every_request_gets_its_own_tokens_with_two_plans_in_flight(machine, max_examples, max_held_up, monkeypatch):
-    monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", one_plan.MAX_PROMPT_LOGPROBS)
+    monkeypatch.setattr(prompt_logprobs, "MAX_PROMPT_LOGPROBS", MAX_PROMPT_LOGPROBS)
     monkeypatch.setattr(step_in_flight, "MAX_SHARE_HELD_UP", max_held_up)
     profile = settings(
         max_examples=max_examples,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from holdfast.worker.engine.model_runner import step_result
+from holdfast.worker.engine.step_results import step_result
 from holdfast.worker.errors import InvalidRequestError
 from holdfast.worker.plan.step_plan import DrawParams, StepPlan, StepResult
 from holdfast.worker.request import EngineRequest, TokenDelta, TokenLogprob

@@ -28,7 +28,7 @@ from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import ModelRunner, follow
 from holdfast.worker.errors import ReplicaError
 from holdfast.worker.layers.linear import Linear
-from holdfast.worker.model.program import SkeletonProgram
+from holdfast.worker.model.skeleton_program import SkeletonProgram
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import EngineRequest, FinishReason
 from holdfast.worker.sampling_params import SamplingParams

@@ -4,12 +4,16 @@ Here is only the memory, as in `worker/attention/kv_cache.py`. What may not live
 sequence, and what reads and writes the pages (`native/attention.h`, `native/step.h`).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.worker.decoder.cpu.arena import address_of, mapped_memory
+from holdfast.worker.decoder.cpu.memory_ahead import MemoryAhead, Pages
 from holdfast.worker.decoder.cpu.packing import elements_per_token
 from holdfast.worker.decoder.cpu.structures import HfLayer
 
@@ -32,11 +36,25 @@ class TiledCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._layers = [_LayerPages(layer, num_blocks, block_size, dtype, places) for layer in layers]
+        self._ahead = MemoryAhead([layer.memory for layer in self._layers])
 
     @property
     def addresses(self) -> list[int]:
         """Where each layer's pages begin."""
         return [layer.address for layer in self._layers]
+
+    @contextmanager
+    def used_by_a_step(self, block_ids: np.ndarray) -> Iterator[None]:
+        """Inside it a step reads and writes these blocks [N]."""
+        self._ahead.begin_step()
+        try:
+            yield
+        finally:
+            self._ahead.end_step(int(block_ids.max(initial=-1)))
+
+    def close(self) -> None:
+        """No step comes any more."""
+        self._ahead.close()
 
     def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
         """Copies the first `num_tokens` [C] slots of blocks to other ones in all layers, and clears their other slots.
@@ -58,7 +76,9 @@ class _LayerPages:
     def __init__(self, layer: HfLayer, num_blocks: int, block_size: int, dtype: torch.dtype, places: Tensor) -> None:
         elements = elements_per_token(layer) // layer.num_kv_heads * block_size
         shape = (num_blocks, layer.num_kv_heads, elements)
-        memory = mapped_memory(num_blocks * layer.num_kv_heads * elements * dtype.itemsize)
+        block_bytes = layer.num_kv_heads * elements * dtype.itemsize
+        memory = mapped_memory(num_blocks * block_bytes)
+        self.memory = Pages(memory, num_blocks, block_bytes)
         self.address = address_of(memory)
         count = num_blocks * layer.num_kv_heads * elements
         self.pages = torch.frombuffer(memory, dtype=dtype, count=count).view(shape)

@@ -79,7 +79,7 @@ class CpuExecutor:
         return NativeSampler(self._library, self._pool)
 
     def close(self) -> None:
-        self._drop_decoder()
+        self.drop_cache()
         if self._pool:
             self._library.hf_pool_destroy(self._pool)
             self._pool = None
@@ -112,7 +112,7 @@ class CpuExecutor:
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> TiledCache:
         """The cache that steps use from now on. Raises ValueError (see `TiledCache`)."""
-        self._drop_decoder()
+        self.drop_cache()
         places = tile_places(self._library, self._dtype)
         self._cache = TiledCache(list(self.packed.layers), num_blocks, block_size, self._dtype, places)
         for layer, address in zip(self.packed.layers, self._cache.addresses, strict=True):
@@ -130,6 +130,8 @@ class CpuExecutor:
 
     def drop_cache(self) -> None:
         self._drop_decoder()
+        if self._cache is not None:
+            self._cache.close()
         self._cache = None
 
     def _make_room(self, num_rows: int) -> None:
@@ -165,12 +167,13 @@ class CpuExecutor:
         assert self._cache is not None, "a cache is allocated before steps run"
         if batch.block_copies.size:
             self._cache.copy(*torch.from_numpy(batch.block_copies))
-        step = self._begin(batch, with_logits)
-        if self._in_one_call:
-            self._go(0, self._num_segments)
-        else:
-            self._go_together(len(batch.token_ids), 0, self._num_segments)
-        return self._output(step)
+        with self._cache.used_by_a_step(batch.block_ids):
+            step = self._begin(batch, with_logits)
+            if self._in_one_call:
+                self._go(0, self._num_segments)
+            else:
+                self._go_together(len(batch.token_ids), 0, self._num_segments)
+            return self._output(step)
 
     def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> "_Step":
         self._make_room(max(len(batch.token_ids), len(batch.logits_rows)))

@@ -132,11 +132,12 @@ class _Rows:
         if banned:
             edits.banned, edits.num_banned = self._place(array("q", banned))
         if settings.logit_bias:
-            token_ids, biases = zip(*settings.logit_bias, strict=True)
-            edits.biased, edits.num_biased = self._place(array("q", token_ids))
-            edits.biases, _ = self._place(array("f", biases))
+            edits.biased, edits.num_biased = self._place(settings.biased_token_ids)
+            edits.biases, _ = self._place(settings.biases)
         if settings.penalize:
-            edits.outputs, edits.num_outputs = self._place(array("q", params.output_token_ids))
+            outputs = params.output_token_ids
+            as_array = outputs if isinstance(outputs, array) else array("q", outputs)
+            edits.outputs, edits.num_outputs = self._place(as_array)
             edits.prompt, edits.num_prompt = self._place(settings.prompt_token_ids)
         return edits
 

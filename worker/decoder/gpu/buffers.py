@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.worker.decoder.gpu.step_wait import StepWait
+
 
 class Buffers:
     """Memory that steps use one after the other, by name. It grows, and then graphs that read it are of no use."""
@@ -46,7 +48,8 @@ _NUM_STAGES: Final = 2
 class Staging:
     """Arrays of int32 on the host, which are filled in turns and copied to a device without a wait."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, wait: StepWait) -> None:
+        self._wait = wait
         is_cuda = device.type == "cuda"
         self._stages = [torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(_NUM_STAGES)]
         make_event: Any = torch.cuda.Event  # torch does not say its type
@@ -60,7 +63,7 @@ class Staging:
     def free(self) -> Tensor:
         """The array whose turn it is. No copy reads it any more."""
         if self._copied:
-            self._copied[self._next].synchronize()
+            self._wait.wait(self._copied[self._next])
         return self._stages[self._next]
 
     def copy(self, target: Tensor) -> None:
@@ -78,16 +81,18 @@ _FEWEST_READ: Final = 1 << 14
 class Reading:
     """Numbers on their way from a device."""
 
-    def __init__(self, host: Tensor, shape: tuple[int, ...], arrived: Any) -> None:
+    def __init__(self, host: Tensor, shape: tuple[int, ...], arrived: Any, wait: StepWait) -> None:
         """`arrived` is an event of the device, or None where nothing is to be waited for."""
+        self._wait = wait
         self._host = host
         self._shape = shape
         self._arrived = arrived
 
     def wait(self) -> NDArray[np.int32]:
-        """The numbers. To be read before as many others as there are stages have been started."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        """The numbers. To be read before as many others as there are stages have been started. Raises `ReplicaError` as
+        `StepWait.wait` does.
+        """
+        self._wait.wait(self._arrived)
         numbers: NDArray[np.int32] = self._host.numpy().reshape(self._shape)
         return numbers
 
@@ -95,7 +100,8 @@ class Reading:
 class Readback:
     """Copies int32 from a device to the host without a wait, for some steps in turn."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, wait: StepWait) -> None:
+        self._wait = wait
         self._is_cuda = device.type == "cuda"
         self._host_device = torch.device("meta" if device.type == "meta" else "cpu")
         self._stages = [self._stage(_FEWEST_READ) for _ in range(_NUM_STAGES)]
@@ -113,7 +119,7 @@ class Readback:
         host.copy_(source.view(-1), non_blocking=True)
         if self._is_cuda:
             self._arrived[turn].record()
-        return Reading(host, tuple(source.shape), self._arrived[turn])
+        return Reading(host, tuple(source.shape), self._arrived[turn], self._wait)
 
     def _stage(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32, device=self._host_device, pin_memory=self._is_cuda)

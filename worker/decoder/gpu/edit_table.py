@@ -66,11 +66,10 @@ class EditTable:
         ids = (
             params.output_token_ids if penalizes else (),
             settings.prompt_token_ids if penalizes else (),
-            [token_id for token_id, _ in settings.logit_bias],
+            settings.biased_token_ids,
             banned_token_ids(params),
         )
-        biases = array("f", [bias for _, bias in settings.logit_bias]).tobytes()
-        first, lists = self._num_tokens, (*map(_packed, ids), biases)
+        first, lists = self._num_tokens, (*map(_packed, ids), settings.biases.tobytes())
         self._lists += lists
         self._num_tokens += sum(map(len, lists)) // _WORD_BYTES
         penalties = (settings.repetition_penalty, settings.frequency_penalty, settings.presence_penalty)

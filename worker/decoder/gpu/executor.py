@@ -4,17 +4,17 @@ What may live here: a step's way from the engine's arrays to the head's output. 
 (`layers.py`), what a step means to the engine (`worker/decoder/program.py`), draws (`worker/sampling/`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.worker.attention.kv_cache import KVCache
 from holdfast.worker.decoder.gpu.buffers import Readback, Reading
+from holdfast.worker.decoder.gpu.choose_exchange import Share, choose_exchange
 from holdfast.worker.decoder.gpu.drawn_tokens import DrawnTokens
 from holdfast.worker.decoder.gpu.fp8_proof import fp8_difference
 from holdfast.worker.decoder.gpu.graphs import BUCKETS, Capture, DecodeGraphs, bucket_of, cuda_capture
@@ -24,12 +24,13 @@ from holdfast.worker.decoder.gpu.launches import (
     Launches,
     StepTensors,
     num_vocab_blocks,
-    splits_outside,
+    rounded_splits,
     triton_launch,
 )
 from holdfast.worker.decoder.gpu.layers import DeviceLayers, kv_spec
 from holdfast.worker.decoder.gpu.sampler import DeviceSampler, Drawing, plain_draws
 from holdfast.worker.decoder.gpu.step_arrays import StepArrays
+from holdfast.worker.decoder.gpu.step_wait import StepWait
 from holdfast.worker.decoder.gpu.weights import DeviceWeights
 from holdfast.worker.decoder.layout import DecoderLayout
 from holdfast.worker.distributed.step_batch import StepBatch
@@ -79,10 +80,14 @@ class GpuExecutor:
         max_rows: int = 2048,
         launch: Launch = triton_launch,
         capture: Capture | None = None,
+        share: Share | None = None,
+        wait: Callable[..., StepWait] = StepWait,
     ) -> None:
         """Copies the layout's weights to the device. Steps of more than `max_rows` tokens make new buffers.
 
-        `capture` makes a CUDA graph of work, and is torch's on a CUDA device. Ranks that add over a group run without.
+        `capture` makes a CUDA graph of work, and is torch's on a CUDA device. Ranks whose sums are not taken by the
+        device alone run without. `share` lets ranks share memory (see `choose_exchange`). All ranks of the group do
+        this together.
         """
         self._group = group
         self._device = device
@@ -91,19 +96,24 @@ class GpuExecutor:
         self._layout = self._weights.layout
         self._progress = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._drawn = DrawnTokens(launch)
-        self._readback = Readback(device)
+        self._num_drawn = 0
         self._launches = Launches(launch)
-        self._layers = DeviceLayers(self._weights, group, self._launches, self._progress)
+        self._max_rows = max(max_rows, _FEWEST_ROWS)
+        self._exchange = choose_exchange(group, self._max_rows * layout.hidden_size, device, launch, share)
+        self._wait = wait(group.data_timeout_s, self._in_vain, self._exchange.give_up)
+        self._readback = Readback(device, self._wait)
+        self._layers = DeviceLayers(self._weights, group.rank, self._exchange, self._launches, self._progress)
         if capture is None and device.type == "cuda":
             capture = cuda_capture
-        capture = capture if group.size == 1 else None
+        capture = capture if self._exchange.on_device else None
         self._graphs = DecodeGraphs(capture)
-        self._sampler = DeviceSampler(self._layers.buffers, launch=launch, capture=capture, drawn=self._drawn)
+        self._sampler = DeviceSampler(
+            self._layers.buffers, launch=launch, capture=capture, drawn=self._drawn, wait=self._wait
+        )
         attention = layout.layers[0].attention
         self._query_group = attention.num_heads // attention.num_kv_heads
         self._fewest_kv_heads = min(layer.attention.num_kv_heads for layer in layout.layers)
         self._head_dim = max(layer.attention.head_dim for layer in layout.layers)
-        self._max_rows = max(max_rows, _FEWEST_ROWS)
         self._arrays: StepArrays | None = None
         self._cache: KVCache | None = None
         self._specs = [kv_spec(layer.attention) for layer in layout.layers]
@@ -111,16 +121,15 @@ class GpuExecutor:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a step can be launched before the one before it is collected. With several ranks it has not been
-        tried.
-        """
-        return self._group.size == 1
+        """Whether a step can be launched before the one before it is collected."""
+        return self._exchange.on_device
 
     def make_sampler(self) -> DeviceSampler:
         return self._sampler
 
     def close(self) -> None:
         self.drop_cache()
+        self._exchange.close()
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -167,16 +176,18 @@ class GpuExecutor:
 
     def launch(self, batch: StepBatch, *, with_logits: bool) -> "Launched":
         """Starts one step, and waits for nothing. Steps run in the order of their launches: pending tokens are those
-        that were drawn last, here or by the sampler. At most two are launched before the first is collected.
+        that were drawn last, here or by the sampler. At most two are launched before the first is collected; ranks that
+        do not lead need not collect. Raises `ReplicaError` if a rank was lost.
         """
+        self._wait.wait(None)
         cache = self._cache_of()
         if batch.block_copies.size:
             cache.copy(*torch.from_numpy(batch.block_copies).to(self._device))
         step, wanted, key = self._prepare(batch, cache.block_size)
         if batch.has_pending:
-            self._drawn.put_in(step.token_ids)
-
-        if key is not None and with_logits and batch.draws is not None and (draws := batch.draws()) is not None:
+            self._put_in_pending(step.token_ids)
+        self._num_drawn = int(batch.num_draws.sum()) if with_logits else 0
+        if key is not None and with_logits and (draws := self._draws_in_step(batch)) is not None:
             drawing = self._launch_draws(step, wanted, key, cache, draws)
             return Launched(len(draws), len(wanted), True, drawing=drawing)
 
@@ -193,6 +204,10 @@ class GpuExecutor:
             return Launched(num_wanted, num_padded, with_logits)
         self._drawn.last = tokens = self._layers.buffers.take("tokens", (num_padded,), torch.int32)[:num_wanted]
         return Launched(num_wanted, num_padded, with_logits, tokens=self._readback.start(tokens))
+
+    def _draws_in_step(self, batch: StepBatch) -> Sequence[DrawParams] | None:
+        """What is drawn in the step's own graph: nothing on several ranks, whose graphs of a step are all alike."""
+        return None if batch.draws is None or self._group.size > 1 else batch.draws()
 
     def _launch_draws(
         self,
@@ -214,8 +229,21 @@ class GpuExecutor:
         self._graphs.run((*key, *sampler.key_of(asked)), buffers, work)
         return sampler.send(asked)
 
+    def _put_in_pending(self, token_ids: Tensor) -> None:
+        """Puts the tokens of the last step into this one. All ranks have the best tokens; what was drawn from logits,
+        the leader has.
+        """
+        if self._num_drawn and self._group.size > 1:
+            if self._group.rank > 0:
+                self._drawn.last = self._layers.buffers.take("drawn", (self._num_drawn,), torch.int32)
+            assert self._drawn.last is not None, "the last step's draws are launched before the next step"
+            self._exchange.take_from_leader(self._drawn.last)
+        self._drawn.put_in(token_ids)
+
     def collect(self, launched: "Launched") -> HeadOutput:
-        """What the oldest step that was launched and not collected comes to. Waits for the device, but for logits."""
+        """What the oldest step that was launched and not collected comes to. Waits for the device, but for logits,
+        which the leader alone has. Raises `ReplicaError` as `StepWait.wait` does.
+        """
         if launched.drawing is not None:
             return HeadOutput(None, None, sampled=self._sampler.collect(launched.drawing))
         if not launched.with_logits:
@@ -228,12 +256,16 @@ class GpuExecutor:
         """
         return self._logits(launched) if launched.with_logits and launched.drawing is None else None
 
-    def _logits(self, launched: "Launched") -> Tensor:
-        num_wanted, shape = launched.num_wanted, (launched.num_padded, self._layout.head.out_features)
-        logits = self._layers.buffers.take("logits", shape)[:num_wanted]
-        if self._group.size > 1 and num_wanted:
-            logits = self._group.all_gather(logits)
-        return logits[:, : self._layout.vocab_size]
+    def _logits(self, launched: "Launched") -> Tensor | None:
+        if self._group.rank > 0:
+            return None
+        name = "logits" if self._group.size == 1 else "all logits"
+        shape = (launched.num_padded, self._group.size * self._layout.head.out_features)
+        return self._layers.buffers.take(name, shape)[: launched.num_wanted, : self._layout.vocab_size]
+
+    def _in_vain(self) -> str | None:
+        """Why nothing good will come of the steps that run."""
+        return self._exchange.lost() or ("the replica has failed" if self._group.is_aborted else None)
 
     def run_layer(self, index: int, x: Tensor, batch: StepBatch) -> Tensor:
         """The residual stream [T, hidden] after one layer, of the step's tokens. Overwrites their slots."""
@@ -247,7 +279,9 @@ class GpuExecutor:
         x = self._layers.run(step, wanted, cache)
         if len(wanted):
             logits = self._layers.logits(x)
-            if not with_logits:
+            if with_logits:
+                self._exchange.gather_to_leader(logits, self._layers.buffers)
+            else:
                 self._find_best(logits)
 
     def _find_best(self, logits: Tensor) -> None:
@@ -259,10 +293,8 @@ class GpuExecutor:
         bests = take("bests", (num_wanted, blocks, 3))
         places = take("places", (num_wanted, blocks), torch.int32)
         self._launches.best_of_blocks(logits, own, bests, places)
-        all_bests, all_places = bests[None], places[None]
-        if self._group.size > 1:
-            all_bests = self._group.all_gather(all_bests, dim=0)
-            all_places = self._group.all_gather(all_places, dim=0)
+        all_bests = self._exchange.gather(bests, "bests", self._layers.buffers)
+        all_places = self._exchange.gather(places, "places", self._layers.buffers)
         tokens, sums = take("tokens", (num_wanted,), torch.int32), take("logsumexps", (num_wanted,))
         self._launches.best_of_rows(all_bests, all_places, columns, tokens, sums)
 
@@ -287,21 +319,11 @@ class GpuExecutor:
         return arrays.tensors(bucket, bucket, 0, (splits, 0)), arrays.wanted[:bucket], (bucket, splits)
 
     def _is_decode(self, batch: StepBatch) -> bool:
-        """Whether each sequence has one token, which is drawn from: the steps that graphs are made of."""
-        rows = batch.logits_rows
-        return (
-            self._graphs.are_used
-            and len(batch.num_tokens) == len(batch.token_ids) == len(rows)
-            and bool((rows == np.arange(len(rows))).all())
-        )
+        """Whether a step is one of those that graphs are made of."""
+        return self._graphs.are_used and batch.is_decode
 
     def _splits_of_graph(self, num_rows: int, num_splits: int) -> int:
-        """What a graph is captured for: a power of two, so that contexts may grow without a new one; or 1, where the
-        programs of attention go through all splits themselves.
-        """
-        most = -(-self._max_positions // SPLIT_KEYS)
-        rounded = min(most, 1 << max(0, num_splits - 1).bit_length())
-        return rounded if splits_outside(num_rows, self._fewest_kv_heads, rounded) else 1
+        return rounded_splits(num_rows, self._fewest_kv_heads, num_splits, self._max_positions)
 
     def warm_up(self, max_rows: int) -> None:
         """Captures all graphs of decode steps of up to `max_rows` sequences, and compiles what puts their tokens into
@@ -309,6 +331,7 @@ class GpuExecutor:
 
         Overwrites the first block of the cache.
         """
+        self._layers.warm_up()
         if not self._graphs.are_used:
             if self._group.rank == 0 and self._device.type != "cpu":
                 self._sampler.warm_up(torch.zeros((max_rows, self._layout.vocab_size), device=self._device))
@@ -324,13 +347,28 @@ class GpuExecutor:
                     self.launch(batch, with_logits=with_logits)
                 batch.draws = partial(plain_draws, num_rows)
                 self.launch(batch, with_logits=True)
-            logits = self.collect(Launched(num_rows, num_rows, with_logits=True)).logits
-            assert logits is not None, "they were asked for"
-            self._sampler.warm_up(logits)
-        batch = StepBatch.decoding(1, 1, cache.block_size)
-        for token_ids in (batch.token_ids, batch.token_ids - 1):  # the second's is the one that the first has drawn
-            self.launch(replace(batch, token_ids=token_ids), with_logits=False)
+            logits = self._logits(Launched(num_rows, num_rows, with_logits=True))
+            if logits is not None:
+                self._sampler.warm_up(logits)
+            self._meet()
+        self._warm_up_pending(cache.block_size)
         cache.clear(torch.zeros(1, dtype=torch.int64))
+
+    def _meet(self) -> None:
+        """Waits on the host for all ranks: what the leader alone compiles may take longer than devices wait."""
+        if self._group.size > 1:
+            self._group.all_gather(torch.zeros(1), dim=0)
+
+    def _warm_up_pending(self, block_size: int) -> None:
+        """A step that goes on from the best token of the one before, and one from a token that the leader has drawn."""
+        batch = StepBatch.decoding(1, 1, block_size)
+        after = replace(batch, token_ids=batch.token_ids - 1)
+        self.launch(batch, with_logits=False)
+        self.launch(after, with_logits=True)
+        logits = self._logits(Launched(1, 1, with_logits=True))
+        if logits is not None:
+            self._sampler.launch(logits, plain_draws(1))
+        self.launch(after, with_logits=False)
 
     def _cache_of(self) -> KVCache:
         assert self._cache is not None, "a cache is allocated before steps run"
@@ -340,7 +378,7 @@ class GpuExecutor:
         assert self._cache is not None, "a cache is allocated before steps run"
         max_blocks = -(-self._max_positions // self._cache.block_size)
         self._graphs.clear()
-        self._arrays = StepArrays(max_rows, max_blocks, self._query_group, self._head_dim, self._device)
+        self._arrays = StepArrays(max_rows, max_blocks, self._query_group, self._head_dim, self._device, self._wait)
 
 
 assert NO_TOKEN == -1, "the kernel of the best token says -1"

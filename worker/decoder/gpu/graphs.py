@@ -27,19 +27,19 @@ class Movable(Protocol):
 
 
 Capture = Callable[[Callable[[], None]], Graph]
-"""Runs the work once for its compilations and allocations, and captures it."""
+"""Captures work that has run before, and runs none of it."""
 
 
-def cuda_capture(work: Callable[[], None]) -> Graph:
-    """Captures on a stream of its own, as torch asks for."""
+def cuda_capture(work: Callable[[], None], pool: Any = None) -> Graph:
+    """Captures on a stream of its own, as torch asks for. Other threads may use the device meanwhile, as NCCL's own
+    does. Graphs that never run at the same time, and of which each leaves nothing in memory of its own that is read
+    after the next one, may share a `pool` (`torch.cuda.graph_pool_handle`).
+    """
     make_stream: Any = torch.cuda.Stream  # torch does not say its type
     stream = make_stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         work()
     return graph
 
@@ -64,9 +64,10 @@ class DecodeGraphs:
         return self._capture is not None
 
     def run(self, key: tuple[object, ...], buffers: Movable, work: Callable[[], None]) -> None:
-        """Replays the graph of this key, after its capture where there is none that reads `buffers` where they are.
+        """Runs the work once: by the graph of this key, or as it is, and then captures it for the next time.
 
-        The work has the same effect each time for the same key and the same contents of buffers.
+        Never twice: ranks count what runs, and which of them has a graph already depends on more than the step. The
+        work has the same effect each time for the same key and the same contents of buffers.
         """
         if self._capture is None:
             work()
@@ -74,14 +75,15 @@ class DecodeGraphs:
         if buffers.generation != self._generation:
             self.clear()
         graph = self._graphs.get(key)
-        if graph is None:
-            work()  # buffers move here, not in the capture
-            if buffers.generation != self._generation:
-                self.clear()
-                self._generation = buffers.generation
-            graph = self._graphs[key] = self._capture(work)
-            self.num_captured += 1
-        graph.replay()
+        if graph is not None:
+            graph.replay()
+            return
+        work()  # buffers move here, not in the capture
+        if buffers.generation != self._generation:
+            self.clear()
+            self._generation = buffers.generation
+        self._graphs[key] = self._capture(work)
+        self.num_captured += 1
 
     def clear(self) -> None:
         """Drops all graphs; before a group of ranks is closed, or its teardown waits for them."""

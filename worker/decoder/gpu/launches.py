@@ -71,9 +71,14 @@ _HALF_TILES: Final = (
 _FLOAT_TILES: Final = (LinearTile(64, 16, 32, 4, 2), LinearTile(64, 64, 32, 4, 2))
 
 
+def linear_tiles(dtype: torch.dtype) -> tuple[LinearTile, ...]:
+    """All that are used, the narrowest first."""
+    return _FLOAT_TILES if dtype == torch.float32 else _HALF_TILES
+
+
 def linear_tile(num_rows: int, dtype: torch.dtype) -> LinearTile:
     """The narrowest that holds all rows, or the widest."""
-    tiles = _FLOAT_TILES if dtype == torch.float32 else _HALF_TILES
+    tiles = linear_tiles(dtype)
     return next((tile for tile in tiles if num_rows <= tile.tokens), tiles[-1])
 
 
@@ -123,11 +128,19 @@ def splits_outside(num_tiles: int, num_kv_heads: int, num_splits: int) -> bool:
     return num_splits > 1 and num_programs < _FULL_DEVICE and num_programs * num_splits <= MOST_OUTSIDE
 
 
+def rounded_splits(num_rows: int, num_kv_heads: int, num_splits: int, max_positions: int) -> int:
+    """The splits that a graph of this many rows is captured for: a power of two, so that contexts may grow without a
+    new one; or 1, where the programs of attention go through all splits themselves.
+    """
+    rounded = min(-(-max_positions // SPLIT_KEYS), 1 << max(0, num_splits - 1).bit_length())
+    return rounded if splits_outside(num_rows, num_kv_heads, rounded) else 1
+
+
 class Launches:
     """The kernels as functions of tensors. All rows of a tensor are used; buffers are cut before."""
 
     def __init__(self, launch: Launch = triton_launch) -> None:
-        self._launch = launch
+        self._launch = self.launch = launch
 
     def embed(self, token_ids: Tensor, table: Tensor, first_id: int, scale: float, residual: Tensor) -> None:
         """Fills the residual stream [T, hidden], float32."""
@@ -268,8 +281,9 @@ class Launches:
         space: SplitSpace,
         out: Tensor,
     ) -> None:
-        """queries [T, heads * dim] -> out, alike. The keys and values of the step are written."""
+        """queries [T, heads * dim of keys] -> out [T, heads * dim of values]. The step's keys and values are there."""
         block_size = pages.keys.shape[1]
+        value_dim = 0 if pages.values.shape[3] == attention.head_dim else pages.values.shape[3]
         for tiles in step.tiles:
             outside = splits_outside(len(tiles.table), attention.num_kv_heads, tiles.num_splits)
             shared = {
@@ -287,6 +301,8 @@ class Launches:
                 "ROWS": tiles.columns,
                 "WINDOW": attention.sliding_window or 0,
                 "HAS_SINKS": attention.sinks is not None,
+                "VALUE_DIM": value_dim,
+                "VALUE_DIMS": max(16, _power(value_dim)) if value_dim else 0,
             }
             arguments = {
                 "queries": queries,

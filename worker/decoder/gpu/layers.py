@@ -9,33 +9,36 @@ from torch import Tensor
 from holdfast.worker.attention.kv_cache import KVCache, KVSpec, LayerCache
 from holdfast.worker.decoder.gpu.buffers import Buffers
 from holdfast.worker.decoder.gpu.launches import MOST_OUTSIDE, Launches, SplitSpace, StepTensors, splits_outside
+from holdfast.worker.decoder.gpu.mixture_launches import MixtureLaunches
+from holdfast.worker.decoder.gpu.mixtures import DeviceMixtures
+from holdfast.worker.decoder.gpu.rank_exchange import RankExchange
 from holdfast.worker.decoder.gpu.step_arrays import tile_columns
 from holdfast.worker.decoder.gpu.weights import DeviceWeights
 from holdfast.worker.decoder.layout import Attention, DecoderLayout, Layer, Linear, Mlp, Norm
-from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 
 
 class DeviceLayers:
     """One rank's layers. All ranks of the group make the same calls."""
 
     def __init__(
-        self, weights: DeviceWeights, group: TensorParallelGroup, launches: Launches, progress: Tensor
+        self, weights: DeviceWeights, rank: int, exchange: RankExchange, launches: Launches, progress: Tensor
     ) -> None:
         """`progress` [1], int64, moves with every layer."""
         self._weights = weights
         self._layout: DecoderLayout = weights.layout
-        self._group = group
+        self._rank = rank
+        self._exchange = exchange
         self._launches = launches
         self._progress = progress
         self.buffers = Buffers(weights.layout.embedding.device)
+        self._mixtures = DeviceMixtures(self.buffers, launches, MixtureLaunches(launches.launch))
 
     def run(self, step: StepTensors, wanted: Tensor, cache: KVCache) -> Tensor:
         """A whole step: the rows of the head's input [wanted, hidden] that are asked for."""
         layout, residual = self._layout, self._residual(step)
-        first_id = self._group.rank * len(layout.embedding)
+        first_id = self._rank * len(layout.embedding)
         self._launches.embed(step.token_ids, layout.embedding, first_id, layout.embedding_scale, residual)
-        if self._group.size > 1:
-            residual.copy_(self._group.all_reduce(residual.clone()))  # of one rank alone, and zeros
+        self._exchange.add_in_place(residual)  # of one rank alone, and zeros
         out = self.buffers.take("head", (len(wanted), layout.hidden_size), layout.dtype)
         self._begin_layer(0, residual, step)
         for index in range(len(layout.layers)):
@@ -49,6 +52,13 @@ class DeviceLayers:
         self._begin_layer(index, residual, step)
         self._layer(index, residual, step, cache, None)
         return residual
+
+    def warm_up(self) -> None:
+        """Compiles what steps of any number of rows use of mixtures of experts."""
+        x = self.buffers.take("normed", (1, self._layout.hidden_size), self._layout.dtype)
+        for mixture in self._weights.mixtures:
+            if mixture is not None:
+                self._mixtures.warm_up(mixture, x)
 
     def logits(self, x: Tensor) -> Tensor:
         """x [wanted, hidden] -> this rank's [wanted, rows of the head], float32."""
@@ -100,7 +110,7 @@ class DeviceLayers:
             add(residual, mixed, None, None, bias=bias, out_norm=out_norm, scale=scale)
         else:
             add(residual, mixed, layer.mlp_norm, normed, bias=bias, out_norm=out_norm, scale=scale)
-        fed = self._mlp(layer, own)
+        fed = self._mlp_or_mixture(index, layer, own, step)
         self._end_layer(index, layer, residual, fed, normed, head)
 
     def _end_layer(
@@ -113,7 +123,6 @@ class DeviceLayers:
         head: tuple[Tensor, Tensor] | None,
     ) -> None:
         """Adds the MLP's output, and takes the norm that follows."""
-        assert isinstance(layer.mlp, Mlp)
         norm: Norm | None = None
         out: Tensor | None = None
         wanted: Tensor | None = None
@@ -126,7 +135,7 @@ class DeviceLayers:
             fed,
             norm,
             out,
-            bias=layer.mlp.down.bias,
+            bias=layer.mlp.down.bias if isinstance(layer.mlp, Mlp) else None,
             out_norm=layer.mlp_out_norm,
             scale=layer.residual_scale,
             wanted=wanted,
@@ -163,10 +172,16 @@ class DeviceLayers:
             take("split totals", (columns * dims,)), take("split bests", (columns,)), take("split weights", (columns,))
         )
 
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        """The parts of the MLP's output [parts, T, hidden]."""
-        mlp = layer.mlp
-        assert isinstance(mlp, Mlp), "experts are refused before"
+    def _mlp_or_mixture(self, index: int, layer: Layer, x: Tensor, step: StepTensors) -> Tensor:
+        """The parts of the output [parts, T, hidden] of the MLP, or of the experts."""
+        mixture = self._weights.mixtures[index]
+        if mixture is not None:
+            own = self._mixtures.run(mixture, x, step.slots)
+            return self._exchange.add(own[None], self.buffers)
+        assert isinstance(layer.mlp, Mlp), "a layer has an MLP or a mixture"
+        return self._mlp(layer.mlp, x)
+
+    def _mlp(self, mlp: Mlp, x: Tensor) -> Tensor:
         up = self.buffers.take("up", (1, len(x), mlp.up.out_features))
         self._launches.linear(x, mlp.up, up)
         inner = self.buffers.take("inner", (len(x), mlp.down.in_features), self._layout.dtype)
@@ -174,17 +189,11 @@ class DeviceLayers:
         return self._row_parallel(inner, mlp.down, mlp.num_slices)
 
     def _row_parallel(self, x: Tensor, linear: Linear, num_slices: int) -> Tensor:
-        """The parts of a sum over all ranks' inputs [parts, T, hidden]: slices of this rank alone, or one of each."""
+        """The parts of a sum over all ranks' inputs [parts, T, hidden]."""
         shape = (len(x), self._layout.hidden_size)
         parts = self.buffers.take("parts", (num_slices, *shape))
         self._launches.linear(x, Linear(weights=linear.weights), parts)
-        if self._group.size == 1:
-            return parts
-        own = parts[0]
-        if num_slices > 1:
-            own = self.buffers.take("own part", shape)
-            self._launches.sum_parts(parts, own)
-        return self._group.all_gather(own[None], dim=0)
+        return self._exchange.add(parts, self.buffers)
 
 
 def kv_spec(attention: Attention) -> KVSpec:

@@ -5,6 +5,7 @@ What may live here: one step's way from parameters to what is read back, and its
 (`worker/sampling/`).
 """
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from holdfast.worker.decoder.gpu.drawn_tokens import DrawnTokens
 from holdfast.worker.decoder.gpu.edit_table import EditTable, Int32Array
 from holdfast.worker.decoder.gpu.graphs import Capture, DecodeGraphs, bucket_of
 from holdfast.worker.decoder.gpu.launches import Launch, triton_launch
+from holdfast.worker.decoder.gpu.step_wait import StepWait
 from holdfast.worker.plan.logits_settings import LogitsSettings
 from holdfast.worker.plan.step_plan import DrawParams, PromptLogprobParams
 from holdfast.worker.sampling.head_output import HeadOutput
@@ -79,19 +81,23 @@ class DeviceSampler:
         launch: Launch = triton_launch,
         capture: Capture | None = None,
         drawn: DrawnTokens | None = None,
+        wait: StepWait | None = None,
     ) -> None:
         """`buffers` lie where the logits do. `capture` makes a CUDA graph of work; without it kernels are launched one
-        by one. What is drawn is written down in `drawn`.
+        by one. What is drawn is written down in `drawn`. The host waits by `wait`.
         """
+        self._wait = wait = wait or StepWait(math.inf)
         device = buffers.device
         self._buffers = buffers
         self._lists = Buffers(device)
         """What graphs do not read, so that it may grow."""
         self._launches = DrawLaunches(self._buffers, launch)
         self._graphs = DecodeGraphs(capture)
-        self._readback = Readback(device)
+        self._readback = Readback(device, wait)
         self._drawn_tokens = drawn or DrawnTokens(launch)
-        self._staging = {name: Staging(_FEWEST_WORDS, device) for name in ("records", "masks", "edits", "edit tokens")}
+        self._staging = {
+            name: Staging(_FEWEST_WORDS, device, wait) for name in ("records", "masks", "edits", "edit tokens")
+        }
 
     def sample(
         self,
@@ -227,7 +233,7 @@ class DeviceSampler:
         """Copies an array to the device without a wait."""
         staging = self._staging[name]
         if numbers.size > staging.size:
-            staging = self._staging[name] = Staging(2 * numbers.size, self._buffers.device)
+            staging = self._staging[name] = Staging(2 * numbers.size, self._buffers.device, self._wait)
         staging.free().numpy()[: numbers.size] = numbers.reshape(-1)
         staging.copy(target.view(-1)[: numbers.size])
         return target

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from holdfast.worker.decoder.gpu.buffers import Staging
 from holdfast.worker.decoder.gpu.launches import SPLIT_KEYS, AttentionTiles, StepTensors
+from holdfast.worker.decoder.gpu.step_wait import StepWait
 from holdfast.worker.distributed.step_batch import StepBatch
 
 Int32Array = NDArray[np.int32]
@@ -71,14 +72,16 @@ def query_tiles(batch: StepBatch, columns: tuple[int, int], group: int) -> Query
 class StepArrays:
     """Buffers of fixed size and place for steps of at most `max_rows` tokens."""
 
-    def __init__(self, max_rows: int, max_blocks: int, group: int, head_dim: int, device: torch.device) -> None:
+    def __init__(
+        self, max_rows: int, max_blocks: int, group: int, head_dim: int, device: torch.device, wait: StepWait
+    ) -> None:
         """`max_blocks`: blocks of the longest sequence. `group`: query heads of a KV head, `head_dim`: the largest."""
         self.max_rows = max_rows
         self._max_blocks = max_blocks
         self._group = group
         self._columns = tile_columns(group, head_dim)
         size = 10 * max_rows + max_rows * max_blocks
-        self._staging = Staging(size, device)
+        self._staging = Staging(size, device, wait)
         self._on_device = torch.zeros(size, dtype=torch.int32, device=device)
 
     @property

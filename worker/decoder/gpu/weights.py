@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from holdfast.worker.decoder.gpu.mixture_weights import DeviceMixture, mixture_on, unfit_mixture, views_of
 from holdfast.worker.decoder.layout import DecoderLayout, Experts, Layer, Linear, Mlp, Norm, Rotary
 
 
@@ -15,25 +16,26 @@ class DeviceWeights:
     """A layout whose tensors lie on a device, and its rotary tables."""
 
     def __init__(self, layout: DecoderLayout, device: torch.device, max_positions: int) -> None:
-        """Copies all weights, one after the other. Parts of a linear are stacked; a head that is the embedding's own
-        table is there once. The layout has no experts (see `unfit`).
+        """Copies all weights, one after the other. Parts of a linear are stacked, and the experts of a mixture; a head
+        that is the embedding's own table is there once.
         """
         self._device = device
         embedding = layout.embedding.to(device).contiguous()
         is_tied = len(layout.head.weights) == 1 and layout.head.weights[0] is layout.embedding
         head = self._linear(layout.head, embedding if is_tied else None)
+        self.mixtures = tuple(self._mixture(layer.mlp) for layer in layout.layers)
+        """By layer; None where a layer has an MLP."""
         self.layout = replace(
             layout,
             embedding=embedding,
             head=head,
             norm=self._copied(layout.norm),
-            layers=tuple(map(self._layer, layout.layers)),
+            layers=tuple(map(self._layer, layout.layers, self.mixtures)),
         )
         self.angles = tuple(angle_table(rotary, max_positions).to(device) for rotary in layout.rotaries)
 
-    def _layer(self, layer: Layer) -> Layer:
+    def _layer(self, layer: Layer, mixture: DeviceMixture | None) -> Layer:
         attention, mlp = layer.attention, layer.mlp
-        assert isinstance(mlp, Mlp), "experts are refused before"
         return replace(
             layer,
             attention_norm=self._norm(layer.attention_norm),
@@ -48,8 +50,16 @@ class DeviceWeights:
                 key_norm=self._norm(attention.key_norm),
                 sinks=None if attention.sinks is None else self._floats(attention.sinks),
             ),
-            mlp=replace(mlp, up=self._linear(mlp.up), down=self._linear(mlp.down)),
+            mlp=self._mlp(mlp) if isinstance(mlp, Mlp) else _views(mlp, mixture),
         )
+
+    def _mixture(self, mlp: Mlp | Experts) -> DeviceMixture | None:
+        if isinstance(mlp, Mlp):
+            return None
+        return mixture_on(self._device, mlp, None if mlp.shared is None else self._mlp(mlp.shared))
+
+    def _mlp(self, mlp: Mlp) -> Mlp:
+        return replace(mlp, up=self._linear(mlp.up), down=self._linear(mlp.down))
 
     def _linear(self, linear: Linear, weight: Tensor | None = None) -> Linear:
         if weight is None:
@@ -68,6 +78,11 @@ class DeviceWeights:
         return tensor.detach().to(self._device, torch.float32).contiguous()
 
 
+def _views(experts: Experts, mixture: DeviceMixture | None) -> Experts:
+    assert mixture is not None, "a layer has an MLP or a mixture"
+    return views_of(mixture, experts)
+
+
 def angle_table(rotary: Rotary, max_positions: int) -> Tensor:
     """[positions, 2, pairs], float32: cosines and sines of float32 angles, as Hugging Face takes them."""
     angles = (torch.arange(max_positions).float()[:, None] * rotary.inverse_frequencies.cpu().float()).double()
@@ -82,13 +97,14 @@ def unfit(layout: DecoderLayout, tensor_parallel_size: int, block_size: int) -> 
         return f"blocks of {block_size} tokens neither divide 64 nor are a multiple of it"
     groups = set()
     for layer in layout.layers:
-        attention = layer.attention
+        attention, mlp = layer.attention, layer.mlp
         groups.add(attention.num_heads // attention.num_kv_heads)
-        if isinstance(layer.mlp, Experts):
-            return "it has experts"
+        if isinstance(mlp, Experts) and (reason := unfit_mixture(mlp)):
+            return reason
         if attention.head_dim > 256:
             return f"heads have {attention.head_dim} dimensions, and 256 are the most"
-        slices = (attention.num_slices, layer.mlp.num_slices)
+        of_mlp = mlp.experts[0] if isinstance(mlp, Experts) else mlp
+        slices = (attention.num_slices, of_mlp.num_slices)
         if any(number not in (1, 2, 4, 8) for number in slices):
             return f"sums of {slices} slices are no binary trees"
     if len(groups) > 1 or max(groups) > 64:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from holdfast.router.doors.grpc.chunk_encoder import ChunkEncoder, varint
 from holdfast.router.doors.public_answer import public_chunk
 from holdfast.router.events import Deliver
-from holdfast.router.wire.codec import chunk_message
+from holdfast.router.wire.response_codec import chunk_message
 from holdfast.v1.inference_pb2 import GenerateStreamResponse
 from tests.examples import examples
 

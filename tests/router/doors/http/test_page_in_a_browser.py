@@ -53,6 +53,22 @@ class Page:
     async def send(self, text: str) -> None:
         await self.do(lambda: self.browser.find_element(By.ID, "prompt").send_keys(text, Keys.ENTER))
 
+    async def chat_again(self) -> str:
+        """Has a chat whose whole text is returned, and the same again, which is left under way."""
+        await self.set(max_tokens=150, seed=7)
+        await self.send("Hello")
+        assert await self.ended() == "true"
+        assert len(self.parts) == 1
+        whole = self.text
+        await self.do(lambda: self.browser.find_element(By.ID, "again").click())
+        await self.until(lambda: not self.find(".assistant[data-over]") and len(self.text) > 5)
+        return whole
+
+    def button_of(self, replica: FakeReplica, selector: str):
+        """A button in the replica's row."""
+        (row,) = [row for row in self.find("#replicas tr") if replica.replica_id in row_name(row)]
+        return row.find_element(By.CSS_SELECTOR, selector)
+
     @property
     def text(self) -> str:
         """Of the last answer, by all replicas together."""
@@ -70,6 +86,10 @@ class Page:
         """Of the console: what the content security policy refuses is said there."""
         lines = [line["message"] for line in self.browser.get_log("browser")]
         return [line for line in lines if "security policy" in line.lower()]
+
+
+def row_name(row) -> str:
+    return row.find_element(By.TAG_NAME, "th").get_attribute("title")
 
 
 LAST = "const last = [...document.querySelectorAll('.assistant')].at(-1);"
@@ -97,14 +117,8 @@ def test_a_chat_streams_and_goes_on_with_the_same_text_when_its_replica_is_kille
     async def run() -> None:
         replicas = await two_replicas()
         async with opened(*replicas) as page:
-            await page.set(max_tokens=150, seed=7)
-            await page.send("Hello")
-            assert await page.ended() == "true"
-            undisturbed = page.text
+            undisturbed = await page.chat_again()
             assert len(undisturbed) == 150
-            assert len(page.parts) == 1
-            await page.do(lambda: page.browser.find_element(By.ID, "again").click())
-            await page.until(lambda: not page.find(".assistant[data-over]") and len(page.text) > 5)
             busy = next(replica for replica in replicas if not replica.is_idle)
             await busy.kill()
             page.place.replicas.remove(busy)
@@ -126,12 +140,7 @@ def test_a_chat_goes_on_when_the_router_that_has_served_the_page_is_replaced():
     async def run() -> None:
         replicas = await two_replicas()
         async with opened(*replicas) as page:
-            await page.set(max_tokens=150, seed=7)
-            await page.send("Hello")
-            assert await page.ended() == "true"
-            undisturbed = page.text
-            await page.do(lambda: page.browser.find_element(By.ID, "again").click())
-            await page.until(lambda: not page.find(".assistant[data-over]") and len(page.text) > 5)
+            undisturbed = await page.chat_again()
             old = page.place.router
             port = int(old.http_address.rpartition(":")[2])
             await old.stop(hands_over=False)
@@ -174,30 +183,17 @@ def test_an_operator_drains_a_replica_under_a_chat_and_puts_it_back():
     async def run() -> None:
         replicas = await two_replicas()
         async with opened(*replicas) as page:
-
-            def button(replica: FakeReplica):
-                (row,) = [one for one in page.find("#replicas tr") if replica.replica_id in row_name(one)]
-                return row.find_element(By.TAG_NAME, "button")
-
-            def row_name(row) -> str:
-                return row.find_element(By.TAG_NAME, "th").get_attribute("title")
-
-            await page.set(max_tokens=150, seed=7)
-            await page.send("Hello")
-            assert await page.ended() == "true"
-            undisturbed = page.text
-            await page.do(lambda: page.browser.find_element(By.ID, "again").click())
-            await page.until(lambda: not page.find(".assistant[data-over]") and len(page.text) > 5)
+            undisturbed = await page.chat_again()
             busy = next(replica for replica in replicas if not replica.is_idle)
-            await page.do(lambda: button(busy).click())
+            await page.do(lambda: page.button_of(busy, "button").click())
             await page.until(lambda: "gets nothing new" in page.find("#order")[0].text)
-            await page.until(lambda: button(busy).text == "Put back")
+            await page.until(lambda: page.button_of(busy, "button").text == "Put back")
             assert await page.ended() == "true"
             assert page.text == undisturbed
             assert len(page.parts) == 2
             assert page.place.router.orders.drained == {busy.replica_id}
-            await page.do(lambda: button(busy).send_keys(Keys.ENTER))
-            await page.until(lambda: button(busy).text == "Drain")
+            await page.do(lambda: page.button_of(busy, "button").send_keys(Keys.ENTER))
+            await page.until(lambda: page.button_of(busy, "button").text == "Drain")
             assert page.place.router.orders.drained == set()
             assert not page.complaints()
 
@@ -209,21 +205,9 @@ def test_an_operator_kills_a_replica_under_a_chat_where_that_may_be():
     async def run() -> None:
         replicas = await two_replicas()
         async with opened(*replicas, config=RouterConfig(killable=True)) as page:
-
-            def kill_button(replica: FakeReplica):
-                for row in page.find("#replicas tr"):
-                    if replica.replica_id in row.find_element(By.TAG_NAME, "th").get_attribute("title"):
-                        return row.find_element(By.CSS_SELECTOR, "button.kill")
-                raise AssertionError(f"no row of {replica.replica_id}")
-
-            await page.set(max_tokens=150, seed=7)
-            await page.send("Hello")
-            assert await page.ended() == "true"
-            undisturbed = page.text
-            await page.do(lambda: page.browser.find_element(By.ID, "again").click())
-            await page.until(lambda: not page.find(".assistant[data-over]") and len(page.text) > 5)
+            undisturbed = await page.chat_again()
             busy = next(replica for replica in replicas if not replica.is_idle)
-            await page.do(lambda: kill_button(busy).click())
+            await page.do(lambda: page.button_of(busy, ".kill").click())
             await page.until(lambda: "is killed" in page.find("#order")[0].text)
             await page.until(lambda: page.find(".event.lost"))
             assert await page.ended() == "true"

@@ -34,7 +34,7 @@ CHOSEN = (
     "chunks_and_blocks_and_threads or plain_dtypes or many_sequences or copied or dirty or nan_in_one or chosen"
     " or merged or near_the_exact or heads_of_any_size or beside_it or every_byte or special_values"
     " or tokens_are_those_of_pytorch or definition or processors_are or logprobs_ranks or penalty_does or no_numbers"
-    " or refused or head_knows or no_rows or equal_logits"
+    " or refused or head_knows or no_rows or equal_logits or any_top_k or searches_for or small_nucleus"
 )
 BF16_ALONE = " and not equal_logits and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
 
@@ -64,7 +64,16 @@ def test_no_sanitizer_complains(name, tmp_path):
     chosen = f"({CHOSEN}){BF16_ALONE if name in build.IN_SOFTWARE else ''} and not slow"
     files = [
         str(FOLDER / f"test_{each}.py")
-        for each in ("functions", "products", "bits", "sequences", "long_contexts", "families", "sampler")
+        for each in (
+            "functions",
+            "products",
+            "bits",
+            "sequences",
+            "long_contexts",
+            "families",
+            "sampler",
+            "sampler_searches",
+        )
     ]
     words = [sys.executable, "-c", RUN, str(folder), "-k", chosen, "-m", "not slow", *files]
     result = subprocess.run(words, env=environment, capture_output=True, text=True)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from holdfast.worker.decoder.gpu.executor import GpuExecutor
-from holdfast.worker.decoder.gpu.weights import unfit
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from scripts.gpu_kernels import Use, decode_batch, measured, prompt_batch, use_of
 from tests.worker.decoder.cpu.runs import layout_of
@@ -29,16 +28,13 @@ def uses_of_families(models: list[str]) -> dict[object, Use]:
     for model in models:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             layout = layout_of(model, dtype)
-            if unfit(layout, 1, 16) is None:
-                executor = GpuExecutor(
-                    layout, SingleRank(), max_positions=4096, device=torch.device("meta"), launch=record
-                )
-                for in_fp8 in (False, True):
-                    if in_fp8:
-                        executor.keep_in_fp8()
-                    executor.allocate_cache(16, 64)
-                    for batch in (decode_batch(2, 2000), prompt_batch(100)):
-                        executor.launch(batch, with_logits=False)
+            executor = GpuExecutor(layout, SingleRank(), max_positions=4096, device=torch.device("meta"), launch=record)
+            for in_fp8 in (False, True):
+                if in_fp8:
+                    executor.keep_in_fp8()
+                executor.allocate_cache(16, 64)
+                for batch in (decode_batch(2, 2000), prompt_batch(100)):
+                    executor.launch(batch, with_logits=False)
     return found
 
 

@@ -8,7 +8,7 @@ Sums and maxima over keys go by that layout, so that another one would have othe
 import re
 import sys
 
-from scripts.gpu_kernels import DEVICES, SHAPES, Use, compiled, uses_of
+from scripts.gpu_kernels import DEVICES, SHAPES, Use, compiled_for, uses_of
 
 _LAYOUT = re.compile(r"^(#\w+) = (.*)$", re.MULTILINE)
 _REDUCED = re.compile(r'"tt\.reduce"\((?:.*\n)*?\s*\}\) : \((tensor<[^>]*>)')
@@ -16,7 +16,7 @@ _REDUCED = re.compile(r'"tt\.reduce"\((?:.*\n)*?\s*\}\) : \((tensor<[^>]*>)')
 
 def layouts_of(use: Use, device: int) -> list[str]:
     """Of what is summed or compared, in order."""
-    text = compiled(use, device).asm["ttgir"]
+    text = compiled_for(use, device).asm["ttgir"]
     names = dict(_LAYOUT.findall(text))
     return [re.sub(r"#\w+", lambda name: names[name[0]], kind) for kind in _REDUCED.findall(text)]
 

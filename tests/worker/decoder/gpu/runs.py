@@ -8,6 +8,7 @@ from torch import Tensor
 
 from holdfast.worker.attention import fp8
 from holdfast.worker.attention.kv_cache import LayerCache
+from holdfast.worker.decoder.gpu.choose_exchange import Share
 from holdfast.worker.decoder.gpu.executor import GpuExecutor
 from holdfast.worker.decoder.gpu.graphs import Capture
 from holdfast.worker.decoder.gpu.launches import Launch, triton_launch
@@ -40,6 +41,8 @@ class Runner:
     capture: Capture | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     launch: Launch = triton_launch
+    share: Share | None = None
+    max_positions: int = MAX_POSITIONS
     in_fp8: bool = False
     free: list[int] = field(init=False)
 
@@ -47,11 +50,12 @@ class Runner:
         self.executor = GpuExecutor(
             self.layout,
             self.group,
-            max_positions=MAX_POSITIONS,
+            max_positions=self.max_positions,
             device=self.device,
             max_rows=256,
             launch=self.launch,
             capture=self.capture,
+            share=self.share,
         )
         if self.in_fp8:
             self.executor.keep_in_fp8()
@@ -64,8 +68,10 @@ class Runner:
         return [self.free.pop() for _ in range(-(-num_tokens // self.block_size))]
 
     def step(self, *parts: Part, copies: Sequence[BlockCopy] = ()) -> list[Tensor]:
-        """The logits of all tokens, by sequence."""
+        """The logits of all tokens, by sequence; none on ranks that do not lead."""
         output = self.executor.run(batch_of(parts, self.block_size, copies), with_logits=True)
+        if output.logits is None:
+            return [torch.empty(0)] * len(parts)
         return list(output.logits.clone().cpu().split([len(part.token_ids) for part in parts]))
 
     def best(self, *parts: Part) -> list[int]:

@@ -20,6 +20,7 @@ from holdfast.worker.decoder.layout import Attention, Linear
 from holdfast.worker.distributed.step_batch import StepBatch
 from tests.worker.decoder.gpu.runs import spoil
 
+TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.004, torch.float32: 2e-5}
 NOTHING = Linear(weights=(torch.empty(0, 0),))
 
 
@@ -31,6 +32,8 @@ class Case:
     kv_heads: int = 1
     group: int = 2
     head_dim: int = 64
+    value_dim: int | None = None
+    """None: as the keys'."""
     block: int = 16
     window: int | None = None
     softcap: float | None = None
@@ -62,10 +65,10 @@ class Memory:
     def __init__(self, case: Case) -> None:
         self.case = case
         generator = torch.Generator().manual_seed(case.seed)
-        shape = (case.kv_heads, case.head_dim)
+        shape, of_values = (case.kv_heads, case.head_dim), (case.kv_heads, case.value_dim or case.head_dim)
         ends = [first + count for first, count in case.sequences]
         self.keys = [torch.randn(end, *shape, generator=generator).to(case.dtype) for end in ends]
-        self.values = [torch.randn(end, *shape, generator=generator).to(case.dtype) for end in ends]
+        self.values = [torch.randn(end, *of_values, generator=generator).to(case.dtype) for end in ends]
         heads = case.kv_heads * case.group
         self.queries = [
             torch.randn(count, heads, case.head_dim, generator=generator).to(case.dtype) for _, count in case.sequences
@@ -107,13 +110,14 @@ class Memory:
         queries = torch.cat([self.queries[number] for number in chosen]).flatten(1)
         programs = max(kind.num_splits * len(kind.table) for kind in step.tiles) * case.kv_heads
         space = SplitSpace(*(torch.full((programs * max(widths) * size,), torch.nan) for size in (256, 1, 1)))
-        out = torch.full_like(queries, torch.nan)
+        out = queries.new_full((len(queries), case.kv_heads * case.group * pages.spec.value_dim), torch.nan)
         launches.attend(case.attention, queries, pages, step, space, out)
         return list(out.split([case.sequences[number][1] for number in chosen]))
 
     def _pages(self, chosen: list[int], tables: list[np.ndarray], in_fp8: bool) -> LayerCache:
         case, num_blocks = self.case, max(int(table.max()) for table in tables) + 1
-        cache = KVCache.allocate([kv_spec(case.attention)], num_blocks, case.block, case.dtype, "cpu", in_fp8=in_fp8)
+        spec = replace(kv_spec(case.attention), value_dim=case.value_dim or case.head_dim)
+        cache = KVCache.allocate([spec], num_blocks, case.block, case.dtype, "cpu", in_fp8=in_fp8)
         (pages,) = cache.layers
         spoil(pages)
         for number, table in zip(chosen, tables, strict=True):
@@ -177,7 +181,7 @@ def check(case: Case) -> None:
     memory = Memory(case)
     everyone = list(range(len(case.sequences)))
     together = memory.run(everyone)
-    tolerance = 0.02 if case.dtype == torch.bfloat16 else 2e-5
+    tolerance = TOLERANCES[case.dtype]
     for number in everyone:
         torch.testing.assert_close(together[number].double(), memory.expected(number), rtol=0, atol=tolerance)
         (alone,) = memory.run([number])
@@ -192,6 +196,7 @@ TINY = Case(sequences=((0, 3), (70, 1), (15, 17)))
     [
         TINY,
         replace(TINY, window=20, softcap=5.0, has_sinks=True, dtype=torch.float32),
+        replace(TINY, head_dim=24, value_dim=16, group=1, kv_heads=3),
         replace(TINY, head_dim=80, kv_heads=2, group=3, block=64, sequences=((63, 2), (128, 1))),
     ],
 )
@@ -204,8 +209,9 @@ def test_attention_is_exact_and_the_same_alone(case):
     [
         TINY,
         replace(TINY, window=20, softcap=5.0, has_sinks=True, dtype=torch.float16),
+        replace(TINY, head_dim=24, value_dim=16, group=1, kv_heads=3),
         replace(TINY, head_dim=80, kv_heads=2, group=3, block=64, sequences=((63, 2), (128, 1))),
-        Case(sequences=((1100, 2),), block=64, window=1090),
+        Case(sequences=((1100, 2),), block=64, window=1090, value_dim=40),
     ],
 )
 def test_keys_and_values_in_fp8_are_attended_as_the_numbers_that_they_are_read_as(case):
@@ -229,8 +235,9 @@ def test_a_row_in_fp8_that_has_lost_its_numbers_is_noticed():
         assert second[1:].isnan().all()
 
 
-def test_splits_inside_and_outside_a_program_have_equal_bits(monkeypatch):
-    case = Case(sequences=((1100, 2), (1023, 1)), block=64, window=1090, has_sinks=True)
+@pytest.mark.parametrize("value_dim", [None, 40])
+def test_splits_inside_and_outside_a_program_have_equal_bits(monkeypatch, value_dim):
+    case = Case(sequences=((1100, 2), (1023, 1)), block=64, window=1090, has_sinks=True, value_dim=value_dim)
     outside = Memory(case).run([0, 1])
     monkeypatch.setattr(launches_module, "_FULL_DEVICE", 0)
     inside = Memory(case).run([0, 1])
@@ -248,7 +255,7 @@ def test_a_row_has_the_same_bits_in_a_tile_of_any_width():
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    head_dim = draw(st.sampled_from((64, 80, 96, 128, 256)))
+    head_dim = draw(st.sampled_from((64, 80, 96, 128, 192, 256)))
     number = draw(st.integers(1, 4))
     starts = st.one_of(st.integers(0, 200), st.sampled_from((0, 15, 16, 63, 64, 127, 128, 1023, 1024, 2049)))
     sequences = tuple((draw(starts), draw(st.one_of(st.just(1), st.integers(1, 40)))) for _ in range(number))
@@ -257,6 +264,7 @@ def cases(draw: st.DrawFn) -> Case:
         kv_heads=draw(st.integers(1, 2)),
         group=draw(st.sampled_from((1, 2, 3, 4, 7, 8, 16))),
         head_dim=head_dim,
+        value_dim=draw(st.sampled_from((None, 16, 64, 128))),
         block=draw(st.sampled_from((16, 32, 64, 128))),
         window=draw(st.one_of(st.none(), st.integers(1, 100), st.just(1024))),
         softcap=draw(st.sampled_from((None, 2.0, 30.0))),

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from scripts.gpu_kernels import DEVICES, HOT, TABLE, occupancy, worsened
 
 KEPT = json.loads(TABLE.read_text())
-FAMILIES = ("gemma3_text, softcap", "phi, norms of heads", "cohere2", "stablelm, parallel")
+FAMILIES = ("gemma3_text, softcap", "phi, norms of heads", "cohere2", "stablelm, parallel", "gpt_oss", "qwen2_moe")
 
 
 def compiled(*arguments: str) -> str:
@@ -63,7 +63,7 @@ def test_scores_lie_alike_with_fp8_and_without():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["linear", "attend"])
+@pytest.mark.parametrize("name", ["linear", "grouped_linear", "attend"])
 def test_all_tiles_of_a_device_use_one_instruction_and_differ_in_tokens_alone(name):
     for device in (f"sm_{number}" for number in DEVICES):
         found = [use[device]["instructions"] for title, use in KEPT.items() if title.startswith(f"{name}(")]
@@ -84,6 +84,47 @@ def test_occupancy_by_hand():
     assert occupancy(90, 128, 0, 8) == 16
     assert occupancy(90, 32, 81920, 4) == 8
     assert occupancy(90, 32, 0, 4) == 64
+
+
+ORDER = r"(st\.global|bar\.sync|ld\.global|atom\.global\.sys\.(?:release\.exch|acquire\.add)|ld\.volatile)"
+PRINTS_ORDER = """
+import re
+from scripts.gpu_kernels import DEVICES, _exchange, compiled_for, use_of
+uses = {}
+def record(kernel, grid, arguments, *, num_warps, num_stages):
+    use = use_of(kernel, arguments, num_warps, num_stages)
+    uses.setdefault(use.title, use)
+_exchange(record)
+for title in ("add_over_ranks(PARTS=1, RANKS=4)", "gather_over_ranks(RANKS=4, RECEIVES=True)"):
+    for device in DEVICES:
+        print(*re.findall(ORDER, compiled_for(uses[title], device).asm["ptx"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_flags_between_ranks_are_ordered_as_they_must_be():
+    """Stores, a barrier, the release; polls that acquire, a barrier, the loads: of all threads of a program."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    program = f"ORDER = {ORDER!r}\n{PRINTS_ORDER}"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 * len(DEVICES)
+    for line in lines:
+        words = line.split()
+        release = words.index("atom.global.sys.release.exch")
+        last_acquire = len(words) - 1 - words[::-1].index("atom.global.sys.acquire.add")
+        assert words.count("atom.global.sys.release.exch") == 1
+        first_store, last_load = words.index("st.global"), len(words) - 1 - words[::-1].index("ld.global")
+        before = words[first_store:release]
+        assert "bar.sync" in before
+        assert "st.global" not in before[before.index("bar.sync") :], "all that is read lies ahead of the barrier"
+        after = words[last_acquire:last_load]
+        assert "bar.sync" in after
+        polls = words[release:last_acquire]
+        assert "st.global" not in polls
+        assert polls.count("ld.global") <= 1, "where its own flags are"
 
 
 @pytest.mark.slow

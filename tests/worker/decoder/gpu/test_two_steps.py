@@ -11,7 +11,6 @@ from tests.worker.decoder.gpu.interpreter import launch  # isort: skip  # first:
 from holdfast.worker.config import SchedulerConfig, WorkerConfig
 from holdfast.worker.decoder.gpu.drawn_tokens import DrawnTokens
 from holdfast.worker.decoder.program import DecoderProgram
-from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.device_runner import DeviceRunner
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
@@ -24,7 +23,8 @@ from tests.worker.decoder.gpu import runs
 from tests.worker.decoder.gpu.runs import Part, batch_of
 from tests.worker.decoder.gpu.test_executor import FakeDevice
 from tests.worker.engine.test_turn_counts import INFO
-from tests.worker.engine.test_two_plans import Listener, VirtualClock, make_request
+from tests.worker.engine.two_plans import Listener, make_request
+from tests.worker.fake_device import VirtualClock
 
 Runner = partial(runs.Runner, launch=launch)
 
@@ -101,13 +101,16 @@ class CountedRunner(DeviceRunner):
         super().launch(plan)
 
 
-def served(*, ahead: bool) -> tuple[dict[object, tuple[object, ...]], int, int]:
-    """What requests are told by an engine over the executor: greedy ones, and from the middle on others too."""
-    runner = Runner(layout_of("llama"), num_blocks=32, block_size=16, capture=FakeDevice())
+def model_of(runner: runs.Runner) -> ModelRunner:
+    """A rank's model, loaded."""
     info = replace(INFO, block_size=16, num_blocks=32)
     loaded = LoadedModel(program=DecoderProgram(runner.executor), cache=runner.cache, info=info, draft=None)
-    model = ModelRunner(loaded, WorkerConfig(), SingleRank(), torch.device("cpu"))
-    leader = LeaderRunner(model, SingleRank())
+    return ModelRunner(loaded, WorkerConfig(), runner.group, torch.device("cpu"))
+
+
+def served(runner: runs.Runner, *, ahead: bool) -> tuple[dict[object, tuple[object, ...]], int, int]:
+    """What requests are told by an engine over the executor: greedy ones, and from the middle on others too."""
+    leader = LeaderRunner(model_of(runner), runner.group)
     stepping = CountedRunner(leader) if ahead else leader
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=12),
@@ -135,14 +138,19 @@ def served(*, ahead: bool) -> tuple[dict[object, tuple[object, ...]], int, int]:
         engine._turn()
     assert not engine.has_work
     assert scheduler.stats().num_used_blocks == 0
+    leader.close()
     told = {attempt: listener.told(attempt) for attempt in listener.ended}
     return (told, stepping.num_ahead, stepping.num_sampled) if isinstance(stepping, CountedRunner) else (told, 0, 0)
 
 
 @pytest.mark.slow
 def test_an_engine_with_two_steps_on_the_device_tells_what_one_with_steps_in_turn_does():
-    in_turn, *_ = served(ahead=False)
+
+    def runner() -> runs.Runner:
+        return Runner(layout_of("llama"), num_blocks=32, block_size=16, capture=FakeDevice())
+
+    in_turn, *_ = served(runner(), ahead=False)
     assert len(in_turn) == 6
-    two_plans, num_ahead, num_sampled = served(ahead=True)
+    two_plans, num_ahead, num_sampled = served(runner(), ahead=True)
     assert two_plans == in_turn
     assert num_ahead > num_sampled >= 3

@@ -15,6 +15,16 @@ HF_INLINE int first_key(const HeadShape& shape, int position) {
   return shape.window && position >= shape.window ? position - shape.window + 1 : 0;
 }
 
+// 16 weights from `at` on, rounded, as the product with values takes them.
+template <class W> HF_INLINE void store_weights(AttentionScratch<W>& a, int at, Lanes weights) {
+#ifdef HF_TILES
+  if constexpr (sizeof(typename InputOf<W>::Type) == 2) return store(a.weights + at, weights);
+#endif
+  typename InputOf<W>::Type rounded[16];
+  store(rounded, weights);
+  store_factors(a.weight_factors + factors_in<typename FactorOf<W>::Type>(at), rounded);
+}
+
 // Turns the scores of one tile into weights for up to 16 rows, and scales what they have summed where a larger score came up.
 template <class W>
 HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const int* positions, Softmax& sum, int row,
@@ -41,9 +51,9 @@ HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const 
   store(sum.largest + row, now), store(factor, exp2_of(before - now));
   int dims = shape.value_dims();
   for (int r = 0; r < count; r++) {
-    typename InputOf<W>::Type* weights = a.weights + (row + r) * KEYS;
+    int weights = (row + r) * KEYS;
     if (ends[r] <= 0 || firsts[r] >= KEYS) {
-      for (int j = 0; j < KEYS; j += 16) store(weights + j, zero());
+      for (int j = 0; j < KEYS; j += 16) store_weights(a, weights + j, zero());
       continue;
     }
     Lanes minus_largest = all(-sum.largest[row + r]);
@@ -51,7 +61,7 @@ HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const 
     for (int j = 0; j < KEYS; j += 16) {
       Lanes p = exp2_of(fma(load(a.scores + (row + r) * KEYS + j), scale, minus_largest));
       total = total + p;
-      store(weights + j, p);
+      store_weights(a, weights + j, p);
     }
     store(sum.sums + (row + r) * 16, total);
     if (factor[r] != 1.0f)
@@ -60,12 +70,6 @@ HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const 
         store(v, load(v) * all(factor[r]));
       }
   }
-}
-
-template <class W> HF_INLINE void weight_factors(AttentionScratch<W>& a, int row, int count) {
-  typedef typename FactorOf<W>::Type Factor;
-  for (int i = row * KEYS; i < (row + count) * KEYS; i += 16)
-    store_factors(a.weight_factors + factors_in<Factor>(i), a.weights + i);
 }
 
 // Adds the keys [from, to) to what rows [0, count) have summed. `to` is beyond no row's context but the longest's.
@@ -86,10 +90,6 @@ void attend_keys(Tiles& t, AttentionScratch<W>& a, const Pages<W>& pages, const 
     for (int row = first; row < count; row += 16) {
       int some = count - row < 16 ? count - row : 16;
       weigh_rows(a, shape, positions + row, sum, row, some, key);
-#ifdef HF_TILES
-      if constexpr (sizeof(typename InputOf<W>::Type) == 4)
-#endif
-        weight_factors(a, row, some);
     }
     // Values of small blocks are put together: once for many rows, two tiles at a time where each is used once.
     int num_spans = (num_keys + 31) / 32;

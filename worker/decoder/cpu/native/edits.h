@@ -8,22 +8,28 @@
 #include <algorithm>
 #include <vector>
 
+#include "logits_row.h"
 #include "sampler.h"
+#include "words.h"
 
 namespace {
 
 // Edits one row after the other: a copy where many tokens change, else in place, with what is needed to undo it.
 class Editor {
  public:
-  std::vector<int> changed;  // tokens, in place
+  std::vector<int> changed;   // tokens whose blocks have another best one than `bests` says
+  std::vector<float> bests;   // of a copy's blocks before these changes, as `Row::best`
 
   static bool is_sparse(const HfEdits& e) { return !e.mask && !e.allowed; }
 
-  const float* edited_copy(const float* logits, int count, const HfEdits& edits) {
-    copy.assign(logits, logits + count);
-    row = copy.data(), vocab = count;
-    if (edits.mask) keep_grammatical(edits);
-    if (edits.allowed) keep_allowed(edits);
+  // Valid until the next row.
+  const float* edited_copy(const Row& given, const HfEdits& edits) {
+    row = nullptr, vocab = given.vocab;
+    copy.resize(std::max((long)copy.size(), vocab));
+    bests = given.best;
+    if (edits.mask) keep_grammatical(given, edits);
+    if (edits.allowed) keep_allowed(given, edits);
+    if (!row) memcpy(row = copy.data(), given.logits, vocab * sizeof(float));
     edit_tokens(edits);
     return row;
   }
@@ -33,13 +39,14 @@ class Editor {
   }
   void undo() {
     for (size_t i = changed.size(); i-- > 0;) row[changed[i]] = replaced[i];
-    changed.clear(), replaced.clear();
+    forget();
   }
+  void forget() { changed.clear(), replaced.clear(); }
 
  private:
-  float* row = nullptr;
+  float* row = nullptr;  // null: a copy that is still the row it is made of
   long vocab = 0;
-  std::vector<float> copy, before, replaced;
+  std::vector<float> copy, before, replaced, times;
   std::vector<uint32_t> counts;  // zeros between two rows
   static constexpr uint32_t PROMPT = 0x80000000u;
 
@@ -49,27 +56,49 @@ class Editor {
     row[token] = value;
   }
 
-  void keep_grammatical(const HfEdits& e) {
-    long masked = std::min(vocab, e.mask_bits);
-    for (long i = 0; i < masked; i++)
-      if (!(e.mask[i >> 3] >> (i & 7) & 1)) row[i] = -INFINITY;
-    std::fill(row + masked, row + vocab, -INFINITY);
+  // The bits of a block's tokens; none beyond the mask.
+  static uint64_t mask_of_block(const HfEdits& e, long b) {
+    uint64_t bits = 0;
+    long left = std::min((long)BLOCK, e.mask_bits - b * BLOCK);
+    if (left <= 0) return 0;
+    memcpy(&bits, e.mask + b * (BLOCK / 8), (left + 7) / 8);
+    return left == BLOCK ? bits : bits & ((1ull << left) - 1);
+  }
+  void keep_grammatical(const Row& given, const HfEdits& e) {
+    row = copy.data();
+    for (int b = 0; b < given.blocks; b++) {
+      const float* p = given.block(b);
+      uint64_t kept = mask_of_block(e, b);
+      alignas(64) float last[BLOCK];
+      float* to = given.end_of(b) == BLOCK ? row + (long)b * BLOCK : last;
+      Lanes best = all(-INFINITY);
+      for (int j = 0; j < BLOCK; j += 16) {
+        Lanes v = kept_in((unsigned)(kept >> j) & 0xffff, load(p + j), all(-INFINITY));
+        store(to + j, v), best = larger(best, v);
+      }
+      if (to == last) memcpy(row + (long)b * BLOCK, last, given.end_of(b) * sizeof(float));
+      bests[b] = largest_of(best);
+    }
   }
 
   // All stay where none is known, or none that the grammar allows.
-  void keep_allowed(const HfEdits& e) {
+  void keep_allowed(const Row& given, const HfEdits& e) {
+    const float* from = row ? row : given.logits;
     before.clear();
     float best = -INFINITY;
     bool any = false;
     for (long i = 0; i < e.num_allowed; i++) {
-      before.push_back(is_known(e.allowed[i]) ? row[e.allowed[i]] : 0.0f);
+      before.push_back(is_known(e.allowed[i]) ? from[e.allowed[i]] : 0.0f);
       if (is_known(e.allowed[i])) any = true, best = std::max(best, before.back());
     }
     if (!any || (e.mask && best == -INFINITY)) return;
+    row = copy.data();
     std::fill(row, row + vocab, -INFINITY);
+    std::fill(bests.begin(), bests.end(), -INFINITY);
     for (long i = 0; i < e.num_allowed; i++)
-      if (is_known(e.allowed[i])) row[e.allowed[i]] = before[i];
+      if (is_known(e.allowed[i])) row[e.allowed[i]] = before[i], raise(bests[e.allowed[i] / BLOCK], before[i]);
   }
+  static void raise(float& best, float value) { best = std::max(best, value); }
 
   void edit_tokens(const HfEdits& e) {
     if (e.num_banned) ban(e);
@@ -82,9 +111,15 @@ class Editor {
   void ban(const HfEdits& e) {
     for (long i = 0; i < e.num_banned; i++)
       if (is_known(e.banned[i])) set(e.banned[i], -INFINITY);
-    for (long i = 0; i < vocab; i++)
-      if (row[i] > -INFINITY) return;
-    undo();
+    if (!has_any()) undo();
+  }
+  bool has_any() const {
+    long i = 0;
+    for (; i + 16 <= vocab; i += 16)
+      if (mask_above(load(row + i), all(-INFINITY))) return true;
+    for (; i < vocab; i++)
+      if (row[i] > -INFINITY) return true;
+    return false;
   }
 
   void penalize(const HfEdits& e) {
@@ -93,16 +128,27 @@ class Editor {
       if (is_known(e.outputs[i])) counts[e.outputs[i]]++;
     for (long i = 0; i < e.num_prompt; i++)
       if (is_known(e.prompt[i])) counts[e.prompt[i]] |= PROMPT;
-    for (long i = 0; i < e.num_outputs; i++) penalize_once(e, e.outputs[i]);
-    for (long i = 0; i < e.num_prompt; i++) penalize_once(e, e.prompt[i]);
+    size_t first = changed.size();
+    times.clear();
+    for (long i = 0; i < e.num_outputs; i++) take_count(e.outputs[i]);
+    for (long i = 0; i < e.num_prompt; i++) take_count(e.prompt[i]);
+    for (size_t i = 0; i < times.size(); i += 16)
+      penalize_sixteen(e, first + i, &times[i], std::min((size_t)16, times.size() - i));
   }
-  void penalize_once(const HfEdits& e, long token) {
+  // Each token once, with how often the output has it.
+  void take_count(long token) {
     if (!is_known(token) || !counts[token]) return;
-    float value = row[token], count = (float)(counts[token] & ~PROMPT);
-    value = value > 0 ? value / e.repetition : value * e.repetition;
-    if (count > 0) value = (value - e.frequency * count) - e.presence;
-    set(token, value);
+    changed.push_back((int)token), replaced.push_back(row[token]);
+    times.push_back((float)(counts[token] & ~PROMPT));
     counts[token] = 0;
+  }
+  void penalize_sixteen(const HfEdits& e, size_t first, const float* counted, int count) {
+    alignas(64) float values[16] = {}, numbers[16] = {};
+    memcpy(values, &replaced[first], count * sizeof(float)), memcpy(numbers, counted, count * sizeof(float));
+    Lanes v = load(values), n = load(numbers), repetition = all(e.repetition);
+    v = where_above(v, zero(), v / repetition, v * repetition);
+    store(values, where_above(n, zero(), (v - all(e.frequency) * n) - all(e.presence), v));
+    for (int i = 0; i < count; i++) row[changed[first + i]] = values[i];
   }
 };
 

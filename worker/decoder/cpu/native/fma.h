@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "factors.h"
+#include "pairs_block.h"
 
 namespace {
 
@@ -138,11 +139,19 @@ template <int MOST, class Block> HF_INLINE void row_blocks(int count, Block&& bl
   for (; r < count; r++) block(std::integral_constant<int, 1>(), r);
 }
 
-// Of many rows: blocks that take even and odd inputs at once, where registers hold both, else one after the other.
+// Of many rows: blocks that take even and odd inputs at once.
 template <int R, int C, bool FAR, class F, class W>
 __attribute__((noinline)) void add_block(const F* rows, long stride, const Columns<W, columns_in<C>()>& columns,
                                          int tiles, float* out, long out_stride, bool begun, Next next) {
-  add_both<R, C, FAR ? FAR_BYTES : 0>(rows, stride, columns, tiles, out, out_stride, begun, next);
+  if constexpr (R == 4 && C == 2 && !FAR && has_block_4x2<F>) {
+    for (int r = 0; r < (begun ? 0 : R); r++)
+      for (int c = 0; c < C; c++) wide_store(out + r * out_stride + c * WIDTH, wide_zero());
+    for (int k = 0; k < tiles; k++) {
+      for (int i = 0; i < next.lines; i++, next.weights += 64) _mm_prefetch(next.weights, _MM_HINT_T1);
+      add_block_4x2(rows + k * Factors<F>::PER_TILE, stride, columns.first[0] + k * columns.step,
+                    columns.first[1] + k * columns.step, out, out_stride);
+    }
+  } else add_both<R, C, FAR ? FAR_BYTES : 0>(rows, stride, columns, tiles, out, out_stride, begun, next);
 }
 
 // out [count][C registers] (+)= rows [count][tiles * 32] times as many tiles of each column. `FAR`: they are far from the

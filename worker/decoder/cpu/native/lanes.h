@@ -84,6 +84,12 @@ HF_INLINE void store(Half* p, Lanes a) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
+// 16 numbers of 16 bits, to every other place from `at` on; what lies between stays.
+HF_INLINE void store_apart(void* at, const void* words) {
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)words));
+  _mm512_mask_storeu_epi16(at, 0x55555555, wide);
+}
+
 // One register of a packed tile: as wide as the machine has it.
 enum { WIDTH = 16 };
 typedef __m512 Wide;
@@ -199,6 +205,10 @@ HF_INLINE Lanes split(Lanes x, Lanes& rest) {
   Lanes clamped = larger(all(-128.0f), x), whole = rounded(clamped);  // below it 2^x is 0
   rest = clamped - whole;
   return whole;
+}
+
+HF_INLINE void store_apart(void* at, const void* words) {
+  for (int i = 0; i < 16; i++) memcpy((char*)at + 4 * i, (const char*)words + 2 * i, 2);
 }
 
 enum { WIDTH = 8 };

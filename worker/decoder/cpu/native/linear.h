@@ -16,7 +16,7 @@ namespace {
 
 enum { MAX_ROWS = 256, BLOCK_ROWS = 32, MAX_LEVELS = 4 };
 // Of a product by FMA: k tiles of a panel that are in the first cache, widened or as they lie.
-enum { PIECE_TILES = 4, WHOLE_PIECE_TILES = 8 };
+enum { PIECE_TILES = 4, WHOLE_PIECE_TILES = 10 };
 // Of two tiles of weights: cache lines; and how many k tiles of them are summed at once (a panel of 32 columns).
 enum { LINES = 32, WHOLE_TILES = 32, CUT_TILES = 20 };
 

@@ -82,6 +82,9 @@ template <class W> void clear_begun(const Pages<W>& pages, const SequenceView& s
     memset((void*)(values + (long)(p % s.block_size) * s.value_dims()), 0, (long)s.span * s.value_dims() * sizeof(W));
   }
 }
+// One input of 16 outputs of a tile: two apart, or side by side in float32.
+template <class W> HF_INLINE void store_outputs(W* at, const W* numbers) { store_apart(at, numbers); }
+HF_INLINE void store_outputs(float* at, const float* numbers) { store(at, load(numbers)); }
 template <class W>
 void write_key(const Pages<W>& pages, const SequenceView& seq, int kv_head, int position, const float* k) {
   const HeadShape& s = pages.shape;
@@ -99,7 +102,8 @@ void write_value(const Pages<W>& pages, const SequenceView& seq, int kv_head, in
   W* span = pages.at(seq, position, kv_head) + s.key_elements() +
             (long)(position % s.block_size / s.span) * s.span * s.value_dims();
   int key = position % s.span;
-  for (int d = 0; d < s.value_dims(); d++) span[(long)(d / 16) * s.span * 16 + place<W>(key, d % 16)] = rounded[d];
+  for (int d = 0; d < s.value_dims(); d += 16, span += (long)s.span * 16)
+    store_outputs(span + place<W>(key, 0), rounded + d);
 }
 
 }  // namespace

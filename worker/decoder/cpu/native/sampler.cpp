@@ -7,9 +7,9 @@
 // noise's exponent, lets it win. And top-p needs no sorting: the race is run among all tokens first, and its winner
 // is of the nucleus if the mass of better ones is below p; if it is not, then neither is anything that is no better, and
 // the rest race again. That gives the same winner as a race in the nucleus, since tokens' times do not depend on each other.
+// Where the nucleus is small, a level below it is guessed first, and the race is run above that.
 //
-// Masses are sums of float exponentials in doubles, 16 lanes of them, in the order of the tokens. What may not live here: edits
-// (`edits.h`), and what is searched for in a row (`logits_row.h`).
+// What may not live here: edits (`edits.h`), sums over a row (`masses.h`), and what is searched for in it (`logits_row.h`).
 #include "sampler.h"
 
 #include <math.h>
@@ -20,15 +20,14 @@
 #include <vector>
 
 #include "edits.h"
-#include "functions.h"
-#include "logits_row.h"
+#include "masses.h"
 #include "pool.h"
 #include "words.h"
 
 namespace {
 
 const float MOST_GUMBEL = 22.9f;      // above 33 log 2
-const float LEAST_EXPONENT = -89.0f;  // below it an exponential is 0
+const double SMALL_NUCLEUS = 0.4;     // a share of the mass
 const uint32_t POSITION_PRIME = 0x9E3779B1u, TOKEN_PRIME = 0xC2B2AE3Du;
 
 HF_INLINE uint32_t mixed(uint32_t bits) {
@@ -103,68 +102,6 @@ struct Race {
   }
 };
 
-struct Mass {
-  double all, above;
-};
-
-// The exponentials of 16 scaled logits less the largest one.
-HF_INLINE Lanes exponentials(Lanes scaled, float top) { return exp2_of((scaled - all(top)) * all(LOG2_E)); }
-HF_INLINE Lanes sum_of_four(const Lanes* v) { return (v[0] + v[1]) + (v[2] + v[3]); }
-
-// The exponentials of scaled logits less the largest one: of all that are at least `least`, and of those above `bar`.
-Mass mass_of(const Row& row, float scale, float least, float bar) {
-  Doubles all_sum = no_doubles(), above_sum = no_doubles();
-  float top = row.largest * scale;
-  for (int b = 0; b < row.blocks; b++) {
-    float block_best = row.best[b] * scale;
-    if (block_best < least || block_best - top < LEAST_EXPONENT) continue;
-    const float* p = row.block(b);
-    Lanes scaled[4], part[4];
-    for (int i = 0; i < 4; i++) scaled[i] = load(p + 16 * i) * all(scale), part[i] = exponentials(scaled[i], top);
-    if (block_best > bar) {
-      Lanes better[4];
-      for (int i = 0; i < 4; i++) better[i] = kept_above(scaled[i], all(bar), part[i]);
-      add(above_sum, sum_of_four(better));
-    }
-    if (least > -INFINITY)
-      for (int i = 0; i < 4; i++) part[i] = kept_at_least(scaled[i], all(least), part[i]);
-    add(all_sum, sum_of_four(part));
-  }
-  return {sum_of(all_sum), sum_of(above_sum)};
-}
-// Of those above `bar` alone, to the same bits.
-double mass_above(const Row& row, float scale, float bar) {
-  Doubles sum = no_doubles();
-  float top = row.largest * scale;
-  for (int b = 0; b < row.blocks; b++) {
-    float block_best = row.best[b] * scale;
-    if (block_best <= bar || block_best - top < LEAST_EXPONENT) continue;
-    const float* p = row.block(b);
-    Lanes better[4];
-    for (int i = 0; i < 4; i++) {
-      Lanes scaled = load(p + 16 * i) * all(scale);
-      better[i] = kept_above(scaled, all(bar), exponentials(scaled, top));
-    }
-    add(sum, sum_of_four(better));
-  }
-  return sum_of(sum);
-}
-
-// The logarithm of the sum of all exponentials of logits less the largest one, from the masses of blocks.
-double log_mass_of(const Row& row) {
-  Doubles sum = no_doubles();
-  alignas(64) float masses[16], gaps[16];
-  for (int first = 0; first < row.blocks; first += 16) {
-    for (int i = 0; i < 16; i++) {
-      int b = first + i;
-      bool counts = b < row.blocks && row.best[b] - row.largest > LEAST_EXPONENT;
-      masses[i] = counts ? row.mass(b) : 0.0f, gaps[i] = counts ? row.best[b] : row.largest;
-    }
-    add(sum, exponentials(load(gaps), row.largest) * load(masses));
-  }
-  return log_of(sum_of(sum));
-}
-
 // The smallest float that is no smaller.
 float raised(double x) {
   float f = (float)x;
@@ -174,30 +111,43 @@ float raised(double x) {
 struct Scratch {
   Row given, edited;
   Editor editor;
+  Selection selection;
+  Guess guess;
   std::vector<float> values;
   std::vector<int> tokens;
 };
 
 // The least scaled logit that min-p and top-k leave.
-float least_kept(const Row& row, const HfDraw& draw, std::vector<float>& values) {
+float least_kept(const Row& row, const HfDraw& draw, Scratch& s) {
   float scale = draw.inverse_temperature, least = -INFINITY;
   if (draw.min_p > 0) least = raised((double)(row.largest * scale) + log_of(draw.min_p));
-  if (draw.top_k > 0 && draw.top_k < row.vocab) least = std::max(least, kth_best(row, draw.top_k, values) * scale);
+  if (draw.top_k > 0 && draw.top_k < row.vocab)
+    least = std::max(least, kth_best(row, draw.top_k, s.selection, s.values) * scale);
   return least;
 }
 
-int drawn_token(const Row& row, const HfDraw& draw, std::vector<float>& values) {
+// A race among all would mostly be won by a token that is not of a small nucleus. So a bar is guessed below which
+// nothing is of it: right if the mass above the bar is not below p.
+double raise_bar(const Row& row, const HfDraw& draw, Scratch& s, Bounds& left) {
+  float scale = draw.inverse_temperature;
+  float bar = s.guess.bar(row, scale, left.least, draw.top_p * 1.2 + 0.01);
+  Mass mass = mass_of(row, scale, left.least, bar);
+  double wanted = draw.top_p * mass.all;
+  if (mass.above >= wanted) left.bar = bar;
+  return wanted;
+}
+
+int drawn_token(const Row& row, const HfDraw& draw, Scratch& s) {
   float scale = draw.inverse_temperature;
   if (scale == 0) return row.first_best();
   Race race = {row, scale, noise_key(draw.seed, draw.position)};
   float top = row.largest * scale;
-  Bounds left = {least_kept(row, draw, values), -INFINITY};
-  int token = race.winner(left);
-  if (draw.top_p >= 1) return token;
-  double wanted = -1;
+  Bounds left = {least_kept(row, draw, s), -INFINITY};
+  double wanted = draw.top_p < SMALL_NUCLEUS ? raise_bar(row, draw, s, left) : -1;
   for (;;) {
+    int token = race.winner(left);
     float scaled = row.logits[token] * scale;
-    if (scaled == top) return token;
+    if (draw.top_p >= 1 || scaled == top) return token;
     double above;
     if (wanted < 0) {
       Mass mass = mass_of(row, scale, left.least, scaled);
@@ -205,7 +155,6 @@ int drawn_token(const Row& row, const HfDraw& draw, std::vector<float>& values) 
     } else above = mass_above(row, scale, scaled);
     if (above < wanted) return token;
     left.bar = scaled;
-    token = race.winner(left);
   }
 }
 
@@ -223,25 +172,21 @@ void report(const Row& row, const HfDraw& draw, Scratch& scratch, const Report& 
   to.drawn->num_top = count;
   if (!count) return;
   std::vector<int>& tokens = scratch.tokens;
-  tokens.clear();
-  each_at_least(row, bound_of_best(row, count, scratch.values), [&](int token, float) { tokens.push_back(token); });
-  std::partial_sort(tokens.begin(), tokens.begin() + count, tokens.end(), [&](int a, int b) {
-    return row.logits[a] > row.logits[b] || (row.logits[a] == row.logits[b] && a < b);
-  });
+  best_tokens(row, count, scratch.selection, tokens);
   for (int i = 0; i < count; i++) to.top_tokens[i] = tokens[i], to.top_logprobs[i] = logprob(tokens[i]);
 }
 
-// Changes single logits where they lie, and puts them back.
+// Changes single logits where they lie, and puts them back; many in a copy.
 int drawn_from_edited(float* logits, const HfDraw& draw, const HfEdits& edits, Scratch& s) {
   if (!Editor::is_sparse(edits)) {
-    s.edited.read(s.editor.edited_copy(logits, s.given.vocab, edits), s.given.vocab, nullptr);
-    int token = drawn_token(s.edited, draw, s.values);
-    s.editor.undo();
-    return token;
+    const float* copy = s.editor.edited_copy(s.given, edits);
+    s.edited.read_again(copy, s.given, s.editor.bests, s.editor.changed);
+    s.editor.forget();
+    return drawn_token(s.edited, draw, s);
   }
   s.editor.edit_in_place(logits, s.given.vocab, edits);
-  s.edited.read_again(s.given, s.editor.changed);
-  int token = drawn_token(s.edited, draw, s.values);
+  s.edited.read_again(logits, s.given, s.given.best, s.editor.changed);
+  int token = drawn_token(s.edited, draw, s);
   s.editor.undo();
   return token;
 }
@@ -253,7 +198,7 @@ void sample_row(float* logits, int vocab, const float* block_best, const float* 
   if (s.given.is_broken) return;
   to.drawn->token = draw.token;
   if (draw.token < 0) {
-    to.drawn->token = edits ? drawn_from_edited(logits, draw, *edits, s) : drawn_token(s.given, draw, s.values);
+    to.drawn->token = edits ? drawn_from_edited(logits, draw, *edits, s) : drawn_token(s.given, draw, s);
   }
   if (draw.num_logprobs >= 0) report(s.given, draw, s, to);
 }

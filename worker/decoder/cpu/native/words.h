@@ -35,6 +35,27 @@ HF_INLINE Lanes kept_at_least(Lanes y, Lanes limit, Lanes a) {
 HF_INLINE Lanes kept_above(Lanes y, Lanes limit, Lanes a) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(y.v, limit.v, _CMP_GT_OQ), a.v)};
 }
+// a in the lanes of a mask, else other.
+HF_INLINE Lanes kept_in(unsigned mask, Lanes a, Lanes other) {
+  return {_mm512_mask_mov_ps(other.v, (__mmask16)mask, a.v)};
+}
+// The lanes of a mask, in a row from p on, where sixteen have room. Returns their number.
+HF_INLINE int pack(float* p, unsigned mask, Lanes a) {
+  _mm512_storeu_ps(p, _mm512_maskz_compress_ps((__mmask16)mask, a.v));
+  return __builtin_popcount(mask);
+}
+
+struct Counts {
+  __m512i v;
+};
+HF_INLINE Counts no_counts() { return {_mm512_setzero_si512()}; }
+HF_INLINE void count_above(Counts& n, Lanes a, Lanes b) {
+  n.v = _mm512_mask_add_epi32(n.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ), n.v, _mm512_set1_epi32(1));
+}
+HF_INLINE void count_at_least(Counts& n, Lanes a, Lanes b) {
+  n.v = _mm512_mask_add_epi32(n.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ), n.v, _mm512_set1_epi32(1));
+}
+HF_INLINE int sum_of(Counts n) { return _mm512_reduce_add_epi32(n.v); }
 
 struct Doubles {
   __m512d low, high;
@@ -85,6 +106,52 @@ HF_INLINE Lanes kept_at_least(Lanes y, Lanes limit, Lanes x) {
 HF_INLINE Lanes kept_above(Lanes y, Lanes limit, Lanes x) {
   return {_mm256_and_ps(_mm256_cmp_ps(y.a, limit.a, _CMP_GT_OQ), x.a),
           _mm256_and_ps(_mm256_cmp_ps(y.b, limit.b, _CMP_GT_OQ), x.b)};
+}
+HF_INLINE __m256 mask_lanes(unsigned mask) {
+  __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)mask), bit), bit));
+}
+HF_INLINE Lanes kept_in(unsigned mask, Lanes x, Lanes other) {
+  return {_mm256_blendv_ps(other.a, x.a, mask_lanes(mask)), _mm256_blendv_ps(other.b, x.b, mask_lanes(mask >> 8))};
+}
+
+// For each mask of eight lanes the numbers of those that are in it, in a row.
+struct PackedLanes {
+  alignas(8) uint8_t lanes[256][8];
+  constexpr PackedLanes() : lanes() {
+    for (int mask = 0; mask < 256; mask++)
+      for (int lane = 0, at = 0; lane < 8; lane++)
+        if (mask >> lane & 1) lanes[mask][at++] = (uint8_t)lane;
+  }
+};
+constexpr PackedLanes PACKED_LANES;
+HF_INLINE int pack_half(float* p, unsigned mask, __m256 x) {
+  __m256i order = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)PACKED_LANES.lanes[mask]));
+  _mm256_storeu_ps(p, _mm256_permutevar8x32_ps(x, order));
+  return __builtin_popcount(mask);
+}
+HF_INLINE int pack(float* p, unsigned mask, Lanes x) {
+  int low = pack_half(p, mask & 0xff, x.a);
+  return low + pack_half(p + low, mask >> 8, x.b);
+}
+
+struct Counts {
+  __m256i v;
+};
+HF_INLINE Counts no_counts() { return {_mm256_setzero_si256()}; }
+HF_INLINE __m256i minus_ones(__m256i n, __m256 a, __m256 b) {
+  return _mm256_sub_epi32(_mm256_sub_epi32(n, _mm256_castps_si256(a)), _mm256_castps_si256(b));
+}
+HF_INLINE void count_above(Counts& n, Lanes x, Lanes y) {
+  n.v = minus_ones(n.v, _mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ));
+}
+HF_INLINE void count_at_least(Counts& n, Lanes x, Lanes y) {
+  n.v = minus_ones(n.v, _mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ));
+}
+HF_INLINE int sum_of(Counts n) {
+  __m128i q = _mm_add_epi32(_mm256_castsi256_si128(n.v), _mm256_extracti128_si256(n.v, 1));
+  q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
 }
 
 struct Doubles {

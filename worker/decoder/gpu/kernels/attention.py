@@ -3,9 +3,10 @@
 Keys lie on the M axis of the matrix instruction, and on its N axis the queries of one KV head: of one token or of
 many. Keys are taken in tiles of 64 from position 0, and summed by themselves within each SPLIT of positions; splits are
 merged in ascending order, by the program itself or by `merge_splits`. So a query's bits depend on its position and its
-keys alone. A tile or split that a query does not see leaves its sums as they are. Keys and values in fp8 become numbers
-of the model's dtype, which rounds none of them, before anything is computed: the bits are those of a cache that holds
-these numbers. What may not live here: which tiles there are (`worker/decoder/gpu/step_arrays.py`).
+keys alone. A tile or split that a query does not see leaves its sums as they are. Values have VALUE_DIM dimensions, and
+VALUE_DIMS with padding; both are 0 where they are as the keys'. Keys and values in fp8 become numbers of the model's
+dtype, which rounds none of them, before anything is computed: the bits are those of a cache that holds these numbers.
+What may not live here: which tiles there are (`worker/decoder/gpu/step_arrays.py`).
 """
 
 import triton
@@ -47,7 +48,7 @@ def _first_key(first_position, WINDOW: tl.constexpr):
 
 @triton.jit
 def _tile_of(pool, memory, mask, scales, scale_places, is_key, DTYPE: tl.constexpr, IN_FP8: tl.constexpr):
-    """A tile of keys or values [KEYS, DIMS]."""
+    """A tile of keys or values [KEYS, DIMS or VALUE_DIMS]."""
     tile = tl.load(pool + memory, mask=mask, other=0)
     if IN_FP8:
         factors = factor_of(tl.load(scales + scale_places, mask=is_key, other=0))[:, None]
@@ -77,12 +78,14 @@ def _one_split(
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     TILES_IN_BLOCKS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,
     IN_FP8: tl.constexpr,
 ):
-    """(sum of weighted values [DIMS, ROWS], best score [ROWS], sum of weights [ROWS]) over keys first .. end."""
+    """(sum of weighted values [VALUE_DIMS, ROWS], best score [ROWS], sum of weights [ROWS]) over keys first .. end."""
     dims = tl.arange(0, DIMS)
     is_dim = dims < HEAD_DIM
-    total = tl.zeros((DIMS, ROWS), dtype=tl.float32)
+    total = tl.zeros((VALUE_DIMS or DIMS, ROWS), dtype=tl.float32)
     best = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
     weight = tl.zeros((ROWS,), dtype=tl.float32)
     for start in range(first, end, KEYS):
@@ -109,6 +112,10 @@ def _one_split(
         shares = tl.exp(scores - safe[None, :])
         left = tl.exp(best - safe)
         weight = weight * left + tl.sum(shares, 0)
+        if VALUE_DIM > 0:
+            value_dims = tl.arange(0, VALUE_DIMS)
+            memory = (slots[:, None] * KV_HEADS + kv_head) * VALUE_DIM + value_dims[None, :]
+            mask = is_key[:, None] & (value_dims < VALUE_DIM)[None, :]
         v = _tile_of(values, memory, mask, value_scales, scale_places, is_key, q.dtype, IN_FP8)
         total = tl.dot(tl.trans(v), shares.to(v.dtype), total * left[None, :], input_precision="ieee")
         best = top
@@ -122,8 +129,8 @@ def attend(
     values,
     key_scales,  # in fp8: [blocks, KV_HEADS, BLOCK], uint8
     value_scales,
-    out,  # [rows, KV_HEADS * GROUP * HEAD_DIM], dtype of the model
-    split_totals,  # [splits, tiles, KV_HEADS, DIMS, ROWS], float32
+    out,  # [rows, KV_HEADS * GROUP * VALUE_DIM], dtype of the model
+    split_totals,  # [splits, tiles, KV_HEADS, VALUE_DIMS, ROWS], float32
     split_bests,  # [splits, tiles, KV_HEADS, ROWS], float32; likewise the weights
     split_weights,
     tiles,  # [tiles, 3], int32: first row, number of rows, sequence
@@ -144,6 +151,8 @@ def attend(
     HAS_SINKS: tl.constexpr,
     SPLITS_OUTSIDE: tl.constexpr,
     TILES_IN_BLOCKS: tl.constexpr,  # a block holds a whole number of tiles of keys
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,
     IN_FP8: tl.constexpr,
 ):
     """Grid: (tiles, KV_HEADS, splits), or one program for all splits. A tile of no rows is padding.
@@ -165,6 +174,10 @@ def attend(
         places = (row * (KV_HEADS * GROUP) + head)[None, :] * HEAD_DIM + dims[:, None]
         mask = is_row[None, :] & (dims < HEAD_DIM)[:, None]
         q = tl.load(queries + places, mask=mask, other=0.0)
+        if VALUE_DIM > 0:
+            dims = tl.arange(0, VALUE_DIMS)
+            places = (row * (KV_HEADS * GROUP) + head)[None, :] * VALUE_DIM + dims[:, None]
+            mask = is_row[None, :] & (dims < VALUE_DIM)[:, None]
         table = tables + sequence.to(tl.int64) * table_stride
         begin = _first_key(first_position, WINDOW)
         if SPLITS_OUTSIDE:
@@ -192,14 +205,17 @@ def attend(
                     WINDOW,
                     HAS_SOFTCAP,
                     TILES_IN_BLOCKS,
+                    VALUE_DIM,
+                    VALUE_DIMS,
                     IN_FP8,
                 )
                 place = (split * tl.num_programs(0) + tl.program_id(0)) * KV_HEADS + kv_head
-                tl.store(split_totals + place * (DIMS * ROWS) + dims[:, None] * ROWS + column[None, :], total)
+                sums = split_totals + place * ((VALUE_DIMS or DIMS) * ROWS)
+                tl.store(sums + dims[:, None] * ROWS + column[None, :], total)
                 tl.store(split_bests + place * ROWS + column, best)
                 tl.store(split_weights + place * ROWS + column, weight)
         else:
-            total = tl.zeros((DIMS, ROWS), dtype=tl.float32)
+            total = tl.zeros((VALUE_DIMS or DIMS, ROWS), dtype=tl.float32)
             best = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
             weight = tl.zeros((ROWS,), dtype=tl.float32)
             for split in range(begin // SPLIT, tl.cdiv(end, SPLIT)):
@@ -224,6 +240,8 @@ def attend(
                     WINDOW,
                     HAS_SOFTCAP,
                     TILES_IN_BLOCKS,
+                    VALUE_DIM,
+                    VALUE_DIMS,
                     IN_FP8,
                 )
                 total, best, weight = _merged(total, best, weight, more, more_best, more_weight)
@@ -250,6 +268,8 @@ def merge_splits(
     ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,
 ):
     """What `attend` does after its splits where they are programs of their own. Grid: (tiles, KV_HEADS)."""
     tile = tiles + tl.program_id(0) * 3
@@ -261,15 +281,17 @@ def merge_splits(
         row = (first_row + column // GROUP).to(tl.int64)
         head = kv_head * GROUP + column % GROUP
         first_position = tl.load(positions + first_row)
-        dims = tl.arange(0, DIMS)
-        places = (row * (KV_HEADS * GROUP) + head)[None, :] * HEAD_DIM + dims[:, None]
-        mask = is_row[None, :] & (dims < HEAD_DIM)[:, None]
-        total = tl.zeros((DIMS, ROWS), dtype=tl.float32)
+        dims = tl.arange(0, VALUE_DIMS or DIMS)
+        size: tl.constexpr = VALUE_DIM or HEAD_DIM
+        places = (row * (KV_HEADS * GROUP) + head)[None, :] * size + dims[:, None]
+        mask = is_row[None, :] & (dims < size)[:, None]
+        total = tl.zeros((VALUE_DIMS or DIMS, ROWS), dtype=tl.float32)
         best = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
         weight = tl.zeros((ROWS,), dtype=tl.float32)
         for split in range(_first_key(first_position, WINDOW) // SPLIT, tl.cdiv(first_position + count, SPLIT)):
             place = (split * tl.num_programs(0) + tl.program_id(0)) * KV_HEADS + kv_head
-            more = tl.load(split_totals + place * (DIMS * ROWS) + dims[:, None] * ROWS + column[None, :])
+            sums = split_totals + place * ((VALUE_DIMS or DIMS) * ROWS)  # first: else it takes more registers
+            more = tl.load(sums + dims[:, None] * ROWS + column[None, :])
             more_best = tl.load(split_bests + place * ROWS + column)
             more_weight = tl.load(split_weights + place * ROWS + column)
             total, best, weight = _merged(total, best, weight, more, more_best, more_weight)

@@ -4,8 +4,9 @@ from itertools import product
 
 import pytest
 
-from holdfast.router.dispatch import request_state
-from holdfast.router.dispatch.request_state import TRANSITIONS, RequestEvent, RequestState, RequestStatus
+from holdfast.router.dispatch import request_status
+from holdfast.router.dispatch.request_state import RequestState
+from holdfast.router.dispatch.request_status import TRANSITIONS, RequestEvent, RequestStatus
 from holdfast.router.events import FRESH
 from holdfast.worker.errors import InternalError
 from holdfast.worker.request import EngineRequest
@@ -51,7 +52,7 @@ def test_a_request_waits_or_has_an_attempt_until_it_is_over():
 
 
 def test_the_picture_shows_the_table():
-    lines = request_state.__doc__.splitlines()
+    lines = request_status.__doc__.splitlines()
     start = next(number for number, line in enumerate(lines) if line.split()[:1] == ["SEND"])
     header = lines[start]
     starts = [header.index(name) for name in header.split()]

@@ -1,0 +1,195 @@
+"""Flags of `holdfast bench`, and the plan and the sampling parameters that they say.
+
+What may not live here: how a load is run and shown (`bench.py`, `cluster/bench/`).
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from cyclopts import Group, Parameter
+
+from holdfast.worker.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from holdfast.cluster.bench.runs import Plan
+    from holdfast.cluster.bench.target import Target
+
+_LOAD = Group.create_ordered("Load: how requests come")
+_WORK = Group.create_ordered("Workload: what is asked")
+_RESULT = Group.create_ordered("Results")
+_DEFAULT_S: Final = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFlags:
+    """How requests come."""
+
+    concurrency: Annotated[
+        str | None, Parameter(group=_LOAD, help="closed loop: users at a time; several, like 1,4,16: a run each [8]")
+    ] = None
+    rate: Annotated[
+        str | None, Parameter(group=_LOAD, help="open loop: requests a second; several, like 1,2,4: a run each")
+    ] = None
+    arrivals: Annotated[str, Parameter(group=_LOAD, help="open loop: poisson, gamma or constant")] = "poisson"
+    burstiness: Annotated[
+        float, Parameter(group=_LOAD, help="shape of gamma arrivals: below 1 in bursts, above 1 more even")
+    ] = 1.0
+    trace: Annotated[
+        Path | None, Parameter(group=_LOAD, help="replay a .jsonl or .csv trace: Mooncake's, Azure's, BurstGPT's, ours")
+    ] = None
+    trace_speed: Annotated[float, Parameter(group=_LOAD, help="replay so many times as fast")] = 1.0
+    requests: Annotated[int | None, Parameter(group=_LOAD, help="sessions of each run")] = None
+    duration: Annotated[
+        float | None, Parameter(group=_LOAD, help="seconds in which requests of a run begin [30 without --requests]")
+    ] = None
+    warmup: Annotated[int, Parameter(group=_LOAD, help="requests beforehand, which do not count")] = 0
+    timeout: Annotated[float, Parameter(group=_LOAD, help="seconds after which a request counts as failed")] = 600.0
+    max_in_flight: Annotated[
+        int, Parameter(group=_LOAD, help="open loop: at most so many at a time; the wait of others counts")
+    ] = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkFlags:
+    """What is asked."""
+
+    prompt_tokens: Annotated[
+        str,
+        Parameter(
+            group=_WORK, help="N, uniform:LOW:HIGH, normal:MEAN:DEVIATION, lognormal:MEDIAN:SIGMA, exponential:MEAN"
+        ),
+    ] = "128"
+    output_tokens: Annotated[str, Parameter(group=_WORK, help="the same of outputs")] = "64"
+    prefixes: Annotated[int, Parameter(group=_WORK, help="so many shared prefixes, one before each first prompt")] = 0
+    prefix_tokens: Annotated[int, Parameter(group=_WORK, help="tokens of each shared prefix")] = 0
+    turns: Annotated[int, Parameter(group=_WORK, help="turns of a conversation, each with all before it")] = 1
+    think: Annotated[float, Parameter(group=_WORK, help="seconds between an answer and the next turn")] = 0.0
+    seed: Annotated[int, Parameter(group=_WORK, help="of lengths and arrivals")] = 0
+    text_seed: Annotated[
+        int | None, Parameter(group=_WORK, help="of the words; unset: new ones, that no cache knows")
+    ] = None
+    sampling_temperature: Annotated[float, Parameter(name="--temperature", group=_WORK, help="of sampling")] = 0.0
+    stop_at_eos: Annotated[
+        bool, Parameter(group=_WORK, negative=(), help="outputs may end early (do not send ignore_eos)")
+    ] = False
+    extra_body: Annotated[
+        str | None,
+        Parameter(group=_WORK, help="a JSON object of further sampling parameters, or fields of HTTP bodies"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultFlags:
+    """What comes of it."""
+
+    slo: Annotated[str | None, Parameter(group=_RESULT, help="goodput: limits like ttft=500ms,tpot=50ms,e2e=10s")] = (
+        None
+    )
+    attainment: Annotated[float, Parameter(group=_RESULT, help="share within the SLO that makes a load fine")] = 0.95
+    find_max: Annotated[
+        bool, Parameter(group=_RESULT, negative=(), help="search the highest load within the SLO, from --rate on [1]")
+    ] = False
+    max_tries: Annotated[int, Parameter(group=_RESULT, help="runs of a search, at most")] = 12
+    json: Annotated[Path | None, Parameter(group=_RESULT, help="write the report here, as JSON")] = None
+    html: Annotated[Path | None, Parameter(group=_RESULT, help="write a page with plots here")] = None
+    compare: Annotated[
+        tuple[Path, Path] | None, Parameter(group=_RESULT, help="two reports instead of a load: show both, and ratios")
+    ] = None
+
+
+def plan_of(load: LoadFlags, work: WorkFlags, result: ResultFlags, target: "Target") -> "Plan":
+    """Raises `ConfigurationError`, naming the flag."""
+    from holdfast.cluster.bench.arrivals import Arrivals
+    from holdfast.cluster.bench.lengths import Lengths
+    from holdfast.cluster.bench.runs import Plan
+    from holdfast.cluster.bench.slo import Slo
+    from holdfast.cluster.bench.workload import Workload
+    from holdfast.cluster.load_trace import read_trace
+
+    _check(load, work, result, target)
+    rates = () if load.rate is None else _numbers("rate", load.rate)
+    users = () if load.concurrency is None else _numbers("concurrency", load.concurrency)
+    if not rates and not users and load.trace is None:
+        rates, users = ((1.0,), ()) if result.find_max else ((), (8.0,))
+    if result.find_max and len(rates) + len(users) > 1:
+        raise ConfigurationError("--find-max: needs one --rate or --concurrency, which it begins with")
+    is_endless = load.requests is None and load.duration is None and load.trace is None
+    return Plan(
+        workload=Workload(
+            prompt_tokens=Lengths.parsed("prompt-tokens", work.prompt_tokens),
+            output_tokens=Lengths.parsed("output-tokens", work.output_tokens),
+            num_prefixes=work.prefixes,
+            prefix_tokens=work.prefix_tokens,
+            num_turns=work.turns,
+            seed=work.seed,
+        ),
+        trace=None if load.trace is None else read_trace(load.trace),
+        trace_speed=load.trace_speed,
+        concurrency=tuple(map(int, users)),
+        arrivals=tuple(Arrivals(rate=rate, process=load.arrivals, burstiness=load.burstiness) for rate in rates),
+        num_sessions=load.requests,
+        duration_s=_DEFAULT_S if is_endless else load.duration,
+        warmup=load.warmup,
+        think_s=work.think,
+        timeout_s=load.timeout,
+        max_in_flight=load.max_in_flight,
+        slo=None if result.slo is None else Slo.parsed(result.slo),
+        attainment=result.attainment,
+        find_max=result.find_max,
+        max_tries=result.max_tries,
+        text_seed=time.time_ns() if work.text_seed is None else work.text_seed,
+    )
+
+
+def _check(load: LoadFlags, work: WorkFlags, result: ResultFlags, target: "Target") -> None:
+    given = [name for name in ("concurrency", "rate", "trace") if getattr(load, name) is not None]
+    if len(given) > 1:
+        raise ConfigurationError(f"{' and '.join(f'--{name}' for name in given)}: a load comes in one of these ways")
+    if result.find_max and (result.slo is None or load.trace is not None):
+        raise ConfigurationError("--find-max: needs --slo, like ttft=500ms,tpot=50ms, and no --trace")
+    for name, value, least in (
+        ("requests", load.requests, 1),
+        ("warmup", load.warmup, 0),
+        ("max-in-flight", load.max_in_flight, 1),
+        ("max-tries", result.max_tries, 1),
+        ("think", work.think, 0),
+    ):
+        if value is not None and not value >= least:
+            raise ConfigurationError(f"--{name} {value}: must be at least {least}")
+    for name, seconds in (("duration", load.duration), ("timeout", load.timeout)):
+        if seconds is not None and not seconds > 0:
+            raise ConfigurationError(f"--{name} {seconds}: must be above 0 seconds")
+    if not 0 < result.attainment <= 1:
+        raise ConfigurationError(f"--attainment {result.attainment}: must be above 0, and at most 1")
+    if work.turns > 1 and not target.has_conversations:
+        raise ConfigurationError(f"--turns {work.turns}: needs --protocol chat or holdfast-chat, not {target.protocol}")
+
+
+def _numbers(name: str, text: str) -> tuple[float, ...]:
+    """Those of a flag with commas in between: whole ones of users."""
+    read = int if name == "concurrency" else float
+    try:
+        values = tuple(float(read(part)) for part in text.split(","))
+    except ValueError:
+        values = (0.0,)
+    if not all(0 < value < float("inf") for value in values):
+        raise ConfigurationError(f"--{name} {text}: must be numbers above 0 with commas in between, like 1,2,4")
+    return values
+
+
+def params_of(work: WorkFlags) -> dict[str, Any]:
+    params: dict[str, Any] = {"temperature": work.sampling_temperature} | (
+        {} if work.stop_at_eos else {"ignore_eos": True}
+    )
+    if work.extra_body is None:
+        return params
+    try:
+        extra = json.loads(work.extra_body)
+    except ValueError:
+        extra = None
+    if not isinstance(extra, dict):
+        raise ConfigurationError(f"--extra-body {work.extra_body}: must be a JSON object")
+    return params | extra

@@ -1,0 +1,130 @@
+"""The states of an open request, and what leads from one to the next: a table, and nothing that has data.
+
+What may live here: states, events, and the order in which requests of each state wait. What may not: the request itself
+(`request_state.py`), and when an event comes (`dispatch.py`, `placement.py`, `progress.py`).
+
+                SEND      OUTPUT    CLEAR    GIVE_BACK  LOSE      SUSPECT  MOVE      FINISH
+    QUEUED      SENT
+    RETURNED    SENT
+    RETRYING    SENT
+    HELD        ON_TRIAL
+    SENT                  RUNNING            RETURNED   RETRYING  HELD     SENT
+    RUNNING               RUNNING            RETURNED   RETRYING  HELD     SENT      FINISHED
+    ON_TRIAL              ON_TRIAL  RUNNING  HELD       HELD               ON_TRIAL  FINISHED
+
+From each of these FAIL leads to FAILED, CANCEL to CANCELLED, HAND_OVER to HANDED_OVER. Any other event is a bug of ours
+and raises `InternalError`.
+"""
+
+from collections.abc import Mapping
+from enum import Enum, IntEnum
+from typing import Final
+
+
+class RequestStatus(Enum):
+    """The states of the machine."""
+
+    QUEUED = "queued"
+    """It waits for its first replica."""
+    RETURNED = "returned"
+    """It waits for another replica: the last one was full, or left while it was retiring."""
+    RETRYING = "retrying"
+    """It waits for another replica because the last one failed: sending it again uses the retry budget."""
+    HELD = "held"
+    """A quarantine suspect that waits for its trial. That is a retry too, and uses the retry budget."""
+    SENT = "sent"
+    """It has an attempt without output yet."""
+    RUNNING = "running"
+    """It has an attempt with output."""
+    ON_TRIAL = "on trial"
+    """It has an attempt, and if the replica crashes now, the request is the culprit."""
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    HANDED_OVER = "handed over"
+    """Its client resumes it at another router."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """It is in the queue."""
+        return self in _WAITING
+
+    @property
+    def is_retry(self) -> bool:
+        """Sending it again uses the retry budget."""
+        return self in _RETRIES
+
+    @property
+    def has_attempt(self) -> bool:
+        return self in _WITH_ATTEMPT
+
+
+_WAITING: Final = {RequestStatus.QUEUED, RequestStatus.RETURNED, RequestStatus.RETRYING, RequestStatus.HELD}
+_RETRIES: Final = {RequestStatus.RETRYING, RequestStatus.HELD}
+_WITH_ATTEMPT: Final = {RequestStatus.SENT, RequestStatus.RUNNING, RequestStatus.ON_TRIAL}
+
+
+class Standing(IntEnum):
+    """Why a request is in the queue. Within a priority class, the smaller goes first."""
+
+    RETURNED = 0
+    RESUMED = 1
+    ARRIVED = 2
+
+
+class RequestEvent(Enum):
+    """What can happen to an open request."""
+
+    SEND = "send"
+    """It leaves the queue for a replica."""
+    OUTPUT = "output"
+    """Its attempt has brought output."""
+    CLEAR = "clear"
+    """Its attempt has run for enough steps: it is no longer a suspect."""
+    GIVE_BACK = "give back"
+    """Its attempt ended without anyone's fault: the replica was full, or left while it was retiring."""
+    LOSE = "lose"
+    """Its attempt failed by its replica's fault."""
+    SUSPECT = "suspect"
+    """Its replica crashed, which makes it a quarantine suspect."""
+    MOVE = "move"
+    """Another replica continues it without a wait in the queue."""
+    FINISH = "finish"
+    FAIL = "fail"
+    CANCEL = "cancel"
+    HAND_OVER = "hand over"
+
+
+_ENDS: Final = {
+    RequestEvent.FAIL: RequestStatus.FAILED,
+    RequestEvent.CANCEL: RequestStatus.CANCELLED,
+    RequestEvent.HAND_OVER: RequestStatus.HANDED_OVER,
+}
+_RUNS: Final = {
+    RequestEvent.OUTPUT: RequestStatus.RUNNING,
+    RequestEvent.GIVE_BACK: RequestStatus.RETURNED,
+    RequestEvent.LOSE: RequestStatus.RETRYING,
+    RequestEvent.SUSPECT: RequestStatus.HELD,
+    RequestEvent.MOVE: RequestStatus.SENT,
+}
+TRANSITIONS: Final[Mapping[RequestStatus, Mapping[RequestEvent, RequestStatus]]] = {
+    RequestStatus.QUEUED: {RequestEvent.SEND: RequestStatus.SENT, **_ENDS},
+    RequestStatus.RETURNED: {RequestEvent.SEND: RequestStatus.SENT, **_ENDS},
+    RequestStatus.RETRYING: {RequestEvent.SEND: RequestStatus.SENT, **_ENDS},
+    RequestStatus.HELD: {RequestEvent.SEND: RequestStatus.ON_TRIAL, **_ENDS},
+    RequestStatus.SENT: {**_RUNS, **_ENDS},
+    RequestStatus.RUNNING: {**_RUNS, RequestEvent.FINISH: RequestStatus.FINISHED, **_ENDS},
+    RequestStatus.ON_TRIAL: {
+        RequestEvent.OUTPUT: RequestStatus.ON_TRIAL,
+        RequestEvent.CLEAR: RequestStatus.RUNNING,
+        RequestEvent.GIVE_BACK: RequestStatus.HELD,
+        RequestEvent.LOSE: RequestStatus.HELD,
+        RequestEvent.MOVE: RequestStatus.ON_TRIAL,
+        RequestEvent.FINISH: RequestStatus.FINISHED,
+        **_ENDS,
+    },
+    RequestStatus.FINISHED: {},
+    RequestStatus.FAILED: {},
+    RequestStatus.CANCELLED: {},
+    RequestStatus.HANDED_OVER: {},
+}

@@ -1,0 +1,81 @@
+"""Ports of one router: its servers, where each listens, and their end. What is served there is given to them."""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import grpc
+
+from holdfast.router.config import LimitsConfig
+from holdfast.router.doors.grpc import health
+from holdfast.router.doors.http.server import HttpServer
+from holdfast.worker.security.tls import ServerTls, add_port
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+
+
+class Ports:
+    """Addresses are `host:port`, and empty where nothing listens."""
+
+    def __init__(
+        self, server: grpc.aio.Server, build_server: Callable[..., grpc.aio.Server], tls: ServerTls | None
+    ) -> None:
+        """`server` has the servicers of the API, `build_server` makes another for those of operators; `tls` is for the
+        ports of the API.
+        """
+        self.grpc = self.http = self.admin = ""
+        self._server = server
+        self._build_server = build_server
+        self._tls = tls
+        self._http_server: HttpServer | None = None
+        self._admin_server: grpc.aio.Server | None = None
+
+    async def serve_grpc(self, host: str, port: int) -> None:
+        """Raises `RuntimeError` if the port is taken."""
+        bound = add_port(self._server, f"{host}:{port}", self._tls)
+        await self._server.start()
+        self.grpc = f"{host}:{bound}"
+        logger.info("the router listens on %s", self.grpc)
+
+    async def serve_http(self, app: "ASGIApp", limits: LimitsConfig, host: str, port: int) -> None:
+        """Raises `RuntimeError` if the port is taken; then nothing is served."""
+        tls = None if self._tls is None else self._tls.context()
+        try:
+            self._http_server = HttpServer(app, host, port, tls, limits)
+        except OSError as taken:
+            await self._server.stop(None)
+            raise RuntimeError(f"HTTP cannot listen on {host}:{port}: {taken}") from taken
+        await self._http_server.start()
+        self.http = f"{host}:{self._http_server.port}"
+        logger.info("the router serves HTTP on %s", self.http)
+
+    async def serve_admin(self, servicer: health.HealthServicer, port: int) -> None:
+        """Channelz and health, on loopback. Raises `RuntimeError` if the port is taken; then nothing is served."""
+        from holdfast.router.doors.grpc import channelz  # few need it
+
+        self._admin_server = self._build_server(
+            {channelz.SERVICE: channelz.ChannelzServicer(), health.SERVICE: servicer}
+        )
+        try:
+            bound = self._admin_server.add_insecure_port(f"{LOOPBACK}:{port}")
+        except RuntimeError:
+            await self._server.stop(None)
+            if self._http_server is not None:
+                await self._http_server.stop(0.0)
+            raise
+        await self._admin_server.start()
+        self.admin = f"{LOOPBACK}:{bound}"
+        logger.info("the router serves operators on %s", self.admin)
+
+    async def stop(self, grace_s: float) -> None:
+        """Open calls have so long to send their status."""
+        await self._server.stop(grace_s)
+        if self._admin_server is not None:
+            await self._admin_server.stop(None)
+        if self._http_server is not None:
+            await self._http_server.stop(grace_s)

@@ -1,0 +1,168 @@
+"""Protobuf codec of requests of the public API: from messages for routers, to messages for clients.
+
+What may live here: conversion field by field, and errors for invalid fields. What may not: decisions, IO, the turns
+and tools of chats (`chat_codec.py`), sampling parameters (`worker/sampling_fields.py`), answers (`response_codec.py`),
+the link to replicas (`worker/wire/`).
+"""
+
+import json
+from typing import Final
+
+from holdfast.router.chat import Chat, check_messages
+from holdfast.router.request import GenerationRequest
+from holdfast.router.resume import Progress, Resume
+from holdfast.router.wire.chat_codec import (
+    json_object,
+    set_tools,
+    tool_fields,
+    turn,
+    turn_message,
+)
+from holdfast.router.wire.enums import FINISH_REASONS, FINISH_REASONS_READ, PRIORITIES, PRIORITIES_READ
+from holdfast.v1 import inference_pb2
+from holdfast.worker.errors import InvalidRequestError
+from holdfast.worker.sampling_fields import fields_of, params_of
+from holdfast.worker.sampling_params import SamplingParams
+
+MAX_TIMEOUT_MS: Final = 2**32 - 1
+
+
+def generation_request(message: inference_pb2.GenerateRequest) -> GenerationRequest:
+    """Raises `InvalidRequestError`, naming the field."""
+    priority = PRIORITIES_READ.get(message.priority)
+    if priority is None:
+        raise InvalidRequestError("priority", message.priority, "must be a value of holdfast.v1.Priority")
+    return GenerationRequest(
+        prompt=_prompt(message),
+        chat=_chat(message.chat) if message.HasField("chat") else None,
+        model=message.model,
+        request_id=message.request_id,
+        sampling_params=params_of(message.sampling_params),
+        priority=priority,
+        timeout_s=message.timeout_ms / 1000 if message.HasField("timeout_ms") else None,
+        cache_salt=message.cache_salt,
+        resume=_resume(message.resume) if message.HasField("resume") else None,
+        tenant=message.tenant,
+        session_id=message.session_id,
+        attempt=message.attempt,
+    )
+
+
+def generation_request_message(request: GenerationRequest) -> inference_pb2.GenerateRequest:
+    """Raises `InvalidRequestError` for values that the message cannot hold."""
+    message = inference_pb2.GenerateRequest(
+        model=request.model,
+        request_id=request.request_id,
+        sampling_params=sampling_params_message(request.sampling_params),
+        priority=PRIORITIES[request.priority],
+        timeout_ms=_timeout_ms(request.timeout_s),
+        cache_salt=request.cache_salt,
+        resume=None if request.resume is None else _resume_message(request.resume),
+        tenant=request.tenant,
+        session_id=request.session_id,
+        attempt=request.attempt,
+    )
+    _set_prompt(message, request)
+    return message
+
+
+def sampling_params_message(params: SamplingParams) -> inference_pb2.SamplingParams:
+    return inference_pb2.SamplingParams(**fields_of(params, inference_pb2.SamplingParams))
+
+
+def _timeout_ms(timeout_s: float | None) -> int | None:
+    """At least a millisecond; None means the server's default."""
+    if timeout_s is None:
+        return None
+    if timeout_s * 1000 > MAX_TIMEOUT_MS:
+        raise InvalidRequestError("timeout_s", timeout_s, f"must be at most {MAX_TIMEOUT_MS // 1000}")
+    return max(1, round(timeout_s * 1000))
+
+
+# --- prompts ---
+
+
+def _prompt(message: inference_pb2.GenerateRequest) -> str | tuple[int, ...]:
+    match message.WhichOneof("prompt"):
+        case "text":
+            return message.text
+        case "token_ids":
+            return tuple(message.token_ids.ids)
+        case "chat":
+            return ()
+        case _:
+            raise InvalidRequestError("prompt", None, "one of text, token_ids and chat must be set")
+
+
+def _set_prompt(message: inference_pb2.GenerateRequest, request: GenerationRequest) -> None:
+    try:
+        if request.chat is not None:
+            message.chat.CopyFrom(_chat_message(request.chat))
+        elif isinstance(request.prompt, str):
+            message.text = request.prompt
+        else:
+            message.token_ids.CopyFrom(inference_pb2.TokenIds(ids=request.prompt))
+    except InvalidRequestError:
+        raise
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            request.prompt_field, error.object, f"must be valid Unicode: {error.reason}"
+        ) from None
+    except (TypeError, ValueError):
+        limit = "must be token ids: integers in [0, 4294967295]"
+        raise InvalidRequestError(request.prompt_field, request.prompt, limit) from None
+
+
+def _chat(message: inference_pb2.Chat) -> Chat:
+    return Chat(
+        messages=tuple(turn(f"chat.messages[{index}]", item) for index, item in enumerate(message.messages)),
+        template_kwargs=json_object("chat.template_kwargs", message.template_kwargs),
+        now_s=message.now_s if message.HasField("now_s") else None,
+        **tool_fields(message),
+    )
+
+
+def _chat_message(chat: Chat) -> inference_pb2.Chat:
+    check_messages(chat.messages)
+    turns = [turn_message(f"chat.messages[{index}]", item) for index, item in enumerate(chat.messages)]
+    try:
+        template_kwargs = json.dumps(dict(chat.template_kwargs)) if chat.template_kwargs else ""
+    except (TypeError, ValueError, RecursionError) as error:
+        limit = f"must be what JSON can say: {error}"
+        raise InvalidRequestError("chat.template_kwargs", chat.template_kwargs, limit) from None
+    message = inference_pb2.Chat(messages=turns, template_kwargs=template_kwargs, now_s=chat.now_s)
+    set_tools(message, chat)
+    return message
+
+
+# --- resumption ---
+
+
+def _resume(message: inference_pb2.Resume) -> Resume:
+    sequences = tuple(_progress(index, progress) for index, progress in enumerate(message.sequences))
+    return Resume(sequences=sequences, fingerprint=message.system_fingerprint)
+
+
+def _progress(index: int, message: inference_pb2.SequenceProgress) -> Progress:
+    number = message.finish_reason
+    if number not in FINISH_REASONS_READ:
+        said = "FINISH_REASON_STOP, FINISH_REASON_LENGTH or FINISH_REASON_ABORT"
+        limit = f"must be unset, or what a stream's last chunk may say: {said}"
+        raise InvalidRequestError(f"resume.sequences[{index}].finish_reason", number, limit)
+    return Progress(
+        token_ids=tuple(message.token_ids),
+        text_length=message.text_length,
+        finish_reason=FINISH_REASONS_READ[number],
+    )
+
+
+def _resume_message(resume: Resume) -> inference_pb2.Resume:
+    sequences = [
+        inference_pb2.SequenceProgress(
+            token_ids=progress.token_ids,
+            text_length=progress.text_length,
+            finish_reason=FINISH_REASONS[progress.finish_reason],
+        )
+        for progress in resume.sequences
+    ]
+    return inference_pb2.Resume(sequences=sequences, system_fingerprint=resume.fingerprint)
