@@ -14,6 +14,7 @@ from holdfast.cluster.checks.model_files import weight_bytes
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.worker.available_memory import available_memory, readable_bytes
 from holdfast.worker.errors import ConfigurationError
+from holdfast.worker.model.checks import check_kv_cache_dtype
 
 RANK_BYTES: Final = 200 * 2**20
 """Of a rank's process without weights and cache: a little less than what torch takes."""
@@ -45,6 +46,8 @@ def check_fits(models: Sequence[HoldfastConfig], machine: Machine) -> None:
                 "model.device = 'cuda': this machine shows no NVIDIA GPU (/dev/nvidia0 is not there; does `nvidia-smi` "
                 "find one?); leave --device at auto, or set it to cpu"
             )
+        if not machine.num_gpus:
+            check_kv_cache_dtype(one.worker, "cpu")
     if machine.num_gpus and any(one.model.device != "cpu" for one in models):
         _check_gpus(models, machine)
     else:

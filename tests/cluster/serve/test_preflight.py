@@ -143,6 +143,13 @@ def test_more_ranks_than_gpus(device):
     check_fits([config(model__device="cpu", cluster__replicas=6)], SERVER)
 
 
+def test_keys_and_values_in_fp8_need_a_gpu():
+    wanted = config(cache__kv_cache_dtype="fp8_e4m3")
+    check_fits([wanted], SERVER)
+    said = refusal(check_fits, [wanted], LAPTOP)
+    assert said.startswith("cache.kv_cache_dtype = 'fp8_e4m3': the model runs on a CPU")
+
+
 def test_more_replicas_than_the_memory_holds():
     most = LAPTOP.available_bytes // RANK_BYTES
     said = refusal(check_fits, [config(cluster__replicas=most + 1)], LAPTOP)

@@ -31,9 +31,9 @@ def fp8_difference(
             KVCache.allocate([spec], num_blocks, block_size, layout.dtype, device, in_fp8=in_fp8).layers[0]
             for in_fp8 in (False, True)
         )
-        if (
-            what := _difference(layers, index, _rows(layout.layers[index].attention, step), step, plain, small)
-        ) is not None:
+        qkv = _rows(layout.layers[index].attention, step)
+        what = _difference(layers, index, qkv, step, plain, small)
+        if what is not None:
             return f"{what} in fp8 of layer {index} differ from what they should be on this device"
     return None
 
@@ -66,8 +66,7 @@ def _rows(attention: Attention, step: StepTensors) -> Tensor:
 
 def _kind(attention: Attention) -> object:
     """All that the kernels that read and write the cache are made for."""
-    norms = [
-        None if norm is None else (norm.kind, norm.weight.dim()) for norm in (attention.query_norm, attention.key_norm)
-    ]
+    both = (attention.query_norm, attention.key_norm)
+    norms = [None if norm is None else (norm.kind, norm.weight.dim()) for norm in both]
     shape = (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.rotary is None)
     return shape, *norms, attention.sliding_window, attention.softcap, attention.sinks is None
