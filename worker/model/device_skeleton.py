@@ -18,6 +18,7 @@ from holdfast.worker.decoder.gpu.graphs import Capture, cuda_capture
 from holdfast.worker.decoder.gpu.launches import Launch, triton_launch
 from holdfast.worker.decoder.gpu.paged_kernels import PagedKernels, unfit
 from holdfast.worker.decoder.gpu.sampler import DeviceSampler
+from holdfast.worker.decoder.gpu.step_wait import StepWait
 from holdfast.worker.decoder.program import all_ranks
 from holdfast.worker.model.attention_proof import MAX_POSITIONS, RowsAgree, disagreement
 from holdfast.worker.model.capture_probe import reason_against_capture
@@ -56,13 +57,15 @@ class DeviceSkeleton:
         self._outcomes: dict[int, str | None] = {}
         if capture is None and target.device.type == "cuda":
             # steps follow each other, and leave nothing in the pool that is read later
-            capture = partial(cuda_capture, pool=torch.cuda.graph_pool_handle())
+            capture = partial(cuda_capture, pool=torch.cuda.graph_pool_handle(), warms_up=True)
         self._capture = capture if target.group.size == 1 else None
         self._is_probed = False
 
     def make_sampler(self) -> DeviceSampler:
-        """Draws where the logits are."""
-        return DeviceSampler(Buffers(self._target.device), launch=self._launch)
+        """Draws where the logits are. It is what waits for a step, so it has the group's limit."""
+        group = self._target.group
+        wait = StepWait(group.data_timeout_s, lambda: "the replica has failed" if group.is_aborted else None)
+        return DeviceSampler(Buffers(self._target.device), launch=self._launch, wait=wait)
 
     def make_steps(self, cache: KVCache, progress: ProgressCounter) -> DeviceSteps | None:
         """The model's steps over a cache, with its attention attached; None: the paged kernels may not serve it."""

@@ -30,14 +30,20 @@ Capture = Callable[[Callable[[], None]], Graph]
 """Captures work that has run before, and runs none of it."""
 
 
-def cuda_capture(work: Callable[[], None], pool: Any = None) -> Graph:
+def cuda_capture(work: Callable[[], None], pool: Any = None, *, warms_up: bool = False) -> Graph:
     """Captures on a stream of its own, as torch asks for. Other threads may use the device meanwhile, as NCCL's own
     does. Graphs that never run at the same time, and of which each leaves nothing in memory of its own that is read
     after the next one, may share a `pool` (`torch.cuda.graph_pool_handle`).
+
+    `warms_up` runs the work once more on that stream, for libraries that keep memory for each stream, as cuBLAS does;
+    not for work that ranks count.
     """
     make_stream: Any = torch.cuda.Stream  # torch does not say its type
     stream = make_stream()
     stream.wait_stream(torch.cuda.current_stream())
+    if warms_up:
+        with torch.cuda.stream(stream):
+            work()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         work()

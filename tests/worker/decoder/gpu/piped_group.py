@@ -3,6 +3,7 @@
 Values travel through main memory, whatever device they are on. What may not live here: starting the processes.
 """
 
+import pickle
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,19 +34,18 @@ class PipedGroup(TensorParallelGroup):
 
     def _exchange(self, value: Any) -> list[Any]:
         """Pair by pair, in one order on all ranks, so that none waits in a circle."""
-        sent = value.cpu().numpy() if isinstance(value, torch.Tensor) else value
-        values = {self.rank: sent}
+        on_device = isinstance(value, torch.Tensor)
+        sent = pickle.dumps(value.cpu() if on_device else value)  # a pipe's own way shares a tensor's memory
+        received = {self.rank: sent}
         for peer, pipe in sorted(self._pipes.items()):
             if self.rank < peer:
-                pipe.send(sent)
-                values[peer] = pipe.recv()
+                pipe.send_bytes(sent)
+                received[peer] = pipe.recv_bytes()
             else:
-                values[peer] = pipe.recv()
-                pipe.send(sent)
-        found = [values[rank] for rank in range(self.size)]
-        if not isinstance(value, torch.Tensor):
-            return found
-        return [torch.from_numpy(each.copy()).to(value.device) for each in found]
+                received[peer] = pipe.recv_bytes()
+                pipe.send_bytes(sent)
+        found = [pickle.loads(received[rank]) for rank in range(self.size)]
+        return [each.to(value.device) for each in found] if on_device else found
 
 
 def pipes_between(size: int, context: Any) -> list[dict[int, Connection]]:
