@@ -111,7 +111,11 @@ class Router:
         """What is served, though nowhere yet."""
         config, parts = self._config, (self._request_processor, self._dispatch_host)
         operators = Operators(
-            *(*parts, gate, send_change, lambda: self.orders, self._dump),
+            *parts,
+            gate=gate,
+            send=send_change,
+            orders=lambda: self.orders,
+            dump=self._dump,
             kill=self._link_pool.kill if config.killable else None,
         )
         servicers = {

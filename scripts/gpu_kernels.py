@@ -64,6 +64,7 @@ _DTYPES: Final = {
     torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
 }
 _SHARED_BYTES: Final = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
 """Of a multiprocessor; a block takes 1 KiB more than it asks for."""
@@ -128,7 +129,7 @@ class Use:
 
 
 def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: int) -> list[Use]:
-    """All different launches of decode steps and of one prompt."""
+    """All different launches of decode steps and of one prompt, keys and values in the model's dtype and in fp8."""
     from holdfast.worker.decoder.gpu.executor import GpuExecutor
 
     found: dict[str, Use] = {}
@@ -149,6 +150,10 @@ def uses_of(shapes: Iterable[Shape], decode_rows: Iterable[int], prompt_rows: in
         for count in decode_rows:
             executor.launch(decode_batch(count), with_logits=False)
         executor.launch(prompt_batch(prompt_rows), with_logits=False)
+        executor.keep_in_fp8()
+        executor.allocate_cache(16, 64)
+        for batch in (*map(decode_batch, decode_rows), prompt_batch(prompt_rows)):
+            executor.launch(batch, with_logits=False)
         for draws, masks in drawn_rows():
             logits = executor.collect(executor.launch(decode_batch(len(draws)), with_logits=True)).logits
             assert logits is not None, "they were asked for"

@@ -1,6 +1,6 @@
 """Steps of the GPU executor on a model of random weights: against this device's own bandwidth and matrix rate.
 
-    python -m benchmarks.gpu.steps [--model 8b] [--seconds 5]
+    python -m benchmarks.gpu.steps [--model 8b] [--seconds 5] [--kv-cache-dtype fp8_e4m3]
 
 Takes some minutes, most of it compiling, and no network. Tells milliseconds a step, and what share of the device's own
 rates that is: bandwidth is that of a copy, the matrix rate that of a large product, both measured in the same run.
@@ -47,22 +47,27 @@ TINY: Final = Sizes(batches=(2,), context=16, prompts=(8,), copied_bytes=1 << 16
 
 
 def main() -> None:
-    options = parser_of(__doc__).parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of keys and values")
+    options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     sizes = TINY if options.model == "tiny" else Sizes()
-    tell(measure(options.model, device, sizes, options.seconds), options.json)
+    in_fp8 = options.kv_cache_dtype == "fp8_e4m3"
+    tell(measure(options.model, device, sizes, options.seconds, kv_in_fp8=in_fp8), options.json)
 
 
-def measure(model: str, device: torch.device, sizes: Sizes, seconds: float) -> Findings:
+def measure(model: str, device: torch.device, sizes: Sizes, seconds: float, *, kv_in_fp8: bool = False) -> Findings:
     """Each step's milliseconds, beside what the device's own rates allow."""
     rates = measured_device(device, sizes, seconds)
     shape, num_layers = shape_of(model)
     executor = GpuExecutor(
         random_layout(shape, num_layers, device), SingleRank(), max_positions=MAX_POSITIONS, device=device
     )
+    if kv_in_fp8:
+        executor.keep_in_fp8()
     blocks_each = -(-max(sizes.context, *sizes.prompts) // 64)
     executor.allocate_cache(max(sizes.batches) * blocks_each, 64)
-    roofline = roofline_of(shape, num_layers)
+    roofline = roofline_of(shape, num_layers, kv_in_fp8)
     rows: list[Row] = []
     for count in sizes.batches:
         batch = decode_batch(count, sizes.context, own_blocks=True)
@@ -81,7 +86,8 @@ def measure(model: str, device: torch.device, sizes: Sizes, seconds: float) -> F
             took = milliseconds(partial(executor.run, batch, with_logits=True), seconds, device)
             rows.append({"draws": f"decode {count}, {name}", "ms": took})
     speeds = f"Copies at {rates.bytes_per_s / 1e12:.3g} TB/s, products at {rates.flops_per_s / 1e12:.3g} TFLOP/s."
-    return Findings(title=f"Steps of {model}", machine=machine(device), rows=tuple(rows), notes=(speeds,))
+    title = f"Steps of {model}{', keys and values in fp8' * kv_in_fp8}"
+    return Findings(title=title, machine=machine(device), rows=tuple(rows), notes=(speeds,))
 
 
 def _row(step: str, took: float, least: float, num_tokens: int) -> Row:
@@ -115,7 +121,7 @@ def shape_of(model: str) -> tuple[Shape, int]:
     return shape, values["num_hidden_layers"]
 
 
-def roofline_of(shape: Shape, num_layers: int) -> ModelShape:
+def roofline_of(shape: Shape, num_layers: int, kv_in_fp8: bool) -> ModelShape:
     return ModelShape(
         num_layers=num_layers,
         hidden=shape.hidden,
@@ -127,6 +133,7 @@ def roofline_of(shape: Shape, num_layers: int) -> ModelShape:
         num_experts=shape.num_experts,
         experts_per_token=shape.top_k,
         shared_inner=shape.shared_inner,
+        kv_in_fp8=kv_in_fp8,
     )
 
 

@@ -10,9 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Final
+
+from holdfast.cluster.serve.grpc_threads import read_on_one_thread
 
 _CPU_CLOCK = 2
+
+OF_USERS: Final = ("arriving_clients", "clients", "http_clients")
+"""Modules that stand for processes that are not started by `holdfast serve`."""
 
 
 class Part:
@@ -24,7 +29,12 @@ class Part:
         own = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores or own)
         try:  # a child has the cores of its parent's thread
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            environ = dict(os.environ)
+            if module not in OF_USERS:
+                read_on_one_thread(environ)  # as `holdfast serve` does for its processes
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+            )
         finally:
             os.sched_setaffinity(0, own)
         self.address = str(self._answer().get("address", ""))

@@ -5,6 +5,7 @@ It needs no torch: what only loading can see, loading says. What may not live he
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -13,7 +14,7 @@ from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.cluster.config.config import HoldfastConfig
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.model import weight_files
-from holdfast.worker.model.checks import check_heads
+from holdfast.worker.model.checks import check_heads, check_kv_cache_dtype
 
 _HUB_ID: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _WAY_OUT: Final = "give a Hugging Face folder with config.json, tokenizer.json and *.safetensors, a hub id, or demo"
@@ -24,6 +25,7 @@ def check_files(config: HoldfastConfig) -> None:
 
     Raises `ConfigurationError` and `UnsupportedModelError`.
     """
+    check_kv_cache_dtype(config.worker, config.model.device)
     for setting, name in _names(config):
         _check_name(setting, name)
     folder = local_folder(config)
@@ -37,8 +39,7 @@ def check_files(config: HoldfastConfig) -> None:
         raise ConfigurationError(f"{given}: the folder has no *.safetensors{others}; {_WAY_OUT}")
     if config.model.tokenizer is None and not (folder / "tokenizer.json").is_file():
         raise ConfigurationError(f"{given}: the folder has no tokenizer.json; add it, or name another by --tokenizer")
-    if isinstance(hf_config.get("num_attention_heads"), int):
-        check_heads(SimpleNamespace(**{"model_type": "?", **hf_config}), config.parallel.tensor_parallel_size)
+    _check_config(config, hf_config)
 
 
 def check_hub(config: HoldfastConfig) -> None:
@@ -65,9 +66,7 @@ def check_hub(config: HoldfastConfig) -> None:
             f"{given} is neither a local folder nor a model that the hub would give: {reason}. Is the name right, is "
             f"this machine online, and does the model need HF_TOKEN? Or {_WAY_OUT}"
         ) from error
-    hf_config = _read_config(Path(folder), given)
-    if isinstance(hf_config.get("num_attention_heads"), int):
-        check_heads(SimpleNamespace(**{"model_type": "?", **hf_config}), config.parallel.tensor_parallel_size)
+    _check_config(config, _read_config(Path(folder), given))
 
 
 def local_folder(config: HoldfastConfig) -> Path | None:
@@ -113,6 +112,13 @@ def _read_config(folder: Path, given: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigurationError(f"{given}: config.json is no JSON object")
     return found
+
+
+def _check_config(config: HoldfastConfig, hf_config: Mapping[str, Any]) -> None:
+    found = SimpleNamespace(**{"model_type": "?", **hf_config})
+    if isinstance(hf_config.get("num_attention_heads"), int):
+        check_heads(found, config.parallel.tensor_parallel_size)
+    check_kv_cache_dtype(config.worker, config.model.device, found)
 
 
 def _has_other_weights(folder: Path) -> bool:

@@ -72,8 +72,11 @@ def _print_resources(config: "WorkerConfig", cpus_per_rank: float, ranks_per_hos
     from holdfast.cluster.commands.pod_resources import PodResources, RankNeeds, serve_args
     from holdfast.worker.model.memory import CPU_CACHE_LIMIT, MemoryEstimator
 
-    on_cpu = config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})
-    needs, has_gpu = MemoryEstimator(on_cpu), config.model.device != "cpu"
+    has_gpu = config.model.device != "cpu"
+    elsewhere: dict[str, object] = {"model": config.model.model_copy(update={"device": "cpu"})}
+    if has_gpu:  # whose cache lies in its own memory
+        elsewhere["cache"] = config.cache.model_copy(update={"kv_cache_dtype": "auto"})
+    needs = MemoryEstimator(config.model_copy(update=elsewhere))
     cache_bytes = needs.default_cache_bytes(config, CPU_CACHE_LIMIT, is_gpu=False)
     rank = RankNeeds(weight_bytes=needs.weight_bytes, cache_bytes=cache_bytes, cpus=cpus_per_rank, has_gpu=has_gpu)
     try:

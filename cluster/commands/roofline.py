@@ -3,9 +3,10 @@
 What may not live here: the arithmetic (`worker/model/roofline.py`), the command itself (`estimate.py`).
 """
 
+from holdfast.worker.available_memory import readable_bytes
 from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.model.roofline import DEVICES, ModelShape, Step, step_of, weight_bytes
+from holdfast.worker.model.roofline import DEVICES, ModelShape, Step, kv_bytes_per_token, step_of, weight_bytes
 
 _DECODES = ((1, 1024), (8, 1024), (64, 1024), (256, 1024))
 _PROMPT = 2048
@@ -13,11 +14,14 @@ _PROMPT = 2048
 
 def print_roofline(config: WorkerConfig, device_name: str) -> None:
     """Raises `ConfigurationError` where the model has no roofline, or does not fit."""
+    from holdfast.worker.model.checks import check_kv_cache_dtype
     from holdfast.worker.model.weights import model_folder, read_config
 
     device, tp = DEVICES[device_name], config.parallel.tensor_parallel_size
+    hf_config = read_config(model_folder(config.model, with_weights=False), config.model.hf_overrides)
+    check_kv_cache_dtype(config, "cuda", hf_config)
     try:
-        shape = ModelShape.of(read_config(model_folder(config.model, with_weights=False), config.model.hf_overrides))
+        shape = ModelShape.of(hf_config, kv_in_fp8=config.cache.kv_cache_dtype == "fp8_e4m3")
         decodes = [
             step_of(shape, device, num_sequences=count, num_tokens=1, context=context, tp=tp)
             for count, context in _DECODES
@@ -29,6 +33,8 @@ def print_roofline(config: WorkerConfig, device_name: str) -> None:
     print(f"{device_name}, tensor parallel {tp}, bfloat16: {weights / 1e9:.3g} GB of weights a rank")
     if weights > device.memory_bytes:
         print(f"does not fit: a device has {device.memory_bytes / 1e9:.3g} GB")
+    else:
+        _print_cache(config, shape, int(device.memory_bytes * config.cache.gpu_memory_utilization) - weights)
     print("No step takes less; launches, host and sums over ranks are assumed, not measured.")
     if shape.num_experts:
         read = ", ".join(f"{shape.experts_read(count):.3g} for {count}" for count, _ in _DECODES)
@@ -56,6 +62,13 @@ def _print_sums(decode: Step, prompt: Step, tp: int) -> None:
         sums, device = step.sums, step.device
         ours = f"{sums.slice_bytes / 1e9:10.3g} {sums.link_bytes / 1e9:13.3g} {sums.seconds(device) * 1e3:6.2f}"
         print(f"{name:24} {ours} {sums.plain_link_bytes / 1e9:21.3g} {sums.plain_seconds(device) * 1e3:6.2f}")
+
+
+def _print_cache(config: WorkerConfig, shape: ModelShape, room: int) -> None:
+    """`room`: bytes of a rank beside its weights, of which steps take some."""
+    of_token, kept = kv_bytes_per_token(shape, config.parallel.tensor_parallel_size), config.cache.kv_cache_dtype
+    dtype = "bfloat16" if kept == "auto" else kept
+    print(f"KV cache in {dtype}: {readable_bytes(of_token)} a token, less than {max(room, 0) // of_token} tokens")
 
 
 def _line(name: str, step: Step, num_tokens: int) -> str:

@@ -43,8 +43,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "trust_remote_code": (False,),
     "quantization": (None,),
     "quantization_config": (None,),
-    "kv_cache_dtype": ("auto",),
-    "calculate_kv_scales": (False,),
+    "calculate_kv_scales": (False, True),  # scales are always those of the keys and values themselves
     "cpu_offload_gb": (0,),
     "offload_group_size": (0,),
     "pipeline_parallel_size": (1,),
@@ -103,6 +102,7 @@ def translated(arguments: Mapping[str, object]) -> dict[str, object]:
         del settings[name]
     _take_speculation(settings, ignored)
     _take_model(settings)
+    _take_kv_cache_dtype(settings)
     if ignored:
         text = f"{WHERE}: {', '.join(ignored)}: accepted for the sake of scripts for vLLM, and without effect here"
         warnings.warn(text, stacklevel=3)
@@ -127,6 +127,15 @@ def _take_model(settings: dict[str, object]) -> None:
     if tokenizer_revision not in (None, settings.get("revision")):
         text = f"tokenizer_revision = {tokenizer_revision!r} ({WHERE}): must be that of the model"
         raise ConfigurationError(f"{text}; give another tokenizer's folder as tokenizer")
+
+
+def _take_kv_cache_dtype(settings: dict[str, object]) -> None:
+    """On a GPU, vLLM's `fp8` is e4m3."""
+    given = settings.get("kv_cache_dtype")
+    if given == "fp8":
+        settings["kv_cache_dtype"] = "fp8_e4m3"
+    elif given is None:
+        settings.pop("kv_cache_dtype", None)
 
 
 def _take_speculation(settings: dict[str, object], ignored: list[str]) -> None:

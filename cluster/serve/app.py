@@ -4,11 +4,11 @@
     serve.run(build_model({"model": {"model": "./other"}}), name="holdfast:other")
 
 or, in a RayService's `serveConfigV2`, `import_path: holdfast:build_app` with the same tree under `args`. What may not
-live here: what the deployments do, and starting Ray or Serve.
+live here: what the deployments do, where ranks lie (`rank_placement.py`), and starting Ray or Serve.
 """
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from hashlib import blake2b
 from importlib.metadata import version
 from typing import Any, Final
@@ -21,18 +21,14 @@ from holdfast.cluster.config.chat_templates import with_template_texts
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig, load_config
 from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.serve.directory import DIRECTORY, DirectoryDeployment
-from holdfast.cluster.serve.domains import DomainChoice, choose_domains, known_nodes
 from holdfast.cluster.serve.engine_door import DoorSettings
 from holdfast.cluster.serve.metrics_door import MetricsSettings
 from holdfast.cluster.serve.placement_groups import (
     ANY_INTERFACE,
-    Resources,
     check_labels,
     node_resources,
-    rank_bundle,
-    unmet,
-    whole_replicas,
 )
+from holdfast.cluster.serve.rank_placement import RankPlacement, warn_of_unmet
 from holdfast.cluster.serve.replica_deployment import ReplicaDeployment
 from holdfast.cluster.serve.router_deployment import RouterDeployment
 from holdfast.cluster.serve.scaling_policy import ScalingPolicy
@@ -108,7 +104,7 @@ def cluster_application(
 
     `replaces`: others serve at their ports, and go as these come.
     """
-    _warn_of_unmet("router", config.cluster.router_resources, node_resources())
+    warn_of_unmet("router", config.cluster.router_resources, node_resources())
     directory = _directory(config) if directory is None else directory
     host = config.cluster.host or default_host
     router = _router(config, replaces=replaces)
@@ -116,46 +112,13 @@ def cluster_application(
 
 
 def _replicas(config: HoldfastConfig, default_host: str, directory: Any, name: str) -> serve.Application:
-    nodes = node_resources()
-    _warn_of_unmet("rank", config.cluster.rank_resources, nodes)
-    bundle = rank_bundle(config.worker, config.cluster, nodes)
-    check_labels("cluster.rank_labels", config.cluster.rank_labels)
-    if config.cluster.domain_label is not None:
-        check_labels("cluster.domain_label", {config.cluster.domain_label: ""})
-    bundles = [bundle] * config.parallel.tensor_parallel_size
-    domains = _domains(config, bundles)
-    if domains is None or not domains.domains:
-        _warn_of_room(config, bundles, nodes)
-    placed = _replica(config, name, bundles, _rank_labels(config.cluster, domains))
+    placement = RankPlacement.of(config)
+    placed = _replica(config, name, placement)
     door, metrics = _door(config, default_host), _metrics(config, default_host)
     told = of_replica(config)
     more = {"domain_label": config.cluster.domain_label, "is_killable": config.router.killable}
-    settings = (config.worker, bundle, config.cluster.drain_timeout_s)
+    settings = (config.worker, placement.bundle, config.cluster.drain_timeout_s)
     return placed.bind(*settings, directory, door, metrics, told, **more)
-
-
-def _domains(config: HoldfastConfig, bundles: Sequence[Resources]) -> DomainChoice | None:
-    """Where the ranks of all replicas go, as the nodes are now; None: no domains are asked for."""
-    cluster, num_ranks = config.cluster, len(bundles)
-    if cluster.domain_label is None or num_ranks == 1:
-        return None
-    nodes = known_nodes(cluster.rank_labels)
-    chosen = choose_domains(cluster.domain_label, bundles[0], num_ranks, config.most_replicas, nodes)
-    if not chosen.is_one:
-        logger.warning(
-            "%d replicas of %d ranks do not fit into one domain of cluster.domain_label = %s: ranks of one replica may "
-            "talk over slow links in every layer",
-            config.most_replicas,
-            num_ranks,
-            cluster.domain_label,
-        )
-    return chosen
-
-
-def _rank_labels(cluster: ClusterConfig, domains: DomainChoice | None) -> dict[str, str]:
-    if domains is None or cluster.domain_label is None:
-        return cluster.rank_labels
-    return cluster.rank_labels | domains.selector(cluster.domain_label)
 
 
 def _metrics(config: HoldfastConfig, default_host: str) -> MetricsSettings | None:
@@ -165,33 +128,12 @@ def _metrics(config: HoldfastConfig, default_host: str) -> MetricsSettings | Non
     return MetricsSettings(host=config.cluster.host or default_host, port=config.cluster.metrics_port)
 
 
-def _warn_of_room(config: HoldfastConfig, bundles: Sequence[Resources], nodes: Collection[Resources]) -> None:
-    """No error, as above. A replica of one rank lies on one node anyway, and waits for it."""
-    num_ranks, num_whole = len(bundles), whole_replicas(bundles[0], len(bundles), nodes)
-    if num_ranks == 1 or num_whole >= config.most_replicas:
-        return
-    told = "%d replicas of %d ranks do not fit on whole nodes, which have room for %d: "
-    if config.cluster.span_nodes:
-        told += "ranks of one replica may talk over the network in every layer, which is slow unless it is very fast"
-    else:
-        told += "the others wait for nodes (cluster.span_nodes lets a replica lie on several)"
-    logger.warning(told, config.most_replicas, num_ranks, num_whole)
-
-
 def _door(config: HoldfastConfig, default_host: str) -> DoorSettings | None:
     """Where replicas speak the engine protocol: as routers, on `default_host` if no host is set."""
     if config.cluster.engine_port is None:
         return None
     host = config.cluster.host or default_host
     return DoorSettings(host=host, port=config.cluster.engine_port, router=config.router, limits=config.limits)
-
-
-def _warn_of_unmet(setting: str, resources: Resources, nodes: Collection[Resources]) -> None:
-    """No error, because a cluster may grow."""
-    for name in unmet(resources, nodes):
-        logger.warning(
-            "cluster.%s_resources: no node has %g of %s yet; they wait for one", setting, resources[name], name
-        )
 
 
 def _directory(config: HoldfastConfig) -> serve.Application:
@@ -234,17 +176,16 @@ def known_token(namespace: str) -> str | None:
     return str(known.token)
 
 
-def _replica(
-    config: HoldfastConfig, name: str, bundles: list[dict[str, float]], labels: dict[str, str]
-) -> serve.Deployment:
+def _replica(config: HoldfastConfig, name: str, placement: RankPlacement) -> serve.Deployment:
+    bundle, labels, num_ranks = placement.bundle, placement.labels, config.parallel.tensor_parallel_size
     return serve.deployment(
         ReplicaDeployment,
         name=name,
         **number_of_replicas(config),
-        placement_group_bundles=bundles,
+        placement_group_bundles=[bundle] * num_ranks,
         placement_group_strategy="PACK" if config.cluster.span_nodes else "STRICT_PACK",
-        placement_group_bundle_label_selector=[labels] * len(bundles) if labels else None,
-        ray_actor_options={"num_cpus": bundles[0].get("CPU", 0), "num_gpus": bundles[0].get("GPU", 0)},
+        placement_group_bundle_label_selector=[labels] * num_ranks if labels else None,
+        ray_actor_options={"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)},
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=config.cluster.drain_timeout_s + _SHUTDOWN_SLACK_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
+from holdfast.cluster.serve.grpc_threads import read_on_one_thread
 from holdfast.cluster.serve.running import noted, running_cluster
 from holdfast.worker.errors import ReplicaError
 
@@ -155,6 +156,7 @@ def _close_our_own(token: str | None = None) -> None:
     was_imported = "ray" in sys.modules
     if not was_imported:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux as well: one machine, on loopback
+    read_on_one_thread(os.environ)  # for the processes that Ray starts; this one may have imported gRPC
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token or _token(), RAY_USAGE_STATS_ENABLED="0")
     if was_imported:
         from ray._raylet import Config  # type: ignore[attr-defined]  # compiled

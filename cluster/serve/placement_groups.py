@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 Resources = Mapping[str, float]
 """What Ray counts: `CPU`, `GPU`, and custom resources by name."""
 
-"""All ranks of a replica on one node, or on as few as there is room on."""
-
 SLOW_IMPORTS: Final = ("torch", "holdfast.worker.engine.model_runner")
 KILL_WAIT_S: Final = 5.0
 ANY_INTERFACE: Final = "0.0.0.0"

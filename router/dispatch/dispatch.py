@@ -108,7 +108,9 @@ class Dispatch:
         urgency = (min(deadline, now + DUE_AFTER_S), self._num_submitted)
         timeline = timeline or Timeline()
         timeline.opened_s = now
-        state = RequestState.opened(request, model, text, caught_up, client_attempt, urgency, timeline)
+        state = RequestState.opened(
+            request, model, text, caught_up, client_attempt=client_attempt, urgency=urgency, timeline=timeline
+        )
         if state.version:
             self._registry.want_version(model, state.version, now)
             if self._registry.is_gone(model, state.version, now):

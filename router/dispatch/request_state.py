@@ -85,6 +85,7 @@ class RequestState:
         model: str,
         text: TextState,
         caught_up: CaughtUp,
+        *,
         client_attempt: int = 0,
         urgency: tuple[float, int] = (0.0, 0),
         timeline: Timeline | None = None,

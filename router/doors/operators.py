@@ -23,13 +23,16 @@ class Operators:
         self,
         request_processor: RequestProcessor,
         dispatch_host: DispatchHost,
+        *,
         gate: Gate,
         send: SendChange,
         orders: Callable[[], Orders],
         dump: Callable[[], str],
         kill: Callable[[str], None] | None = None,
     ) -> None:
-        """`kill` ends a replica's process; None: nobody may, as `router.killable` has it."""
+        """`orders` are those that hold now, `dump` the text of a state dump. `kill` ends a replica's process; None:
+        nobody may, as `router.killable` has it.
+        """
         self._request_processor = request_processor
         self._dispatch_host = dispatch_host
         self._gate = gate

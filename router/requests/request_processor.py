@@ -16,7 +16,7 @@ from holdfast.router.config import LimitsConfig
 from holdfast.router.dispatch.call import open_call
 from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.dispatch.parallel_sampling import siblings
-from holdfast.router.events import ModelStatus
+from holdfast.router.events import Deliver, ModelStatus
 from holdfast.router.request import GenerationRequest, check_text
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.beam_answer import BeamAnswer
@@ -27,7 +27,7 @@ from holdfast.router.requests.pauses import Pauses
 from holdfast.router.requests.request_admission import AdmittedRequest, RequestAdmission
 from holdfast.router.requests.request_stats import RequestStats, RequestWatch, watching
 from holdfast.router.requests.tracing import RequestTracer
-from holdfast.router.resume import Resume, received_delivery
+from holdfast.router.resume import NewSequence, Resume, received_delivery
 from holdfast.router.security.gate import Caller, Gate
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.router.text.tokenizer_registry import TokenizerRegistry
@@ -148,18 +148,13 @@ class RequestProcessor:
             echo=admitted.echo,
             watch=watch.note,
         )
-        resume = request.resume or Resume()
-        received = (
-            received_delivery(one, index, resume, admitted.echo)
-            for index, one in enumerate(sequences[: len(resume.sequences)])
-        )
         answer = SampledAnswer(
             call,
             has_output,
             model,
             engine_request.sampling_params,
             engine_request.prompt_token_ids,
-            received=tuple(one for one in received if one is not None),
+            received=_received(sequences, request.resume or Resume(), admitted.echo),
             watch=watch,
             texts=[sequence.text for sequence in sequences],
         )
@@ -278,3 +273,10 @@ class RequestProcessor:
             raise InvalidRequestError("token_ids", tuple(token_ids[:10]), limit)
         check_vocabulary("token_ids", token_ids, status.facts.vocab_size)
         return await self._tokenizers.decode(status.name, tuple(token_ids))
+
+
+def _received(sequences: Sequence[NewSequence], resume: Resume, echo: str) -> tuple[Deliver, ...]:
+    """What the client of a resumed request has already, of each sequence of which it has any."""
+    resumed = sequences[: len(resume.sequences)]
+    received = (received_delivery(one, index, resume, echo) for index, one in enumerate(resumed))
+    return tuple(one for one in received if one is not None)

@@ -82,7 +82,7 @@ def test_one_command_writes_a_report_and_says_what_has_failed(tmp_path, monkeypa
     assert "- lost rank: needs two GPUs" in text
     content = json.loads(report.with_suffix(".json").read_text())
     assert content["findings"][0]["rows"] == [{"step": "decode", "ms": 1.23456}]
-    assert len(content["not done"]) == 6
+    assert len(content["not done"]) == 7
 
 
 @pytest.mark.slow

@@ -15,10 +15,13 @@ import torch
 if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "0":
     pytest.skip("needs a CUDA device, and TRITON_INTERPRET=0", allow_module_level=True)
 
+from holdfast.worker.attention import fp8
+from holdfast.worker.attention.kv_cache import LayerCache
 from holdfast.worker.decoder.cpu.sampler import NativeSampler
 from holdfast.worker.decoder.gpu.buffers import Buffers
 from holdfast.worker.decoder.gpu.graphs import cuda_capture
 from holdfast.worker.decoder.gpu.launches import AttentionTiles, Launches, SplitSpace, StepTensors
+from holdfast.worker.decoder.gpu.layers import kv_spec
 from holdfast.worker.decoder.gpu.mixture_launches import MixtureLaunches
 from holdfast.worker.decoder.gpu.mixture_weights import DeviceMixture
 from holdfast.worker.decoder.gpu.mixtures import DeviceMixtures
@@ -29,8 +32,9 @@ from holdfast.worker.plan.step_plan import DrawParams
 from holdfast.worker.sampling.head_output import HeadOutput
 from tests.worker.decoder.cpu.native import library_or_skip
 from tests.worker.decoder.cpu.runs import layout_of, tokens
+from tests.worker.decoder.gpu import fp8_kernels
 from tests.worker.decoder.gpu.drawn import FILTERS, edited_batch, made, sampled, seeded
-from tests.worker.decoder.gpu.runs import Part, Runner, batch_of
+from tests.worker.decoder.gpu.runs import Fp8Reference, Part, Runner, batch_of
 from tests.worker.decoder.models import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -124,7 +128,8 @@ def test_a_query_has_the_same_bits_in_any_tile_and_with_any_splits(head_dim):
         scaling=head_dim**-0.5,
         output=nothing,
     )
-    keys, values = (torch.randn(48, block, kv_heads, head_dim, device=CUDA).to(BF16) for _ in range(2))
+    pools = [torch.randn(48, block, kv_heads, head_dim, device=CUDA).to(BF16) for _ in range(2)]
+    pages = LayerCache(kv_spec(attention), *pools)
     queries = torch.randn(count, kv_heads * group * head_dim, device=CUDA).to(BF16)
     table = torch.randperm(48, device=CUDA).int()[None]
 
@@ -137,7 +142,7 @@ def test_a_query_has_the_same_bits_in_any_tile_and_with_any_splits(head_dim):
         columns = 3 * len(tiles) * kv_heads * width
         space = SplitSpace(*(torch.empty(columns * size, device=CUDA) for size in (head_dim, 1, 1)))
         out = torch.empty_like(some)
-        launches.attend(attention, some, keys, values, step, space, out)
+        launches.attend(attention, some, pages, step, space, out)
         return out
 
     everything = slice(0, count)
@@ -147,6 +152,48 @@ def test_a_query_has_the_same_bits_in_any_tile_and_with_any_splits(head_dim):
     assert torch.equal(run(16, 1, everything), expected)
     for row in (0, 17, 47):
         assert torch.equal(run(16, 1, slice(row, row + 1)), expected[row : row + 1])
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, F32])
+def test_rows_in_fp8_have_the_bits_that_the_interpreter_gives_them(dtype):
+    """Which are those of the format in plain torch (`tests/worker/decoder/gpu/test_fp8.py`): all codes at all scales,
+    and rows of all magnitudes, with what is too large, too small and no number.
+    """
+    numbers = torch.randn(4096, 128, generator=torch.Generator().manual_seed(0)).double()
+    limits = torch.finfo(dtype)
+    rows = (
+        (numbers * torch.logspace(-46, 38, 4096, dtype=torch.float64)[:, None]).clamp(limits.min, limits.max).to(dtype)
+    )
+    rows[5, 9], rows[77, 0], rows[78] = torch.nan, torch.inf, 0.0
+    codes, scales = fp8.encoded(rows)
+    found_codes, found_scales = fp8_kernels.encoded(rows.to(CUDA))
+    assert torch.equal(found_codes.cpu(), codes)
+    assert torch.equal(found_scales.cpu(), scales)
+    read = fp8_kernels.decoded(found_codes, found_scales, dtype).cpu()
+    torch.testing.assert_close(read, fp8.decoded(codes, scales, dtype), rtol=0, atol=0, equal_nan=True)
+    every = torch.arange(256, dtype=torch.uint8)[torch.arange(256) % 128 != 127].expand(247, 254).contiguous()
+    powers = torch.arange(247, dtype=torch.uint8)
+    read = fp8_kernels.decoded(every.to(CUDA), powers.to(CUDA), dtype).cpu()
+    torch.testing.assert_close(read, fp8.decoded(every, powers, dtype), rtol=0, atol=0)
+    bits = torch.randint(-(2**31), 2**31, (1 << 20,), generator=torch.Generator().manual_seed(1)).int().view(F32)
+    of_torch = bits.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    is_number = ~bits.isnan()
+    assert torch.equal(fp8_kernels.codes_of(bits.to(CUDA)).cpu()[is_number], of_torch[is_number])
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("model", MODELS)
+def test_keys_and_values_in_fp8_are_what_they_should_be_and_rows_do_not_depend_on_chunks(model, dtype):
+    """The proof at load: stored bits are the format's, and attention's those of the numbers that they are read as."""
+    layout = layout_of(model, dtype)
+    runner, ids = Runner(layout, device=CUDA), tokens(90)
+    assert runner.executor.fp8_difference(batch_of([Part(0, ids[:70], [0, 1, 2])], 32)) is None
+    small = Runner(layout, device=CUDA, in_fp8=True)
+    logits = small.run(ids)
+    assert torch.equal(small.run(ids, (33, 1, 6, 2)), logits)
+    exact = Reference(layout, dtype=torch.float64).run_model(torch.tensor(ids))
+    rounded = Fp8Reference(layout, rounds=True).run_model(torch.tensor(ids))
+    assert 0 < size_of(logits.double() - exact) <= 1.5 * size_of(rounded.double() - exact)
 
 
 def size_of(x: torch.Tensor) -> float:

@@ -1,7 +1,7 @@
 """Paged KV cache of one rank: for each attention layer a pool of keys and one of values, cut into blocks.
 
 Here is only the memory. What may not live here: which block belongs to which sequence (`worker/kv/block_allocator.py`),
-and the kernels that read and write the pools (`paged.py`, `sdpa.py`).
+what rows in fp8 mean (`fp8.py`), and the kernels that read and write the pools (`paged.py`, `sdpa.py`).
 """
 
 import math
@@ -36,6 +36,11 @@ class KVSpec:
         """Numbers kept for one token in this layer."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
+    @property
+    def fp8_bytes_per_token(self) -> int:
+        """What they take in fp8: a byte each, and one for the scale of each row."""
+        return self.values_per_token + 2 * self.num_kv_heads
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
@@ -46,17 +51,30 @@ class LayerCache:
     """[num_blocks, block_size, num_kv_heads, key_dim]"""
     values: Tensor
     """[num_blocks, block_size, num_kv_heads, value_dim]"""
+    key_scales: Tensor | None = None
+    """In fp8, where the two above are uint8: [num_blocks, num_kv_heads, block_size], uint8; likewise of values. A tile
+    of one head's keys reads neighbouring bytes.
+    """
+    value_scales: Tensor | None = None
 
 
 class KVCache:
     """All layers' pools. They hold zeros until written; a block's memory is finite numbers at any time."""
 
-    def __init__(self, layers: Sequence[LayerCache], pools: Sequence[Tensor], num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerCache],
+        pools: Sequence[Tensor],
+        num_blocks: int,
+        block_size: int,
+        scale_pools: Sequence[Tensor] = (),
+    ) -> None:
         """Use `allocate`. `pools` are the whole tensors, [pools, num_blocks, ...], that the layers are views of."""
         self.layers = tuple(layers)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._pools = tuple(pools)
+        self._scale_pools = tuple(scale_pools)
 
     @classmethod
     def allocate(
@@ -66,28 +84,40 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        *,
+        in_fp8: bool = False,
     ) -> "KVCache":
-        """Pools for layers of these specs, in this order.
+        """Pools for layers of these specs, in this order. With `in_fp8` they hold rows in 8 bits and their scales
+        (`fp8.py`), and `dtype` is what is read.
 
         Raises ValueError unless `block_size` divides 64 or is a multiple of it.
         """
         if TILE_TOKENS % block_size and block_size % TILE_TOKENS:
             raise ValueError(f"block_size = {block_size}: must divide {TILE_TOKENS} or be a multiple of it")
         shapes = [(spec.num_kv_heads, dim) for spec in specs for dim in (spec.key_dim, spec.value_dim)]
+        kept = torch.uint8 if in_fp8 else dtype
         pools = {
-            shape: _zeros((shapes.count(shape), num_blocks, block_size, *shape), dtype, torch.device(device))
+            shape: _zeros((shapes.count(shape), num_blocks, block_size, *shape), kept, torch.device(device))
             for shape in dict.fromkeys(shapes)
         }
+        counts = [spec.num_kv_heads for spec in specs for _ in range(2)] if in_fp8 else []
+        scale_pools = {
+            count: _zeros((counts.count(count), num_blocks, count, block_size), kept, torch.device(device))
+            for count in dict.fromkeys(counts)
+        }
         unused = {shape: iter(pool) for shape, pool in pools.items()}
+        unused_scales = {count: iter(pool) for count, pool in scale_pools.items()}
         layers = [
             LayerCache(
                 spec,
                 keys=next(unused[spec.num_kv_heads, spec.key_dim]),
                 values=next(unused[spec.num_kv_heads, spec.value_dim]),
+                key_scales=next(unused_scales[spec.num_kv_heads]) if in_fp8 else None,
+                value_scales=next(unused_scales[spec.num_kv_heads]) if in_fp8 else None,
             )
             for spec in specs
         ]
-        return cls(layers, list(pools.values()), num_blocks, block_size)
+        return cls(layers, list(pools.values()), num_blocks, block_size, list(scale_pools.values()))
 
     def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
         """Copies the first `num_tokens` [C] slots of blocks to other ones in all layers, and clears their other slots.
@@ -95,13 +125,16 @@ class KVCache:
         All sources are read before any destination is written. The destinations differ from each other.
         """
         is_beyond = torch.arange(self.block_size, device=num_tokens.device) >= num_tokens[:, None]
-        for pool in self._pools:
-            moved = pool[:, sources].masked_fill_(is_beyond[:, :, None, None], 0)
-            pool.index_copy_(1, destinations, moved)
+        for pools, beyond in (
+            (self._pools, is_beyond[:, :, None, None]),
+            (self._scale_pools, is_beyond[:, None, :]),
+        ):
+            for pool in pools:
+                pool.index_copy_(1, destinations, pool[:, sources].masked_fill_(beyond, 0))
 
     def clear(self, block_ids: Tensor) -> None:
         """Writes zeros over these blocks in all layers."""
-        for pool in self._pools:
+        for pool in (*self._pools, *self._scale_pools):
             pool.index_fill_(1, block_ids.to(pool.device), 0)
 
 

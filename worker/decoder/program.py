@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.attention.kv_cache import KVCache
+from holdfast.worker.config import KVCacheDtype
 from holdfast.worker.decoder.cpu.cache import SUB_PAGE, TiledCache
 from holdfast.worker.decoder.cpu.executor import CpuExecutor
 from holdfast.worker.decoder.cpu.library import Unavailable, load_library
@@ -33,6 +34,9 @@ NUMERICS: Final = "decoder-1"
 """The order of all additions and roundings. A change that changes any bit of any output takes the next number."""
 
 _CPU: Final = torch.device("cpu")
+
+_FP8_TOKENS: Final = 70
+"""Over a tile of keys, and more than a narrow tile of queries."""
 
 MAX_HEAD_DIM: Final = 256
 MAX_GROUP: Final = 64
@@ -106,6 +110,24 @@ class OverlappingExecutor(Protocol):
         """The logits of the step launched last, for kernels that are launched before the next one; None where it draws
         by itself.
         """
+        ...
+
+
+@runtime_checkable
+class Fp8Executor(Protocol):
+    """An executor that can keep keys and values in fp8."""
+
+    fp8_numerics: str
+    """Names the format and its roundings."""
+
+    def fp8_difference(self, batch: StepBatch) -> str | None:
+        """How this device differs from what keys and values in fp8 should be, tried on a batch of one sequence whose
+        first tokens these are; None: in no bit.
+        """
+        ...
+
+    def keep_in_fp8(self) -> None:
+        """From the next cache on, keys and values are kept in fp8."""
         ...
 
 
@@ -201,17 +223,28 @@ def make_program(
     max_model_len: int,
     block_size: int,
     device: torch.device = _CPU,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> DecoderProgram | str:
-    """Packs a model and proves its executor on this machine; or says what the executor gets wrong.
+    """Packs a model and proves its executor on this machine; or says what the executor gets wrong. Keys and values in
+    fp8 are for executors on GPUs alone.
 
     The memory of the layout's linears is given back while they are packed: afterwards only those in files can be read.
     All ranks of the group call this together and come to the same answer. Raises `Unavailable`.
     """
     executor, numerics = _executor(recognized.layout, group, max_model_len, device)
-    proof = check(_Provable(executor, block_size), recognized.answers, group)
+    provable = _Provable(executor, block_size)
+    proof = check(provable, recognized.answers, group)
     if proof.reason is not None:
         executor.close()
         return proof.reason
+    if kv_cache_dtype == "fp8_e4m3":
+        assert isinstance(executor, Fp8Executor), "others are refused before"
+        reason = executor.fp8_difference(provable.batch_of(np.zeros(min(_FP8_TOKENS, max_model_len), dtype=np.int64)))
+        if not all_ranks(group, reason is None):
+            executor.close()
+            return reason or "keys and values in fp8 differ on another rank"
+        executor.keep_in_fp8()
+        numerics += f"+{executor.fp8_numerics}"
     logger.info(
         "decoder program on %s: errors are %.2f of what is allowed", executor.instruction_class, proof.model_error
     )
@@ -276,28 +309,30 @@ class _Provable:
 
     def __init__(self, executor: Executor, block_size: int) -> None:
         self._executor = executor
-        self._num_blocks = -(-NUM_TOKENS // block_size)
-        self._cache = executor.allocate_cache(self._num_blocks, block_size)
+        self._block_size = block_size
+        self._cache = executor.allocate_cache(-(-NUM_TOKENS // block_size), block_size)
 
     def run_layer(self, index: int, x: Tensor) -> Tensor:
-        return self._executor.run_layer(index, x, self._batch(np.zeros(len(x), dtype=np.int64))).cpu()
+        return self._executor.run_layer(index, x, self.batch_of(np.zeros(len(x), dtype=np.int64))).cpu()
 
     def run_model(self, token_ids: Tensor) -> Tensor | None:
-        logits = self._executor.run(self._batch(token_ids.numpy()), with_logits=True).logits
+        logits = self._executor.run(self.batch_of(token_ids.numpy()), with_logits=True).logits
         found = None if logits is None else logits.cpu()
         self._executor.free_logits()
         return found
 
-    def _batch(self, token_ids: np.ndarray) -> StepBatch:
+    def batch_of(self, token_ids: np.ndarray) -> StepBatch:
+        """The first tokens of a sequence."""
         count = len(token_ids)
+        num_blocks = -(-count // self._block_size)
         return StepBatch(
             step_id=0,
             token_ids=token_ids,
             first_positions=np.zeros(1, dtype=np.int64),
             num_tokens=np.array([count]),
             num_draws=np.array([count]),
-            block_ids=np.arange(self._num_blocks),
-            num_blocks=np.array([self._num_blocks]),
+            block_ids=np.arange(num_blocks),
+            num_blocks=np.array([num_blocks]),
             block_copies=np.zeros((3, 0), dtype=np.int64),
             logits_rows=np.arange(count),
         )

@@ -85,8 +85,8 @@ class Reference:
         qkv = self._linear(attention.qkv, self._norm(layer.attention_norm, x))
         q, k, v = torch.split(qkv, [heads * size, kv_heads * size, kv_heads * size], -1)
         q = self._heads(q, attention.query_norm, attention, positions)
-        k = self._heads(k, attention.key_norm, attention, positions)
-        v = self._round(v.view(-1, kv_heads, size))
+        k = self._kept(self._heads(k, attention.key_norm, attention, positions))
+        v = self._kept(self._round(v.view(-1, kv_heads, size)))
         mixed = self._weights(attention, q, k, positions) @ v.repeat_interleave(heads // kv_heads, 1).transpose(0, 1)
         return self._row_parallel(attention.output, mixed.transpose(0, 1).flatten(1))
 
@@ -165,6 +165,10 @@ class Reference:
     def _row_parallel(self, linear: Linear, x: Tensor) -> Tensor:
         y = self._group.all_reduce(self._linear(Linear(weights=linear.weights), x))
         return y if linear.bias is None else y + linear.bias.to(self._dtype)
+
+    def _kept(self, x: Tensor) -> Tensor:
+        """Keys or values [T, heads, head_dim] as a cache keeps them."""
+        return x
 
     def _round(self, x: Tensor) -> Tensor:
         return x if self._rounded_to is None else x.to(self._rounded_to).to(self._dtype)

@@ -7,6 +7,8 @@ loading, changing a model, and the checks that need a computation (`dry_run.py`,
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
+from holdfast.worker.config import WorkerConfig
+from holdfast.worker.decoder.families import FAMILIES
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
 
 CAUSAL_SUFFIXES: Final = ("ForCausalLM", "LMHeadModel")
@@ -19,6 +21,29 @@ OTHER_ENGINE: Final = "Serve a model of another family, or this one with Hugging
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, to be part of another message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def check_kv_cache_dtype(config: WorkerConfig, device: str, hf_config: Any = None) -> None:
+    """Refuses keys and values in fp8 where nothing reads them: on a CPU, on the skeleton, and in a model of a type that
+    has no decoder program, by its Hugging Face config if that is known.
+
+    What a program's executor does not run is refused when the model is read. `device` is a kind, or `auto` where it is
+    not known yet. Raises `ConfigurationError`.
+    """
+    if config.cache.kv_cache_dtype == "auto":
+        return
+    if device == "cpu":
+        raise fp8_refused("the model runs on a CPU, and GPUs alone have kernels for it", "serve on a GPU")
+    if config.model.executor == "skeleton":
+        raise fp8_refused("model.executor = 'skeleton', which has no kernels for it", "leave --executor at auto")
+    if hf_config is not None and hf_config.model_type not in FAMILIES:
+        raise fp8_refused(f"model type {hf_config.model_type!r} has no decoder program (docs/models.md)")
+
+
+def fp8_refused(reason: str, way_out: str = "") -> ConfigurationError:
+    """The error of `cache.kv_cache_dtype`."""
+    ways = f", or {way_out}" if way_out else ""
+    return ConfigurationError(f"cache.kv_cache_dtype = 'fp8_e4m3': {reason}; leave --kv-cache-dtype at auto{ways}")
 
 
 def check_config(config: Any) -> None:

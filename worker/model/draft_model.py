@@ -158,7 +158,8 @@ def _alone(config: WorkerConfig, folder: Path) -> WorkerConfig:
     executor = "skeleton" if config.model.executor == "skeleton" else "auto"
     model = config.model.model_copy(update={"model": str(folder), "max_model_len": None, "executor": executor})
     parallel = config.parallel.model_copy(update={"tensor_parallel_size": 1})
-    return config.model_copy(update={"model": model, "parallel": parallel})
+    cache = config.cache.model_copy(update={"kv_cache_dtype": "auto"})  # whatever runs it, and its cache is small
+    return config.model_copy(update={"model": model, "parallel": parallel, "cache": cache})
 
 
 def _silent(phase: str, done: int, total: int) -> None:

@@ -18,6 +18,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError
 from holdfast.worker.model.checkpoint_digest import checkpoint_digest
+from holdfast.worker.model.checks import check_kv_cache_dtype
 from holdfast.worker.model.draft_model import DraftModel
 from holdfast.worker.model.memory import (
     check_memory,
@@ -61,6 +62,7 @@ def load_model(
 
     Raises `ConfigurationError` or `UnsupportedModelError` where the model cannot be served so.
     """
+    check_kv_cache_dtype(config, device.type)
     has_weights = config.model.load_format != "dummy"
     folder = model_folder(config.model, with_weights=has_weights)
     if has_weights:

@@ -17,7 +17,7 @@ from holdfast.worker.decoder.cpu.packing import elements_per_head
 from holdfast.worker.decoder.program import is_candidate
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.model.checks import choose_max_model_len
+from holdfast.worker.model.checks import check_kv_cache_dtype, choose_max_model_len
 from holdfast.worker.model.model import choose_device, register_attention, serving_dtype
 from holdfast.worker.model.parallel_plan import ParallelPlan, is_transposed_linear
 from holdfast.worker.model.weights import build_skeleton, model_folder, read_config
@@ -58,8 +58,9 @@ class MemoryEstimator:
         self.block_size = config.cache.block_size or default_block_size(device)
         self.weight_bytes = _weight_bytes(model, plan, dtype)
         is_program = config.model.executor != "skeleton" and is_candidate(hf_config.model_type, self.block_size)
-        values = _kv_values_per_token(hf_config, plan, in_tiles=is_program and device.type == "cpu")
-        self.kv_bytes_per_token = values * dtype.itemsize
+        check_kv_cache_dtype(config, device.type, hf_config)
+        in_tiles = is_program and device.type == "cpu"
+        self.kv_bytes_per_token = _kv_bytes_per_token(config, hf_config, plan, dtype, in_tiles=in_tiles)
 
     def default_cache_bytes(self, config: WorkerConfig, default_bytes: int, *, is_gpu: bool) -> int:
         """Memory of the cache that loading would choose where `default_bytes` are there for it."""
@@ -185,16 +186,20 @@ def _weight_bytes(model: Any, plan: ParallelPlan, dtype: torch.dtype) -> int:
     return int(total)
 
 
-def _kv_values_per_token(config: Any, plan: ParallelPlan, *, in_tiles: bool) -> int:
+def _kv_bytes_per_token(
+    config: WorkerConfig, hf_config: Any, plan: ParallelPlan, dtype: torch.dtype, *, in_tiles: bool
+) -> int:
     """`in_tiles`: the native executor keeps them, which fills up heads to whole tiles."""
-    num_heads = config.num_attention_heads
-    if getattr(config, "qk_nope_head_dim", None):  # latent attention is cached expanded
+    num_heads = hf_config.num_attention_heads
+    if getattr(hf_config, "qk_nope_head_dim", None):  # latent attention is cached expanded
         num_kv_heads = num_heads
-        key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
-        value_dim = config.v_head_dim
+        key_dim = hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim
+        value_dim = hf_config.v_head_dim
     else:
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-        key_dim = value_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+        num_kv_heads = getattr(hf_config, "num_key_value_heads", None) or num_heads
+        key_dim = value_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // num_heads
     local = max(1, num_kv_heads // plan.size) if plan.splits_attention else num_kv_heads
     values = elements_per_head(key_dim) if in_tiles else key_dim + value_dim
-    return int(config.num_hidden_layers * local * values)
+    spec = KVSpec(num_heads=local, num_kv_heads=local, key_dim=key_dim, value_dim=value_dim)
+    of_layer = local * values * dtype.itemsize if config.cache.kv_cache_dtype == "auto" else spec.fp8_bytes_per_token
+    return int(hf_config.num_hidden_layers) * of_layer

@@ -29,7 +29,7 @@ from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
 from holdfast.worker.errors import UnsupportedModelError
 from holdfast.worker.layers.row_tiles import RowTiles
-from holdfast.worker.model.checks import OTHER_ENGINE, choose_max_model_len
+from holdfast.worker.model.checks import OTHER_ENGINE, check_kv_cache_dtype, choose_max_model_len, fp8_refused
 from holdfast.worker.model.kept_layout import KeptLayout, ModelFacts
 from holdfast.worker.model.memory import default_block_size
 from holdfast.worker.model.model import RankModel, build_rank_model, serving_dtype
@@ -171,6 +171,7 @@ def _loaded(
 ) -> LoadedProgram:
     """The program of a model that Hugging Face's modules are built of."""
     hf_config = read_config(folder, config.model.hf_overrides)
+    check_kv_cache_dtype(config, device.type, hf_config)
     facts = ModelFacts(
         model_type=hf_config.model_type,
         vocab_size=hf_config.vocab_size,
@@ -194,16 +195,23 @@ def _loaded(
         if isinstance(program, DecoderProgram):
             return LoadedProgram(program=program, facts=facts, target=target)
         kept.forget()
-        if config.model.executor == "decoder":
-            raise UnsupportedModelError(facts.model_type, f"no decoder program: {program}", OTHER_ENGINE)
+        _check_skeleton_will_do(config, facts, program)
         logger.info("runs on the skeleton: %s", program)
         if isinstance(recognized, Recognized) or device.type != "cpu":  # its weights are used up, or lie elsewhere
             model = _built(config, folder, hf_config, target, progress)
-    elif config.model.executor == "decoder":
-        raise UnsupportedModelError(facts.model_type, "no decoder program: it is no family of these", OTHER_ENGINE)
+    else:
+        _check_skeleton_will_do(config, facts, "it is no family of these")
     model.settle(lambda *done: progress("pack", *done))
     skeleton = SkeletonProgram(model, target, max_positions=facts.max_model_len)
     return LoadedProgram(program=skeleton, facts=facts, target=target)
+
+
+def _check_skeleton_will_do(config: WorkerConfig, facts: ModelFacts, reason: str) -> None:
+    """Whether a model without a decoder program may be served all the same."""
+    if config.model.executor == "decoder":
+        raise UnsupportedModelError(facts.model_type, f"no decoder program: {reason}", OTHER_ENGINE)
+    if config.cache.kv_cache_dtype != "auto":
+        raise fp8_refused(f"{facts.model_type} has no decoder program here: {reason}")
 
 
 @contextmanager
@@ -243,7 +251,12 @@ def _recognized(model: RankModel, config: WorkerConfig, target: Target, facts: M
 def _made(recognized: Recognized, config: WorkerConfig, target: Target, facts: ModelFacts) -> DecoderProgram | str:
     block_size = config.cache.block_size or default_block_size(target.device)
     return make_program(
-        recognized, target.group, max_model_len=facts.max_model_len, block_size=block_size, device=target.device
+        recognized,
+        target.group,
+        max_model_len=facts.max_model_len,
+        block_size=block_size,
+        device=target.device,
+        kv_cache_dtype=config.cache.kv_cache_dtype,
     )
 
 

@@ -69,9 +69,16 @@ class ModelShape:
     experts_per_token: int = 0
     shared_inner: int = 0
     """Of the expert that all tokens go through. 0: there is none."""
+    kv_in_fp8: bool = False
+    """Keys and values are kept in fp8."""
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """What the cache keeps of a token's key or value of one head: in fp8, a byte for the scale as well."""
+        return self.head_dim + 1 if self.kv_in_fp8 else self.head_dim * _HALF
 
     @classmethod
-    def of(cls, config: Any) -> "ModelShape":
+    def of(cls, config: Any, *, kv_in_fp8: bool = False) -> "ModelShape":
         """Of a Hugging Face config. Raises ValueError where it is not of this kind."""
         names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         missing = [name for name in names if not isinstance(getattr(config, name, None), int)]
@@ -92,6 +99,7 @@ class ModelShape:
             num_experts=num_experts,
             experts_per_token=config.num_experts_per_tok if num_experts else 0,
             shared_inner=(num_experts and getattr(config, "shared_expert_intermediate_size", None)) or 0,
+            kv_in_fp8=kv_in_fp8,
         )
 
     def experts_read(self, num_rows: int) -> float:
@@ -232,10 +240,11 @@ def _layers(shape: ModelShape, num_sequences: int, num_tokens: int, context: int
     inner, parts = shape.inner // tp, _num_parts(tp)
     fed = 1 if shape.num_experts else parts
     seen = num_sequences * (num_tokens * context - num_tokens * (num_tokens - 1) // 2)
-    kv_bytes = 2 * num_sequences * context * kv_heads * shape.head_dim * _HALF
+    kv_bytes = 2 * num_sequences * context * kv_heads * shape.kv_row_bytes
+    split_bytes = rows * (both * _FLOAT + width * _HALF + 2 * kv_heads * shape.kv_row_bytes)
     return [
         _linear("qkv", layers, rows, hidden, both, 1),
-        Kernel("heads", layers, layers * rows * both * (_FLOAT + _HALF), 0.0),
+        Kernel("heads", layers, layers * split_bytes, 0.0),
         Kernel("attention", layers, layers * (kv_bytes + 2 * rows * width * _HALF), layers * 4.0 * seen * width),
         _linear("output", layers, rows, width, hidden, parts),
         *(_experts(shape, rows, tp, parts) if shape.num_experts else _mlp("", layers, rows, hidden, inner, parts)),
@@ -293,3 +302,8 @@ def weight_bytes(shape: ModelShape, tp: int = 1) -> int:
     router = shape.num_experts + (shape.shared_inner > 0)
     layer = shape.hidden * (heads * shape.head_dim + 3 * inner + router)
     return _HALF * (shape.num_layers * layer + 2 * shape.hidden * (shape.vocab_size // tp))
+
+
+def kv_bytes_per_token(shape: ModelShape, tp: int = 1) -> int:
+    """Of one rank's cache."""
+    return 2 * shape.num_layers * max(1, shape.num_kv_heads // tp) * shape.kv_row_bytes

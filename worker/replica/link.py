@@ -14,11 +14,10 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from holdfast.v1 import engine_pb2, engine_pb2_grpc
-from holdfast.worker.config import HealthConfig
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, InvalidRequestError
 from holdfast.worker.log_level import log_level, set_log_level
-from holdfast.worker.model_info import ModelInfo, ReplicaFacts
+from holdfast.worker.model_info import ReplicaFacts
 from holdfast.worker.replica.link_traces import LinkTraces
 from holdfast.worker.replica.replica import Replica
 from holdfast.worker.request import AttemptKey, EngineRequest
@@ -77,11 +76,11 @@ class LinkServer:
     ) -> "LinkServer":
         """Listens on `host:port`; port 0 picks a free one. `security` says which routers are let in; with a
         `tracer`, attempts that come with a trace context are traced. `on_kill` ends this process at once, when a router
-        says so; without it, none can. Raises `OSError`
-        (RuntimeError in older grpcio) if the port is taken, `ConfigurationError` for certificates that cannot be used.
+        says so; without it, none can. Raises `OSError` (RuntimeError in older grpcio) if the port is taken,
+        `ConfigurationError` for certificates that cannot be used.
         """
         server = grpc.aio.server(options=SERVER_OPTIONS)
-        servicer = EngineServicer(replica.engine, replica.info, replica_id, replica.health, security, tracer, on_kill)
+        servicer = EngineServicer(replica, replica_id, security, tracer, on_kill)
         engine_pb2_grpc.add_EngineServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         bound = security.add_port(server, f"{host}:{port}")
         await server.start()
@@ -97,20 +96,18 @@ class EngineServicer(engine_pb2_grpc.EngineServicer):
 
     def __init__(
         self,
-        engine: Engine,
-        info: ModelInfo,
+        replica: Replica,
         replica_id: str,
-        health: HealthConfig,
         security: LinkSecurity = UNSECURED,
         tracer: "Tracer | None" = None,
         on_kill: Callable[[], None] | None = None,
     ) -> None:
         self._tracer = tracer
         self._on_kill = on_kill
-        self._health = health
+        self._health = replica.health
         self._security = security
-        self._engine = engine
-        self._info = info
+        self._engine = replica.engine
+        self._info = replica.info
         self._replica_id = replica_id
         self._num_links = 0
 

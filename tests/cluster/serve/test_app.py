@@ -5,7 +5,7 @@ from ray import serve
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
 import holdfast
-from holdfast.cluster.serve import app
+from holdfast.cluster.serve import app, rank_placement
 from holdfast.cluster.serve.app import build_app
 from holdfast.cluster.serve.domains import Node
 from holdfast.worker.errors import ConfigurationError
@@ -23,7 +23,8 @@ ARGS = {"parallel": {"tensor_parallel_size": 2}, "cluster": {"replicas": 2}} | O
 
 @pytest.fixture
 def four_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "node_resources", lambda: [{"CPU": 4.0}])
+    for module in (app, rank_placement):
+        monkeypatch.setattr(module, "node_resources", lambda: [{"CPU": 4.0}])
 
 
 @pytest.mark.usefixtures("four_cpus")
@@ -77,7 +78,7 @@ def test_ranks_go_to_one_domain_of_fast_links(monkeypatch, caplog: pytest.LogCap
     two = {"CPU": 2.0}
     nodes = [Node(labels={"rack": name}, total=two, free=two) for name in ("a", "b", "b", "c")]
     selected: list[object] = []
-    monkeypatch.setattr(app, "known_nodes", lambda selector: selected.append(selector) or nodes)
+    monkeypatch.setattr(rank_placement, "known_nodes", lambda selector: selected.append(selector) or nodes)
     labels = {"span_nodes": True, "domain_label": "rack", "rank_labels": {"pool": "replicas"}}
     args = {"parallel": {"tensor_parallel_size": 4}, "cluster": labels} | OPEN
     (replica,) = bound_replicas(build_app(args))
@@ -101,7 +102,7 @@ def test_ranks_go_to_one_domain_of_fast_links(monkeypatch, caplog: pytest.LogCap
 )
 @pytest.mark.usefixtures("four_cpus")
 def test_a_domain_label_that_cannot_mean_anything_is_refused(cluster, limit, monkeypatch):
-    monkeypatch.setattr(app, "known_nodes", lambda selector: [])
+    monkeypatch.setattr(rank_placement, "known_nodes", lambda selector: [])
     with pytest.raises(ConfigurationError, match=rf"cluster.*{limit}"):
         build_app({"cluster": cluster} | OPEN)
 

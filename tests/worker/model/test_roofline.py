@@ -11,6 +11,7 @@ from holdfast.worker.model.roofline import (
     GRAPH_LAUNCH_S,
     HOST_S,
     ModelShape,
+    kv_bytes_per_token,
     step_of,
     weight_bytes,
 )
@@ -35,6 +36,18 @@ def test_a_decode_step_reads_weights_and_cache_once():
     assert 15.01e9 < linears < 15.01e9 * 1.07, "and what goes in and out of linears, the parts of sums included"
     assert by_name["down"].flops == 32 * 2 * 64 * 14336 * 4096
     assert 4.92e-3 < step.kernel_s < 5.6e-3
+
+
+def test_keys_and_values_in_fp8_take_a_byte_each_and_one_for_a_row():
+    """128 KiB a token become 66,048 bytes: 32 layers of 16 rows of 129."""
+    small = replace(LLAMA_8B, kv_in_fp8=True)
+    assert (kv_bytes_per_token(LLAMA_8B), kv_bytes_per_token(small)) == (128 << 10, 32 * 16 * 129)
+    assert kv_bytes_per_token(small, tp=4) == 32 * 4 * 129
+    plain, less = (step_of(shape, H200, num_sequences=64, num_tokens=1, context=1024) for shape in (LLAMA_8B, small))
+    names = {"attention": 64 * 1024, "heads": 64}  # tokens that are read, and written
+    for one, other in zip(plain.kernels, less.kernels, strict=True):
+        assert one.num_bytes - other.num_bytes == names.get(one.name, 0) * 32 * 16 * (256 - 129)
+        assert one.flops == other.flops
 
 
 def test_one_sequence_is_bound_by_its_weights():

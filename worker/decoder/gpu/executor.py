@@ -12,10 +12,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from holdfast.worker.attention.kv_cache import KVCache, KVSpec
+from holdfast.worker.attention.kv_cache import KVCache
 from holdfast.worker.decoder.gpu.buffers import Readback, Reading
 from holdfast.worker.decoder.gpu.choose_exchange import Share, choose_exchange
 from holdfast.worker.decoder.gpu.drawn_tokens import DrawnTokens
+from holdfast.worker.decoder.gpu.fp8_proof import fp8_difference
 from holdfast.worker.decoder.gpu.graphs import BUCKETS, Capture, DecodeGraphs, bucket_of, cuda_capture
 from holdfast.worker.decoder.gpu.launches import (
     SPLIT_KEYS,
@@ -26,7 +27,7 @@ from holdfast.worker.decoder.gpu.launches import (
     rounded_splits,
     triton_launch,
 )
-from holdfast.worker.decoder.gpu.layers import DeviceLayers
+from holdfast.worker.decoder.gpu.layers import DeviceLayers, kv_spec
 from holdfast.worker.decoder.gpu.sampler import DeviceSampler, Drawing, plain_draws
 from holdfast.worker.decoder.gpu.step_arrays import StepArrays
 from holdfast.worker.decoder.gpu.step_wait import StepWait
@@ -39,6 +40,9 @@ from holdfast.worker.sampling.head_output import HeadOutput
 
 NUMERICS: Final = "gpu-decoder-1"
 """The order of all additions and roundings on one kind of device. A change of any bit takes the next number."""
+
+FP8_NUMERICS: Final = "kv-e4m3-1"
+"""The same of keys and values in fp8."""
 
 _FEWEST_ROWS: Final = 256
 
@@ -64,6 +68,7 @@ class GpuExecutor:
     """
 
     instruction_class: Final = "triton"
+    fp8_numerics = FP8_NUMERICS
 
     def __init__(
         self,
@@ -111,6 +116,8 @@ class GpuExecutor:
         self._head_dim = max(layer.attention.head_dim for layer in layout.layers)
         self._arrays: StepArrays | None = None
         self._cache: KVCache | None = None
+        self._specs = [kv_spec(layer.attention) for layer in layout.layers]
+        self._in_fp8 = False
 
     @property
     def overlaps(self) -> bool:
@@ -127,7 +134,20 @@ class GpuExecutor:
     @property
     def kv_bytes_per_token(self) -> int:
         """Of this rank's cache, all layers together."""
-        return sum(spec.values_per_token for spec in self._specs()) * self._layout.dtype.itemsize
+        if self._in_fp8:
+            return sum(spec.fp8_bytes_per_token for spec in self._specs)
+        return sum(spec.values_per_token for spec in self._specs) * self._layout.dtype.itemsize
+
+    def keep_in_fp8(self) -> None:
+        """From the next cache on, keys and values are kept in 8 bits (`worker/attention/fp8.py`)."""
+        self.drop_cache()
+        self._in_fp8 = True
+
+    def fp8_difference(self, batch: StepBatch) -> str | None:
+        """How this device differs from what keys and values in fp8 should be, tried on a batch; None: in no bit."""
+        cache = self._cache_of()
+        step, _, _ = self._prepare(batch, cache.block_size, pads=False)
+        return fp8_difference(self._layout, self._layers, step, int(batch.block_ids.max()) + 1, cache.block_size)
 
     def layers_done(self) -> int:
         """Layers that the device has run since the start, also while a graph runs. Safe to call from any thread."""
@@ -136,7 +156,9 @@ class GpuExecutor:
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """The cache that steps use from now on. Raises ValueError where the block size does not fit."""
         self.drop_cache()
-        self._cache = KVCache.allocate(self._specs(), num_blocks, block_size, self._layout.dtype, self._device)
+        self._cache = KVCache.allocate(
+            self._specs, num_blocks, block_size, self._layout.dtype, self._device, in_fp8=self._in_fp8
+        )
         self._make_arrays(self._max_rows)
         return self._cache
 
@@ -309,6 +331,7 @@ class GpuExecutor:
 
         Overwrites the first block of the cache.
         """
+        self._layers.warm_up()
         if not self._graphs.are_used:
             if self._group.rank == 0 and self._device.type != "cpu":
                 self._sampler.warm_up(torch.zeros((max_rows, self._layout.vocab_size), device=self._device))
@@ -350,18 +373,6 @@ class GpuExecutor:
         max_blocks = -(-self._max_positions // self._cache.block_size)
         self._graphs.clear()
         self._arrays = StepArrays(max_rows, max_blocks, self._query_group, self._head_dim, self._device, self._wait)
-
-    def _specs(self) -> list[KVSpec]:
-        return [
-            KVSpec(
-                num_heads=layer.attention.num_heads,
-                num_kv_heads=layer.attention.num_kv_heads,
-                key_dim=layer.attention.head_dim,
-                value_dim=layer.attention.head_dim,
-                sliding_window=layer.attention.sliding_window,
-            )
-            for layer in self._layout.layers
-        ]
 
 
 assert NO_TOKEN == -1, "the kernel of the best token says -1"

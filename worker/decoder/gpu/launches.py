@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from holdfast.worker.attention.kv_cache import LayerCache
 from holdfast.worker.decoder.gpu.kernels.activation import activate
 from holdfast.worker.decoder.gpu.kernels.attention import KEYS, SPLIT, attend, merge_splits
 from holdfast.worker.decoder.gpu.kernels.head import COLUMNS, best_of_blocks, best_of_rows
@@ -70,9 +71,14 @@ _HALF_TILES: Final = (
 _FLOAT_TILES: Final = (LinearTile(64, 16, 32, 4, 2), LinearTile(64, 64, 32, 4, 2))
 
 
+def linear_tiles(dtype: torch.dtype) -> tuple[LinearTile, ...]:
+    """All that are used, the narrowest first."""
+    return _FLOAT_TILES if dtype == torch.float32 else _HALF_TILES
+
+
 def linear_tile(num_rows: int, dtype: torch.dtype) -> LinearTile:
     """The narrowest that holds all rows, or the widest."""
-    tiles = _FLOAT_TILES if dtype == torch.float32 else _HALF_TILES
+    tiles = linear_tiles(dtype)
     return next((tile for tile in tiles if num_rows <= tile.tokens), tiles[-1])
 
 
@@ -237,8 +243,7 @@ class Launches:
         angles: Tensor | None,
         interleaved: bool,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        pages: LayerCache,
     ) -> None:
         """qkv [T, all heads], float32 -> queries [T, heads * dim], and the slots of keys and values. A norm over all
         heads together has been applied.
@@ -252,8 +257,7 @@ class Launches:
             "slots": step.slots,
             "angles": qkv if angles is None else angles,
             "queries": queries,
-            "keys": keys,
-            "values": values,
+            **_pools(pages),
             **of_query,
             **of_key,
             "weight_stride": attention.head_dim if has_own else 0,
@@ -263,6 +267,7 @@ class Launches:
             "BLOCK": _power(attention.head_dim),
             "PAIRS": 0 if angles is None else angles.shape[2],
             "INTERLEAVED": interleaved,
+            "SLOTS": 0 if pages.key_scales is None else pages.keys.shape[1],
         }
         grid = (step.num_rows, attention.num_heads + 2 * attention.num_kv_heads)
         self._launch(split_heads, grid, arguments, num_warps=1, num_stages=1)
@@ -271,14 +276,14 @@ class Launches:
         self,
         attention: Attention,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        pages: LayerCache,
         step: StepTensors,
         space: SplitSpace,
         out: Tensor,
     ) -> None:
-        """queries [T, heads * dim of keys] -> out [T, heads * dim of values]. The step's K and V are written."""
-        value_dim = 0 if values.shape[3] == attention.head_dim else values.shape[3]
+        """queries [T, heads * dim of keys] -> out [T, heads * dim of values]. The step's keys and values are there."""
+        block_size = pages.keys.shape[1]
+        value_dim = 0 if pages.values.shape[3] == attention.head_dim else pages.values.shape[3]
         for tiles in step.tiles:
             outside = splits_outside(len(tiles.table), attention.num_kv_heads, tiles.num_splits)
             shared = {
@@ -301,16 +306,15 @@ class Launches:
             }
             arguments = {
                 "queries": queries,
-                "keys": keys,
-                "values": values,
+                **_pools(pages),
                 "tables": step.tables,
                 "table_stride": step.tables.stride(0),
                 "scaling": attention.scaling,
                 "softcap": attention.softcap or 0.0,
-                "BLOCK": keys.shape[1],
+                "BLOCK": block_size,
                 "HAS_SOFTCAP": attention.softcap is not None,
                 "SPLITS_OUTSIDE": outside,
-                "TILES_IN_BLOCKS": keys.shape[1] % KEY_TILE == 0,
+                "TILES_IN_BLOCKS": block_size % KEY_TILE == 0,
             }
             grid = (len(tiles.table), attention.num_kv_heads, tiles.num_splits if outside else 1)
             self._launch(attend, grid, {**shared, **arguments}, num_warps=4, num_stages=2)
@@ -355,6 +359,14 @@ class Launches:
 def num_vocab_blocks(num_columns: int) -> int:
     """Blocks of `best_of_blocks`."""
     return -(-num_columns // int(COLUMNS.value))
+
+
+def _pools(pages: LayerCache) -> dict[str, Any]:
+    """Keys and values of a layer, and their scales where they are in fp8."""
+    in_fp8 = pages.key_scales is not None
+    scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
+    nothing = {"key_scales": pages.keys, "value_scales": pages.values}
+    return {"keys": pages.keys, "values": pages.values, **(scales if in_fp8 else nothing), "IN_FP8": in_fp8}
 
 
 def _norm(prefix: str, flag: str, norm: Norm | None, nothing: Tensor) -> dict[str, Any]:

@@ -6,7 +6,7 @@ of a step (`executor.py`).
 
 from torch import Tensor
 
-from holdfast.worker.attention.kv_cache import KVCache
+from holdfast.worker.attention.kv_cache import KVCache, KVSpec, LayerCache
 from holdfast.worker.decoder.gpu.buffers import Buffers
 from holdfast.worker.decoder.gpu.launches import MOST_OUTSIDE, Launches, SplitSpace, StepTensors, splits_outside
 from holdfast.worker.decoder.gpu.mixture_launches import MixtureLaunches
@@ -53,12 +53,37 @@ class DeviceLayers:
         self._layer(index, residual, step, cache, None)
         return residual
 
+    def warm_up(self) -> None:
+        """Compiles what steps of any number of rows use of mixtures of experts."""
+        x = self.buffers.take("normed", (1, self._layout.hidden_size), self._layout.dtype)
+        for mixture in self._weights.mixtures:
+            if mixture is not None:
+                self._mixtures.warm_up(mixture, x)
+
     def logits(self, x: Tensor) -> Tensor:
         """x [wanted, hidden] -> this rank's [wanted, rows of the head], float32."""
         layout = self._layout
         out = self.buffers.take("logits", (1, len(x), layout.head.out_features))
         self._launches.linear(x, layout.head, out, scale=layout.logit_scale, softcap=layout.logit_softcap)
         return out[0]
+
+    def mix(self, index: int, qkv: Tensor, step: StepTensors, pages: LayerCache) -> Tensor:
+        """Attention of a layer: qkv [T, all heads], float32 -> [T, heads * dim]. Writes the step's keys and values."""
+        attention, rotary = self._layout.layers[index].attention, self._layout.layers[index].attention.rotary
+        width = attention.num_heads * attention.head_dim
+        queries = self.buffers.take("queries", (step.num_rows, width), self._layout.dtype)
+        angles = None if rotary is None else self._weights.angles[rotary]
+        interleaved = rotary is not None and self._layout.rotaries[rotary].interleaved
+        self._launches.split_heads(attention, qkv, step, angles, interleaved, queries, pages)
+        return self.mix_again(index, step, pages)
+
+    def mix_again(self, index: int, step: StepTensors, pages: LayerCache) -> Tensor:
+        """What the queries that were split last make of these pages."""
+        attention = self._layout.layers[index].attention
+        shape = (step.num_rows, attention.num_heads * attention.head_dim)
+        queries, mixed = (self.buffers.take(name, shape, self._layout.dtype) for name in ("queries", "mixed"))
+        self._launches.attend(attention, queries, pages, step, self._split_space(attention, step), mixed)
+        return mixed
 
     def _residual(self, step: StepTensors) -> Tensor:
         return self.buffers.take("residual", (step.num_rows, self._layout.hidden_size))
@@ -119,19 +144,10 @@ class DeviceLayers:
 
     def _attention(self, index: int, attention: Attention, x: Tensor, step: StepTensors, cache: KVCache) -> Tensor:
         """The parts of attention's output [parts, T, hidden]."""
-        layout, rows, pages = self._layout, step.num_rows, cache.layers[index]
-        width = attention.num_heads * attention.head_dim
-        qkv = self.buffers.take("qkv", (1, rows, attention.qkv.out_features))
+        qkv = self.buffers.take("qkv", (1, step.num_rows, attention.qkv.out_features))
         self._launches.linear(x, attention.qkv, qkv)
         self._norm_all_heads(attention, qkv[0])
-        queries = self.buffers.take("queries", (rows, width), layout.dtype)
-        rotary = attention.rotary
-        angles = None if rotary is None else self._weights.angles[rotary]
-        interleaved = rotary is not None and layout.rotaries[rotary].interleaved
-        self._launches.split_heads(attention, qkv[0], step, angles, interleaved, queries, pages.keys, pages.values)
-        mixed = self.buffers.take("mixed", (rows, width), layout.dtype)
-        space = self._split_space(attention, step)
-        self._launches.attend(attention, queries, pages.keys, pages.values, step, space, mixed)
+        mixed = self.mix(index, qkv[0], step, cache.layers[index])
         return self._row_parallel(mixed, attention.output, attention.num_slices)
 
     def _norm_all_heads(self, attention: Attention, qkv: Tensor) -> None:
@@ -178,3 +194,14 @@ class DeviceLayers:
         parts = self.buffers.take("parts", (num_slices, *shape))
         self._launches.linear(x, Linear(weights=linear.weights), parts)
         return self._exchange.add(parts, self.buffers)
+
+
+def kv_spec(attention: Attention) -> KVSpec:
+    """What a layer keeps."""
+    return KVSpec(
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        key_dim=attention.head_dim,
+        value_dim=attention.head_dim,
+        sliding_window=attention.sliding_window,
+    )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+import triton
 from torch import Tensor
 
 from holdfast.worker.decoder.gpu.kernels.experts import PLACES, add_experts, choose_experts, group_rows
@@ -64,7 +65,7 @@ class MixtureLaunches:
             "weights": weights,
             "stride": logits.stride(0),
             "EXPERTS": mixture.num_experts,
-            "BLOCK": _power(mixture.num_experts),
+            "BLOCK": triton.next_power_of_2(mixture.num_experts),
             "TOP_K": mixture.top_k,
             "SCORING": _SCORINGS.index(mixture.scoring),
             "NORMALIZED": mixture.normalized,
@@ -80,7 +81,7 @@ class MixtureLaunches:
             "num_chosen": chosen.numel(),
             "num_tiles": len(groups.experts),
             "EXPERTS": num_experts,
-            "BINS": max(_FEWEST_BINS, _power(num_experts)),
+            "BINS": max(_FEWEST_BINS, triton.next_power_of_2(num_experts)),
             "ROWS": groups.tile.tokens,
             "BLOCK": _CHOICES,
         }
@@ -156,11 +157,6 @@ class MixtureLaunches:
             "HAS_GATE": gates is not None,
         }
         self._launch(add_experts, (num_rows, -(-columns // _COLUMNS)), arguments, num_warps=4, num_stages=1)
-
-
-def _power(count: int) -> int:
-    """The next power of two."""
-    return 1 << max(0, count - 1).bit_length()
 
 
 assert PLACES.value == MOST_EXPERTS, "an expert's number is a part of what the choice compares"

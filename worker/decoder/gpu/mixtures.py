@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.decoder.gpu.buffers import Buffers
-from holdfast.worker.decoder.gpu.launches import Launches
+from holdfast.worker.decoder.gpu.launches import Launches, LinearTile, linear_tiles
 from holdfast.worker.decoder.gpu.mixture_launches import MixtureLaunches, RowGroups, grouped_tile, most_tiles
 from holdfast.worker.decoder.gpu.mixture_weights import DeviceMixture
 from holdfast.worker.decoder.layout import Linear, Mlp
@@ -32,9 +32,17 @@ class DeviceMixtures:
         self._own = own
         self._most_sum_bytes = most_sum_bytes
 
-    def run(self, mixture: DeviceMixture, x: Tensor, slots: Tensor) -> Tensor:
+    def warm_up(self, mixture: DeviceMixture, x: Tensor) -> None:
+        """Compiles the kernels for all tiles: which one a step uses depends on its number of rows, and few numbers are
+        tried at load. x [1, hidden] is read by no expert.
+        """
+        slots = torch.full((1,), -1, dtype=torch.int32, device=x.device)
+        for tile in linear_tiles(x.dtype):
+            self.run(mixture, x, slots, tile)
+
+    def run(self, mixture: DeviceMixture, x: Tensor, slots: Tensor, tile: LinearTile | None = None) -> Tensor:
         """x [T, hidden], slots [T] -> this rank's part of the mixture's output [T, hidden], float32: its slices added,
-        as a subtree of all ranks' slices.
+        as a subtree of all ranks' slices. Without `tile`, that which suits the number of rows.
         """
         take, rows = self._buffers.take, len(x)
         logits = take("router logits", (1, rows, mixture.router.out_features))
@@ -42,7 +50,7 @@ class DeviceMixtures:
         chosen = take("chosen experts", (rows, mixture.top_k), torch.int32)
         weights = take("weights of experts", (rows, mixture.top_k))
         self._own.choose(mixture, logits[0], slots, chosen, weights)
-        groups = self._groups(mixture, chosen, x.dtype)
+        groups = self._groups(mixture, chosen, tile or grouped_tile(chosen.numel(), mixture.num_experts, x.dtype))
         shared = None if mixture.shared is None else self._shared(mixture.shared, x)
         gates = logits[0, :, mixture.num_experts :] if mixture.has_gate_of_shared else None
         inner = self._inner(mixture, x, groups, chosen.numel())
@@ -56,9 +64,8 @@ class DeviceMixtures:
             self._own.add(sums, chosen, weights, out[:, columns], bias=bias, shared=of_shared, gates=gates)
         return out
 
-    def _groups(self, mixture: DeviceMixture, chosen: Tensor, dtype: torch.dtype) -> RowGroups:
+    def _groups(self, mixture: DeviceMixture, chosen: Tensor, tile: LinearTile) -> RowGroups:
         count, take = mixture.num_experts, self._buffers.take
-        tile = grouped_tile(chosen.numel(), count, dtype)
         num_tiles = most_tiles(chosen.numel(), count, tile.tokens)
         experts = take("tiles of experts", (num_tiles,), torch.int32)
         rows = take("rows of experts", (num_tiles, tile.tokens), torch.int32)

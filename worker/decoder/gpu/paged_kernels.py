@@ -161,7 +161,7 @@ class PagedKernels:
         )
         rows = query.reshape(num_rows, -1).contiguous()  # they may be a part of a wider projection
         out = query.new_empty(num_rows, spec.num_heads, spec.value_dim)
-        self._launches.attend(attention, rows, layer.keys, layer.values, self.step, self._space, out)
+        self._launches.attend(attention, rows, layer, self.step, self._space, out)
         return out
 
     def _splits_of_graph(self, bucket: int, num_splits: int) -> int:

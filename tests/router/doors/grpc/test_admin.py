@@ -159,7 +159,7 @@ class _Peer:
     [("ipv4:127.0.0.1:5", True), ("ipv6:%5B::1%5D:5", True), ("ipv4:10.0.0.7:5", False), ("ipv6:[fe80::1]:5", False)],
 )
 def test_without_keys_callers_of_this_machine_alone_are_heard(peer: str, may: bool):
-    servicer = AdminServicer(Operators(None, None, Gate(), None, None, lambda: "{}"))
+    servicer = AdminServicer(Operators(None, None, gate=Gate(), send=None, orders=None, dump=lambda: "{}"))
     call = servicer.DumpState(pb.DumpStateRequest(), _Peer(peer))
     if may:
         assert asyncio.run(call).json == "{}"

@@ -1,4 +1,4 @@
-"""Compiles every kernel that the tiny models of all families launch, in each dtype: for Hopper, without a GPU.
+"""Compiles every kernel that the tiny models of all families launch, in each dtype and in fp8: for Hopper, and no GPU.
 
     TRITON_INTERPRET=0 python -m tests.worker.decoder.gpu.compile_families [MODEL...]
 
@@ -29,9 +29,12 @@ def uses_of_families(models: list[str]) -> dict[object, Use]:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             layout = layout_of(model, dtype)
             executor = GpuExecutor(layout, SingleRank(), max_positions=4096, device=torch.device("meta"), launch=record)
-            executor.allocate_cache(16, 64)
-            for batch in (decode_batch(2, 2000), prompt_batch(100)):
-                executor.launch(batch, with_logits=False)
+            for in_fp8 in (False, True):
+                if in_fp8:
+                    executor.keep_in_fp8()
+                executor.allocate_cache(16, 64)
+                for batch in (decode_batch(2, 2000), prompt_batch(100)):
+                    executor.launch(batch, with_logits=False)
     return found
 
 

@@ -6,11 +6,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from holdfast.worker.attention import fp8
+from holdfast.worker.attention.kv_cache import LayerCache
 from holdfast.worker.decoder.gpu.choose_exchange import Share
 from holdfast.worker.decoder.gpu.executor import GpuExecutor
 from holdfast.worker.decoder.gpu.graphs import Capture
 from holdfast.worker.decoder.gpu.launches import Launch, triton_launch
 from holdfast.worker.decoder.layout import DecoderLayout
+from holdfast.worker.decoder.reference import Reference
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank, TensorParallelGroup
 from holdfast.worker.plan.step_plan import BlockCopy, ScheduledSequence, StepPlan
@@ -40,6 +43,7 @@ class Runner:
     launch: Launch = triton_launch
     share: Share | None = None
     max_positions: int = MAX_POSITIONS
+    in_fp8: bool = False
     free: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,10 +57,11 @@ class Runner:
             capture=self.capture,
             share=self.share,
         )
+        if self.in_fp8:
+            self.executor.keep_in_fp8()
         self.cache = self.executor.allocate_cache(self.num_blocks, self.block_size)
         for layer in self.cache.layers:
-            layer.keys.fill_(torch.nan)
-            layer.values.fill_(torch.nan)
+            spoil(layer)
         self.free = [*range(0, self.num_blocks, 2), *range(1, self.num_blocks, 2)]
 
     def blocks(self, num_tokens: int) -> list[int]:
@@ -81,6 +86,22 @@ class Runner:
             rows += self.step(Part(first, token_ids[first : first + size], blocks))
             first, turn = first + size, turn + 1
         return torch.cat(rows)
+
+
+class Fp8Reference(Reference):
+    """Rounds keys and values as a cache in fp8 does."""
+
+    def _kept(self, x: Tensor) -> Tensor:
+        dtype = self._layout.dtype
+        return fp8.decoded(*fp8.encoded(x.to(dtype)), dtype).to(self._dtype)
+
+
+def spoil(pages: LayerCache) -> None:
+    """Fills pages with what no kernel may read."""
+    for pool, scales in ((pages.keys, pages.key_scales), (pages.values, pages.value_scales)):
+        pool.fill_(torch.nan if scales is None else 0x7F)
+        if scales is not None:
+            scales.fill_(fp8.BROKEN)
 
 
 def batch_of(parts: Sequence[Part], block_size: int, copies: Sequence[BlockCopy] = ()) -> StepBatch:

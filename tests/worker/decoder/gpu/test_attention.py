@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.worker.decoder.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
+from holdfast.worker.attention import fp8
+from holdfast.worker.attention.kv_cache import KVCache, LayerCache
 from holdfast.worker.decoder.gpu import launches as launches_module
 from holdfast.worker.decoder.gpu.launches import AttentionTiles, Launches, SplitSpace, StepTensors
+from holdfast.worker.decoder.gpu.layers import kv_spec
 from holdfast.worker.decoder.gpu.step_arrays import query_tiles
 from holdfast.worker.decoder.layout import Attention, Linear
 from holdfast.worker.distributed.step_batch import StepBatch
+from tests.worker.decoder.gpu.runs import spoil
 
 TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.004, torch.float32: 2e-5}
 NOTHING = Linear(weights=(torch.empty(0, 0),))
@@ -70,21 +74,20 @@ class Memory:
             torch.randn(count, heads, case.head_dim, generator=generator).to(case.dtype) for _, count in case.sequences
         ]
 
-    def run(self, chosen: list[int], columns: tuple[int, int] | None = None) -> list[Tensor]:
+    def rounded(self) -> "Memory":
+        """The same with what keys and values in fp8 are read as."""
+        other = Memory(self.case)
+        for parts in (other.keys, other.values):
+            parts[:] = [fp8.decoded(*fp8.encoded(part), self.case.dtype) for part in parts]
+        return other
+
+    def run(self, chosen: list[int], columns: tuple[int, int] | None = None, *, in_fp8: bool = False) -> list[Tensor]:
         """Attention's output of these sequences, in one step in this order."""
         case, launches = self.case, Launches(launch)
         order = np.random.default_rng(case.seed + len(chosen)).permutation(400)
         counts = [-(-len(self.keys[number]) // case.block) for number in chosen]
         tables = np.split(order[: sum(counts)], np.cumsum(counts)[:-1])
-        shape = (int(order[: sum(counts)].max()) + 1, case.block, case.kv_heads)
-        keys, values = (
-            torch.full((*shape, dim), torch.nan, dtype=case.dtype)
-            for dim in (case.head_dim, case.value_dim or case.head_dim)
-        )
-        for number, table in zip(chosen, tables, strict=True):
-            positions = np.arange(len(self.keys[number]))
-            where = (torch.from_numpy(table[positions // case.block]), torch.from_numpy(positions % case.block))
-            keys[where], values[where] = self.keys[number], self.values[number]
+        pages = self._pages(chosen, tables, in_fp8)
         batch = self._batch(chosen, tables)
         widths = columns or (16, 32)
         tiles = query_tiles(batch, widths, case.group)
@@ -107,10 +110,28 @@ class Memory:
         queries = torch.cat([self.queries[number] for number in chosen]).flatten(1)
         programs = max(kind.num_splits * len(kind.table) for kind in step.tiles) * case.kv_heads
         space = SplitSpace(*(torch.full((programs * max(widths) * size,), torch.nan) for size in (256, 1, 1)))
-        heads = case.kv_heads * case.group
-        out = queries.new_full((len(queries), heads * (case.value_dim or case.head_dim)), torch.nan)
-        launches.attend(case.attention, queries, keys, values, step, space, out)
+        out = queries.new_full((len(queries), case.kv_heads * case.group * pages.spec.value_dim), torch.nan)
+        launches.attend(case.attention, queries, pages, step, space, out)
         return list(out.split([case.sequences[number][1] for number in chosen]))
+
+    def _pages(self, chosen: list[int], tables: list[np.ndarray], in_fp8: bool) -> LayerCache:
+        case, num_blocks = self.case, max(int(table.max()) for table in tables) + 1
+        spec = replace(kv_spec(case.attention), value_dim=case.value_dim or case.head_dim)
+        cache = KVCache.allocate([spec], num_blocks, case.block, case.dtype, "cpu", in_fp8=in_fp8)
+        (pages,) = cache.layers
+        spoil(pages)
+        for number, table in zip(chosen, tables, strict=True):
+            positions = np.arange(len(self.keys[number]))
+            blocks, slots = torch.from_numpy(table[positions // case.block]), torch.from_numpy(positions % case.block)
+            for pool, scales, rows in (
+                (pages.keys, pages.key_scales, self.keys[number]),
+                (pages.values, pages.value_scales, self.values[number]),
+            ):
+                if scales is None:
+                    pool[blocks, slots] = rows
+                else:
+                    pool[blocks, slots], scales[blocks, :, slots] = fp8.encoded(rows)
+        return pages
 
     def _batch(self, chosen: list[int], tables: list[np.ndarray]) -> StepBatch:
         firsts, counts = (np.array([self.case.sequences[number][part] for number in chosen]) for part in (0, 1))
@@ -147,6 +168,15 @@ class Memory:
         return (weights @ v.transpose(0, 1)).transpose(0, 1).flatten(1)
 
 
+def check_fp8(case: Case) -> None:
+    """Attention over keys and values in fp8 has the bits of attention over the numbers that they are read as."""
+    memory = Memory(case)
+    everyone = list(range(len(case.sequences)))
+    for found, expected in zip(memory.run(everyone, in_fp8=True), memory.rounded().run(everyone), strict=True):
+        assert found.isfinite().all()
+        assert torch.equal(found, expected)
+
+
 def check(case: Case) -> None:
     memory = Memory(case)
     everyone = list(range(len(case.sequences)))
@@ -172,6 +202,37 @@ TINY = Case(sequences=((0, 3), (70, 1), (15, 17)))
 )
 def test_attention_is_exact_and_the_same_alone(case):
     check(case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        TINY,
+        replace(TINY, window=20, softcap=5.0, has_sinks=True, dtype=torch.float16),
+        replace(TINY, head_dim=24, value_dim=16, group=1, kv_heads=3),
+        replace(TINY, head_dim=80, kv_heads=2, group=3, block=64, sequences=((63, 2), (128, 1))),
+        Case(sequences=((1100, 2),), block=64, window=1090, value_dim=40),
+    ],
+)
+def test_keys_and_values_in_fp8_are_attended_as_the_numbers_that_they_are_read_as(case):
+    check_fp8(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(st.deferred(lambda: cases()))
+def test_keys_and_values_in_fp8_are_attended_so_for_any_shape(case):
+    check_fp8(case)
+
+
+def test_a_row_in_fp8_that_has_lost_its_numbers_is_noticed():
+    """It reaches all queries that see it, and no other sequence."""
+    for name in ("keys", "values"):
+        memory = Memory(replace(TINY, sequences=((70, 1), (20, 3))))
+        getattr(memory, name)[1][21, 0, 5] = torch.inf
+        first, second = memory.run([0, 1], in_fp8=True)
+        assert first.isfinite().all()
+        assert second[1:].isnan().all()
 
 
 @pytest.mark.parametrize("value_dim", [None, 40])

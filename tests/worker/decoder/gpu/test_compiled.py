@@ -46,12 +46,21 @@ def test_the_linears_are_as_the_table_says():
 
 
 def test_hot_kernels_do_not_spill_on_hopper():
-    """Elsewhere the loop over splits of wide tiles does, by the few bytes that the table says. A norm over a long row
-    sums by way of 32 bytes.
+    """Elsewhere the loop over splits of wide tiles does, by the few bytes that the table says; here too where it reads
+    heads of 256 dimensions in fp8. A norm over a long row sums by way of 32 bytes.
     """
     for title, devices in KEPT.items():
         if title.split("(")[0] in HOT and not title.startswith("add_norm"):
-            assert devices["sm_90"]["stack_bytes"] == 0, title
+            is_large = "HEAD_DIM=256" in title and title.startswith("attend") and "IN_FP8" in title
+            assert devices["sm_90"]["stack_bytes"] <= 72 * is_large, title
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_scores_lie_alike_with_fp8_and_without():
+    command = [sys.executable, "-m", "tests.worker.decoder.gpu.compile_scores"]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["linear", "grouped_linear", "attend"])

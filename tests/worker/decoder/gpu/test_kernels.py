@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.worker.decoder.gpu.interpreter import launch  # isort: skip  # first: it skips where there is no Triton
+from holdfast.worker.attention import fp8
+from holdfast.worker.attention.kv_cache import KVCache
 from holdfast.worker.decoder.gpu.launches import COLUMNS, Launches, StepTensors, num_vocab_blocks
+from holdfast.worker.decoder.gpu.layers import kv_spec
 from holdfast.worker.decoder.gpu.weights import angle_table
 from holdfast.worker.decoder.layout import Activation, Attention, Linear, Norm, Rotary
 from holdfast.worker.decoder.reference import activated, rotated
 
 LAUNCHES = Launches(launch)
-BF16 = torch.bfloat16
+BF16, F32 = torch.bfloat16, torch.float32
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 NOTHING = Linear(weights=(torch.empty(0, 0),))
 
@@ -163,19 +166,49 @@ def test_heads_are_normed_turned_and_written(interleaved, pairs, normed):
     rotary = Rotary(inverse_frequencies=random(pairs).abs(), scaling=1.5, interleaved=interleaved)
     qkv, positions = random(3, 100), torch.tensor([5, 900, 7], dtype=torch.int32)
     slots = torch.tensor([6, 1, -1], dtype=torch.int32)
-    queries, keys, values = torch.zeros(3, 60), torch.zeros(4, 2, 1, 20), torch.zeros(4, 2, 1, 20)
+    queries, in_fp8 = (
+        torch.zeros(3, 60),
+        KVCache.allocate([kv_spec(attention)], 4, 2, F32, "cpu", in_fp8=True).layers[0],
+    )
+    pages = KVCache.allocate([kv_spec(attention)], 4, 2, F32, "cpu").layers[0]
     step = StepTensors(token_ids=slots, positions=positions, slots=slots, tables=slots, tiles=())
     angles = angle_table(rotary, 1000) if pairs else None
-    LAUNCHES.split_heads(attention, qkv, step, angles, interleaved, queries, keys, values)
+    LAUNCHES.split_heads(attention, qkv, step, angles, interleaved, queries, in_fp8)
+    LAUNCHES.split_heads(attention, qkv, step, angles, interleaved, queries, pages)
     exact = qkv.double().view(3, 5, 20)
     q, k = exact_norm(query_norm, exact[:, :3]), exact_norm(key_norm, exact[:, 3:4])
     if pairs:
         q, k = (rotated(part, rotary, positions.long()) for part in (q, k))
     torch.testing.assert_close(queries.double().view(3, 3, 20), q, rtol=0, atol=1e-5)
-    for cache, expected in ((keys, k), (values, exact[:, 4:])):
+    codes, scales = (in_fp8.keys, in_fp8.values), (in_fp8.key_scales, in_fp8.value_scales)
+    for cache, expected, *stored in zip((pages.keys, pages.values), (k, exact[:, 4:]), codes, scales, strict=True):
+        encoded, own_scales = fp8.encoded(cache)
+        assert torch.equal(stored[0], encoded)
+        assert torch.equal(stored[1].transpose(1, 2), own_scales)
         flat = cache.flatten(0, 1).double()
         torch.testing.assert_close(flat[[6, 1]], expected[:2], rtol=0, atol=1e-5)
         assert not flat[[0, 2, 3, 4, 5, 7]].any()
+
+
+@pytest.mark.parametrize("dtype", [BF16, SLOW(torch.float16), SLOW(F32)])
+def test_rows_in_fp8_lie_where_those_of_the_models_dtype_do(dtype):
+    """3 KV heads, blocks of 4: each scale at its head and slot. A padding row writes none."""
+    attention = replace(HEADS, num_heads=3, num_kv_heads=3, query_norm=None, key_norm=None, rotary=None)
+    qkv = random(5, 180) * torch.tensor([[1e-3], [1.0], [40.0], [7e4], [1.0]])
+    slots = torch.tensor([14, 3, 8, 9, -1], dtype=torch.int32)
+    step = StepTensors(token_ids=slots, positions=slots, slots=slots, tables=slots, tiles=())
+    queries, specs = torch.zeros(5, 60, dtype=dtype), [kv_spec(attention)]
+    plain, in_fp8 = (KVCache.allocate(specs, 4, 4, dtype, "cpu", in_fp8=flag).layers[0] for flag in (False, True))
+    for pages in (plain, in_fp8):
+        LAUNCHES.split_heads(attention, qkv, step, None, False, queries, pages)
+    for numbers, codes, scales in (
+        (plain.keys, in_fp8.keys, in_fp8.key_scales),
+        (plain.values, in_fp8.values, in_fp8.value_scales),
+    ):
+        assert int(numbers.flatten(0, 1).any(-1).sum()) == 4 * 3
+        expected, expected_scales = fp8.encoded(numbers)
+        assert torch.equal(codes, expected)
+        assert torch.equal(scales.transpose(1, 2), expected_scales)
 
 
 def best_of(logits: Tensor, num_columns: int, num_ranks: int = 1) -> tuple[list[int], Tensor]:

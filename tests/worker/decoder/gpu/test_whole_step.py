@@ -39,6 +39,8 @@ class Device:
 
     def __init__(self):
         self.launches = Counter()
+        self.variants = set()
+        """What is compiled: kernels by name and by what Triton takes for constants."""
 
     def __call__(self, kernel, grid, arguments, *, num_warps, num_stages):
         assert all(size > 0 for size in grid)
@@ -46,14 +48,26 @@ class Device:
             if isinstance(value, torch.Tensor):
                 assert value.device == META or name == "progress", name
         self.launches[kernel.fn.__name__] += 1
+        self.variants.add((kernel.fn.__name__, *constants(arguments)))
 
 
-def executor(capture=None, **more):
+def constants(arguments):
+    """Constants by their names; of other integers, but for counts of rows, whether they are 1 or multiples of 16."""
+    for name, value in arguments.items():
+        if name.isupper():
+            yield name, value
+        elif isinstance(value, int) and name not in ("num_rows", "num_chosen", "num_tiles"):
+            yield name, value == 1, value % 16 == 0
+
+
+def executor(capture=None, in_fp8=False, **more):
     device = Device()
     shape = Shape(hidden=256, inner=512, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=1000, **more)
     made = GpuExecutor(
         layout_of(shape, LAYERS), SingleRank(), max_positions=8192, device=META, launch=device, capture=capture
     )
+    if in_fp8:
+        made.keep_in_fp8()
     made.allocate_cache(16, 64)
     return made, device
 
@@ -62,10 +76,10 @@ BATCHES = {"decode": decode_batch(32), "few that decode": decode_batch(2), "prom
 
 
 @pytest.mark.parametrize("name", BATCHES)
-@pytest.mark.parametrize("with_logits", [True, False])
-def test_a_step_launches_nine_kernels_a_layer_and_makes_no_tensor(name, with_logits):
-    """A small batch with a long context has a tenth, which merges the splits of its attention."""
-    made, device = executor()
+@pytest.mark.parametrize(("with_logits", "in_fp8"), [(True, False), (False, False), (False, True)])
+def test_a_step_launches_nine_kernels_a_layer_and_makes_no_tensor(name, with_logits, in_fp8):
+    """A small batch with a long context has a tenth, which merges the splits of its attention. Fp8 adds none."""
+    made, device = executor(in_fp8=in_fp8)
     for batch in [*BATCHES.values()] * 2:  # buffers are made, for two steps in turn
         made.launch(batch, with_logits=with_logits)
     device.launches.clear()
@@ -93,6 +107,19 @@ def test_a_mixture_launches_four_kernels_more_and_makes_no_tensor(name, shared_i
     merged = device.launches["merge_splits"]
     assert sum(device.launches.values()) == (13 + 3 * bool(shared_inner)) * LAYERS + merged + 5, device.launches
     assert device.launches["grouped_linear"] == 2 * LAYERS
+
+
+MIXTURE_KERNELS = {"choose_experts", "group_rows", "grouped_linear", "add_experts"}
+
+
+def test_no_number_of_rows_compiles_a_kernel_of_a_mixture_after_load():
+    made, device = executor(num_experts=64, top_k=6, shared_inner=128)
+    made.warm_up(8)
+    warm = {variant for variant in device.variants if variant[0] in MIXTURE_KERNELS}
+    assert len({variant for variant in warm if variant[0] == "grouped_linear"}) == 2 * 4, "each tile, for both linears"
+    for count in (20, 130, 300, 600, 1500):
+        made.launch(prompt_batch(count), with_logits=False)
+    assert {variant for variant in device.variants if variant[0] in MIXTURE_KERNELS} == warm
 
 
 def test_tokens_of_the_step_before_are_put_in_by_one_kernel():

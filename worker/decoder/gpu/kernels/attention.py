@@ -4,12 +4,15 @@ Keys lie on the M axis of the matrix instruction, and on its N axis the queries 
 many. Keys are taken in tiles of 64 from position 0, and summed by themselves within each SPLIT of positions; splits are
 merged in ascending order, by the program itself or by `merge_splits`. So a query's bits depend on its position and its
 keys alone. A tile or split that a query does not see leaves its sums as they are. Values have VALUE_DIM dimensions, and
-VALUE_DIMS with padding; both are 0 where they are as the keys'. What may not live here: which tiles there are
-(`worker/decoder/gpu/step_arrays.py`).
+VALUE_DIMS with padding; both are 0 where they are as the keys'. Keys and values in fp8 become numbers of the model's
+dtype, which rounds none of them, before anything is computed: the bits are those of a cache that holds these numbers.
+What may not live here: which tiles there are (`worker/decoder/gpu/step_arrays.py`).
 """
 
 import triton
 import triton.language as tl
+
+from holdfast.worker.decoder.gpu.kernels.fp8 import decoded, factor_of
 
 KEYS = tl.constexpr(64)
 SPLIT = tl.constexpr(1024)
@@ -44,11 +47,23 @@ def _first_key(first_position, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _tile_of(pool, memory, mask, scales, scale_places, is_key, DTYPE: tl.constexpr, IN_FP8: tl.constexpr):
+    """A tile of keys or values [KEYS, DIMS or VALUE_DIMS]."""
+    tile = tl.load(pool + memory, mask=mask, other=0)
+    if IN_FP8:
+        factors = factor_of(tl.load(scales + scale_places, mask=is_key, other=0))[:, None]
+        tile = decoded(tile, factors).to(DTYPE)
+    return tile
+
+
+@triton.jit
 def _one_split(
     q,
     position,
     keys,
     values,
+    key_scales,
+    value_scales,
     table,
     kv_head,
     first,
@@ -65,6 +80,7 @@ def _one_split(
     TILES_IN_BLOCKS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_DIMS: tl.constexpr,
+    IN_FP8: tl.constexpr,
 ):
     """(sum of weighted values [VALUE_DIMS, ROWS], best score [ROWS], sum of weights [ROWS]) over keys first .. end."""
     dims = tl.arange(0, DIMS)
@@ -76,12 +92,14 @@ def _one_split(
         places = start + tl.arange(0, KEYS)
         is_key = places < end
         if TILES_IN_BLOCKS:
-            slots = tl.load(table + start // BLOCK).to(tl.int64) * BLOCK + places % BLOCK
+            blocks = tl.load(table + start // BLOCK).to(tl.int64)
         else:
-            slots = tl.load(table + places // BLOCK, mask=is_key, other=0).to(tl.int64) * BLOCK + places % BLOCK
+            blocks = tl.load(table + places // BLOCK, mask=is_key, other=0).to(tl.int64)
+        slots = blocks * BLOCK + places % BLOCK
         memory = (slots[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
         mask = is_key[:, None] & is_dim[None, :]
-        k = tl.load(keys + memory, mask=mask, other=0.0)
+        scale_places = (blocks * KV_HEADS + kv_head) * BLOCK + places % BLOCK
+        k = _tile_of(keys, memory, mask, key_scales, scale_places, is_key, q.dtype, IN_FP8)
         scores = tl.dot(k, q, input_precision="ieee") * scaling
         if HAS_SOFTCAP:
             scores = softcap - 2.0 * softcap / (tl.exp(2.0 * scores / softcap) + 1.0)
@@ -98,7 +116,7 @@ def _one_split(
             value_dims = tl.arange(0, VALUE_DIMS)
             memory = (slots[:, None] * KV_HEADS + kv_head) * VALUE_DIM + value_dims[None, :]
             mask = is_key[:, None] & (value_dims < VALUE_DIM)[None, :]
-        v = tl.load(values + memory, mask=mask, other=0.0)
+        v = _tile_of(values, memory, mask, value_scales, scale_places, is_key, q.dtype, IN_FP8)
         total = tl.dot(tl.trans(v), shares.to(v.dtype), total * left[None, :], input_precision="ieee")
         best = top
     return total, best, weight
@@ -107,8 +125,10 @@ def _one_split(
 @triton.jit
 def attend(
     queries,  # [rows, KV_HEADS * GROUP, HEAD_DIM]
-    keys,  # [blocks, BLOCK, KV_HEADS, HEAD_DIM]
+    keys,  # [blocks, BLOCK, KV_HEADS, HEAD_DIM], uint8 in fp8
     values,
+    key_scales,  # in fp8: [blocks, KV_HEADS, BLOCK], uint8
+    value_scales,
     out,  # [rows, KV_HEADS * GROUP * VALUE_DIM], dtype of the model
     split_totals,  # [splits, tiles, KV_HEADS, VALUE_DIMS, ROWS], float32
     split_bests,  # [splits, tiles, KV_HEADS, ROWS], float32; likewise the weights
@@ -133,6 +153,7 @@ def attend(
     TILES_IN_BLOCKS: tl.constexpr,  # a block holds a whole number of tiles of keys
     VALUE_DIM: tl.constexpr,
     VALUE_DIMS: tl.constexpr,
+    IN_FP8: tl.constexpr,
 ):
     """Grid: (tiles, KV_HEADS, splits), or one program for all splits. A tile of no rows is padding.
 
@@ -168,6 +189,8 @@ def attend(
                     position,
                     keys,
                     values,
+                    key_scales,
+                    value_scales,
                     table,
                     kv_head,
                     first,
@@ -184,6 +207,7 @@ def attend(
                     TILES_IN_BLOCKS,
                     VALUE_DIM,
                     VALUE_DIMS,
+                    IN_FP8,
                 )
                 place = (split * tl.num_programs(0) + tl.program_id(0)) * KV_HEADS + kv_head
                 sums = split_totals + place * ((VALUE_DIMS or DIMS) * ROWS)
@@ -200,6 +224,8 @@ def attend(
                     position,
                     keys,
                     values,
+                    key_scales,
+                    value_scales,
                     table,
                     kv_head,
                     tl.maximum(begin, split * SPLIT),
@@ -216,6 +242,7 @@ def attend(
                     TILES_IN_BLOCKS,
                     VALUE_DIM,
                     VALUE_DIMS,
+                    IN_FP8,
                 )
                 total, best, weight = _merged(total, best, weight, more, more_best, more_weight)
             sink = tl.zeros((ROWS,), dtype=tl.float32)

@@ -6,6 +6,7 @@ One program takes one head of one token. What may not live here: attention (`att
 import triton
 import triton.language as tl
 
+from holdfast.worker.decoder.gpu.kernels.fp8 import encoded
 from holdfast.worker.decoder.gpu.kernels.norm import LAYER_NORM, NO_NORM, RMS_NORM  # noqa: F401
 
 
@@ -26,6 +27,31 @@ def _normed(x, twin, dims, twins, mask, weight, bias, length, eps, KIND: tl.cons
 
 
 @triton.jit
+def _kept(
+    x,
+    mask,
+    dims,
+    slot,
+    kv_head,
+    pool,
+    scales,
+    DTYPE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SLOTS: tl.constexpr,
+    IN_FP8: tl.constexpr,
+):
+    """Writes a head's key or value to its slot, as the model's dtype rounds it; in fp8, rounded again."""
+    place = pool + (slot * KV_HEADS + kv_head) * HEAD_DIM + dims
+    if IN_FP8:
+        codes, scale = encoded(x.to(DTYPE).to(tl.float32), mask, DTYPE)
+        tl.store(place, codes.to(tl.uint8), mask=mask)
+        tl.store(scales + (slot // SLOTS * KV_HEADS + kv_head) * SLOTS + slot % SLOTS, scale.to(tl.uint8))
+    else:
+        tl.store(place, x.to(DTYPE), mask=mask)
+
+
+@triton.jit
 def split_heads(
     qkv,  # [rows, (HEADS + 2 KV_HEADS) * HEAD_DIM], float32
     positions,  # [rows], int32
@@ -36,8 +62,10 @@ def split_heads(
     key_weight,
     key_bias,
     queries,  # [rows, HEADS, HEAD_DIM]
-    keys,  # [slots, KV_HEADS, HEAD_DIM]
+    keys,  # [slots, KV_HEADS, HEAD_DIM], uint8 in fp8
     values,
+    key_scales,  # in fp8: [blocks, KV_HEADS, SLOTS], uint8
+    value_scales,
     query_eps,
     key_eps,
     weight_stride,  # between the weights of neighbouring heads, or 0
@@ -51,8 +79,11 @@ def split_heads(
     HAS_QUERY_BIAS: tl.constexpr,
     KEY_KIND: tl.constexpr,
     HAS_KEY_BIAS: tl.constexpr,
+    SLOTS: tl.constexpr,  # of a block of the cache; where there are scales
+    IN_FP8: tl.constexpr,
 ):
     """Grid: (rows, HEADS + 2 KV_HEADS)."""
+    DTYPE: tl.constexpr = queries.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
@@ -62,8 +93,8 @@ def split_heads(
     x = tl.load(start + dims, mask=mask, other=0.0)
     if head >= HEADS + KV_HEADS:
         if slot >= 0:
-            place = (slot * KV_HEADS + head - HEADS - KV_HEADS) * HEAD_DIM
-            tl.store(values + place + dims, x.to(values.dtype.element_ty), mask=mask)
+            own = head - HEADS - KV_HEADS
+            _kept(x, mask, dims, slot, own, values, value_scales, DTYPE, KV_HEADS, HEAD_DIM, SLOTS, IN_FP8)
     else:
         if INTERLEAVED:
             twins = dims ^ 1
@@ -103,8 +134,8 @@ def split_heads(
             x = x * cos + tl.where(is_first, -twin, twin) * sin
         if head < HEADS:
             place = (row * HEADS + head) * HEAD_DIM
-            tl.store(queries + place + dims, x.to(queries.dtype.element_ty), mask=mask)
+            tl.store(queries + place + dims, x.to(DTYPE), mask=mask)
         else:
             if slot >= 0:
-                place = (slot * KV_HEADS + head - HEADS) * HEAD_DIM
-                tl.store(keys + place + dims, x.to(keys.dtype.element_ty), mask=mask)
+                own = head - HEADS
+                _kept(x, mask, dims, slot, own, keys, key_scales, DTYPE, KV_HEADS, HEAD_DIM, SLOTS, IN_FP8)
