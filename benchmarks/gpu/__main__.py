@@ -38,7 +38,7 @@ def main() -> int:
     commands = {
         "exactness": ["exactness", *shared],
         "steps": ["steps", *shared, *model, "--seconds", str(options.seconds)],
-        "fp8": ["steps", *shared, *model, "--seconds", str(options.seconds), "--kv-cache-dtype", "fp8_e4m3"],
+        "steps in fp8": ["steps", *shared, *model, "--seconds", str(options.seconds), "--kv-cache-dtype", "fp8_e4m3"],
         "mixture": ["steps", *shared, *mixture, "--seconds", str(options.seconds)],
         "serving": ["serving", *shared, *model],
         "skeleton": ["serving", *shared, *model, "--executor", "skeleton"],

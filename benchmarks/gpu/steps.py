@@ -53,21 +53,21 @@ def main() -> None:
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     sizes = TINY if options.model == "tiny" else Sizes()
     in_fp8 = options.kv_cache_dtype == "fp8_e4m3"
-    tell(measure(options.model, device, sizes, options.seconds, in_fp8=in_fp8), options.json)
+    tell(measure(options.model, device, sizes, options.seconds, kv_in_fp8=in_fp8), options.json)
 
 
-def measure(model: str, device: torch.device, sizes: Sizes, seconds: float, *, in_fp8: bool = False) -> Findings:
+def measure(model: str, device: torch.device, sizes: Sizes, seconds: float, *, kv_in_fp8: bool = False) -> Findings:
     """Each step's milliseconds, beside what the device's own rates allow."""
     rates = measured_device(device, sizes, seconds)
     shape, num_layers = shape_of(model)
     executor = GpuExecutor(
         random_layout(shape, num_layers, device), SingleRank(), max_positions=MAX_POSITIONS, device=device
     )
-    if in_fp8:
+    if kv_in_fp8:
         executor.keep_in_fp8()
     blocks_each = -(-max(sizes.context, *sizes.prompts) // 64)
     executor.allocate_cache(max(sizes.batches) * blocks_each, 64)
-    roofline = replace(roofline_of(shape, num_layers), kv_in_fp8=in_fp8)
+    roofline = roofline_of(shape, num_layers, kv_in_fp8)
     rows: list[Row] = []
     for count in sizes.batches:
         batch = decode_batch(count, sizes.context, own_blocks=True)
@@ -86,7 +86,7 @@ def measure(model: str, device: torch.device, sizes: Sizes, seconds: float, *, i
             took = milliseconds(partial(executor.run, batch, with_logits=True), seconds, device)
             rows.append({"draws": f"decode {count}, {name}", "ms": took})
     speeds = f"Copies at {rates.bytes_per_s / 1e12:.3g} TB/s, products at {rates.flops_per_s / 1e12:.3g} TFLOP/s."
-    title = f"Steps of {model}" + (", keys and values in fp8" if in_fp8 else "")
+    title = f"Steps of {model}{', keys and values in fp8' * kv_in_fp8}"
     return Findings(title=title, machine=machine(device), rows=tuple(rows), notes=(speeds,))
 
 
@@ -121,7 +121,7 @@ def shape_of(model: str) -> tuple[Shape, int]:
     return shape, values["num_hidden_layers"]
 
 
-def roofline_of(shape: Shape, num_layers: int) -> ModelShape:
+def roofline_of(shape: Shape, num_layers: int, kv_in_fp8: bool) -> ModelShape:
     return ModelShape(
         num_layers=num_layers,
         hidden=shape.hidden,
@@ -133,6 +133,7 @@ def roofline_of(shape: Shape, num_layers: int) -> ModelShape:
         num_experts=shape.num_experts,
         experts_per_token=shape.top_k,
         shared_inner=shape.shared_inner,
+        kv_in_fp8=kv_in_fp8,
     )
 
 
