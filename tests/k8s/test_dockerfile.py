@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cluster.serve.grpc_threads import ON_ONE_THREAD, VARIABLE
 from tests.k8s.rendering import ROOT
 
 HADOLINT = Path(sys.executable).parent / "hadolint"
@@ -64,3 +65,8 @@ def test_everything_that_the_build_reads_is_sent_to_it():
     assert all((ROOT / path).exists() for path in sent)
     linked = {path.resolve().relative_to(ROOT).parts[0] for path in (ROOT / "holdfast").iterdir() if path.is_symlink()}
     assert {"constraints.txt", "pyproject.toml", "setup.py", "README.md", "LICENSE", "holdfast", *linked} <= sent
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_routers_in_the_image_read_their_links_on_one_thread(target):
+    assert f"ENV {VARIABLE}={ON_ONE_THREAD}\n" in stage(target)
