@@ -38,6 +38,53 @@ def _divided(total, best, weight, sink, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
+def _nothing_summed(DIMS: tl.constexpr, ROWS: tl.constexpr):
+    """The sums over no key: total, best score, weight."""
+    total = tl.zeros((DIMS, ROWS), dtype=tl.float32)
+    return total, tl.full((ROWS,), -float("inf"), dtype=tl.float32), tl.zeros((ROWS,), dtype=tl.float32)
+
+
+@triton.jit
+def _columns(first_row, count, kv_head, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Of each column of a tile, whether it is one, its row, and its query head."""
+    column = tl.arange(0, ROWS)
+    is_row = column // GROUP < count
+    return is_row, (first_row + column // GROUP).to(tl.int64), kv_head * GROUP + column % GROUP
+
+
+@triton.jit
+def _places(is_row, row, head, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, DIMS: tl.constexpr):
+    """Where the columns of a tile lie in [rows, NUM_HEADS, DIM], and which of [DIMS, ROWS] do."""
+    dims = tl.arange(0, DIMS)
+    places = (row * NUM_HEADS + head)[None, :] * DIM + dims[:, None]
+    return places, is_row[None, :] & (dims < DIM)[:, None]
+
+
+@triton.jit
+def _store_output(out, places, mask, total, best, weight, sinks, head, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """Writes attention's output of a tile."""
+    sink = tl.zeros((ROWS,), dtype=tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head)
+    y = _divided(total, best, weight, sink, HAS_SINKS)
+    tl.store(out + places, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _split_memory(
+    totals, bests, weights, split, kv_head, KV_HEADS: tl.constexpr, DIMS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Where a split's sums lie: its total [DIMS, ROWS], best scores and weights [ROWS]. Added up in this order, they
+    take fewer registers.
+    """
+    place = (split * tl.num_programs(0) + tl.program_id(0)) * KV_HEADS + kv_head
+    column = tl.arange(0, ROWS)
+    sums = totals + place * (DIMS * ROWS)
+    total = sums + tl.arange(0, DIMS)[:, None] * ROWS + column[None, :]
+    return total, bests + place * ROWS + column, weights + place * ROWS + column
+
+
+@triton.jit
 def _first_key(first_position, WINDOW: tl.constexpr):
     """Where the first tile begins that a query at this position sees something of."""
     if WINDOW > 0:
@@ -54,6 +101,18 @@ def _tile_of(pool, memory, mask, scales, scale_places, is_key, DTYPE: tl.constex
         factors = factor_of(tl.load(scales + scale_places, mask=is_key, other=0))[:, None]
         tile = decoded(tile, factors).to(DTYPE)
     return tile
+
+
+@triton.jit
+def _scores(k, q, places, position, scaling, softcap, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """Scores [KEYS, ROWS] of keys at `places` for queries at `position`; -inf where a query does not see a key."""
+    scores = tl.dot(k, q, input_precision="ieee") * scaling
+    if HAS_SOFTCAP:
+        scores = softcap - 2.0 * softcap / (tl.exp(2.0 * scores / softcap) + 1.0)
+    seen = places[:, None] <= position[None, :]
+    if WINDOW > 0:
+        seen = seen & (places[:, None] > position[None, :] - WINDOW)
+    return tl.where(seen, scores, -float("inf"))
 
 
 @triton.jit
@@ -85,9 +144,7 @@ def _one_split(
     """(sum of weighted values [VALUE_DIMS, ROWS], best score [ROWS], sum of weights [ROWS]) over keys first .. end."""
     dims = tl.arange(0, DIMS)
     is_dim = dims < HEAD_DIM
-    total = tl.zeros((VALUE_DIMS or DIMS, ROWS), dtype=tl.float32)
-    best = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
-    weight = tl.zeros((ROWS,), dtype=tl.float32)
+    total, best, weight = _nothing_summed(VALUE_DIMS or DIMS, ROWS)
     for start in range(first, end, KEYS):
         places = start + tl.arange(0, KEYS)
         is_key = places < end
@@ -100,13 +157,7 @@ def _one_split(
         mask = is_key[:, None] & is_dim[None, :]
         scale_places = (blocks * KV_HEADS + kv_head) * BLOCK + places % BLOCK
         k = _tile_of(keys, memory, mask, key_scales, scale_places, is_key, q.dtype, IN_FP8)
-        scores = tl.dot(k, q, input_precision="ieee") * scaling
-        if HAS_SOFTCAP:
-            scores = softcap - 2.0 * softcap / (tl.exp(2.0 * scores / softcap) + 1.0)
-        seen = places[:, None] <= position[None, :]
-        if WINDOW > 0:
-            seen = seen & (places[:, None] > position[None, :] - WINDOW)
-        scores = tl.where(seen, scores, -float("inf"))
+        scores = _scores(k, q, places, position, scaling, softcap, WINDOW, HAS_SOFTCAP)
         top = tl.maximum(best, tl.max(scores, 0))
         safe = tl.where(top == -float("inf"), 0.0, top)
         shares = tl.exp(scores - safe[None, :])
@@ -163,21 +214,12 @@ def attend(
     kv_head = tl.program_id(1)
     first_row, count, sequence = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     if count > 0:
-        column = tl.arange(0, ROWS)
-        is_row = column // GROUP < count
-        row = (first_row + column // GROUP).to(tl.int64)
-        head = kv_head * GROUP + column % GROUP
+        is_row, row, head = _columns(first_row, count, kv_head, GROUP, ROWS)
         position = tl.load(positions + row, mask=is_row, other=-1)
         first_position = tl.load(positions + first_row)
         end = first_position + count
-        dims = tl.arange(0, DIMS)
-        places = (row * (KV_HEADS * GROUP) + head)[None, :] * HEAD_DIM + dims[:, None]
-        mask = is_row[None, :] & (dims < HEAD_DIM)[:, None]
+        places, mask = _places(is_row, row, head, KV_HEADS * GROUP, HEAD_DIM, DIMS)
         q = tl.load(queries + places, mask=mask, other=0.0)
-        if VALUE_DIM > 0:
-            dims = tl.arange(0, VALUE_DIMS)
-            places = (row * (KV_HEADS * GROUP) + head)[None, :] * VALUE_DIM + dims[:, None]
-            mask = is_row[None, :] & (dims < VALUE_DIM)[:, None]
         table = tables + sequence.to(tl.int64) * table_stride
         begin = _first_key(first_position, WINDOW)
         if SPLITS_OUTSIDE:
@@ -209,15 +251,14 @@ def attend(
                     VALUE_DIMS,
                     IN_FP8,
                 )
-                place = (split * tl.num_programs(0) + tl.program_id(0)) * KV_HEADS + kv_head
-                sums = split_totals + place * ((VALUE_DIMS or DIMS) * ROWS)
-                tl.store(sums + dims[:, None] * ROWS + column[None, :], total)
-                tl.store(split_bests + place * ROWS + column, best)
-                tl.store(split_weights + place * ROWS + column, weight)
+                at_total, at_best, at_weight = _split_memory(
+                    split_totals, split_bests, split_weights, split, kv_head, KV_HEADS, VALUE_DIMS or DIMS, ROWS
+                )
+                tl.store(at_total, total)
+                tl.store(at_best, best)
+                tl.store(at_weight, weight)
         else:
-            total = tl.zeros((VALUE_DIMS or DIMS, ROWS), dtype=tl.float32)
-            best = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
-            weight = tl.zeros((ROWS,), dtype=tl.float32)
+            total, best, weight = _nothing_summed(VALUE_DIMS or DIMS, ROWS)
             for split in range(begin // SPLIT, tl.cdiv(end, SPLIT)):
                 more, more_best, more_weight = _one_split(
                     q,
@@ -245,11 +286,9 @@ def attend(
                     IN_FP8,
                 )
                 total, best, weight = _merged(total, best, weight, more, more_best, more_weight)
-            sink = tl.zeros((ROWS,), dtype=tl.float32)
-            if HAS_SINKS:
-                sink = tl.load(sinks + head)
-            y = _divided(total, best, weight, sink, HAS_SINKS)
-            tl.store(out + places, y.to(out.dtype.element_ty), mask=mask)
+            if VALUE_DIM > 0:
+                places, mask = _places(is_row, row, head, KV_HEADS * GROUP, VALUE_DIM, VALUE_DIMS)
+            _store_output(out, places, mask, total, best, weight, sinks, head, ROWS, HAS_SINKS)
 
 
 @triton.jit
@@ -276,27 +315,14 @@ def merge_splits(
     kv_head = tl.program_id(1)
     first_row, count = tl.load(tile), tl.load(tile + 1)
     if count > 0:
-        column = tl.arange(0, ROWS)
-        is_row = column // GROUP < count
-        row = (first_row + column // GROUP).to(tl.int64)
-        head = kv_head * GROUP + column % GROUP
+        is_row, row, head = _columns(first_row, count, kv_head, GROUP, ROWS)
         first_position = tl.load(positions + first_row)
-        dims = tl.arange(0, VALUE_DIMS or DIMS)
-        size: tl.constexpr = VALUE_DIM or HEAD_DIM
-        places = (row * (KV_HEADS * GROUP) + head)[None, :] * size + dims[:, None]
-        mask = is_row[None, :] & (dims < size)[:, None]
-        total = tl.zeros((VALUE_DIMS or DIMS, ROWS), dtype=tl.float32)
-        best = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
-        weight = tl.zeros((ROWS,), dtype=tl.float32)
+        places, mask = _places(is_row, row, head, KV_HEADS * GROUP, VALUE_DIM or HEAD_DIM, VALUE_DIMS or DIMS)
+        total, best, weight = _nothing_summed(VALUE_DIMS or DIMS, ROWS)
         for split in range(_first_key(first_position, WINDOW) // SPLIT, tl.cdiv(first_position + count, SPLIT)):
-            place = (split * tl.num_programs(0) + tl.program_id(0)) * KV_HEADS + kv_head
-            sums = split_totals + place * ((VALUE_DIMS or DIMS) * ROWS)  # first: else it takes more registers
-            more = tl.load(sums + dims[:, None] * ROWS + column[None, :])
-            more_best = tl.load(split_bests + place * ROWS + column)
-            more_weight = tl.load(split_weights + place * ROWS + column)
+            at_total, at_best, at_weight = _split_memory(
+                split_totals, split_bests, split_weights, split, kv_head, KV_HEADS, VALUE_DIMS or DIMS, ROWS
+            )
+            more, more_best, more_weight = tl.load(at_total), tl.load(at_best), tl.load(at_weight)
             total, best, weight = _merged(total, best, weight, more, more_best, more_weight)
-        sink = tl.zeros((ROWS,), dtype=tl.float32)
-        if HAS_SINKS:
-            sink = tl.load(sinks + head)
-        y = _divided(total, best, weight, sink, HAS_SINKS)
-        tl.store(out + places, y.to(out.dtype.element_ty), mask=mask)
+        _store_output(out, places, mask, total, best, weight, sinks, head, ROWS, HAS_SINKS)

@@ -27,6 +27,25 @@ def _normed(x, twin, dims, twins, mask, weight, bias, length, eps, KIND: tl.cons
 
 
 @triton.jit
+def _twins(dims, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Of each dimension, the one that it turns with, the number of their pair, and whether it is the pair's first."""
+    if INTERLEAVED:
+        return tl.where(dims < 2 * PAIRS, dims ^ 1, dims), dims // 2, dims % 2 == 0
+    else:
+        is_first = dims < PAIRS
+        twins = tl.where(is_first, dims + PAIRS, dims - PAIRS)
+        return tl.where(dims < 2 * PAIRS, twins, dims), tl.where(is_first, dims, dims - PAIRS), is_first
+
+
+@triton.jit
+def _turned(x, twin, is_first, turns, table, PAIRS: tl.constexpr):
+    """A head, turned by the angles whose cosines lie at `table`, and their sines behind them."""
+    cos = tl.load(table, mask=turns, other=1.0)
+    sin = tl.load(table + PAIRS, mask=turns, other=0.0)
+    return x * cos + tl.where(is_first, -twin, twin) * sin
+
+
+@triton.jit
 def _kept(
     x,
     mask,
@@ -96,16 +115,7 @@ def split_heads(
             own = head - HEADS - KV_HEADS
             _kept(x, mask, dims, slot, own, values, value_scales, DTYPE, KV_HEADS, HEAD_DIM, SLOTS, IN_FP8)
     else:
-        if INTERLEAVED:
-            twins = dims ^ 1
-            pairs = dims // 2
-            is_first = dims % 2 == 0
-        else:
-            twins = tl.where(dims < PAIRS, dims + PAIRS, dims - PAIRS)
-            pairs = tl.where(dims < PAIRS, dims, dims - PAIRS)
-            is_first = dims < PAIRS
-        turns = dims < 2 * PAIRS
-        twins = tl.where(turns, twins, dims)
+        twins, pairs, is_first = _twins(dims, PAIRS, INTERLEAVED)
         twin = tl.load(start + twins, mask=mask, other=0.0)
         if head < HEADS:
             own = head * weight_stride
@@ -129,9 +139,7 @@ def split_heads(
             )
         if PAIRS > 0:
             table = angles + tl.load(positions + row).to(tl.int64) * (2 * PAIRS) + pairs
-            cos = tl.load(table, mask=turns, other=1.0)
-            sin = tl.load(table + PAIRS, mask=turns, other=0.0)
-            x = x * cos + tl.where(is_first, -twin, twin) * sin
+            x = _turned(x, twin, is_first, dims < 2 * PAIRS, table, PAIRS)
         if head < HEADS:
             place = (row * HEADS + head) * HEAD_DIM
             tl.store(queries + place + dims, x.to(DTYPE), mask=mask)
