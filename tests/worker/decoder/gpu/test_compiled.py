@@ -89,12 +89,12 @@ def test_occupancy_by_hand():
 ORDER = r"(st\.global|bar\.sync|ld\.global|atom\.global\.sys\.(?:release\.exch|acquire\.add)|ld\.volatile)"
 PRINTS_ORDER = """
 import re
-from scripts.gpu_kernels import DEVICES, _exchange, compiled_for, use_of
+from scripts.gpu_kernels import DEVICES, _run_exchange, compiled_for, use_of
 uses = {}
 def record(kernel, grid, arguments, *, num_warps, num_stages):
     use = use_of(kernel, arguments, num_warps, num_stages)
     uses.setdefault(use.title, use)
-_exchange(record)
+_run_exchange(record)
 for title in ("add_over_ranks(PARTS=1, RANKS=4)", "gather_over_ranks(RANKS=4, RECEIVES=True)"):
     for device in DEVICES:
         print(*re.findall(ORDER, compiled_for(uses[title], device).asm["ptx"]))
