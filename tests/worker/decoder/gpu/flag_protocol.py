@@ -65,6 +65,14 @@ class Protocol:
     def waits_for(self, rank: int) -> frozenset:
         return frozenset(range(self.num_ranks))
 
+    def written(self, rank: int, blocks: frozenset, call: int) -> frozenset:
+        """What a rank writes of a program's blocks in a call."""
+        return blocks
+
+    def read(self, rank: int, blocks: frozenset, call: int) -> frozenset:
+        """What it reads of them: pairs of a rank and a block."""
+        return frozenset((peer, block) for peer in range(self.num_ranks) for block in blocks)
+
     def gives_up(self) -> bool:
         """Whether one that waits for a rank that has stopped comes back."""
         return True
@@ -125,7 +133,7 @@ class Protocol:
         if rank.end != "running":
             return state
         program = rank.programs[place]._replace(left=left)
-        while not program.left and program.phase < len(self.phases):
+        if not left:
             program = self._entered(program.phase + 1, number, place, rank)
         programs = (*rank.programs[:place], program, *rank.programs[place + 1 :])
         state = _with_rank(state, number, rank._replace(programs=programs))
@@ -149,16 +157,17 @@ class Protocol:
         return _with_rank(state, number, rank._replace(programs=programs))
 
     def _entered(self, phase: int, number: int, place: int, rank: Rank) -> Program:
+        """The phase, or the next one in which there is something to do."""
         if phase == len(self.phases):
             return Program(phase, frozenset())
         blocks = self.blocks_of(place, self.calls[rank.call])
         left = {
-            "write": blocks,
+            "write": self.written(number, blocks, rank.call),
             "flag": self.sets_flags_of(number),
             "wait": self.waits_for(number),
-            "read": frozenset((peer, block) for peer in range(self.num_ranks) for block in blocks),
-        }
-        return Program(phase, frozenset(left[self.phases[phase]]))
+            "read": self.read(number, blocks, rank.call),
+        }[self.phases[phase]]
+        return Program(phase, left) if left else self._entered(phase + 1, number, place, rank)
 
     def _flag(self, looks: int, sets: int, place: int) -> int:
         return (looks * self.num_ranks + sets) * self.num_programs + place
