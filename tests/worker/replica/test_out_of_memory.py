@@ -71,7 +71,7 @@ def test_a_listener_that_finds_no_memory_for_the_news_keeps_it_from_nobody_else(
 @EVERY_FAILURE
 def test_a_rank_without_memory_leaves_its_group_and_ends(failure, monkeypatch):
     class StarvedRank:
-        def execute(self, batch: StepBatch) -> None:
+        def take_part(self, batch: StepBatch) -> None:
             raise failure
 
     class Group(SingleRank):
