@@ -2,7 +2,7 @@
 
     python -m benchmarks.tensor_parallel [MODEL] [--rounds 30] [--on-one-core] [--idle-s 5] [--json FILE]
 
-Rank 0 has both programs, and takes steps of each by turns; for those of two ranks it sends an order first, as a
+Rank 0 has both programs, and takes some steps of each by turns; for those of two ranks it sends an order first, as a
 replica does. `one rank, two threads` is what a replica of one rank makes of the same cores. Then nobody takes a step
 for a while: the threads of both processes should sleep. `--on-one-core`: both ranks share a core, which no way of
 waiting makes faster than one rank; what it costs beyond that is what they take from each other.
@@ -30,6 +30,8 @@ from holdfast.worker.model.loading import LoadedModel, load_model
 
 END: Final = len(KINDS)
 PAUSE: Final = END + 1
+IN_A_ROW: Final = 8
+"""Steps of one program follow each other, as those of a decode do: ranks are awake when the next one comes."""
 
 
 def load(model: str, group: TensorParallelGroup) -> LoadedModel:
@@ -145,7 +147,8 @@ def main() -> None:
     for _ in range(options.rounds):
         for number in range(len(KINDS)):
             for program in leader.programs:
-                leader.step(program, number)
+                for _ in range(IN_A_ROW):
+                    leader.step(program, number)
     leader.order(PAUSE)
     busy = {"rank 0": busy_threads(options.idle_s), "rank 1": told.get()}
     leader.order(END)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from holdfast.worker.distributed.peer_sockets import Meeting, connect
 
-_SPIN_S: Final = 300e-6
+_SPIN_S: Final = 500e-6
 _LENGTH: Final = struct.Struct("=q")
 
 

@@ -4,11 +4,8 @@ Here is only the memory, as in `worker/attention/kv_cache.py`. What may not live
 sequence, and what reads and writes the pages (`native/attention.h`, `native/step.h`).
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,25 +33,17 @@ class TiledCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._layers = [_LayerPages(layer, num_blocks, block_size, dtype, places) for layer in layers]
-        self._ahead = MemoryAhead([layer.memory for layer in self._layers])
+        self.ahead = MemoryAhead([layer.memory for layer in self._layers])
+        """Is told of each step."""
 
     @property
     def addresses(self) -> list[int]:
         """Where each layer's pages begin."""
         return [layer.address for layer in self._layers]
 
-    @contextmanager
-    def used_by_a_step(self, block_ids: np.ndarray) -> Iterator[None]:
-        """Inside it a step reads and writes these blocks [N]."""
-        self._ahead.begin_step()
-        try:
-            yield
-        finally:
-            self._ahead.end_step(int(block_ids.max(initial=-1)))
-
     def close(self) -> None:
         """No step comes any more."""
-        self._ahead.close()
+        self.ahead.close()
 
     def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
         """Copies the first `num_tokens` [C] slots of blocks to other ones in all layers, and clears their other slots.

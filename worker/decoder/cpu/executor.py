@@ -167,13 +167,17 @@ class CpuExecutor:
         assert self._cache is not None, "a cache is allocated before steps run"
         if batch.block_copies.size:
             self._cache.copy(*torch.from_numpy(batch.block_copies))
-        with self._cache.used_by_a_step(batch.block_ids):
+        ahead = self._cache.ahead
+        ahead.begin_step()
+        try:
             step = self._begin(batch, with_logits)
             if self._in_one_call:
                 self._go(0, self._num_segments)
             else:
                 self._go_together(len(batch.token_ids), 0, self._num_segments)
             return self._output(step)
+        finally:
+            ahead.end_step(int(batch.block_ids.max(initial=-1)))
 
     def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> "_Step":
         self._make_room(max(len(batch.token_ids), len(batch.logits_rows)))
