@@ -1,8 +1,8 @@
 """Memory ahead: pages of the KV cache get their memory from the system before a step writes to them.
 
 The first write to a large page waits while the system takes and zeroes it: 0.1 ms on most machines, 5 ms on a virtual
-one whose host has to find the memory first. A thread does it between steps, for the blocks that come next. What may
-not live here: which blocks there are, and what lies in them (`cache.py`).
+one whose host has to find the memory first. A thread does it for the blocks that come next: between steps, and beside
+them only for those that come soon. What may not live here: which blocks there are, and what lies in them (`cache.py`).
 """
 
 import ctypes
@@ -33,10 +33,9 @@ class Pages:
     num_blocks: int
     block_bytes: int
 
-    @property
-    def ahead(self) -> int:
-        """So many blocks are kept ready."""
-        return -(-AHEAD_BYTES // self.block_bytes)
+    def wanted(self, used: int, ahead_bytes: int) -> int:
+        """Blocks to have ready, for so many bytes beyond those that are used."""
+        return min(self.num_blocks, used - -ahead_bytes // self.block_bytes)
 
 
 def populate(pages: Pages, begin: int, end: int) -> bool:
@@ -55,7 +54,7 @@ def populate(pages: Pages, begin: int, end: int) -> bool:
 
 
 class MemoryAhead:
-    """A thread that works while no step runs. Small caches have none."""
+    """A thread for the pages of all layers. Small caches have none."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class MemoryAhead:
             threading.Thread(target=self._work, name="holdfast-memory-ahead", daemon=True).start()
 
     def begin_step(self) -> None:
-        """From now on the thread waits, but for a page that it has begun."""
+        """From now on the thread waits, but for a page that it has begun, and for pages that come soon."""
         self._in_step = True
 
     def end_step(self, last_block: int) -> None:
@@ -100,7 +99,7 @@ class MemoryAhead:
             self._more.wait()
             self._more.clear()
             while index := self._next(done):
-                if not self._is_quiet() or not self._back_one(done, index - 1):
+                if not self._may_begin(done, index - 1) or not self._back_one(done, index - 1):
                     return
             if self._closed.is_set():
                 return
@@ -110,7 +109,7 @@ class MemoryAhead:
         lacking = [
             (blocks, number)
             for number, (layer, blocks) in enumerate(zip(self._layers, done, strict=True), 1)
-            if blocks < min(layer.num_blocks, self._used + layer.ahead)
+            if blocks < layer.wanted(self._used, AHEAD_BYTES)
         ]
         return 0 if self._closed.is_set() else min(lacking, default=(0, 0))[1]
 
@@ -121,9 +120,12 @@ class MemoryAhead:
         done[index] = end
         return worked
 
-    def _is_quiet(self) -> bool:
-        """Waits until no step has run for a while. False: closed meanwhile."""
-        while self._in_step or self._clock() - self._last_step_s < QUIET_S:
+    def _may_begin(self, done: list[int], index: int) -> bool:
+        """Waits until no step has run for a while, or the layer's next page is the last that it has. False: closed."""
+        while self._is_busy() and done[index] >= self._layers[index].wanted(self._used, LARGE_PAGE):
             if self._closed.wait(QUIET_S):
                 return False
         return not self._closed.is_set()
+
+    def _is_busy(self) -> bool:
+        return self._in_step or self._clock() - self._last_step_s < QUIET_S

@@ -68,18 +68,18 @@ def test_layers_take_turns_until_enough_blocks_are_ready(kernel: Kernel, ahead: 
     assert kernel.asked.empty()
 
 
-def test_nothing_is_asked_for_while_a_step_runs_or_has_just_run(
-    kernel: Kernel, ahead: MemoryAhead, clock: Clock
-) -> None:
+def test_while_steps_run_only_the_next_page_is_asked_for(kernel: Kernel, ahead: MemoryAhead, clock: Clock) -> None:
     ahead.begin_step()
     clock.now += 1
+    assert [kernel.next() for _ in range(2)] == [(0, 4)] * 2
     with pytest.raises(queue.Empty):
         kernel.asked.get(timeout=0.1)
-    ahead.end_step(last_block=0)
+    ahead.end_step(last_block=0)  # a step has just run
+    assert [kernel.next() for _ in range(2)] == [(4, 8)] * 2
     with pytest.raises(queue.Empty):
         kernel.asked.get(timeout=0.1)
     clock.now += 1
-    assert kernel.next() == (0, 4)
+    assert kernel.next() == (8, 12)
 
 
 def test_the_last_blocks_are_the_end(kernel: Kernel, ahead: MemoryAhead, clock: Clock) -> None:
