@@ -55,12 +55,6 @@ def _dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprec
     return interpreter.TensorHandle(total, d.dtype.scalar)
 
 
-def _splat(self: Any, kind: Any, scalar: Any) -> Any:
-    """Triton 3.9 takes a comparison's kind from what is compared, so that a mask of one value became an int32."""
-    value = scalar.data.reshape(-1)[0]
-    return interpreter.TensorHandle(np.full(kind.shape, value, dtype=scalar.data.dtype), scalar.dtype.scalar)
-
-
 def _fma(self: Any, x: Any, y: Any, z: Any) -> Any:
     """x * y + z of float32, rounded once: by way of float64 that is rounded to odd. Older interpreters round twice."""
     product = np.multiply(x.data, y.data, dtype=np.float64)
@@ -93,7 +87,6 @@ interpreter._convert_float = _convert
 interpreter.InterpreterBuilder.create_dot = _dot
 interpreter.InterpreterBuilder.create_splat = _splat
 interpreter.InterpreterBuilder.create_fma = _fma
-interpreter.InterpreterBuilder.create_splat = _splat
 
 _LOCK = threading.Lock()
 
