@@ -1,13 +1,13 @@
 """Times of single steps of a decoder program, and of the skeleton beside it, in one run.
 
     python -m benchmarks.decoder_steps MODEL [--dtype bfloat16] [--threads 2] [--rounds 30] [--skeleton] [--one-slice]
-        [--against LIBRARY] [--json FILE]
+        [--in-a-row 1] [--whole-weights] [--against LIBRARY] [--json FILE]
 
 Steps of five kinds: decodes of 1, 8 and 32 sequences, decodes in a long context, a prompt. `--one-slice`: beside it the
-program without slices of row-parallel sums; `--against`: with another version of the native library. Rounds of the
-kinds and of the programs alternate, so that all see the same company on the machine; the table has medians, the
-fastest tenth, and the least CPU time of all threads. What a step costs outside the program (planning, delivering) is
-not in it.
+program without slices of row-parallel sums; `--whole-weights`: with weights that are not compact; `--against`: with
+another version of the native library. Rounds of the kinds and of the programs alternate, so that all see the same
+company on the machine; the table has medians, the fastest tenth, and the least CPU time of all threads. What a step
+costs outside the program (planning, delivering) is not in it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from rich.table import Table
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.worker.config import CacheConfig, ModelConfig, WorkerConfig
 from holdfast.worker.decoder import recognize
-from holdfast.worker.decoder.cpu import library
+from holdfast.worker.decoder.cpu import executor, library
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.model.loading import LoadedModel, load_model
@@ -86,9 +86,9 @@ def make_batch(kind: Kind, block_size: int) -> StepBatch:
     )
 
 
-def load(name: str, model: str, executor: str = "decoder", dtype: str = "bfloat16", *, keep: bool = True) -> Timed:
+def load(name: str, model: str, runs_on: str = "decoder", dtype: str = "bfloat16", *, keep: bool = True) -> Timed:
     config = WorkerConfig(
-        model=ModelConfig.model_validate({"model": model, "executor": executor, "dtype": dtype, "keep_layout": keep}),
+        model=ModelConfig.model_validate({"model": model, "executor": runs_on, "dtype": dtype, "keep_layout": keep}),
         cache=CacheConfig(kv_cache_memory=1 << 30),
     )
     loaded = load_model(located(config), SingleRank(), torch.device("cpu"), lambda phase, done, total: None)
@@ -99,6 +99,12 @@ def load_one_slice(model: str, dtype: str) -> Timed:
     """The decoder program, its row-parallel sums in one piece."""
     with patch.object(recognize._Reader, "_slices", lambda self, local: 1):
         return load("one slice", model, dtype=dtype, keep=False)
+
+
+def load_whole(model: str, dtype: str) -> Timed:
+    """The decoder program, its weights of bfloat16 as they are."""
+    with patch.object(executor, "COMPACT_CLASSES", frozenset[str]()):
+        return load("whole weights", model, dtype=dtype)
 
 
 def load_against(model: str, dtype: str, other: Path) -> Timed:
@@ -127,9 +133,13 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="demo")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument(
+        "--in-a-row", type=int, default=1, help="steps of one kind that follow each other, as in serving"
+    )
     parser.add_argument("--skeleton", action="store_true", help="time the skeleton as well")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--one-slice", action="store_true", help="time row-parallel sums in one piece as well")
+    parser.add_argument("--whole-weights", action="store_true", help="time weights that are not compact as well")
     parser.add_argument("--against", type=Path, help="a library of the same instruction class, to time as well")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -140,12 +150,15 @@ def main() -> None:
         programs.append(load("skeleton", model, "skeleton", dtype))
     if arguments.one_slice:
         programs.append(load_one_slice(model, dtype))
+    if arguments.whole_weights:
+        programs.append(load_whole(model, dtype))
     if arguments.against:
         programs.append(load_against(model, dtype, arguments.against))
     for _ in range(arguments.rounds):
         for kind in KINDS:
             for one in programs:
-                one.step(kind)
+                for _ in range(arguments.in_a_row):
+                    one.step(kind)
     console = Console()
     console.print(f"{arguments.model}, {arguments.threads} threads, {platform.processor() or platform.machine()}")
     show(programs, console)

@@ -153,7 +153,8 @@ def flip_the_last_norm(runner: ModelRunner) -> None:
 
 
 def flip_a_packed_weight(runner: ModelRunner) -> None:
-    flip_at(runner.program.executor.packed.layers[0].mlp.up.tiles, 3, 21)
+    up = runner.program.executor.packed.layers[0].mlp.up
+    flip_at(up.tiles + max(0, up.panel_bytes - 64), 3, 21)  # a mantissa, also where weights are compact
 
 
 def spoil_a_kernel(runner: ModelRunner) -> None:

@@ -20,6 +20,7 @@ from holdfast.worker.decoder.cpu.packing import PackedModel, elements_per_token,
 from holdfast.worker.decoder.cpu.sampler import NativeSampler
 from holdfast.worker.decoder.cpu.shared_weights import arena_for
 from holdfast.worker.decoder.cpu.structures import HfStep
+from holdfast.worker.decoder.cpu.tile_memory import COMPACT_CLASSES
 from holdfast.worker.decoder.layout import DecoderLayout
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import TensorParallelGroup
@@ -45,9 +46,11 @@ class CpuExecutor:
         num_threads: int,
         instruction_class: str | None = None,
         uses_up: bool = False,
+        compacts: bool | None = None,
     ) -> None:
         """Packs the layout's weights. If it `uses_up` the layout, gives their own memory back, and shares the packed
-        ones with other processes that have the same.
+        ones with other processes that have the same. `compacts`: whether weights of bfloat16 are kept in 12 bits, which
+        changes no bit of what is computed; None: where that is faster.
 
         Raises `Unavailable` where this machine cannot run it.
         """
@@ -60,9 +63,17 @@ class CpuExecutor:
         self._pool = self._library.hf_pool_create(num_threads, -1, None)
         if not self._pool:
             raise ReplicaError(f"{num_threads} threads could not be started")
-        arena = arena_for(layout, self.instruction_class) if uses_up else Arena()
+        if compacts is None:
+            compacts = self.instruction_class in COMPACT_CLASSES
+        form = self.instruction_class + " compact" * compacts
         self.packed = PackedModel(
-            layout, self._library, self._pool, max_positions=max_positions, uses_up=uses_up, arena=arena
+            layout,
+            self._library,
+            self._pool,
+            max_positions=max_positions,
+            uses_up=uses_up,
+            compacts=compacts,
+            arena=arena_for(layout, form) if uses_up else Arena(),
         )
         self._rows = self.packed.model.vocab_rows
         self._decoder: int | None = None

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.worker.decoder.cpu.arena import Arena, address_of, mapped_memory
-from holdfast.worker.decoder.cpu.spent_weights import SpentWeights, is_tied
+from holdfast.worker.decoder.cpu.spent_weights import SpentWeights, is_tied, linears
 from holdfast.worker.decoder.cpu.structures import (
     HfExperts,
     HfLayer,
@@ -27,6 +27,7 @@ from holdfast.worker.decoder.cpu.structures import (
     HfNorm,
     HfRotary,
 )
+from holdfast.worker.decoder.cpu.tile_memory import Compactor, CompactTiles, PlainTiles, TileMemory, TileShape
 from holdfast.worker.decoder.layout import Activation, DecoderLayout, Experts, Layer, Linear, Mlp, Norm, Rotary
 
 GROUP: Final = 64
@@ -65,11 +66,13 @@ class PackedModel:
         *,
         max_positions: int,
         uses_up: bool = False,
+        compacts: bool = False,
         arena: Arena | None = None,
     ) -> None:
         """Packs all weights, on the pool's threads, into `arena`. Rotary tables have room for `max_positions`.
 
         With `uses_up`, the memory of the layout's linears is given back: only what lies in a file can be read again.
+        With `compacts`, weights of bfloat16 are kept in 12 bits each (`tile_memory.py`).
         """
         self._spent = SpentWeights(layout) if uses_up else None
         self.dtype = DTYPES[layout.dtype]
@@ -78,6 +81,8 @@ class PackedModel:
         self._kept: list[Any] = []
         self._arena = Arena() if arena is None else arena
         self._itemsize = layout.dtype.itemsize
+        is_compact = compacts and layout.dtype == torch.bfloat16
+        self._compactor = Compactor(library, pool, _room_bytes(layout)) if is_compact else None
         self._rotaries = (HfRotary * max(1, len(layout.rotaries)))(
             *(self._rotary(rotary, max_positions) for rotary in layout.rotaries)
         )
@@ -97,7 +102,7 @@ class PackedModel:
             vocab_rows=len(layout.embedding),
         )
         self._arena.finish()
-        self._spent = None
+        self._spent = self._compactor = None
 
     def _layer(self, layer: Layer) -> HfLayer:
         attention, mlp = layer.attention, layer.mlp
@@ -183,31 +188,38 @@ class PackedModel:
         groups = -(-len(rows) // GROUP)
         rows = np.concatenate([rows, np.full(groups * GROUP - len(rows), _NO_ROW)])
         slice_tiles = -(-(linear.in_features // slices) // TILE)
-        row_bytes = slices * slice_tiles * TILE * self._itemsize
-        packed = self._arena.take(len(rows) * row_bytes)
+        k_tiles = slices * slice_tiles
+        memory = self._memory(TileShape(len(rows), k_tiles * TILE * self._itemsize, k_tiles))
         if self._arena.is_packed:
             if self._spent is not None:
                 self._spent.read(linear.weights, slice(None))
         else:
-            self._pack(linear, rows, packed, slices=slices, in_order=in_order)
+            self._pack(linear, rows, memory, slices=slices, in_order=in_order)
         return HfLinear(
-            tiles=packed,
+            tiles=memory.address,
             bias=None if linear.bias is None else self._floats(_placed(linear.bias, rows)),
             slices=slices,
             slice_tiles=slice_tiles,
             groups=groups,
             outputs=linear.out_features,
+            panel_bytes=memory.panel_bytes,
         )
 
-    def _pack(self, linear: Linear, rows: IntArray, packed: int, *, slices: int, in_order: bool) -> None:
-        """Writes a linear's tiles to the address `packed`."""
+    def _memory(self, shape: TileShape) -> TileMemory:
+        return (
+            PlainTiles(self._arena, shape)
+            if self._compactor is None
+            else CompactTiles(self._arena, shape, self._compactor)
+        )
+
+    def _pack(self, linear: Linear, rows: IntArray, memory: TileMemory, *, slices: int, in_order: bool) -> None:
+        """Writes a linear's tiles to memory, a piece after the other."""
         slice_length = linear.in_features // slices
         slice_tiles = -(-slice_length // TILE)
-        row_bytes = slices * slice_tiles * TILE * self._itemsize
         weights = [_with_rows(weight) for weight in linear.weights]
         addresses = _row_addresses(weights)
         pointers = np.where(rows == _NO_ROW, 0, addresses[rows]).astype(np.uint64)
-        step = max(1, PIECE_BYTES // (row_bytes * GROUP)) * GROUP if in_order else len(rows)
+        step = _rows_of_piece(slices * slice_tiles * TILE * self._itemsize)
         for first in range(0, len(rows), step):
             piece = pointers[first : first + step]
             self._library.hf_pack(
@@ -218,10 +230,13 @@ class PackedModel:
                 slice_length,
                 slice_tiles,
                 self.dtype,
-                packed + first * row_bytes,
+                memory.room(first),
             )
-            if self._spent is not None:
-                self._spent.read(linear.weights, slice(first, first + step) if in_order else slice(None))
+            memory.written(first, len(piece))
+            if self._spent is not None and in_order:
+                self._spent.read(linear.weights, slice(first, first + step))
+        if self._spent is not None and not in_order:
+            self._spent.read(linear.weights, slice(None))
 
     def _floats(self, tensor: Tensor) -> int:
         """A float32 copy, readable somewhat beyond its end: rows are read sixteen numbers at a time."""
@@ -262,6 +277,16 @@ def _gate_and_up(places: IntArray, inner: int) -> IntArray:
     gates = places.reshape(-1, 1, TILE)
     ups = np.where(gates == _NO_ROW, _NO_ROW, gates + inner)
     return np.concatenate([gates, ups], axis=1).reshape(-1)
+
+
+def _rows_of_piece(row_bytes: int) -> int:
+    return max(1, PIECE_BYTES // (row_bytes * GROUP)) * GROUP
+
+
+def _room_bytes(layout: DecoderLayout) -> int:
+    """What the largest piece of a layout's linears takes as tiles, slices that are filled up included."""
+    most = max(linear.in_features for linear in linears(layout))
+    return max(PIECE_BYTES, 2 * most * layout.dtype.itemsize * GROUP)
 
 
 def _with_rows(weight: Tensor) -> Tensor:

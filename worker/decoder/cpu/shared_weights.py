@@ -93,11 +93,14 @@ class SharedArena(Arena):
         return address
 
 
-def arena_for(layout: DecoderLayout, instruction_class: str) -> Arena:
-    """The arena of a layout's packed weights: shared with those who have the same, where the system lets them share."""
+def arena_for(layout: DecoderLayout, form: str) -> Arena:
+    """The arena of a layout's packed weights: shared with those who have the same, where the system lets them share.
+
+    `form`: the instruction class that reads them, and whether they are compact.
+    """
     if not shares_large_pages():
         return Arena()
-    name = _PREFIX + layout_digest(layout, instruction_class)
+    name = _PREFIX + layout_digest(layout, form)
     turn: socket.socket | None = None
     try:
         turn = _take_turn(name)
@@ -192,12 +195,12 @@ def _take_turn(name: str) -> socket.socket:
         raise
 
 
-def layout_digest(layout: DecoderLayout, instruction_class: str) -> str:
+def layout_digest(layout: DecoderLayout, form: str) -> str:
     """Names all that packed weights are made of: this code, and the layout with the contents of its weights.
 
     What lies in a file counts by its place there and the file's state; other weights by their bytes.
     """
-    digest = blake2b(f"{digest_of_sources()} {instruction_class}".encode(), digest_size=16)
+    digest = blake2b(f"{digest_of_sources()} {form}".encode(), digest_size=16)
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
     _describe(layout, MappedFiles(), digest)

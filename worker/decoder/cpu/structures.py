@@ -14,6 +14,7 @@ class HfLinear(Structure):
         ("slice_tiles", c_int),
         ("groups", c_int),
         ("outputs", c_int),
+        ("panel_bytes", c_long),
     )
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from holdfast.worker.decoder.cpu.arena import Arena
 from holdfast.worker.decoder.cpu.build import CLASSES, IN_SOFTWARE
 from holdfast.worker.decoder.cpu.library import Unavailable, load_library
-from holdfast.worker.decoder.cpu.packing import DTYPES, GROUP, TILE, IntArray, PackedModel
+from holdfast.worker.decoder.cpu.packing import DTYPES, GROUP, PIECE_BYTES, TILE, IntArray, PackedModel
+from holdfast.worker.decoder.cpu.tile_memory import Compactor
 from holdfast.worker.decoder.layout import Linear
 
 ALL = (*CLASSES, *IN_SOFTWARE)
@@ -44,7 +45,9 @@ def function(library: CDLL, name: str, x: Tensor) -> Tensor:
 class Product(PackedModel):
     """One linear, packed by one thread."""
 
-    def __init__(self, library: CDLL, weight: Tensor, slices: int = 1, rows: IntArray | None = None) -> None:
+    def __init__(
+        self, library: CDLL, weight: Tensor, slices: int = 1, rows: IntArray | None = None, *, compacts: bool = False
+    ) -> None:
         self._library = library
         self._kept = []
         self._arena = Arena()
@@ -54,6 +57,7 @@ class Product(PackedModel):
         self._slice = weight.shape[1] // slices
         self._slices = slices
         self._pool = library.hf_pool_create(1, -1, None)
+        self._compactor = Compactor(library, self._pool, PIECE_BYTES) if compacts else None
         self._outputs = len(weight) if rows is None else len(rows)
         self.native = self._linear(Linear(weights=(weight,)), slices=slices, rows=rows)
         library.hf_pool_destroy(self._pool)

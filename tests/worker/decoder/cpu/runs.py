@@ -52,6 +52,7 @@ class Runner:
     threads: int = 1
     block_size: int = 32
     num_blocks: int = 64
+    compacts: bool | None = None
     free: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,6 +63,7 @@ class Runner:
             max_positions=MAX_POSITIONS,
             num_threads=self.threads,
             instruction_class=self.name,
+            compacts=self.compacts,
         )
         self.cache = self.executor.allocate_cache(self.num_blocks, self.block_size)
         self.free = [*range(0, self.num_blocks, 2), *range(1, self.num_blocks, 2)]

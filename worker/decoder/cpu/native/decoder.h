@@ -9,9 +9,10 @@ enum Dtype { BFLOAT16, FLOAT16, FLOAT32 };
 extern "C" {
 
 struct HfLinear {
-  const void* tiles;  // packed (`linear.h`)
+  const void* tiles;  // packed (`linear.h`), or compact panels
   const float* bias;  // [groups * 64], or null
   int slices, slice_tiles, groups, outputs;
+  long panel_bytes;  // of a compact panel (`compact_order.h`); 0: tiles
 };
 
 struct HfNorm {

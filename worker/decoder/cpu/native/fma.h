@@ -155,16 +155,17 @@ __attribute__((noinline)) void add_block(const F* rows, long stride, const Colum
 }
 
 // out [count][C registers] (+)= rows [count][tiles * 32] times as many tiles of each column. `FAR`: they are far from the
-// caches, and the first rows fetch them. `next`: [bytes] that come next, or null, which the other rows fetch.
+// caches, and the first rows fetch them. `next`: [bytes] that come next, or null, which the other rows fetch, or all.
 template <int C, bool FAR, class F, class W>
 HF_INLINE void add_many(const F* rows, long stride, int count, const Columns<W, columns_in<C>()>& columns, int tiles,
                         float* out, long out_stride, bool begun, const void* next = nullptr, long bytes = 0) {
   const bool holds_both = WIDTH == 16 && count > FMA_ROWS;
-  const int most = holds_both ? BOTH_ROWS : FMA_ROWS, others = (count - 1) / most * tiles;  // tiles of all but the first
+  const int most = holds_both ? BOTH_ROWS : FMA_ROWS;
+  const int others = ((count - 1) / most + !FAR) * tiles;  // tiles that fetch what comes next
   const int lines = next && others ? (int)((bytes / 64 + others - 1) / others) : 0;
   auto with = [&](int r, auto first, auto other) {
-    long before = (long)(r / most - 1) * tiles * lines * 64;
-    Next some = r ? Next{(const char*)next + before, lines} : Next{nullptr, 0};
+    long before = (long)(r / most - FAR) * tiles * lines * 64;
+    Next some = r || !FAR ? Next{(const char*)next + before, lines} : Next{nullptr, 0};
     (r || !FAR ? other : first)(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun, some);
   };
   if (holds_both)

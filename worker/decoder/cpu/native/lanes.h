@@ -100,10 +100,12 @@ HF_INLINE Wide wide_zero() { return _mm512_setzero_ps(); }
 HF_INLINE Wide wide_add(Wide a, Wide b) { return _mm512_add_ps(a, b); }
 HF_INLINE Wide wide_fma(Wide a, Wide b, Wide c) { return _mm512_fmadd_ps(a, b, c); }
 // Columns `c` onwards of row pair `p` of a tile: the elements of even k and of odd k.
-HF_INLINE Wide even_of(const Bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16)); }
-HF_INLINE Wide odd_of(const Bf16* p) {
-  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(0xffff0000)));
+HF_INLINE Wide even_of(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+HF_INLINE Wide odd_of(__m512i pairs) {
+  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)));
 }
+HF_INLINE Wide even_of(const Bf16* p) { return even_of(_mm512_loadu_si512(p)); }
+HF_INLINE Wide odd_of(const Bf16* p) { return odd_of(_mm512_loadu_si512(p)); }
 HF_INLINE Wide even_of(const Half* p) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_loadu_si512(p))); }
 HF_INLINE Wide odd_of(const Half* p) {
   return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_loadu_si512(p), 16)));

@@ -22,7 +22,7 @@ enum { NORM_ROWS = 8, OWN_NORM_ROWS = 2, SPIN_FOR_PEERS = 2000, COPIED = 1 << 14
 const int LONG_ROW = 2560, MOST_GROUPS = 4;  // of a product of many rows: inputs, groups of a task
 
 template <class W> HF_INLINE Packed<W> packed(const HfLinear& linear) {
-  return {(const W*)linear.tiles, linear.slices, linear.slice_tiles, linear.groups};
+  return {(const W*)linear.tiles, linear.slices, linear.slice_tiles, linear.groups, linear.panel_bytes};
 }
 
 template <class W> class Decoder {
@@ -227,9 +227,13 @@ template <class W> class Decoder {
   }
   // The weights of an output of the head, which is the embedding's table too.
   const W* head_row(int row, std::vector<W>& out) {
-    out.resize(m.head.slice_tiles * K_TILE);
-    const W* panel = (const W*)m.head.tiles + (long)(row / 32) * m.head.slice_tiles * 2 * TILE + row / 16 % 2 * TILE;
-    for (int k = 0; k < (int)out.size(); k++) out[k] = panel[k / K_TILE * 2 * TILE + place<W>(k % K_TILE, row % 16)];
+    const Packed<W> w = packed<W>(m.head);
+    out.resize(w.row_length());
+    alignas(64) W read[TILE];
+    for (int k = 0; k < w.k_tiles(); k++) {
+      const W* tile = tile_of(w, row / 16, k, read);
+      for (int i = 0; i < K_TILE; i++) out[k * K_TILE + i] = tile[place<W>(i, row % 16)];
+    }
     return out.data();
   }
   template <class Fn> bool row_tasks(Run& run, int rows, Fn&& fn) {

@@ -1,0 +1,105 @@
+// Products of few rows with compact weights, which are read into registers and never stored as they were.
+// Only where a register holds 16 outputs. Products of more rows read weights into the first cache (`linear.h`).
+#pragma once
+#include "compact.h"
+#include "fma.h"
+
+namespace {
+
+enum { REGISTER_ROWS = 8 };
+
+#ifdef __AVX512F__
+// What a step of 64 numbers adds to the sums of even and of odd inputs.
+template <class F, int R>
+HF_INLINE void add_step(const F* row, long stride, int step, const Bytes (&words)[2], Wide* even, Wide* odd) {
+  if constexpr (Factors<F>::STEPS == 2 * TILE_BLOCKS) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const F* x = row + r * stride + 2 * step;
+      even[r] = Factors<F>::add_product(even[r], Factors<F>::all(x), words[0]);
+      odd[r] = Factors<F>::add_product(odd[r], Factors<F>::all(x + 1), words[1]);
+    }
+  } else {
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      const Wide e = even_of(words[i]), o = odd_of(words[i]);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const F* x = row + r * stride + 4 * step + 2 * i;
+        even[r] = Factors<F>::add_product(even[r], Factors<F>::all(x), e);
+        odd[r] = Factors<F>::add_product(odd[r], Factors<F>::all(x + 1), o);
+      }
+    }
+  }
+}
+
+// totals [R] += rows [R][32] times tile `i` of a panel, none of whose numbers are rare.
+template <class F, int R>
+HF_INLINE void add_compact_tile(const F* row, long stride, const uint8_t* tile, const ExponentTables& tables, Wide* totals) {
+  const Bytes lower = bytes_all(0x0f);
+  Wide even[R], odd[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) even[r] = odd[r] = wide_zero();
+#pragma GCC unroll 4
+  for (int b = 0; b < TILE_BLOCKS; b++) {
+    const uint8_t* block = tile + b * BLOCK_BYTES;
+#pragma GCC unroll 3
+    for (int line = 0; line < BLOCK_BYTES; line += 64)
+      _mm_prefetch((const char*)block + line + FAR_BYTES, _MM_HINT_T0);
+    const Bytes places = bytes_load(block);
+    Bytes words[2];
+    read_half(tables, block + BLOCK, bytes_and(places, lower), words);
+    add_step<F, R>(row, stride, 2 * b, words, even, odd);
+    read_half(tables, block + 2 * BLOCK, upper_halves(places, lower), words);
+    add_step<F, R>(row, stride, 2 * b + 1, words, even, odd);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) totals[r] = wide_add(totals[r], wide_add(even[r], odd[r]));
+}
+
+// The same of a tile that has some.
+template <class F, int R>
+__attribute__((noinline)) void add_rare_tile(const F* row, long stride, const CompactPanel& panel,
+                                             const ExponentTables& tables, int i, Wide* totals) {
+  alignas(64) Bf16 read[TILE];
+  read_tile<FAR_BYTES>(panel, tables, i, read);
+  Wide even[R], odd[R];
+  for (int r = 0; r < R; r++) even[r] = odd[r] = wide_zero();
+  for (int step = 0; step < 2 * TILE_BLOCKS; step++) {
+    const Bytes words[2] = {bytes_load(read + step * BLOCK), bytes_load(read + step * BLOCK + 32)};
+    add_step<F, R>(row, stride, step, words, even, odd);
+  }
+  for (int r = 0; r < R; r++) totals[r] = wide_add(totals[r], wide_add(even[r], odd[r]));
+}
+
+// out [R][32] = rows [R] times k tiles [first, end) of a panel.
+template <class F, int R>
+__attribute__((noinline)) void add_compact(const F* rows, long stride, const CompactPanel& panel, int first, int end,
+                                           float* out, long out_stride) {
+  const ExponentTables tables(panel.exponents());
+  Wide totals[2][R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) totals[0][r] = totals[1][r] = wide_zero();
+  for (int k = first; k < end; k++) {
+    const F* row = rows + k * Factors<F>::PER_TILE;
+#pragma GCC unroll 2
+    for (int c = 0; c < 2; c++) {
+      const int i = 2 * k + c;
+      if (__builtin_expect(!has_rare(panel, i), 1)) add_compact_tile<F, R>(row, stride, panel.tile(i), tables, totals[c]);
+      else add_rare_tile<F, R>(row, stride, panel, tables, i, totals[c]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < 2; c++) wide_store(out + r * out_stride + c * 16, totals[c][r]);
+}
+
+template <class F, int R = 1>
+void compact_rows(const F* rows, long stride, int count, const CompactPanel& panel, int first, int end, float* out,
+                  long out_stride) {
+  if (count == R) add_compact<F, R>(rows, stride, panel, first, end, out, out_stride);
+  else if constexpr (R < REGISTER_ROWS) compact_rows<F, R + 1>(rows, stride, count, panel, first, end, out, out_stride);
+}
+#endif
+
+}  // namespace
