@@ -98,9 +98,9 @@ class MarkedScheduler(Scheduler):
 
     marks: Marks
 
-    def plan(self, now: float = 0.0) -> StepPlan | None:
+    def plan(self, now: float = 0.0, max_steps: int = 1) -> StepPlan | None:
         started = self.marks.now()
-        plan = super().plan(now)
+        plan = super().plan(now, max_steps)
         self.marks.plan, self.marks.planned = started, self.marks.now()
         return plan
 

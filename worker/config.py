@@ -154,6 +154,12 @@ class SchedulerConfig(ServiceOrderConfig):
     async_scheduling: bool | None = Field(
         None, description="plan and launch a step while the one before it runs; unset: where a GPU can do both at once"
     )
+    num_scheduler_steps: int = Field(
+        8,
+        ge=1,
+        le=64,
+        description="most decode steps run on one plan, where they take 6 ms together and nobody waits; 1: one",
+    )
     target_tpot_ms: float | None = Field(
         None, gt=0, description="target time per output token in ms, which limits the prefill in each step; unset: off"
     )

@@ -114,6 +114,16 @@ class OverlappingExecutor(Protocol):
 
 
 @runtime_checkable
+class MultiStepExecutor(Protocol):
+    """An executor that may run several steps in one call."""
+
+    @property
+    def runs_several_steps(self) -> bool:
+        """Whether it does now, which is the same on all ranks."""
+        ...
+
+
+@runtime_checkable
 class Fp8Executor(Protocol):
     """An executor that can keep keys and values in fp8."""
 
@@ -158,6 +168,10 @@ class DecoderProgram:
     @property
     def row_invariant(self) -> bool:
         return True  # by construction
+
+    @property
+    def runs_several_steps(self) -> bool:
+        return isinstance(self.executor, MultiStepExecutor) and self.executor.runs_several_steps
 
     def drop_cache(self) -> None:
         self.executor.drop_cache()

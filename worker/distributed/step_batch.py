@@ -22,7 +22,7 @@ from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPl
 
 IntArray = NDArray[np.int64]
 
-_HEADER_WORDS: Final = 8
+_HEADER_WORDS: Final = 9
 _WORD_BYTES: Final = 8
 
 Column: TypeAlias = "array[int] | bytes | memoryview"
@@ -60,6 +60,8 @@ class StepBatch:
     """False: their argmax is enough."""
     with_masses: bool = False
     """Whether log-probabilities will be made of them."""
+    num_steps: int = 1
+    """Steps to be run: of more than one each row has a token, the next steps' are their argmax."""
     draws: Callable[[], list[DrawParams] | None] | None = None
     """On the leader, what is drawn from the logits, for an executor that draws in the step itself. Not packed."""
 
@@ -111,6 +113,7 @@ class StepBatch:
             plan.step_id,
             with_logits,
             with_masses,
+            rows.num_steps,
         )
         both = chain.from_iterable(zip(_columns_of_rows(rows), of_others, strict=True))
         packed = np.frombuffer(bytearray().join((array("q", header), *both, copies, prompt_rows)), np.int64)
@@ -134,7 +137,7 @@ class StepBatch:
     def unpack(cls, packed: IntArray) -> "StepBatch":
         """The step that was packed. Its fields are views of `packed` where they can be."""
         header = packed[:_HEADER_WORDS].tolist()
-        num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, step_id, *flags = header
+        num_sequences, total_tokens, total_blocks, num_copies, num_prompt_rows, step_id, *flags, num_steps = header
         with_logits, with_masses = flags
         sizes = (num_sequences,) * 4 + (total_tokens, total_blocks, 3 * num_copies, num_prompt_rows)
         parts, start = [], _HEADER_WORDS
@@ -158,6 +161,7 @@ class StepBatch:
             logits_rows=np.concatenate((drawn_rows, prompt_rows)) if num_prompt_rows else drawn_rows,
             with_logits=with_logits != 0,
             with_masses=with_masses != 0,
+            num_steps=num_steps,
         )
 
 

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from holdfast.worker.engine.inbox import Inbox
+from holdfast.worker.engine.multi_step import RunLength
 from holdfast.worker.engine.overlapping import StepsInFlight
 from holdfast.worker.engine_core.engine_core import EngineCore
 from holdfast.worker.errors import HoldfastError, ReplicaError
@@ -61,16 +62,19 @@ class Engine:
         name: str = "engine",
         idle_s: float = 10.0,
         gpu: Callable[[], GpuStats] | None = None,
+        num_scheduler_steps: int = 1,
     ) -> None:
         """`runner` has two steps in flight if it is an `OverlappingRunner`. `progress` is what it moves inside a step,
         if it does. `tuner` watches the steps and sets their limits, as far as it is told to; `clock` gives seconds.
-        `gpu` measures the GPU, if there is one.
+        `gpu` measures the GPU, if there is one. Decodes may take up to `num_scheduler_steps` steps on one plan, if the
+        runner runs several.
         """
         self.progress = progress or ProgressCounter()
         self.progress.clock = clock
         self._core = EngineCore(scheduler)
         self._runner = runner
         self._steps = StepsInFlight(runner, self.progress, clock)
+        self._run_length = RunLength(runner, num_scheduler_steps)
         self._tuner = tuner
         self._clock = clock
         self._idle_s = idle_s
@@ -220,19 +224,21 @@ class Engine:
         collected_s = self._clock()
         num_gained = self._core.commit(plan, result, step_s)
         self._deliver()
-        ended_s = self._clock()
-        self._core.note_turn(launched_s - began_s, collected_s - launched_s, ended_s - collected_s)
+        ended_s, num_steps = self._clock(), plan.num_steps
+        self._core.note_turn(launched_s - began_s, collected_s - launched_s, ended_s - collected_s, num_steps)
+        self._run_length.observe(plan, num_steps, step_s)
         if self._gpu is not None and ended_s >= self._gpu_due_s:
             self._gpu_due_s, self._core.gpu = ended_s + GPU_EVERY_S, self._gpu()
         if self._tuner is not None:
-            self._tune(self._tuner, plan.with_drafts(result.drafts), ended_s - began_s, num_gained)
+            turn_s, num_gained = (ended_s - began_s) / num_steps, num_gained // num_steps
+            self._tune(self._tuner, plan.with_drafts(result.drafts), turn_s, num_gained)
 
     def _launch_steps(self, now: float) -> None:
         """Plans and launches what the runner can take now: a step if it has none, and the successor of the one it has,
         if the runner and the scheduler can go on before its result.
         """
         if not self._steps.plans:
-            self._launch(self._core.plan(now))
+            self._launch(self._core.plan(now, self._run_length.max_steps))
         if self._steps.can_go_ahead():
             self._launch(self._core.plan_ahead(now))
 
@@ -249,7 +255,7 @@ class Engine:
             self._core.commit(*self._steps.collect())
 
     def _tune(self, tuner: StepTuner, plan: StepPlan, turn_s: float, num_gained: int) -> None:
-        """What counts is the whole turn: it is what a stream waits for."""
+        """What counts is the whole turn, or one step's part of it: it is what a stream waits for."""
         news = tuner.observe(plan, step_s=turn_s, num_gained=num_gained, num_waiting=self._core.load.num_waiting)
         for recommendation in news:
             logger.info("%s", recommendation)

@@ -192,6 +192,11 @@ class LeaderRunner:
         return replace(result, drafts=drafts) if drafts else result
 
     @property
+    def runs_several_steps(self) -> bool:
+        """Whether a plan may be for several steps."""
+        return self._runner.program.runs_several_steps and self._runner.draft is None
+
+    @property
     def overlaps(self) -> bool:
         """Whether a step can be launched before the one before it is collected."""
         return self._runner.overlapping is not None and self._runner.draft is None

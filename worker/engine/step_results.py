@@ -20,6 +20,8 @@ def step_result(
 
     Rows with NaN or infinity give `NO_TOKEN`; the other rows are not affected.
     """
+    if output.steps is not None:
+        return StepResult(step_id=plan.step_id, token_ids=tuple(zip(*output.steps, strict=True)))
     if output.sampled is not None:
         return StepResult(step_id=plan.step_id, token_ids=by_sequence(plan, output.sampled.token_ids))
     if output.logits is None:

@@ -119,12 +119,12 @@ class EngineCore:
 
     # --- steps ---
 
-    def plan(self, now: float) -> StepPlan | None:
+    def plan(self, now: float, max_steps: int = 1) -> StepPlan | None:
         """What the next step does, None if there is nothing to do. Requests whose time is up by `now` are rejected.
 
-        `now` is in seconds of a clock that does not go back.
+        `now` is in seconds of a clock that does not go back. `max_steps`: see `Scheduler.plan`.
         """
-        plan = self._scheduler.plan(now)
+        plan = self._scheduler.plan(now, max_steps)
         self._reject_expired()
         return plan
 
@@ -153,11 +153,12 @@ class EngineCore:
             self._output_queues.reject(attempt, no_numbers())
         return self._keep(deltas)
 
-    def note_turn(self, plan_s: float, run_s: float, commit_s: float) -> None:
-        """How long one step took: to plan, to run, and to take in and to tell. The next statistics have it."""
+    def note_turn(self, plan_s: float, run_s: float, commit_s: float, num_steps: int = 1) -> None:
+        """How long the steps of a plan took: to plan, to run, and to take in and to tell. For the next statistics."""
         self._plan_time_s += plan_s
         self._commit_time_s += commit_s
-        self._step_counts[bisect_left(TOKEN_TIMES_S, plan_s + run_s + commit_s)] += 1  # of each step, so no call more
+        step_s = (plan_s + run_s + commit_s) / num_steps
+        self._step_counts[bisect_left(TOKEN_TIMES_S, step_s)] += num_steps  # of each step, so no call more
 
     @property
     def has_urgent_news(self) -> bool:

@@ -104,6 +104,11 @@ class Program(Protocol):
         ...
 
     @property
+    def runs_several_steps(self) -> bool:
+        """Whether a batch may be for several steps (`StepBatch.num_steps`). The same on all ranks."""
+        ...
+
+    @property
     def overlapping(self) -> OverlappingExecutor | None:
         """What runs two steps at a time, if the device does."""
         ...

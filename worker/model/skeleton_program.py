@@ -62,6 +62,10 @@ class SkeletonProgram:
         return kv_bytes_per_token(self.model.specs, self._target.dtype)
 
     @property
+    def runs_several_steps(self) -> bool:
+        return False
+
+    @property
     def row_invariant(self) -> bool:
         return self._target.tiles.report.row_invariant
 

@@ -65,14 +65,19 @@ class BlockTables:
 class DecodeRows:
     """The rows of one step, each with one token at position `first_positions + age` of its columns."""
 
-    __slots__ = ("age", "blocks", "columns", "token_ids")
+    __slots__ = ("age", "blocks", "columns", "num_steps", "token_ids")
 
-    def __init__(self, columns: DecodeColumns, age: int, token_ids: Sequence[int], blocks: BlockTables) -> None:
+    def __init__(
+        self, columns: DecodeColumns, age: int, token_ids: Sequence[int], blocks: BlockTables, num_steps: int = 1
+    ) -> None:
         self.columns = columns
         self.age = age
         """Steps since the columns were made."""
         self.token_ids = array("q", token_ids)
         self.blocks = blocks
+        self.num_steps = num_steps
+        """Steps to be run one after the other, each with the tokens that the one before it drew. More than one only
+        where all rows take the argmax and the plan has no other sequences."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

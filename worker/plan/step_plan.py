@@ -151,7 +151,7 @@ class PlannedSequences(Sequence[ScheduledSequence]):
     def __init__(self, decodes: DecodeRows, others: Sequence[ScheduledSequence]) -> None:
         self.decodes = decodes
         self.others = others
-        self.num_tokens = len(decodes) + _num_tokens(others)
+        self.num_tokens = len(decodes) * decodes.num_steps + _num_tokens(others)
         self._all: tuple[ScheduledSequence, ...] | None = None
 
     def as_tuple(self) -> tuple[ScheduledSequence, ...]:
@@ -222,7 +222,13 @@ class StepPlan:
         return self.sequences.others if isinstance(self.sequences, PlannedSequences) else self.sequences
 
     @property
+    def num_steps(self) -> int:
+        """Steps that are run on this plan: 1, but for decodes that nobody waits for (`DecodeRows.num_steps`)."""
+        return self.decodes.num_steps
+
+    @property
     def num_tokens(self) -> int:
+        """Computed, in all its steps."""
         sequences = self.sequences
         return sequences.num_tokens if isinstance(sequences, PlannedSequences) else _num_tokens(sequences)
 
@@ -244,7 +250,8 @@ step's result was there. Who runs the plan puts the token in (`pending_tokens.py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step drew: for each sequence of the plan `with_drafts`, in its order, `num_draws` token ids."""
+    """What one step drew: for each sequence of the plan `with_drafts`, in its order, `num_draws` token ids; for each
+    row of a plan of several steps, one for each step."""
 
     step_id: int
     token_ids: tuple[tuple[int, ...], ...]

@@ -136,7 +136,14 @@ class Replica:
         )
         leader = LeaderRunner(runner, group)
         gpu = gpu_watch(default_device(config, rank=0))
-        engine = Engine(scheduler, _stepping(config, leader), progress=runner.progress, tuner=tuner, gpu=gpu)
+        engine = Engine(
+            scheduler,
+            _stepping(config, leader),
+            progress=runner.progress,
+            tuner=tuner,
+            gpu=gpu,
+            num_scheduler_steps=config.scheduler.num_scheduler_steps,
+        )
         replica = cls(info, engine, leader, group, ranks, config.health)
         try:
             replica._begin()

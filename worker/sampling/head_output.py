@@ -29,6 +29,8 @@ class HeadOutput:
     block_mass: Tensor | None = None
     """Of each 64 logits in turn the sum of exp(logit - the largest), float32. Log-probabilities are made of them and
     of `block_best`, beside which they stand. None where no row asks for any."""
+    steps: list[list[int]] | None = None
+    """`best` of each step, where the batch was for several; all else is None then."""
     sampled: "Sampled | None" = None
     """What was drawn, where the device has drawn in the step itself."""
 

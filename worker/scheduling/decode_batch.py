@@ -42,17 +42,22 @@ class _Row:
 
 
 class RowsInFlight:
-    """The sequences of one step's rows, in their order, and what is known of them. Nothing of it changes."""
+    """The sequences of one plan's rows, in their order, and what is known of them. Nothing of it changes."""
 
-    __slots__ = ("ending_block", "num_by_tenant", "sequences")
+    __slots__ = ("ending_block", "num_by_tenant", "num_steps", "sequences")
 
     def __init__(
-        self, sequences: list[Sequence], num_by_tenant: Mapping[Tenant, int], ending_block: list[Sequence]
+        self,
+        sequences: list[Sequence],
+        num_by_tenant: Mapping[Tenant, int],
+        ending_block: list[Sequence],
+        num_steps: int = 1,
     ) -> None:
         self.sequences = sequences
         self.num_by_tenant = num_by_tenant
         self.ending_block = ending_block
-        """Those whose row is the last of a block."""
+        """Those whose row is the last of a block, in the last of its steps."""
+        self.num_steps = num_steps
 
 
 NOBODY: Final = RowsInFlight([], {}, [])
@@ -81,8 +86,10 @@ class DecodeBatch:
         self._num_moves = _NEVER
         self._others: list[int] = []  # numbers of those that were not chosen
 
-    def split(self, shares: list[Share]) -> tuple[DecodeRows, RowsInFlight, list[Share]]:
-        """The rows of a step, whose they are, and those of its shares that are no plain decodes."""
+    def split(self, shares: list[Share], max_steps: int = 1) -> tuple[DecodeRows, RowsInFlight, list[Share]]:
+        """The rows of a step, whose they are, and those of its shares that are no plain decodes. The rows are for up to
+        `max_steps` steps where none of them ends before or needs another block, and nothing but the argmax is drawn.
+        """
         sequences = [sequence for sequence, _ in shares]
         if self._num_moves != self._queues.num_moves or sequences != self._chosen_from:
             self._choose(shares, sequences)
@@ -92,9 +99,10 @@ class DecodeBatch:
             others = [shares[number] for number in self._others]
         self._update_blocks()
         token_ids = [sequence.token_ids[-1] for sequence in self._sequences]
-        ending = self._ending_block[self._age % self._block_size]
-        in_flight = RowsInFlight(self._sequences, self._num_by_tenant, ending)
-        return DecodeRows(self._columns, self._age, token_ids, self._blocks), in_flight, others
+        num_steps = 1 if max_steps == 1 or others or self._columns.need_logits else self._num_steps(max_steps)
+        ending = self._ending_block[(self._age + num_steps - 1) % self._block_size]
+        in_flight = RowsInFlight(self._sequences, self._num_by_tenant, ending, num_steps)
+        return DecodeRows(self._columns, self._age, token_ids, self._blocks, num_steps), in_flight, others
 
     def foresee(self) -> None:
         """The rows of the last split are one token further, before they are committed."""
@@ -108,8 +116,8 @@ class DecodeBatch:
         *,
         was_foreseen: bool,
     ) -> tuple[list[TokenDelta], list[Sequence]]:
-        """These rows, of the oldest split that was not committed, have drawn the first of these tokens. Returns deltas,
-        and sequences that are broken.
+        """These rows, of the oldest split that was not committed, have drawn the first of these tuples of tokens.
+        Returns deltas, and sequences that are broken.
         """
         running = SequenceStatus.RUNNING
         sequences = rows_in_flight.sequences
@@ -123,14 +131,41 @@ class DecodeBatch:
             alive = [sequence for sequence in sequences if sequence.status is running]
             broken = [sequence for sequence in alive if sequence.is_broken]
             num_by_tenant = Counter(sequence.tenant for sequence in alive if not sequence.is_broken)
+        if rows_in_flight.num_steps > 1:
+            num_by_tenant = self._count_several(rows_in_flight, deltas)
         for tenant, num_tokens in num_by_tenant.items():
             tenant.charge(0, num_tokens)
         for sequence in rows_in_flight.ending_block:
             if sequence.status is running and not sequence.is_broken:
                 self._queues.store_full_blocks(sequence, sequence.num_computed_tokens - 1)
         if not was_foreseen:
-            self._age += 1
+            self._age += rows_in_flight.num_steps
         return [delta for delta in deltas if delta is not None], broken
+
+    def _count_several(
+        self, rows_in_flight: RowsInFlight, deltas: SequenceOf[TokenDelta | None]
+    ) -> Mapping[Tenant, int]:
+        """The tokens that each tenant gained in several steps. Where a sequence stopped short, its row is not where the
+        columns say.
+        """
+        alive = [sequence for sequence in rows_in_flight.sequences if sequence.status is SequenceStatus.RUNNING]
+        counts: Counter[Tenant] = Counter()
+        for sequence, delta in zip(alive, deltas, strict=True):
+            if delta is None:
+                continue
+            counts[sequence.tenant] += len(delta.token_ids)
+            if delta.finish_reason is None and len(delta.token_ids) < rows_in_flight.num_steps:
+                self.forget()
+        return counts
+
+    def _num_steps(self, most: int) -> int:
+        """How many steps go by, of at most so many, before a row ends or needs another block."""
+        size = self._block_size
+        for sequence in self._sequences:
+            left = sequence.max_len - len(sequence.token_ids)
+            room = len(sequence.block_ids) * size - sequence.num_computed_tokens
+            most = min(most, left, room)
+        return most
 
     def forget(self) -> None:
         """The rows of the last split were not computed, or not as they were: the next split starts over."""

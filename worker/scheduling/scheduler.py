@@ -67,7 +67,8 @@ class Scheduler:
         self._sequences: dict[Hashable, Sequence] = {}  # those that have not ended, by key
         self._in_flight: list[StepInFlight] = []  # plans that are not committed, at most two, the older first
         self._num_added = 0
-        self._num_steps = 0
+        self._num_plans = 0
+        self._num_steps_saved = 0  # steps beyond the first of a plan
         self._num_tokens_computed = 0
         self._num_finished = 0
         self._num_aborted = 0
@@ -129,8 +130,9 @@ class Scheduler:
 
     # --- Steps ---
 
-    def plan(self, now: float = 0.0) -> StepPlan | None:
-        """The plan of the next step; None if there is nothing to do. While no other plan is in flight.
+    def plan(self, now: float = 0.0, max_steps: int = 1) -> StepPlan | None:
+        """The plan of the next step; None if there is nothing to do. While no other plan is in flight. It may be for up
+        to `max_steps` steps where all sequences decode and nobody waits.
 
         Requests whose time is up by `now` are dropped first: see `take_expired`.
         """
@@ -140,7 +142,7 @@ class Scheduler:
             return None
         shares = bound_prompt_logprobs(self._policy.schedule(self._queues))
         assert shares, "requests are alive and the policy found nothing to do"
-        return self._plan_of(shares)
+        return self._plan_of(shares, 1 if self._queues.waiting else max_steps)
 
     def plan_ahead(self, now: float = 0.0) -> StepPlan | None:
         """The plan of the step after the one in flight, whose result is not there yet; None: that is to be committed
@@ -171,6 +173,7 @@ class Scheduler:
             sequence.awaits_result = False
         plan = plan.with_drafts(result.drafts)
         self._num_tokens_computed += plan.num_tokens
+        self._num_steps_saved += step.rows.num_steps - 1
         members, num_rows = step.sequences, len(plan.decodes)
         assert len(members) == len(plan.sequences) == len(result.token_ids), "a result has tokens for all sequences"
         deltas = self._commit_rows(step, num_rows, result)
@@ -255,7 +258,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Statistics. O(running sequences)."""
         return SchedulerStats(
-            num_steps=self._num_steps,
+            num_steps=self._num_plans + self._num_steps_saved,
             num_tokens_computed=self._num_tokens_computed,
             num_tokens_recomputed=self._share_commit.num_tokens_recomputed,
             num_prefix_query_tokens=self._queues.num_prefix_query_tokens,
@@ -292,20 +295,20 @@ class Scheduler:
 
     # --- Internals ---
 
-    def _plan_of(self, shares: list[Share]) -> StepPlan:
+    def _plan_of(self, shares: list[Share], max_steps: int = 1) -> StepPlan:
         """What the next step does for each of its sequences. It is in flight from here on."""
-        self._num_steps += 1
+        self._num_plans += 1
         drafts = self._drafter.drafts(shares, self._queues, self._policy.limits)
         if drafts:
             self._decode_batch.forget()
             rows, in_rows, others = NO_ROWS, NOBODY, shares
         else:
-            rows, in_rows, others = self._decode_batch.split(shares)
+            rows, in_rows, others = self._decode_batch.split(shares, max_steps)
         drafted = drafts or repeat(NO_DRAFTS)
         block_size = self._allocator.block_size
         scheduled = [scheduled_sequence(*share, item, block_size) for share, item in zip(others, drafted, strict=False)]
         plan = StepPlan(
-            step_id=self._num_steps,
+            step_id=self._num_plans,
             sequences=PlannedSequences(rows, scheduled),
             block_copies=self._queues.take_block_copies(),
         )

@@ -287,6 +287,8 @@ class Sequence:
         """As `commit`, for a step that computed its last token and drew one, not its first unless it was foreseen."""
         if self.is_pending:
             return self._fill_in(drawn, logprobs)
+        if len(drawn) > 1:
+            return self._decode_several(drawn)
         (token_id,) = drawn
         if token_id == NO_TOKEN:
             self.is_broken = True
@@ -301,6 +303,27 @@ class Sequence:
         elif len(token_ids) >= self.max_len:
             reason = FinishReason.LENGTH
         return TokenDelta(self.attempt, index, drawn, reason, 0, logprobs)
+
+    def _decode_several(self, drawn: tuple[int, ...]) -> TokenDelta | None:
+        """As `decode`, for several steps: takes the tokens up to its last, or to one that could not be drawn."""
+        if drawn[0] == NO_TOKEN:
+            self.is_broken = True
+            return None
+        token_ids, num_before = self.token_ids, len(self.token_ids)
+        reason = None
+        for token_id in drawn:
+            if token_id == NO_TOKEN:  # the next step finds it again, as its first
+                break
+            token_ids.append(token_id)
+            if token_id in self.stop_token_ids:
+                reason = FinishReason.STOP
+            elif len(token_ids) >= self.max_len:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                break
+        num_taken = len(token_ids) - num_before
+        self.num_computed_tokens += num_taken
+        return TokenDelta(self.attempt, num_before - self.num_prompt_tokens, drawn[:num_taken], reason, 0, ())
 
     def _fill_in(self, drawn: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> TokenDelta | None:
         """As `commit`, for a step that was foreseen: the pending token is known now."""

@@ -92,9 +92,9 @@ class _NextStep:
 
 def _read(plan: StepPlan, step_s: float, num_gained: int, num_waiting: int) -> tuple[StepReport, _NextStep]:
     """Runs at every step, so it is quick with what most steps are made of: decodes of one token."""
-    others = plan.others
-    num_decodes = num_decode_tokens = len(plan.decodes)
-    decode_context = plan.decodes.num_context_tokens
+    rows, others = plan.decodes, plan.others
+    num_decodes = num_decode_tokens = len(rows)
+    decode_context = rows.num_context_tokens
     chunks: list[ScheduledSequence] = []
     if others:
         chunks = [item for item in others if item.num_draws < len(item.token_ids)]
@@ -106,7 +106,7 @@ def _read(plan: StepPlan, step_s: float, num_gained: int, num_waiting: int) -> t
     sample = StepSample(
         num_seqs=len(plan.sequences),
         num_decodes=num_decodes,
-        num_tokens=plan.num_tokens,
+        num_tokens=plan.num_tokens // rows.num_steps,
         num_context_tokens=decode_context + sum(map(_num_attended, chunks)),
         step_s=step_s,
     )

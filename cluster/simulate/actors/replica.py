@@ -156,12 +156,20 @@ class SimulatedReplica(Process):
 
     def _turn(self) -> None:
         self._take_commands()
-        plan = self.core.plan(self.clock)
+        plan = self.core.plan(self.clock, self._max_steps)
         if plan is None:
             self._deliver()
             return
         self._launch(plan)
         self._begin_step()
+
+    @property
+    def _max_steps(self) -> int:
+        """Of a plan. Several, though its steps take longer than those that a real engine would run on one plan: what
+        comes meanwhile waits, and nothing else may come of it.
+        """
+        scheduler = self.shape.scheduler
+        return 1 if scheduler.async_scheduling else scheduler.num_scheduler_steps
 
     def _take_commands(self) -> None:
         inbox, self._inbox = self._inbox, []
@@ -171,7 +179,8 @@ class SimulatedReplica(Process):
     def _launch(self, plan: StepPlan) -> None:
         if self.core.has_urgent_news:
             self._deliver()
-        self._in_flight.append((plan, self.shape.step_costs.predict(shape_of(plan)) * self.slowness))
+        step_s = self.shape.step_costs.predict(shape_of(plan)) * self.slowness
+        self._in_flight.append((plan, step_s * plan.num_steps))
 
     def _begin_step(self) -> None:
         """The device goes on with the oldest plan. With two plans in flight, the host makes the next one meanwhile."""

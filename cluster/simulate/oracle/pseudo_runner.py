@@ -14,6 +14,7 @@ from holdfast.cluster.simulate.oracle.pseudo_grammar import PseudoMatcher
 from holdfast.cluster.simulate.oracle.pseudo_model import EOS_TOKEN_ID, NUM_POISON_STEPS, POISON_TOKEN_ID, PoisonedError
 from holdfast.worker.plan.draws import draws_of
 from holdfast.worker.plan.grammar_matchers import GrammarMatchers, has_grammars
+from holdfast.worker.plan.several_steps import run_each
 from holdfast.worker.plan.step_plan import BlockCopy, DrawParams, ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import TokenLogprob
 
@@ -33,6 +34,9 @@ class PseudoRunner:
         self._grammars = GrammarMatchers(PseudoMatcher, frozenset({EOS_TOKEN_ID}))
 
     def run(self, plan: StepPlan) -> StepResult:
+        return run_each(plan, self._run_one)
+
+    def _run_one(self, plan: StepPlan) -> StepResult:
         self._copy(plan.block_copies)
         for sequence in plan.sequences:
             self._write(sequence)

@@ -48,6 +48,7 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
     num_routers, num_replicas = rng.randint(1, 3), rng.randint(1, 4)
     span_s = rng.uniform(1.0, 5.0)
     replica = _draw_shape(rng, async_scheduling)
+    are_plain = random.Random(f"plain {seed}").random() < 0.25
     return Scenario(
         seed=seed,
         num_routers=num_routers,
@@ -63,7 +64,7 @@ def draw_scenario(seed: int, *, async_scheduling: bool = False) -> Scenario:
         replica=replica,
         proposers=rng.choices((None, *PROPOSERS), weights=(3, 1, 1, 1), k=num_replicas),
         requests=[
-            *draw_requests(rng, rng.randint(60, 160), span_s, replica.max_model_len),
+            *draw_requests(rng, rng.randint(60, 160), span_s, replica.max_model_len, are_plain=are_plain),
             *draw_storm(random.Random(f"storm {seed}"), span_s),
         ],
         faults=sorted(

@@ -20,15 +20,19 @@ GRACE_S = 5.0
 """So long after its time some of a storm's clients still listen for the router to say that it is up."""
 
 
-def draw_requests(rng: random.Random, num_requests: int, span_s: float, max_model_len: int) -> list[PlannedRequest]:
-    """Requests over `span_s` seconds, some of them all at once, some with a common beginning."""
+def draw_requests(
+    rng: random.Random, num_requests: int, span_s: float, max_model_len: int, *, are_plain: bool = False
+) -> list[PlannedRequest]:
+    """Requests over `span_s` seconds, some of them all at once, some with a common beginning. Plain ones are greedy and
+    ask for nothing that looks at logits: replicas decode them by several steps.
+    """
     prefixes = [tuple(rng.choices(WHOLE_TOKEN_IDS, k=rng.randint(1, 12))) for _ in range(3)]
     burst_s = rng.uniform(0, span_s)
     burst_share = rng.choice((0.0, 0.0, 0.3, 0.7))
     requests = []
     for number in range(num_requests):
         arrival_s = burst_s if rng.random() < burst_share else rng.uniform(0, span_s)
-        request = _draw_request(rng, f"request-{number}", rng.choice(prefixes), max_model_len)
+        request = _draw_request(rng, f"request-{number}", rng.choice(prefixes), max_model_len, are_plain)
         requests.append(
             PlannedRequest(
                 request=request,
@@ -73,18 +77,25 @@ def _draw_poison(rng: random.Random, request_id: str, arrival_s: float) -> Plann
     return PlannedRequest(request=request, arrival_s=arrival_s, timeout_s=LONGEST_S, cancel_after=None, is_poison=True)
 
 
-def _draw_request(rng: random.Random, request_id: str, prefix: tuple[int, ...], max_model_len: int) -> EngineRequest:
+def _draw_request(
+    rng: random.Random, request_id: str, prefix: tuple[int, ...], max_model_len: int, is_plain: bool
+) -> EngineRequest:
     prompt = (prefix if rng.random() < 0.5 else ()) + tuple(rng.choices(WHOLE_TOKEN_IDS, k=rng.randint(1, 8)))
-    return EngineRequest(
+    params, of_logits = _draw_params(rng), {**_draw_logits_settings(rng), **_draw_reports(rng)}
+    request = EngineRequest(
         request_id=request_id,
         prompt_token_ids=prompt[: max_model_len - 1],
-        sampling_params=replace(_draw_params(rng), **_draw_logits_settings(rng), **_draw_reports(rng)),
+        sampling_params=replace(params, **of_logits),
         priority=rng.choice((Priority.NORMAL, Priority.NORMAL, Priority.HIGH, Priority.LOW)),
         cache_salt=rng.choice(("", "", "", "other")),
         tenant=rng.choice(("", "", "gold", "free")),
         bad_word_token_ids=_draw_bad_words(rng) if rng.random() < 0.06 else (),
         grammar=rng.choice(_GRAMMARS) if rng.random() < 0.12 else "",
     )
+    if is_plain:
+        params = replace(params, temperature=0.0, min_tokens=0)
+        return replace(request, sampling_params=params, bad_word_token_ids=(), grammar="")
+    return request
 
 
 def _draw_params(rng: random.Random) -> SamplingParams:

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 from holdfast.worker.config import SchedulerConfig
 from holdfast.worker.errors import InvalidRequestError, QueueFullError
 from holdfast.worker.kv.prefix_cache import BlockStored
+from holdfast.worker.plan.several_steps import run_each
 from holdfast.worker.plan.step_plan import ScheduledSequence, StepPlan, StepResult
 from holdfast.worker.request import EngineRequest, FinishReason, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
@@ -37,6 +38,7 @@ MAX_STEPS = 5000
 class SchedulerMachine(RuleBasedStateMachine):
     make_policy: MakePolicy = ContinuousBatching
     may_cache_prefixes = True
+    max_steps = 1
 
     @initialize(
         num_blocks=st.integers(8, 24),
@@ -137,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def plan(self) -> StepPlan | None:
         """The next step, and who was dropped before it."""
-        plan = self.scheduler.plan(self.now)
+        plan = self.scheduler.plan(self.now, self.max_steps)
         for request_id in self.scheduler.take_expired():
             expected = self.expected[request_id]
             assert expected.is_alive, "a request ends once"
@@ -152,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Run a step, looking at what it writes over and at what it leaves behind."""
         for sequence in plan.sequences:
             self.check_blocks(sequence)
-        result = self.runner.run(plan)
+        result = run_each(plan, self.runner.run)
         for sequence in plan.sequences:
             expected = self.by_sequence_id[sequence.sequence_id]
             before = (*expected.request.prompt_token_ids, *expected.received)[: sequence.first_position]
@@ -263,7 +265,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         return {key: expected for key, expected in self.expected.items() if expected.is_alive}
 
     def check_plan(self, plan: StepPlan) -> None:
-        assert 1 <= plan.num_tokens <= self.config.max_num_batched_tokens
+        assert 1 <= plan.num_tokens <= self.config.max_num_batched_tokens * plan.num_steps
+        assert 1 <= plan.num_steps <= self.max_steps
         assert 1 <= len(plan.sequences) <= self.config.max_num_seqs
         assert sum(len(s.prompt_logprobs.token_ids) for s in plan.sequences if s.prompt_logprobs) <= MAX_PROMPT_LOGPROBS
         self.scheduler.check_integrity()

@@ -23,6 +23,18 @@ class MemoryAwareMachine(SchedulerMachine):
     make_policy = MemoryAwareBatching
 
 
+class MultiStepMachine(SchedulerMachine):
+    """Plans are for several steps where they can be. The settings are those of greedy requests; the tokens are not."""
+
+    max_steps = 5
+
+    def further_params(self, seed: int) -> dict[str, object]:
+        return {"temperature": 0.0}
+
+    def with_drafts(self, plan, data):
+        return plan if plan.num_steps > 1 else super().with_drafts(plan, data)
+
+
 class StaticMachine(SchedulerMachine):
     make_policy = StaticBatching
     may_cache_prefixes = False
@@ -55,6 +67,7 @@ class SpeculatingMachine(SchedulerMachine):
     [
         (SchedulerMachine, 30),
         (SpeculatingMachine, 20),
+        (MultiStepMachine, 40),
         (MemoryAwareMachine, 15),
         (StaticMachine, 10),
         (BucketedMachine, 10),

@@ -6,6 +6,7 @@ what a step means to the engine (`worker/decoder/program.py`), and arithmetic (`
 
 import ctypes
 from ctypes import byref, pointer
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -175,6 +176,8 @@ class CpuExecutor:
 
     def run(self, batch: StepBatch, *, with_logits: bool) -> HeadOutput:
         """One step; all ranks of the group run it together. Blocks are copied before."""
+        if batch.num_steps > 1:
+            return self._run_several(batch)
         assert self._cache is not None, "a cache is allocated before steps run"
         if batch.block_copies.size:
             self._cache.copy(*torch.from_numpy(batch.block_copies))
@@ -189,6 +192,35 @@ class CpuExecutor:
             return self._output(step)
         finally:
             ahead.end_step(int(batch.block_ids.max(initial=-1)))
+
+    @property
+    def runs_several_steps(self) -> bool:
+        """Whether all ranks know the tokens that a step has drawn."""
+        return self._in_one_call
+
+    def _run_several(self, batch: StepBatch) -> HeadOutput:
+        """As many steps as the batch is for, each with the tokens of the one before."""
+        assert batch.is_decode, "several steps are decodes"
+        assert self._cache is not None, "a cache is allocated before steps run"
+        batch = replace(batch, token_ids=batch.token_ids.copy(), first_positions=batch.first_positions.copy())
+        if batch.block_copies.size:
+            self._cache.copy(*torch.from_numpy(batch.block_copies))
+        drawn = []
+        ahead = self._cache.ahead
+        ahead.begin_step()
+        try:
+            step = self._begin(batch, with_logits=False)
+            self._go(0, self._num_segments)
+            drawn.append(step.best.tolist())
+            for _ in range(1, batch.num_steps):
+                batch.token_ids[:] = step.best
+                batch.first_positions += 1
+                self._library.hf_decoder_begin(self._decoder, byref(step.native))
+                self._go(0, self._num_segments)
+                drawn.append(step.best.tolist())
+        finally:
+            ahead.end_step(int(batch.block_ids.max(initial=-1)))
+        return HeadOutput(None, None, steps=drawn)
 
     def _begin(self, batch: StepBatch, with_logits: bool, first_layer: int = 0) -> "_Step":
         self._make_room(max(len(batch.token_ids), len(batch.logits_rows)))

@@ -1,0 +1,104 @@
+"""Several decode steps on one plan give the tokens that single steps give, on one rank and on two."""
+
+import multiprocessing
+
+import pytest
+import torch
+
+from holdfast.worker.config import SchedulerConfig
+from holdfast.worker.distributed.tensor_parallel import DistributedGroup, pick_port
+from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
+from holdfast.worker.replica.rank import run_rank
+from holdfast.worker.request import EngineRequest
+from holdfast.worker.sampling_params import SamplingParams
+from holdfast.worker.scheduling.scheduler import Scheduler
+from tests.parity.harness import load, on_ranks, worker_config
+
+NUM_TOKENS = 40
+
+
+def served(leader: LeaderRunner, prompts, max_steps: int, stop: int | None = None) -> tuple[dict[str, list[int]], int]:
+    """The tokens of all prompts, one of which comes late, and the number of plans. Requests end at different times."""
+    info = leader._runner.info
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=8),
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+        eos_token_ids=info.eos_token_ids,
+    )
+    tokens: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    num_plans = 0
+
+    def add(number: int) -> None:
+        params = SamplingParams(
+            seed=0,
+            temperature=0.0,
+            max_tokens=NUM_TOKENS - 3 * number,
+            ignore_eos=True,
+            stop_token_ids=() if stop is None else (stop,),
+        )
+        request = EngineRequest(request_id=str(number), prompt_token_ids=tuple(prompts[number]), sampling_params=params)
+        assert scheduler.add(request) is None
+
+    for number in range(len(prompts) - 1):
+        add(number)
+    while scheduler.has_work:
+        if num_plans == 4:
+            add(len(prompts) - 1)
+        plan = scheduler.plan(max_steps=max_steps)
+        num_plans += 1
+        for delta in scheduler.commit(plan, leader.run(plan)):
+            tokens[delta.attempt] += delta.token_ids
+        scheduler.check_integrity()
+    return tokens, num_plans
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_the_tokens_are_those_of_single_steps(family, tiny_model, prompts):
+    leader = load(worker_config(tiny_model(family), executor="decoder"))
+    assert leader.runs_several_steps
+    one, num_plans = served(leader, prompts, 1)
+    several, num_fewer = served(leader, prompts, 8)
+    assert several == one
+    assert num_fewer < 0.6 * num_plans
+    stop = one["0"][NUM_TOKENS // 2]
+    assert served(leader, prompts, 8, stop)[0] == served(leader, prompts, 1, stop)[0]
+
+
+def test_the_skeleton_runs_one(tiny_model):
+    assert not load(worker_config(tiny_model("llama"), executor="skeleton")).runs_several_steps
+
+
+def test_ranks_that_share_no_memory_run_one(tiny_model, prompts):
+    """Each knows the best token of its own part of the vocabulary alone."""
+    config = worker_config(tiny_model("llama"), 2, executor="decoder")
+
+    def work(leader: LeaderRunner) -> bool:
+        served(leader, prompts, 1)
+        return leader.runs_several_steps == leader._runner.program.executor.shares_memory
+
+    assert on_ranks(config, work)
+
+
+@pytest.mark.slow
+def test_ranks_in_processes_run_several_steps_together(tiny_model, prompts):
+    config = worker_config(tiny_model("llama"), 2, executor="decoder")
+    rendezvous = f"tcp://127.0.0.1:{pick_port()}"
+    other = multiprocessing.get_context("spawn").Process(target=run_rank, args=(config, 1, rendezvous))
+    other.start()
+    group = DistributedGroup(0, 2, rendezvous, start_timeout_s=60)
+    try:
+        leader = LeaderRunner(ModelRunner.load(config, group, device=torch.device("cpu")), group)
+        leader.keep_alive()
+        one, num_plans = served(leader, prompts, 1)
+        several, num_fewer = served(leader, prompts, 8)
+        assert leader.runs_several_steps
+        leader.close()
+    finally:
+        group.close()
+        other.join(30)
+        other.kill()
+    assert several == one
+    assert num_fewer < 0.6 * num_plans
+    assert one == served(load(worker_config(tiny_model("llama"), executor="decoder")), prompts, 8)[0]
