@@ -298,6 +298,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             first = min(remaining, key=lambda expected: expected.sequence.service_order)
             best_class = min(expected.sequence.service_class for expected in members)
             assert first in members or best_class < first.sequence.service_class
+        self.note_running()
+
+    def note_running(self) -> None:
         running = self.scheduler._queues.running
         self.last_running = [self.by_sequence_id[sequence.sequence_id] for sequence in running]
 

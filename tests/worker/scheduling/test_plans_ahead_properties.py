@@ -126,6 +126,8 @@ class AheadMachine(SchedulerMachine):
     def check_first_is_served(self, members) -> None:
         if len(self.flight) < 2:
             super().check_first_is_served(members)
+        else:  # who awaits a result is left out, first or not; and who came in now may be before all others from now on
+            self.note_running()
 
     def further_params(self, seed):
         return VARIETY.get(seed, {})
