@@ -23,7 +23,7 @@ WITHOUT_EFFECT: Final = frozenset(
     max_capture_size cuda_graph_sizes compilation_config cudagraph_capture_sizes max_cudagraph_capture_size
     optimization_level distributed_executor_backend worker_use_ray worker_cls worker_extension_cls
     ray_workers_use_nsight max_parallel_loading_workers disable_custom_all_reduce
-    disable_nccl_for_dp_synchronization use_v2_block_manager num_lookahead_slots num_scheduler_steps
+    disable_nccl_for_dp_synchronization use_v2_block_manager num_lookahead_slots
     multi_step_stream_outputs preemption_mode scheduler_delay_factor scheduler_cls scheduling_policy
     max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold stream_interval
     disable_async_output_proc disable_cascade_attn disable_sliding_window_cache disable_hybrid_kv_cache_manager

@@ -153,6 +153,7 @@ class DecoderProgram:
         """What runs two steps at a time, if the device runs them and draws their tokens (an `OverlappingSampler`)."""
         if isinstance(executor, OverlappingExecutor) and isinstance(self.sampler, OverlappingSampler):
             self.overlapping = executor if executor.overlaps else None
+        self._multi_step = executor if isinstance(executor, MultiStepExecutor) else None  # slow to ask at every step
         self.progress = ProgressCounter()
         """Moves with every layer."""
         self.progress.follow(executor.layers_done)
@@ -171,7 +172,7 @@ class DecoderProgram:
 
     @property
     def runs_several_steps(self) -> bool:
-        return isinstance(self.executor, MultiStepExecutor) and self.executor.runs_several_steps
+        return self._multi_step is not None and self._multi_step.runs_several_steps
 
     def drop_cache(self) -> None:
         self.executor.drop_cache()
