@@ -223,7 +223,9 @@ class Dispatch:
 
     @property
     def next_tick(self) -> float | None:
-        """When `tick` will next have something to do, or None."""
+        """When `tick` will next have something to do, or None. Where nothing waits, only deadlines are left."""
+        if not len(self._queue):
+            return self._requests.deadlines.next
         waits = [*self._outages.ends(), *self._placement.wake_ups(), *self._placement.ends_of_versions()]
         waits += [when for when in (self._requests.deadlines.next, self._queue.next_late) if when is not None]
         return min(waits, default=None)

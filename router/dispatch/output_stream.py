@@ -26,6 +26,21 @@ class OutputStream:
     `on_output` runs inside the dispatch host: it must only wake the reader, not read.
     """
 
+    __slots__ = (
+        "_behind_since",
+        "_now",
+        "_on_output",
+        "_pending",
+        "behind_s",
+        "error",
+        "notifies_each_step",
+        "num_tokens",
+        "request_id",
+        "taker",
+        "timeline",
+        "watch",
+    )
+
     def __init__(self, request_id: str, on_output: Callable[[], None], now: Callable[[], float] = lambda: 0.0) -> None:
         """`now` is asked when the reader falls behind and when it has caught up, and not for each delivery."""
         self.request_id = request_id

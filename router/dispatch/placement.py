@@ -74,6 +74,8 @@ class Placement:
     def drain(self, model: str, now: float) -> list[Action]:
         """Moves requests off retiring replicas, then sends waiting requests while there is room."""
         actions = self._vacate(model, now)
+        if not len(self.queue):  # as after nearly every step
+            return actions
         self.queue.advance(model, now)
         while (found := self._next(model, now)) is not None:
             state, replica = found

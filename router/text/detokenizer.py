@@ -33,6 +33,22 @@ class IncrementalDetokenizer:
     Each token decodes at most two windows, however long the sequence is.
     """
 
+    __slots__ = (
+        "_bytes",
+        "_decode",
+        "_has_guessed",
+        "_lengths",
+        "_num_context",
+        "_num_given",
+        "_num_out",
+        "_run",
+        "_skipped",
+        "_tokenizer",
+        "_vocab_size",
+        "_window",
+        "guess",
+    )
+
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, *, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()

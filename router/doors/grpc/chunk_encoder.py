@@ -39,6 +39,8 @@ _VARINTS: Final = tuple(map(varint, range(2**14)))
 class ChunkEncoder:
     """Of one stream. `chat_deltas` say what its text does."""
 
+    __slots__ = ("_chat_deltas", "_shared")
+
     def __init__(self, chat_deltas: ChatDeltas | None = None) -> None:
         self._chat_deltas = chat_deltas
         self._shared: dict[tuple[int, str, bool], bytes] = {}

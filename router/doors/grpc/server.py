@@ -6,6 +6,7 @@ What may live here: the methods, and the server's options. What may not: other s
 
 import math
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Final
 
 import grpc
@@ -16,6 +17,7 @@ from holdfast.router.dispatch.dispatch_host import DispatchHost
 from holdfast.router.doors.chat_answer import ChatDeltas, ChatPlan
 from holdfast.router.doors.grpc.authentication import Authentication
 from holdfast.router.doors.grpc.chunk_encoder import ChunkEncoder
+from holdfast.router.doors.grpc.chunk_writer import ChunkWriter
 from holdfast.router.doors.grpc.compression import GZIP_OPTIONS, Gzip
 from holdfast.router.doors.grpc.handlers import Context, Trailers, generic_handler
 from holdfast.router.doors.grpc.reflection import add_reflection
@@ -69,13 +71,15 @@ class InferenceServicer:
         async with self._request_processor.open(plan.request, context.time_remaining()) as answer:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, answer.request_id),))
             encode = ChunkEncoder(ChatDeltas(plan, answer.received) if plan.style is not None else None).encode
-            has_output, write = answer.has_output, context.write
-            answer.hand_to(has_output.give)
-            while not answer.is_over:
-                while not has_output.is_set and (delivery := await has_output.next()) is not None:
-                    await write(encode(delivery))
-                if (delivery := answer.read()) is not None:
-                    await write(encode(delivery))
+            has_output = answer.has_output
+            with closing(ChunkWriter(context.write, encode, has_output)) as writer:
+                answer.hand_to(writer.take)
+                while not answer.is_over:
+                    if not has_output.is_set:
+                        await has_output.next()
+                    await writer.settle()
+                    if (delivery := answer.read()) is not None:
+                        await context.write(encode(delivery))
 
     async def Abort(self, message: inference_pb2.AbortRequest, context: Context) -> inference_pb2.AbortResponse:
         return inference_pb2.AbortResponse(was_open=self._request_processor.abort(message.request_id))
