@@ -35,6 +35,7 @@ CHOSEN = (
     " or merged or near_the_exact or heads_of_any_size or beside_it or every_byte or special_values"
     " or tokens_are_those_of_pytorch or definition or processors_are or logprobs_ranks or penalty_does or no_numbers"
     " or refused or head_knows or no_rows or equal_logits or any_top_k or searches_for or small_nucleus"
+    " or sixteen_exponents or of_those_with_whole or answers_the_same or kept_whole"
 )
 BF16_ALONE = " and not equal_logits and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
 
@@ -68,6 +69,7 @@ def test_no_sanitizer_complains(name, tmp_path):
             "functions",
             "products",
             "bits",
+            "compact_weights",
             "sequences",
             "long_contexts",
             "families",
