@@ -1,6 +1,8 @@
 """Runs a tiny model through the real loader and runner, step by step, and Hugging Face's own beside it."""
 
-from collections.abc import Callable, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -8,9 +10,10 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
-from holdfast.worker.distributed.tensor_parallel import SingleRank
+from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank, pick_port
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follow
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
+from holdfast.worker.replica.rank import run_rank
 from holdfast.worker.request import EngineRequest, TokenLogprob
 from holdfast.worker.scheduling.scheduler import Scheduler
 from tests.fake_group import run_ranks
@@ -52,6 +55,25 @@ def on_ranks(config: WorkerConfig, work: Callable[[LeaderRunner], T]) -> T:
             leader.close()
 
     return run_ranks(config.parallel.tensor_parallel_size, run)[0]
+
+
+@contextmanager
+def in_processes(config: WorkerConfig) -> Iterator[LeaderRunner]:
+    """The leader of a replica of two ranks, the other of which is a process. That one ends by itself."""
+    rendezvous = f"tcp://127.0.0.1:{pick_port()}"
+    other = multiprocessing.get_context("spawn").Process(target=run_rank, args=(config, 1, rendezvous))
+    other.start()
+    group = DistributedGroup(0, 2, rendezvous, start_timeout_s=60)
+    try:
+        leader = LeaderRunner(ModelRunner.load(config, group, device=torch.device("cpu")), group)
+        leader.keep_alive()
+        yield leader
+        leader.close()
+    finally:
+        group.close()
+        other.join(30)
+        other.kill()
+    assert other.exitcode == 0
 
 
 class Sequences:

@@ -1,18 +1,13 @@
 """Several decode steps on one plan give the tokens that single steps give, on one rank and on two."""
 
-import multiprocessing
-
 import pytest
-import torch
 
 from holdfast.worker.config import SchedulerConfig
-from holdfast.worker.distributed.tensor_parallel import DistributedGroup, pick_port
-from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
-from holdfast.worker.replica.rank import run_rank
+from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.request import EngineRequest
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.scheduling.scheduler import Scheduler
-from tests.parity.harness import load, on_ranks, worker_config
+from tests.parity.harness import in_processes, load, on_ranks, worker_config
 
 NUM_TOKENS = 40
 
@@ -84,21 +79,10 @@ def test_ranks_that_share_no_memory_run_one(tiny_model, prompts):
 @pytest.mark.slow
 def test_ranks_in_processes_run_several_steps_together(tiny_model, prompts):
     config = worker_config(tiny_model("llama"), 2, executor="decoder")
-    rendezvous = f"tcp://127.0.0.1:{pick_port()}"
-    other = multiprocessing.get_context("spawn").Process(target=run_rank, args=(config, 1, rendezvous))
-    other.start()
-    group = DistributedGroup(0, 2, rendezvous, start_timeout_s=60)
-    try:
-        leader = LeaderRunner(ModelRunner.load(config, group, device=torch.device("cpu")), group)
-        leader.keep_alive()
+    with in_processes(config) as leader:
         one, num_plans = served(leader, prompts, 1)
         several, num_fewer = served(leader, prompts, 8)
         assert leader.runs_several_steps
-        leader.close()
-    finally:
-        group.close()
-        other.join(30)
-        other.kill()
     assert several == one
     assert num_fewer < 0.6 * num_plans
     assert one == served(load(worker_config(tiny_model("llama"), executor="decoder")), prompts, 8)[0]

@@ -1,17 +1,14 @@
 """A model split over ranks computes what the whole model computes."""
 
-import multiprocessing
-
 import pytest
 import torch
 
-from holdfast.worker.distributed.tensor_parallel import DistributedGroup, pick_port
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.layers.experts import Experts
-from holdfast.worker.replica.rank import run_rank
 from tests.parity.families import SERVED, VARIANTS, executor_of
 from tests.parity.harness import (
     greedy_tokens,
+    in_processes,
     is_run_by,
     load,
     logits_in_chunks,
@@ -123,18 +120,6 @@ def test_each_rank_holds_its_own_heads_and_all_know_the_same_facts(executor, num
 @pytest.mark.parametrize("executor", ["decoder", "skeleton"])
 def test_ranks_in_processes_of_their_own_draw_the_same_tokens(executor, tiny_model, prompts):
     config = worker_config(tiny_model("llama"), 2, executor=executor)
-    rendezvous = f"tcp://127.0.0.1:{pick_port()}"
-    other = multiprocessing.get_context("spawn").Process(target=run_rank, args=(config, 1, rendezvous))
-    other.start()
-    group = DistributedGroup(0, 2, rendezvous, start_timeout_s=60)
-    try:
-        leader = LeaderRunner(ModelRunner.load(config, group, device=torch.device("cpu")), group)
-        leader.keep_alive()
+    with in_processes(config) as leader:
         tokens = greedy_tokens(leader, prompts, num_new=8)
-        leader.close()
-    finally:
-        group.close()
-        other.join(30)
-        other.kill()
-    assert other.exitcode == 0
     assert tokens == greedy_tokens(load(worker_config(tiny_model("llama"), executor=executor)), prompts, num_new=8)
