@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from holdfast.cluster.offline.inference_engine import InferenceEngine
 from holdfast.cluster.offline.llm import LLM
+from holdfast.cluster.offline.local_replica import LocalReplica
+from holdfast.worker.engine.model_runner import LeaderRunner
 from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidRequestError
 from holdfast.worker.sampling_params import SamplingParams
 from tests.parity.families import save_tiny_model
@@ -122,13 +124,34 @@ class Begun:
         return self.handle.result(TIMEOUT_S).outputs[0].token_ids
 
 
+def hold_steps(monkeypatch: pytest.MonkeyPatch, until: str, num_free: int = 8) -> None:
+    """Lets the next engine run `num_free` plans, and the others after `LocalReplica.<until>`, the update's own call.
+    A tiny model is done with a long request before a thread that waits for its first tokens has woken.
+    """
+    may_go = threading.Event()
+    free = iter(range(num_free))
+    run, step_of_update = LeaderRunner.run, getattr(LocalReplica, until)
+
+    def held(self, plan):
+        assert next(free, None) is not None or may_go.wait(TIMEOUT_S)
+        return run(self, plan)
+
+    def let_go(self):
+        step_of_update(self)
+        may_go.set()
+
+    monkeypatch.setattr(LeaderRunner, "run", held)
+    monkeypatch.setattr(LocalReplica, until, let_go)
+
+
 def long_answer(folder: Path) -> list[int]:
     with loaded(folder) as llm:
         return llm.generate([PROMPTS[1]][0], LONG)[0].outputs[0].token_ids
 
 
-def test_what_runs_finishes_and_what_comes_meanwhile_waits(folders, known):
+def test_what_runs_finishes_and_what_comes_meanwhile_waits(folders, known, monkeypatch):
     right = long_answer(folders[0])
+    hold_steps(monkeypatch, until="retire")
     with loaded(folders[0]) as llm:
         running = Begun(llm.engine)
         updating = threading.Thread(target=llm.update_weights, args=(folders[1],))
@@ -138,8 +161,9 @@ def test_what_runs_finishes_and_what_comes_meanwhile_waits(folders, known):
         assert answers(llm) == known[1, "decoder"]
 
 
-def test_what_runs_goes_on_with_the_new_weights_after_the_tokens_that_it_has(folders):
+def test_what_runs_goes_on_with_the_new_weights_after_the_tokens_that_it_has(folders, monkeypatch):
     right = long_answer(folders[0])
+    hold_steps(monkeypatch, until="detach")
     with loaded(folders[0]) as llm:
         running = Begun(llm.engine)
         llm.update_weights(folders[1], running="replay")
