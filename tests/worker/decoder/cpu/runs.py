@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,9 +86,17 @@ class Runner:
         """All that the head tells of the tokens; the next step writes over it."""
         return self.executor.run(replace(self._batch(parts), with_masses=True), with_logits=True)
 
-    def chosen(self, token_ids: Sequence[int], blocks: Sequence[int]) -> list[int]:
-        """The token that the head chooses after each."""
-        return list(self.executor.run(self._batch([Part(0, token_ids, blocks)]), with_logits=False).best)
+    def some(self, wanted: Sequence[int], *parts: Part) -> Tensor:
+        """The logits of some rows of a step, in the order in which they are wanted."""
+        batch = replace(self._batch(parts), logits_rows=np.array(wanted, dtype=np.int64))
+        return self.executor.run(batch, with_logits=True).logits.clone()
+
+    def chosen(self, token_ids: Sequence[int], blocks: Sequence[int], wanted: Sequence[int] | None = None) -> list[int]:
+        """The token that the head chooses after each, or after those that are wanted."""
+        batch = self._batch([Part(0, token_ids, blocks)])
+        if wanted is not None:
+            batch = replace(batch, logits_rows=np.array(wanted, dtype=np.int64))
+        return list(self.executor.run(batch, with_logits=False).best)
 
     def _batch(self, parts: Sequence[Part], copies: Sequence[BlockCopy] = ()) -> StepBatch:
         sequences = tuple(

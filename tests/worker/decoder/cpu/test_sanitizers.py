@@ -36,6 +36,7 @@ CHOSEN = (
     " or tokens_are_those_of_pytorch or definition or processors_are or logprobs_ranks or penalty_does or no_numbers"
     " or refused or head_knows or no_rows or equal_logits or any_top_k or searches_for or small_nucleus"
     " or sixteen_exponents or of_those_with_whole or answers_the_same or kept_whole"
+    " or among_all or parted"
 )
 BF16_ALONE = " and not equal_logits and not dtype1 and not dtype2 and not plain_dtypes and not a_long_context_is_near"
 
@@ -71,6 +72,7 @@ def test_no_sanitizer_complains(name, tmp_path):
             "bits",
             "compact_weights",
             "sequences",
+            "wanted_rows",
             "long_contexts",
             "families",
             "sampler",

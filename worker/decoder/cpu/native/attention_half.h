@@ -9,19 +9,31 @@ template <class W> bool Decoder<W>::attention_half(int index, Thread& t) {
   const HfLayer& l = m.layers[index];
   if (t.run.tid == 0 && step.progress) __atomic_fetch_add(step.progress, 1, __ATOMIC_RELAXED);
   if (index > t.first_layer && !finish(t, m.layers[index - 1], false)) return false;
-  Rows rows, rows2;
-  if (!(l.parallel ? normed_together(t, l.attention_norm, h, rows) : normed(t, l.attention_norm, rows))) return false;
-  if (l.parallel && l.mlp_norm.weight && !normed_together(t, l.mlp_norm, h2, rows2)) return false;
-  if (!linear(t, l.qkv, rows, t.num_rows, [&](int g, int first, int count, const float* sums) {
-        for (int r = 0; r < count; r++)
-          for (int j = 0; j < GROUP; j += 16) {
-            Lanes v = load(sums + r * GROUP + j);
-            store(projected.row(first + r) + g * GROUP + j, l.qkv.bias ? v + load(l.qkv.bias + g * GROUP + j) : v);
-          }
-      }))
-    return false;
+  if (t.narrows && index == m.num_layers - 1) return narrowing_half(l, t);
+  Rows rows;
+  if (!norm_inputs(t, l, rows)) return false;
+  if (!project(t, l.qkv, 0, l.qkv.groups, rows)) return false;
   if (!attend(l, kinds[kind_of[index]], t)) return false;
   return row_parallel(t, l.output, {attention_out.data, attention_out.stride}, l, false);
+}
+
+// The rows that attention takes in, and those of an MLP beside it (`h` or `h2`).
+template <class W> bool Decoder<W>::norm_inputs(Thread& t, const HfLayer& l, Rows& rows) {
+  if (!l.parallel) return normed(t, l.attention_norm, rows);
+  Rows of_mlp;
+  if (!normed_together(t, l.attention_norm, h, rows)) return false;
+  return !l.mlp_norm.weight || normed_together(t, l.mlp_norm, h2, of_mlp);
+}
+
+// Groups [begin, end) of queries, keys and values.
+template <class W> bool Decoder<W>::project(Thread& t, const HfLinear& qkv, int begin, int end, Rows rows) {
+  return some_groups(t, qkv, begin, end, rows, t.num_rows, [&](int g, int first, int count, const float* sums) {
+    for (int r = 0; r < count; r++)
+      for (int j = 0; j < GROUP; j += 16) {
+        Lanes v = load(sums + r * GROUP + j);
+        store(projected.row(first + r) + g * GROUP + j, qkv.bias ? v + load(qkv.bias + g * GROUP + j) : v);
+      }
+  });
 }
 
 template <class W> bool Decoder<W>::attend(const HfLayer& l, const Kind& kind, Thread& t) {
@@ -32,6 +44,12 @@ template <class W> bool Decoder<W>::attend(const HfLayer& l, const Kind& kind, T
         prepare(pages, l, t.own, units[i / shape.num_kv_heads], i % shape.num_kv_heads);
       }))
     return false;
+  return attend_together(l, kind, t, inlined);
+}
+
+// All tasks of a kind. `inlined`: each prepares its own token first.
+template <class W> bool Decoder<W>::attend_together(const HfLayer& l, const Kind& kind, Thread& t, bool inlined) {
+  Pages<W> pages = {(W*)l.pages, kind.shape};
   if (!holdfast::tasks(t.run, kind.num_tasks, [&](int i) {
         const AttentionTask& task = kind.tasks[i];
         if (inlined) prepare(pages, l, t.own, {task.sequence, 0, 1}, task.kv_head);
@@ -43,13 +61,14 @@ template <class W> bool Decoder<W>::attend(const HfLayer& l, const Kind& kind, T
   });
 }
 
-// Whole tokens of one sequence for one KV head. Long contexts are parted where few tasks are there to share.
-template <class W> void Decoder<W>::list_tasks(Kind& kind) {
+// Whole tokens of one sequence for one KV head, of the sequences [begin, end), which have `num_rows` tokens. Long contexts
+// are parted where few tasks are there to share.
+template <class W> void Decoder<W>::list_tasks(Kind& kind, int begin, int end, int num_rows) {
   const HeadShape& shape = kind.shape;
   int tokens = std::max(1, QUERY_ROWS / shape.group()), slot = 0;
-  bool may_split = threads > 1 && step.num_rows <= 4 * threads;
+  bool may_split = threads > 1 && num_rows <= 4 * threads;
   kind.tasks.clear(), kind.splits = false;
-  for (int i = 0; i < (int)sequences.size(); i++) {
+  for (int i = begin; i < end; i++) {
     const SequenceView& seq = sequences[i];
     for (int t = 0; t < seq.num_tokens; t += tokens) {
       int count = std::min(tokens, seq.num_tokens - t);
@@ -69,9 +88,12 @@ template <class W> void Decoder<W>::list_tasks(Kind& kind) {
 // Norms and rotates the queries and keys of a run of tokens for one KV head, and writes its keys and values.
 template <class W>
 void Decoder<W>::prepare(const Pages<W>& pages, const HfLayer& l, Local& own, Unit unit, int kv_head) {
-  const HeadShape& s = pages.shape;
+  prepare_queries(pages.shape, l, own, unit, kv_head);
+  prepare_keys(pages, l, own, unit, kv_head);
+}
+template <class W>
+void Decoder<W>::prepare_queries(const HeadShape& s, const HfLayer& l, Local& own, Unit unit, int kv_head) {
   const SequenceView& seq = sequences[unit.sequence];
-  clear_begun(pages, seq, kv_head, seq.first_position + unit.first, seq.first_position + unit.end);
   for (int t = unit.first; t < unit.end; t++) {
     int row = seq.first_row + t, position = seq.first_position + t;
     const float* from = projected.row(row);
@@ -81,6 +103,16 @@ void Decoder<W>::prepare(const Pages<W>& pages, const HfLayer& l, Local& own, Un
       Input* out = queries.row(row) + head * s.padded();
       for (int j = 0; j < s.padded(); j += 16) store(out + j, load(q + j));
     }
+  }
+}
+template <class W>
+void Decoder<W>::prepare_keys(const Pages<W>& pages, const HfLayer& l, Local& own, Unit unit, int kv_head) {
+  const HeadShape& s = pages.shape;
+  const SequenceView& seq = sequences[unit.sequence];
+  clear_begun(pages, seq, kv_head, seq.first_position + unit.first, seq.first_position + unit.end);
+  for (int t = unit.first; t < unit.end; t++) {
+    int position = seq.first_position + t;
+    const float* from = projected.row(seq.first_row + t);
     float* k =
         rotated(l, s, own, from + s.num_heads * s.head_dim, kv_head, l.key_norm, kv_head, position, s.num_kv_heads);
     write_key(pages, seq, kv_head, position, k);

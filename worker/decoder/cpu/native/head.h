@@ -8,7 +8,8 @@ namespace {
 template <class W> bool Decoder<W>::head_part(Thread& t) {
   if (!finish(t, m.layers[m.num_layers - 1], false)) return false;
   if (!t.num_wanted) return true;
-  if (!row_tasks(t.run, t.num_wanted, [&](int r) { norm_or_copy(x.row(step.wanted[r]), m.norm, h.row(r)); }))
+  if (!row_tasks(t.run, t.num_wanted,
+                 [&](int r) { norm_or_copy(row_of(t, t.narrows ? r : step.wanted[r]), m.norm, h.row(r)); }))
     return false;
   if (!linear(t, m.head, {h.data, h.stride}, t.num_wanted, [&](int g, int first, int count, const float* sums) {
         for (int r = 0; r < count; r++) logits_of(g, first + r, sums + r * GROUP);

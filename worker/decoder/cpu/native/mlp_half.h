@@ -9,6 +9,7 @@ namespace {
 
 template <class W> bool Decoder<W>::mlp_half(int index, Thread& t) {
   const HfLayer& l = m.layers[index];
+  if (!t.num_rows) return true;  // the last layer, where no row is wanted
   if (!finish(t, l, true)) return false;
   Rows rows = l.mlp_norm.weight ? Rows{h2.data, h2.stride} : Rows{h.data, h.stride};
   if (!l.parallel && !normed(t, l.mlp_norm, rows)) return false;
@@ -48,7 +49,7 @@ template <class W> bool Decoder<W>::experts_part(const HfLayer& l, Rows rows, Th
       }))
     return false;
   if (!row_tasks(t.run, t.num_rows, [&](int r) { choose_experts(e, r); })) return false;
-  if (!holdfast::tasks(t.run, 1, [&](int) { sort_by_expert(e); })) return false;
+  if (!holdfast::tasks(t.run, 1, [&](int) { sort_by_expert(e, t.num_rows); })) return false;
   int assigned = t.num_rows * e.top_k;
   if (!row_tasks(t.run, assigned, [&](int i) {
         memcpy((void*)expert_input.row(i), rows.data + order[i] / e.top_k * rows.stride,
@@ -61,7 +62,7 @@ template <class W> bool Decoder<W>::experts_part(const HfLayer& l, Rows rows, Th
     return false;
   if (e.shared && !shared_part(t, e, rows)) return false;
   float* place = place_of_sum(t, l.mlp_out_norm);
-  return holdfast::tasks(t.run, e.experts[0].down.groups, [&](int g) { expert_columns(l, e, g, place, t.own); });
+  return holdfast::tasks(t.run, e.experts[0].down.groups, [&](int g) { expert_columns(l, e, g, place, t); });
 }
 
 template <class W> void Decoder<W>::choose_experts(const HfExperts& e, int row) {
@@ -93,8 +94,8 @@ template <class W> float Decoder<W>::one_sigmoid(float x) {
 }
 
 // `order` lists (row, choice) by expert, rows ascending; `first_of` says where each expert's begin.
-template <class W> void Decoder<W>::sort_by_expert(const HfExperts& e) {
-  int assigned = step.num_rows * e.top_k;
+template <class W> void Decoder<W>::sort_by_expert(const HfExperts& e, int num_rows) {
+  int assigned = num_rows * e.top_k;
   std::fill(first_of.begin(), first_of.begin() + e.num_experts + 1, 0);
   for (int i = 0; i < assigned; i++) first_of[choices[i] + 1]++;
   for (int i = 0; i < e.num_experts; i++) first_of[i + 1] += first_of[i];
@@ -122,10 +123,11 @@ template <class W> bool Decoder<W>::shared_part(Thread& t, const HfExperts& e, R
   return up_part(t, *e.shared, rows, shared_rows);
 }
 
-template <class W> void Decoder<W>::add_shared(const HfExperts& e, int g, float* sums, Local& own) {
+template <class W>
+void Decoder<W>::add_shared(const HfExperts& e, int g, float* sums, Local& own, int num_rows) {
   Packed<W> w = packed<W>(e.shared->down);
-  for (int first = 0; first < step.num_rows; first += MAX_ROWS) {
-    int count = std::min((int)MAX_ROWS, step.num_rows - first);
+  for (int first = 0; first < num_rows; first += MAX_ROWS) {
+    int count = std::min((int)MAX_ROWS, num_rows - first);
     InputRows<W> input = input_rows<W>(own.scratch, shared_rows.row(first), shared_rows.stride, count, w.row_length());
     for (int slice = 0; slice < w.slices; slice++) {
       slice_product(own.scratch, w, g, input, slice, own.scratch.sums);
@@ -141,9 +143,10 @@ template <class W> void Decoder<W>::add_shared(const HfExperts& e, int g, float*
 // For each slice the experts of a row are added in ascending order, the shared one last; then the slices are, as a binary
 // tree.
 template <class W>
-void Decoder<W>::expert_columns(const HfLayer& l, const HfExperts& e, int g, float* place, Local& own) {
+void Decoder<W>::expert_columns(const HfLayer& l, const HfExperts& e, int g, float* place, Thread& t) {
+  Local& own = t.own;
   int slices = e.experts[0].down.slices;
-  float* sums = own.expert_sums(step.num_rows * slices * GROUP);
+  float* sums = own.expert_sums(t.num_rows * slices * GROUP);
   for (int index = 0; index < e.num_experts; index++) {
     Packed<W> w = packed<W>(e.experts[index].down);
     const float* bias = e.experts[index].down.bias;
@@ -164,13 +167,13 @@ void Decoder<W>::expert_columns(const HfLayer& l, const HfExperts& e, int g, flo
       }
     }
   }
-  if (e.shared) add_shared(e, g, sums, own);
-  for (int row = 0; row < step.num_rows; row++) {
+  if (e.shared) add_shared(e, g, sums, own, t.num_rows);
+  for (int row = 0; row < t.num_rows; row++) {
     float* slice = sums + (long)row * slices * GROUP;
     for (int apart = 1; apart < slices; apart *= 2)
       for (int s = 0; s + apart < slices; s += 2 * apart) add_to(slice + s * GROUP, slice + (s + apart) * GROUP, GROUP);
     for (int j = 0; j < GROUP && g * GROUP + j < y.stride; j += 16)
-      put(place, l, e.experts[0].down, row, g * GROUP + j, load(slice + j), false);
+      put(t, place, l, e.experts[0].down, row, g * GROUP + j, load(slice + j), false);
   }
 }
 

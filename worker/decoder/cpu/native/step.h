@@ -48,7 +48,7 @@ template <class W> class Decoder {
       }
     }
     long rows = m.max_rows;
-    x = Buffer<float>(rows, m.hidden), y = Buffer<float>(rows, m.hidden);
+    x = Buffer<float>(rows, m.hidden), y = Buffer<float>(rows, m.hidden), wanted_x = Buffer<float>(rows, m.hidden);
     h = Buffer<Input>(rows, m.hidden), h2 = Buffer<Input>(rows, m.hidden);
     projected = Buffer<float>(rows, qkv), queries = Buffer<Input>(rows, heads);
     attention_out = Buffer<Input>(rows, attended), inner_rows = Buffer<Input>(rows * moe_rows, inner);
@@ -86,8 +86,10 @@ template <class W> class Decoder {
       if (seq.num_tokens != 1) decodes_alone = false;
     }
     for (int i = 0; i < m.num_rotaries; i++) fill_rotary(m.rotaries[i], last);
-    for (Kind& kind : kinds) list_tasks(kind);
+    for (Kind& kind : kinds) list_tasks(kind, 0, step.num_sequences, step.num_rows);
     num_units = (int)units.size();
+    narrows = can_narrow() && step.num_wanted < step.num_rows;
+    if (narrows) list_wanted();
     make_room(step.num_wanted);
     next_segment = 0;
   }
@@ -108,7 +110,8 @@ template <class W> class Decoder {
                  step.num_rows,
                  step.num_wanted,
                  last_sum,
-                 step.all_logits != nullptr};
+                 step.all_logits != nullptr,
+                 narrows && first == 0 && end == 2 * m.num_layers + 2};
     int outcome = holdfast::run(
         pool, [](const void* argument, Run& run) { ((const Part*)argument)->decoder->go(*(const Part*)argument, run); },
         &part);
@@ -121,7 +124,7 @@ template <class W> class Decoder {
     Decoder* decoder;
     int first, end, finished_layer, first_layer, num_rows, num_wanted;
     Exchange::Sum last_sum;
-    bool gathers;
+    bool gathers, narrows;
   };
   struct Local;
   struct Thread {
@@ -129,14 +132,15 @@ template <class W> class Decoder {
     Run& run;
     int first_layer, num_rows, num_wanted;
     Exchange::Sum sum;
-    bool gathers;
-  };  // sum: the latest, counted by each thread
+    bool gathers, narrows;
+    float* residual;
+  };  // sum: the latest, counted by each thread; num_rows: of the residual stream, fewer once it is narrowed
 
   void go(const Part& part, Run& run) {
     unsigned control = _mm_getcsr();
     _mm_setcsr(control | 0x8040);  // flush denormals, as the tile unit does
-    Thread thread = {*local[run.tid], run,           part.first_layer, part.num_rows,
-                     part.num_wanted, part.last_sum, part.gathers};
+    Thread thread = {*local[run.tid], run,          part.first_layer, part.num_rows, part.num_wanted,
+                     part.last_sum,   part.gathers, part.narrows,     x.data};
     bool goes_on = true;
     for (int s = part.first; s < part.end && goes_on; s++) {
       if (s == 0) goes_on = embed(thread);
@@ -174,8 +178,8 @@ template <class W> class Decoder {
   struct Kind {
     HeadShape shape;
     std::vector<AttentionTask> tasks;
-    int num_tasks;
-    bool splits;
+    int num_tasks = 0;
+    bool splits = false;
   };
 
   HeadShape head_shape(const HfLayer& l) const {
@@ -255,28 +259,33 @@ template <class W> class Decoder {
   bool normed(Thread& t, const HfNorm& norm, Rows& rows) {
     if (t.num_rows > OWN_NORM_ROWS) return normed_together(t, norm, h, rows);
     rows = {t.own.normed.data, t.own.normed.stride};
-    for (int r = 0; r < t.num_rows; r++) norm_or_copy(x.row(r), norm, t.own.normed.row(r));
+    for (int r = 0; r < t.num_rows; r++) norm_or_copy(row_of(t, r), norm, t.own.normed.row(r));
     return true;
   }
   bool normed_together(Thread& t, const HfNorm& norm, Buffer<Input>& out, Rows& rows) {
     rows = {out.data, out.stride};
-    return row_tasks(t.run, t.num_rows, [&](int r) { norm_or_copy(x.row(r), norm, out.row(r)); });
+    return row_tasks(t.run, t.num_rows, [&](int r) { norm_or_copy(row_of(t, r), norm, out.row(r)); });
   }
 
   // --- linears ---
 
   // Calls `out(group, first row, rows, sums [rows][64])` for all groups and rows of a product.
   template <class Out> bool linear(Thread& thread, const HfLinear& linear, Rows in, int num_rows, Out&& out) {
+    return some_groups(thread, linear, 0, linear.groups, in, num_rows, out);
+  }
+  template <class Out>
+  bool some_groups(Thread& thread, const HfLinear& linear, int begin, int last, Rows in, int num_rows, Out&& out) {
     Local& own = thread.own;
     Packed<W> w = packed<W>(linear);
     int chunk = rows_per_task(w, num_rows), chunks = (num_rows + chunk - 1) / chunk;
-    int each = groups_per_task(w, num_rows, chunks), runs = (w.groups + each - 1) / each;
+    int each = groups_per_task(w, last - begin, num_rows, chunks), runs = (last - begin + each - 1) / each;
     long call = ++own.calls;
     return holdfast::tasks(thread.run, chunks * runs, [&](int task) {
-      int first_row = task / runs * chunk, rows = std::min(chunk, num_rows - first_row), group = task % runs * each;
+      int first_row = task / runs * chunk, rows = std::min(chunk, num_rows - first_row);
+      int group = begin + task % runs * each;
       InputRows<W> input =
           input_rows<W>(own.scratch, in.data + first_row * in.stride, in.stride, rows, w.row_length(), call);
-      for (int g = group, end = std::min(group + each, w.groups); g < end; g++) {
+      for (int g = group, end = std::min(group + each, last); g < end; g++) {
         product(own.scratch, w, g, input, own.scratch.sums, g + 1 < end);
         out(g, first_row, rows, own.scratch.sums);
       }
@@ -286,11 +295,11 @@ template <class W> class Decoder {
   static int rows_per_task(const Packed<W>& w, int num_rows) {
     return num_rows <= BLOCK_ROWS ? BLOCK_ROWS : w.row_length() <= LONG_ROW ? MAX_ROWS : MAX_ROWS / 2;
   }
-  int groups_per_task(const Packed<W>& w, int num_rows, int chunks) const {
-    if (num_rows > BLOCK_ROWS) return std::max(1, std::min(MOST_GROUPS, w.groups * chunks / (16 * threads)));
+  int groups_per_task(const Packed<W>& w, int groups, int num_rows, int chunks) const {
+    if (num_rows > BLOCK_ROWS) return std::max(1, std::min(MOST_GROUPS, groups * chunks / (16 * threads)));
     long work = (long)std::min(num_rows, 16) * w.row_length() * GROUP;  // so that a task takes some microseconds
-    int each = (int)std::max(1L, std::min((1L << 18) / work, (long)w.groups / (8 * threads)));
-    return std::max(each, w.groups > 512 ? 8 : 1);
+    int each = (int)std::max(1L, std::min((1L << 18) / work, (long)groups / (8 * threads)));
+    return std::max(each, groups > 512 ? 8 : 1);
   }
 
   // --- sums over ranks and the residual ---
@@ -309,16 +318,18 @@ template <class W> class Decoder {
     return linear(t, w, in, t.num_rows, [&](int g, int first, int count, const float* sums) {
       for (int r = 0; r < count; r++)
         for (int j = 0; j < GROUP && g * GROUP + j < y.stride; j += 16)
-          put(place, l, w, first + r, g * GROUP + j, load(sums + r * GROUP + j));
+          put(t, place, l, w, first + r, g * GROUP + j, load(sums + r * GROUP + j));
     });
   }
-  void put_residual(const HfLayer& l, int row, int column, Lanes v) {
-    float* to = x.row(row) + column;
+  float* row_of(const Thread& t, int row) const { return t.residual + row * x.stride; }
+  void put_residual(const Thread& t, const HfLayer& l, int row, int column, Lanes v) {
+    float* to = row_of(t, row) + column;
     store(to, load(to) + v * all(l.residual_scale));
   }
-  void put(float* place, const HfLayer& l, const HfLinear& w, int row, int column, Lanes v, bool with_bias = true) {
+  void put(const Thread& t, float* place, const HfLayer& l, const HfLinear& w, int row, int column, Lanes v,
+           bool with_bias = true) {
     if (place) return store(place + row * y.stride + column, v);
-    put_residual(l, row, column, w.bias && with_bias ? v + load(w.bias + column) : v);
+    put_residual(t, l, row, column, w.bias && with_bias ? v + load(w.bias + column) : v);
   }
 
   // As `row_tasks`, once all ranks have written their rows of the latest sum. False also where a rank is lost: a late thread
@@ -356,16 +367,21 @@ template <class W> class Decoder {
       if (bias)
         for (int j = 0; j < m.hidden; j += 16) store(sums + j, load(sums + j) + load(bias + j));
       if (norm.weight) norm_row(sums, norm, m.hidden, sums);
-      for (int j = 0; j < m.hidden; j += 16) put_residual(l, r, j, tail_of(sums + j, m.hidden - j));
+      for (int j = 0; j < m.hidden; j += 16) put_residual(t, l, r, j, tail_of(sums + j, m.hidden - j));
     });
   }
 
   // --- attention_half.h ---
 
   bool attention_half(int index, Thread& t);
+  bool norm_inputs(Thread& t, const HfLayer& l, Rows& rows);
+  bool project(Thread& t, const HfLinear& qkv, int begin, int end, Rows rows);
   bool attend(const HfLayer& l, const Kind& kind, Thread& t);
-  void list_tasks(Kind& kind);
+  bool attend_together(const HfLayer& l, const Kind& kind, Thread& t, bool inlined);
+  void list_tasks(Kind& kind, int begin, int end, int num_rows);
   void prepare(const Pages<W>& pages, const HfLayer& l, Local& own, Unit unit, int kv_head);
+  void prepare_queries(const HeadShape& s, const HfLayer& l, Local& own, Unit unit, int kv_head);
+  void prepare_keys(const Pages<W>& pages, const HfLayer& l, Local& own, Unit unit, int kv_head);
   float* rotated(const HfLayer& l, const HeadShape& s, Local& own, const float* from, int head, const HfNorm& norm,
                  int norm_head, int position, int num_heads);
   void attend_task(const Pages<W>& pages, Local& own, const AttentionTask& task, const HfLayer& l);
@@ -377,21 +393,28 @@ template <class W> class Decoder {
   Softmax* parts_of(int slot);
   void write_out(const HeadShape& s, Local& own, const AttentionTask& task, Softmax& sum, const HfLayer& l);
 
+  // --- wanted_rows.h ---
+
+  bool can_narrow() const { return m.tensor_parallel_size == 1 || exchange; }
+  void list_wanted();
+  bool narrowing_half(const HfLayer& l, Thread& t);
+  bool narrow(Thread& t);
+
   // --- mlp_half.h ---
 
   bool mlp_half(int index, Thread& t);
   bool up_part(Thread& t, const HfMlp& mlp, Rows rows, Buffer<Input>& out);
   bool shared_part(Thread& t, const HfExperts& e, Rows rows);
-  void add_shared(const HfExperts& e, int g, float* sums, Local& own);
+  void add_shared(const HfExperts& e, int g, float* sums, Local& own, int num_rows);
   static int inner_length(const HfMlp& mlp) { return mlp.down.slices * mlp.down.slice_tiles * K_TILE; }
   static void activate(const HfMlp& mlp, int g, const float* sums, Input* out);
   bool experts_part(const HfLayer& l, Rows rows, Thread& t);
   void choose_experts(const HfExperts& e, int row);
   static float power_of_e(float x);
   static float one_sigmoid(float x);
-  void sort_by_expert(const HfExperts& e);
+  void sort_by_expert(const HfExperts& e, int num_rows);
   void expert_up(const HfMlp& expert, int index, int group, Local& own);
-  void expert_columns(const HfLayer& l, const HfExperts& e, int g, float* place, Local& own);
+  void expert_columns(const HfLayer& l, const HfExperts& e, int g, float* place, Thread& t);
 
   // --- head.h ---
 
@@ -413,12 +436,12 @@ template <class W> class Decoder {
   int next_segment = 0, num_tokens = 0;  // tokens of the vocabulary whose logits are this rank's
   Exchange::Sum last_sum = 0;
   std::unique_ptr<Exchange> exchange;  // or none
-  bool decodes_alone = false;
+  bool decodes_alone = false, narrows = false;
   std::vector<int> block_ids;
   std::vector<SequenceView> sequences;
   std::vector<Unit> units;
   std::vector<std::unique_ptr<Local>> local;
-  Buffer<float> x, y, projected, group_best, router_logits;
+  Buffer<float> x, y, wanted_x, projected, group_best, router_logits;
   Buffer<Input> h, h2, queries, attention_out, inner_rows, expert_input, shared_rows;
   Buffer<int> group_at;
   std::vector<int> choices, first_of, order;
@@ -426,7 +449,8 @@ template <class W> class Decoder {
   std::vector<std::unique_ptr<Softmax>> parts;
   std::vector<Kind> kinds;  // their number is fixed once the decoder is made
   std::vector<int> kind_of;
-  int num_units = 0, room = 0;
+  Kind wanted_kind;  // of the last layer, for the rows that are wanted
+  int num_units = 0, num_wanted_units = 0, room = 0;
 };
 
 }  // namespace

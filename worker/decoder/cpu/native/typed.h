@@ -4,6 +4,7 @@
 #include "attention_half.h"
 #include "head.h"
 #include "mlp_half.h"
+#include "wanted_rows.h"
 #include "step.h"
 
 namespace holdfast {

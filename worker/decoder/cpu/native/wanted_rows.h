@@ -1,0 +1,63 @@
+// The last layer of a step that wants fewer rows than it has. Methods of `Decoder`.
+//
+// A prompt's next token comes from its last row alone. The other rows leave keys and values in every layer, and nothing
+// after the last layer's: there the residual stream is narrowed to the rows that are wanted, before queries are made. Rows
+// do not depend on each other's company, so the wanted ones get the bits they would have had.
+#pragma once
+#include "step.h"
+
+namespace {
+
+// The wanted rows as sequences of their own, behind those of the step: runs of tokens that follow one another.
+template <class W> void Decoder<W>::list_wanted() {
+  int begin = (int)sequences.size();
+  for (int i = 0, s = 0; i < step.num_wanted; i++) {
+    int row = (int)step.wanted[i];
+    auto holds = [&] { return row >= sequences[s].first_row && row < sequences[s].first_row + sequences[s].num_tokens; };
+    bool follows = i > 0 && row == step.wanted[i - 1] + 1 && holds();
+    while (!holds()) s = (s + 1) % begin;
+    if (follows) sequences.back().num_tokens++, units.back().end++;
+    else {
+      SequenceView of = sequences[s];
+      units.push_back({(int)sequences.size(), 0, 1});
+      sequences.push_back({i, of.first_position + row - of.first_row, 1, of.blocks});
+    }
+  }
+  num_wanted_units = (int)units.size() - num_units;
+  wanted_kind.shape = kinds[kind_of.back()].shape;
+  list_tasks(wanted_kind, begin, (int)sequences.size(), step.num_wanted);
+}
+
+template <class W> bool Decoder<W>::narrowing_half(const HfLayer& l, Thread& t) {
+  int kv_heads = l.num_kv_heads, queries_end = l.num_heads * l.head_dim;
+  const Kind& kind = kinds[kind_of.back()];
+  Pages<W> pages = {(W*)l.pages, kind.shape};
+  Rows rows;
+  if (!normed(t, l.attention_norm, rows)) return false;
+  if (!project(t, l.qkv, queries_end / GROUP, l.qkv.groups, rows)) return false;
+  if (!holdfast::tasks(t.run, num_units * kv_heads, [&](int i) {
+        prepare_keys(pages, l, t.own, units[i / kv_heads], i % kv_heads);
+      }))
+    return false;
+  if (!narrow(t)) return false;
+  if (!t.num_rows) return true;
+  if (!norm_inputs(t, l, rows)) return false;
+  if (!project(t, l.qkv, 0, (queries_end + GROUP - 1) / GROUP, rows)) return false;
+  if (!holdfast::tasks(t.run, num_wanted_units * kv_heads, [&](int i) {
+        prepare_queries(kind.shape, l, t.own, units[num_units + i / kv_heads], i % kv_heads);
+      }))
+    return false;
+  if (!attend_together(l, wanted_kind, t, false)) return false;
+  return row_parallel(t, l.output, {attention_out.data, attention_out.stride}, l, false);
+}
+
+// From here on the residual stream has the wanted rows alone.
+template <class W> bool Decoder<W>::narrow(Thread& t) {
+  if (!row_tasks(t.run, t.num_wanted,
+                 [&](int r) { memcpy(wanted_x.row(r), x.row(step.wanted[r]), x.stride * sizeof(float)); }))
+    return false;
+  t.residual = wanted_x.data, t.num_rows = t.num_wanted;
+  return true;
+}
+
+}  // namespace
