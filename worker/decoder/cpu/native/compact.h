@@ -58,6 +58,12 @@ HF_INLINE void write_half(const ExponentTables& tables, const uint8_t* bytes, By
   bytes_store(out, words[0]), bytes_store(out + 32, words[1]);
 }
 
+// Asks for what is looked up of some tiles before they are read.
+HF_INLINE void fetch_head(const CompactPanel& panel, int first, int tiles) {
+  const char *starts = (const char*)(panel.starts() + first), *end = (const char*)(panel.starts() + first + tiles);
+  _mm_prefetch(panel.at, _MM_HINT_T0), _mm_prefetch(starts, _MM_HINT_T0), _mm_prefetch(end, _MM_HINT_T0);
+}
+
 HF_INLINE bool has_rare(const CompactPanel& panel, int i) { return panel.starts()[i] != panel.starts()[i + 1]; }
 
 // Gives the numbers of tile `i` whose exponents have no place theirs.

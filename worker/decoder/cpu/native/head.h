@@ -40,9 +40,9 @@ template <class W> void Decoder<W>::logits_of(int g, int row, const float* sums)
   }
   if (step.logits) memcpy(step.logits + (long)row * m.vocab_rows + g * GROUP, out, columns * 4);
   float value = largest_of(best), doubt = sum_of(broken);
-  int at = 0;
-  if (doubt == 0.0f && tokens > 0)
-    while (out[at] != value) at++;
+  uint64_t largest = 0;  // a bit for each
+  for (int j = 0; j < GROUP / 16; j++) largest |= (uint64_t)equal_lanes(reals[j], all(value)) << 16 * j;
+  int at = doubt == 0.0f && tokens > 0 ? __builtin_ctzll(largest) : 0;
   if (step.block_best) step.block_best[(long)row * m.head.groups + g] = doubt == 0.0f ? value : NAN;
   if (step.block_mass) step.block_mass[(long)row * m.head.groups + g] = doubt == 0.0f ? block_mass(reals, value) : NAN;
   group_best.row(row)[g] = value, group_at.row(row)[g] = doubt == 0.0f ? g * GROUP + at : -1;

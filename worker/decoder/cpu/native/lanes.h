@@ -54,6 +54,8 @@ HF_INLINE Lanes times_power(Lanes a, Lanes n) { return {_mm512_scalef_ps(a.v, n.
 HF_INLINE Lanes where_above(Lanes y, Lanes limit, Lanes a, Lanes b) {
   return {_mm512_mask_mov_ps(b.v, _mm512_cmp_ps_mask(y.v, limit.v, _CMP_GT_OQ), a.v)};
 }
+// A bit for each lane in which both are equal.
+HF_INLINE unsigned equal_lanes(Lanes a, Lanes b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
 // a in lanes [first, end), other elsewhere.
 HF_INLINE Lanes keep_range(Lanes a, int first, int end, Lanes other) {
   unsigned below_end = end >= 16 ? 0xffff : end <= 0 ? 0 : (1u << end) - 1;
@@ -180,6 +182,10 @@ HF_INLINE Lanes keep_range(Lanes x, int first, int end, Lanes other)
   return x.a;
 }
 HF_INLINE __m256 high_half(Lanes x) { return x.b; }
+HF_INLINE unsigned equal_lanes(Lanes x, Lanes y) {
+  unsigned lower = (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_EQ_OQ));
+  return lower | (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_EQ_OQ)) << 8;
+}
 HF_INLINE __m256 widened(const Bf16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }

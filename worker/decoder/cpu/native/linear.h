@@ -175,7 +175,7 @@ InputRows<W> input_rows(Scratch& scratch, const typename InputOf<W>::Type* rows,
 // Of compact weights. More than a few rows: tiles are read into the first cache, some of a panel at a time, while what comes
 // next is fetched into the second one.
 void compact_product(Scratch& scratch, const Packed<Bf16>& w, int group, const InputRows<Bf16>& in, int first, int end,
-                     float* sums, bool more_groups) {
+                     float* sums, int next_group) {
   typedef typename InputRows<Bf16>::Factor Factor;
 #ifdef __AVX512F__
   if (in.factors && in.count <= REGISTER_ROWS) {
@@ -189,10 +189,11 @@ void compact_product(Scratch& scratch, const Packed<Bf16>& w, int group, const I
   for (int from = first; from < end; from += piece)
     for (int half = 0; half < 2; half++) {
       const int tiles = std::min(end - from, piece), behind = from + tiles;
-      const uint8_t* next = half == 0            ? w.panel(group * 2 + 1).tile(from * 2)
-                            : behind < w.k_tiles() ? w.panel(group * 2).tile(behind * 2)
-                            : more_groups          ? w.panel(group * 2 + 2).tile(0)
-                                                   : nullptr;
+      const bool goes_on = half == 0 || behind < w.k_tiles();
+      const CompactPanel then = w.panel(half == 0 ? group * 2 + 1 : goes_on ? group * 2 : next_group * 2);
+      const int then_tile = half == 0 ? from * 2 : goes_on ? behind * 2 : 0;
+      const uint8_t* next = goes_on || next_group >= 0 ? then.tile(then_tile) : nullptr;
+      if (next) fetch_head(then, then_tile, tiles * 2);
       float* out = sums + half * PANEL;
       if (from == first && half == 0) read_tiles<FAR_BYTES>(w.panel(group * 2), from * 2, tiles * 2, scratch.read);
       else read_tiles<0>(w.panel(group * 2 + half), from * 2, tiles * 2, scratch.read);
@@ -211,12 +212,12 @@ void compact_product(Scratch& scratch, const Packed<Bf16>& w, int group, const I
 
 template <class W>
 void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, int slice, float* sums,
-                   bool more_groups = false) {
+                   int next_group = -1) {
   int first = slice * w.slice_tiles, end = first + w.slice_tiles;
   if constexpr (std::is_same<W, Bf16>::value)
-    if (w.panel_bytes) return compact_product(scratch, w, group, in, first, end, sums, more_groups);
+    if (w.panel_bytes) return compact_product(scratch, w, group, in, first, end, sums, next_group);
   const W* after = slice + 1 < w.slices ? w.group(group) + (long)end * 2 * TILE
-                   : more_groups        ? w.group(group + 1)
+                   : next_group >= 0    ? w.group(next_group)
                                         : nullptr;
 #ifdef HF_TILES
   if constexpr (sizeof(W) == 2 && sizeof(*in.rows) == 2)
@@ -233,14 +234,15 @@ HF_INLINE void add_to(float* sums, const float* others, int count) {
   for (int i = 0; i < count; i += 16) store(sums + i, load(sums + i) + load(others + i));
 }
 
-// sums [count][64]: all slices, added as a binary tree over their numbers. `more_groups`: the next group comes next.
+// sums [count][64]: all slices, added as a binary tree over their numbers. `next_group`: which this thread likely takes
+// next, or -1.
 template <class W>
 void product(Scratch& scratch, const Packed<W>& w, int group, const InputRows<W>& in, float* sums,
-             bool more_groups = false) {
+             int next_group = -1) {
   float* level[MAX_LEVELS + 1] = {sums, scratch.partial[0], scratch.partial[1], scratch.partial[2], scratch.partial[3]};
   int top = 0;
   for (int slice = 0; slice < w.slices; slice++) {
-    slice_product(scratch, w, group, in, slice, level[top++], more_groups);
+    slice_product(scratch, w, group, in, slice, level[top++], next_group);
     for (int done = slice + 1; done % 2 == 0; done /= 2) top--, add_to(level[top - 1], level[top], in.count * GROUP);
   }
 }

@@ -280,13 +280,15 @@ template <class W> class Decoder {
     int chunk = rows_per_task(w, num_rows), chunks = (num_rows + chunk - 1) / chunk;
     int each = groups_per_task(w, last - begin, num_rows, chunks), runs = (last - begin + each - 1) / each;
     long call = ++own.calls;
-    return holdfast::tasks(thread.run, chunks * runs, [&](int task) {
+    const int num_tasks = chunks * runs;
+    return holdfast::tasks(thread.run, num_tasks, [&](int task) {
       int first_row = task / runs * chunk, rows = std::min(chunk, num_rows - first_row);
-      int group = begin + task % runs * each;
+      int group = begin + task % runs * each, later = task + threads;
+      int next = later < num_tasks ? begin + later % runs * each : -1;  // of this thread's next task, if all are as fast
       InputRows<W> input =
           input_rows<W>(own.scratch, in.data + first_row * in.stride, in.stride, rows, w.row_length(), call);
       for (int g = group, end = std::min(group + each, last); g < end; g++) {
-        product(own.scratch, w, g, input, own.scratch.sums, g + 1 < end);
+        product(own.scratch, w, g, input, own.scratch.sums, g + 1 < end ? g + 1 : next);
         out(g, first_row, rows, own.scratch.sums);
       }
     });
