@@ -11,44 +11,47 @@
 
 namespace {
 
-int exponent_of(uint16_t word) { return word >> 7 & 0xff; }
+// Of an exponent only the upper seven bits are looked at.
+enum { EXPONENTS = 128, CHOSEN = COMMON / 2, NO_PLACE = 255 };
 
-// How often each exponent is among the numbers. Several counts side by side: of equal numbers one would wait for the other.
+int exponent_of(uint16_t word) { return word >> 8 & 0x7f; }
+
+// How often each is among the numbers. Several counts side by side: of equal numbers one would wait for the other.
 void count_exponents(const uint16_t* words, long length, uint32_t* out) {
-  uint32_t counts[4][256] = {};
+  uint32_t counts[4][EXPONENTS] = {};
   for (long i = 0; i < length; i += 4)
     for (int j = 0; j < 4; j++) counts[j][exponent_of(words[i + j])]++;
-  for (int e = 0; e < 256; e++) out[e] = counts[0][e] + counts[1][e] + counts[2][e] + counts[3][e];
+  for (int e = 0; e < EXPONENTS; e++) out[e] = counts[0][e] + counts[1][e] + counts[2][e] + counts[3][e];
 }
 
-enum { NO_PLACE = 255 };
-
-// The exponents that are there most often, and where each of all 256 is among them.
-void choose_exponents(const uint16_t* words, long length, uint8_t* common, uint8_t* place) {
-  uint32_t counts[256];
+// The high bytes that are there most often, first without and then with a sign; and where each exponent is among them.
+void choose_high_bytes(const uint16_t* words, long length, uint8_t* high_bytes, uint8_t* place) {
+  uint32_t counts[EXPONENTS];
   count_exponents(words, length, counts);
-  uint8_t order[256];
-  for (int e = 0; e < 256; e++) order[e] = (uint8_t)e, place[e] = NO_PLACE;
-  std::stable_sort(order, order + 256, [&](int a, int b) { return counts[a] > counts[b]; });
-  for (int i = 0; i < COMMON; i++) common[i] = order[i], place[order[i]] = (uint8_t)i;
+  uint8_t order[EXPONENTS];
+  for (int e = 0; e < EXPONENTS; e++) order[e] = (uint8_t)e, place[e] = NO_PLACE;
+  std::stable_sort(order, order + EXPONENTS, [&](int a, int b) { return counts[a] > counts[b]; });
+  for (int i = 0; i < CHOSEN; i++) {
+    high_bytes[i] = order[i], high_bytes[CHOSEN + i] = order[i] | 0x80;
+    place[order[i]] = (uint8_t)i;
+  }
 }
 
 void write_block(const uint16_t* words, const uint8_t* place, uint8_t* block) {
+  auto place_of = [&](uint16_t word) { return (place[exponent_of(word)] & (CHOSEN - 1)) | (word >> 15) * CHOSEN; };
   for (int p = 0; p < BLOCK; p++) {
     uint16_t first = words[word_of_byte(p)], second = words[BLOCK + word_of_byte(p)];
-    block[p] = (uint8_t)((place[exponent_of(first)] & 0xf) | place[exponent_of(second)] << 4);
-    block[BLOCK + p] = (uint8_t)((first >> 8 & 0x80) | (first & 0x7f));
-    block[2 * BLOCK + p] = (uint8_t)((second >> 8 & 0x80) | (second & 0x7f));
+    block[p] = (uint8_t)(place_of(first) | place_of(second) << 4);
+    block[BLOCK + p] = (uint8_t)first, block[2 * BLOCK + p] = (uint8_t)second;
   }
 }
 
 // Lists the rare numbers of a tile from `at` on, and returns where they end; null: there is no room.
 Rare* list_rare(const uint16_t* words, const uint8_t* place, Rare* at, const Rare* end) {
   for (int i = 0; i < TILE; i++) {
-    const int exponent = exponent_of(words[i]);
-    if (place[exponent] != NO_PLACE) continue;
+    if (place[exponent_of(words[i])] != NO_PLACE) continue;
     if (at == end) return nullptr;
-    *at++ = {(uint16_t)i, (uint16_t)exponent};
+    *at++ = {(uint16_t)i, (uint16_t)(words[i] >> 8)};
   }
   return at;
 }
@@ -56,8 +59,8 @@ Rare* list_rare(const uint16_t* words, const uint8_t* place, Rare* at, const Rar
 // A panel; false: it has too many rare numbers.
 bool write_panel(const uint16_t* words, int tiles, char* out) {
   const CompactPanel panel = {out, tiles};
-  uint8_t place[256];
-  choose_exponents(words, (long)tiles * TILE, (uint8_t*)panel.exponents(), place);
+  uint8_t place[EXPONENTS];
+  choose_high_bytes(words, (long)tiles * TILE, (uint8_t*)panel.high_bytes(), place);
   uint16_t* starts = (uint16_t*)panel.starts();
   Rare *first = (Rare*)panel.rare(), *at = first, *end = first + std::min(65535, tiles * RARE_PER_TILE);
   for (int i = 0; i < tiles; i++, words += TILE) {
@@ -76,14 +79,14 @@ void read_panel(const CompactPanel& panel, uint16_t* out) {
     for (int b = 0; b < TILE_BLOCKS; b++) {
       const uint8_t* block = panel.tile(i) + b * BLOCK_BYTES;
       for (int p = 0; p < 2 * BLOCK; p++) {
-        const int half = p / BLOCK, byte = block[BLOCK + p], places = block[p % BLOCK];
+        const int half = p / BLOCK, places = block[p % BLOCK];
         out[b * 2 * BLOCK + half * BLOCK + word_of_byte(p % BLOCK)] =
-            (uint16_t)((byte & 0x80) << 8 | panel.exponents()[half ? places >> 4 : places & 0xf] << 7 | (byte & 0x7f));
+            (uint16_t)(panel.high_bytes()[half ? places >> 4 : places & 0xf] << 8 | block[BLOCK + p]);
       }
     }
     for (int n = panel.starts()[i]; n < panel.starts()[i + 1]; n++) {
       const Rare rare = panel.rare()[n];
-      out[rare.at] = (uint16_t)((out[rare.at] & 0x807f) | rare.exponent << 7);
+      out[rare.at] = (uint16_t)((out[rare.at] & 0xff) | rare.high << 8);
     }
   }
 }

@@ -1,12 +1,15 @@
 // Products of few rows with compact weights, which are read into registers and never stored as they were.
-// Only where a register holds 16 outputs. Products of more rows read weights into the first cache (`linear.h`).
+// Only where a register holds 16 outputs. Products of more rows read weights into the first cache (`compact_stream.h`,
+// `linear.h`).
 #pragma once
 #include "compact.h"
 #include "fma.h"
 
 namespace {
 
-enum { REGISTER_ROWS = 8 };
+// Up to so many of factors of a kind; and how many k tiles weights are fetched ahead, for these rows and for more.
+template <class F> constexpr int most_in_registers = WIDTH < 16 ? 0 : FactorOf<Bf16>::AS_THEY_LIE ? 3 : 8;
+enum { TILES_AHEAD = 6 };
 
 #ifdef __AVX512F__
 // What a step of 64 numbers adds to the sums of even and of odd inputs.
@@ -33,9 +36,10 @@ HF_INLINE void add_step(const F* row, long stride, int step, const Bytes (&words
   }
 }
 
-// totals [R] += rows [R][32] times tile `i` of a panel, none of whose numbers are rare.
+// totals [R] += rows [R][32] times a tile, none of whose numbers are rare. `later`: one that is fetched meanwhile.
 template <class F, int R>
-HF_INLINE void add_compact_tile(const F* row, long stride, const uint8_t* tile, const ExponentTables& tables, Wide* totals) {
+HF_INLINE void add_compact_tile(const F* row, long stride, const uint8_t* tile, const uint8_t* later,
+                                const HighBytes& high_bytes, Wide* totals) {
   const Bytes lower = bytes_all(0x0f);
   Wide even[R], odd[R];
 #pragma GCC unroll 8
@@ -43,14 +47,12 @@ HF_INLINE void add_compact_tile(const F* row, long stride, const uint8_t* tile, 
 #pragma GCC unroll 4
   for (int b = 0; b < TILE_BLOCKS; b++) {
     const uint8_t* block = tile + b * BLOCK_BYTES;
-#pragma GCC unroll 3
-    for (int line = 0; line < BLOCK_BYTES; line += 64)
-      _mm_prefetch((const char*)block + line + FAR_BYTES, _MM_HINT_T0);
+    fetch_block(later + b * BLOCK_BYTES);
     const Bytes places = bytes_load(block);
     Bytes words[2];
-    read_half(tables, block + BLOCK, bytes_and(places, lower), words);
+    read_half(high_bytes, block + BLOCK, bytes_and(places, lower), words);
     add_step<F, R>(row, stride, 2 * b, words, even, odd);
-    read_half(tables, block + 2 * BLOCK, upper_halves(places, lower), words);
+    read_half(high_bytes, block + 2 * BLOCK, upper_halves(places, lower), words);
     add_step<F, R>(row, stride, 2 * b + 1, words, even, odd);
   }
 #pragma GCC unroll 8
@@ -60,9 +62,10 @@ HF_INLINE void add_compact_tile(const F* row, long stride, const uint8_t* tile, 
 // The same of a tile that has some.
 template <class F, int R>
 __attribute__((noinline)) void add_rare_tile(const F* row, long stride, const CompactPanel& panel,
-                                             const ExponentTables& tables, int i, Wide* totals) {
+                                             const HighBytes& high_bytes, int i, const uint8_t* later, Wide* totals) {
   alignas(64) Bf16 read[TILE];
-  read_tile<FAR_BYTES>(panel, tables, i, read);
+  for (int b = 0; b < TILE_BLOCKS; b++) fetch_block(later + b * BLOCK_BYTES);
+  read_tile<0>(panel, high_bytes, i, read);
   Wide even[R], odd[R];
   for (int r = 0; r < R; r++) even[r] = odd[r] = wide_zero();
   for (int step = 0; step < 2 * TILE_BLOCKS; step++) {
@@ -72,21 +75,23 @@ __attribute__((noinline)) void add_rare_tile(const F* row, long stride, const Co
   for (int r = 0; r < R; r++) totals[r] = wide_add(totals[r], wide_add(even[r], odd[r]));
 }
 
-// out [R][32] = rows [R] times k tiles [first, end) of a panel.
+// out [R][32] = rows [R] times k tiles of a panel.
 template <class F, int R>
-__attribute__((noinline)) void add_compact(const F* rows, long stride, const CompactPanel& panel, int first, int end,
-                                           float* out, long out_stride) {
-  const ExponentTables tables(panel.exponents());
+__attribute__((noinline)) void add_compact(const F* rows, long stride, const CompactRun& run, float* out, long out_stride) {
+  const CompactPanel panel = run.panel;
+  const HighBytes high_bytes(panel);
   Wide totals[2][R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) totals[0][r] = totals[1][r] = wide_zero();
-  for (int k = first; k < end; k++) {
+  for (int k = run.first; k < run.end; k++) {
     const F* row = rows + k * Factors<F>::PER_TILE;
+    const uint8_t* later = run.at(k + TILES_AHEAD);  // `run.later` took longer: so few rows do nothing but wait for memory
 #pragma GCC unroll 2
-    for (int c = 0; c < 2; c++) {
+    for (int c = 0; c < 2; c++, later += COMPACT_TILE) {
       const int i = 2 * k + c;
-      if (__builtin_expect(!has_rare(panel, i), 1)) add_compact_tile<F, R>(row, stride, panel.tile(i), tables, totals[c]);
-      else add_rare_tile<F, R>(row, stride, panel, tables, i, totals[c]);
+      if (__builtin_expect(!has_rare(panel, i), 1))
+        add_compact_tile<F, R>(row, stride, panel.tile(i), later, high_bytes, totals[c]);
+      else add_rare_tile<F, R>(row, stride, panel, high_bytes, i, later, totals[c]);
     }
   }
 #pragma GCC unroll 8
@@ -95,10 +100,9 @@ __attribute__((noinline)) void add_compact(const F* rows, long stride, const Com
 }
 
 template <class F, int R = 1>
-void compact_rows(const F* rows, long stride, int count, const CompactPanel& panel, int first, int end, float* out,
-                  long out_stride) {
-  if (count == R) add_compact<F, R>(rows, stride, panel, first, end, out, out_stride);
-  else if constexpr (R < REGISTER_ROWS) compact_rows<F, R + 1>(rows, stride, count, panel, first, end, out, out_stride);
+void compact_rows(const F* rows, long stride, int count, const CompactRun& run, float* out, long out_stride) {
+  if (count == R) add_compact<F, R>(rows, stride, run, out, out_stride);
+  else if constexpr (R < most_in_registers<F>) compact_rows<F, R + 1>(rows, stride, count, run, out, out_stride);
 }
 #endif
 

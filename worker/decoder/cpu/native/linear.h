@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "compact_rows.h"
+#include "compact_stream.h"
 #include "fma.h"
 #include "tile_rows.h"
 
@@ -172,42 +172,52 @@ InputRows<W> input_rows(Scratch& scratch, const typename InputOf<W>::Type* rows,
   return input;
 }
 
-// Of compact weights. More than a few rows: tiles are read into the first cache, some of a panel at a time, while what comes
-// next is fetched into the second one.
+// A slice of one panel of a group, `half` 0 or 1, and what this thread likely multiplies then.
+HF_INLINE CompactRun compact_run(const Packed<Bf16>& w, int group, int half, int first, int end, int next_group) {
+  const CompactPanel panel = w.panel(group * 2 + half);
+  if (half == 0) return {panel, first, end, w.panel(group * 2 + 1), first};
+  if (end < w.k_tiles()) return {panel, first, end, w.panel(group * 2), end};
+  if (next_group >= 0) return {panel, first, end, w.panel(next_group * 2), 0};
+  return {panel, first, end, {nullptr, 0}, 0};
+}
+
+// Of more than a few rows by other factors than pairs: some tiles of a panel at a time are read into the first cache.
+template <class F>
+void compact_pieces(Scratch& scratch, const InputRows<Bf16>& in, const CompactRun& run, float* out) {
+  const int fitting = in.factors ? PIECE_TILES : WHOLE_PIECE_TILES;
+  const int pieces = (run.end - run.first + fitting - 1) / fitting, piece = (run.end - run.first + pieces - 1) / pieces;
+  for (int from = run.first; from < run.end; from += piece) {
+    const int tiles = std::min(run.end - from, piece);
+    if (in.factors && from > run.first) read_tiles<0>(run.panel, from * 2, tiles * 2, scratch.read);
+    else read_tiles<FAR_BYTES>(run.panel, from * 2, tiles * 2, scratch.read);
+#ifdef HF_TILES
+    if (!in.factors) {
+      pass_rows(scratch.tiles, in.rows + (long)from * K_TILE, in.stride, in.count, scratch.read, 0, tiles, out,
+                from > run.first, nullptr);
+      continue;
+    }
+#endif
+    add_panel<false>(in.factors + factors_in<F>((long)from * K_TILE), in.factor_stride, in.count, scratch.read, tiles, out,
+                     from > run.first, scratch.widened, run.later(from, piece), tiles * (long)BOTH_TILES);
+  }
+}
+
+template <class F>
 void compact_product(Scratch& scratch, const Packed<Bf16>& w, int group, const InputRows<Bf16>& in, int first, int end,
                      float* sums, int next_group) {
-  typedef typename InputRows<Bf16>::Factor Factor;
+  for (int half = 0; half < 2; half++) {
+    const CompactRun run = compact_run(w, group, half, first, end, next_group);
+    float* out = sums + half * PANEL;
 #ifdef __AVX512F__
-  if (in.factors && in.count <= REGISTER_ROWS) {
-    for (int half = 0; half < 2; half++)
-      compact_rows(in.factors, in.factor_stride, in.count, w.panel(group * 2 + half), first, end, sums + half * PANEL, GROUP);
-    return;
-  }
-#endif
-  const int fitting = FactorOf<Bf16>::AS_THEY_LIE || !in.factors ? WHOLE_PIECE_TILES : PIECE_TILES;
-  const int pieces = (end - first + fitting - 1) / fitting, piece = (end - first + pieces - 1) / pieces;
-  for (int from = first; from < end; from += piece)
-    for (int half = 0; half < 2; half++) {
-      const int tiles = std::min(end - from, piece), behind = from + tiles;
-      const bool goes_on = half == 0 || behind < w.k_tiles();
-      const CompactPanel then = w.panel(half == 0 ? group * 2 + 1 : goes_on ? group * 2 : next_group * 2);
-      const int then_tile = half == 0 ? from * 2 : goes_on ? behind * 2 : 0;
-      const uint8_t* next = goes_on || next_group >= 0 ? then.tile(then_tile) : nullptr;
-      if (next) fetch_head(then, then_tile, tiles * 2);
-      float* out = sums + half * PANEL;
-      if (from == first && half == 0) read_tiles<FAR_BYTES>(w.panel(group * 2), from * 2, tiles * 2, scratch.read);
-      else read_tiles<0>(w.panel(group * 2 + half), from * 2, tiles * 2, scratch.read);
-#ifdef HF_TILES
-      if (!in.factors) {
-        pass_rows(scratch.tiles, in.rows + (long)from * K_TILE, in.stride, in.count, scratch.read, 0, tiles, out,
-                  from > first, nullptr);
-        continue;
-      }
-#endif
-      const Factor* rows = in.factors + factors_in<Factor>((long)from * K_TILE);
-      add_panel<false>(rows, in.factor_stride, in.count, scratch.read, tiles, out, from > first, scratch.widened, next,
-                       tiles * 2L * COMPACT_TILE);
+    if (in.factors && in.count <= most_in_registers<F>) {
+      compact_rows<F>(in.factors, in.factor_stride, in.count, run, out, GROUP);
+      continue;
     }
+#endif
+    if constexpr (FactorOf<Bf16>::AS_THEY_LIE)
+      stream_rows<F>(in.factors, in.factor_stride, in.count, run, scratch.read, out, GROUP);
+    else compact_pieces<F>(scratch, in, run, out);
+  }
 }
 
 template <class W>
@@ -215,7 +225,8 @@ void slice_product(Scratch& scratch, const Packed<W>& w, int group, const InputR
                    int next_group = -1) {
   int first = slice * w.slice_tiles, end = first + w.slice_tiles;
   if constexpr (std::is_same<W, Bf16>::value)
-    if (w.panel_bytes) return compact_product(scratch, w, group, in, first, end, sums, next_group);
+    if (w.panel_bytes)
+      return compact_product<typename InputRows<W>::Factor>(scratch, w, group, in, first, end, sums, next_group);
   const W* after = slice + 1 < w.slices ? w.group(group) + (long)end * 2 * TILE
                    : next_group >= 0    ? w.group(next_group)
                                         : nullptr;
