@@ -8,7 +8,7 @@
 
 namespace {
 
-enum { SPLIT = 1024 };
+enum { SPLIT = 1024, FEW_QUERIES = 16 };  // rows of a task that wait for memory rather than for products
 
 // The keys that a query at `position` sees: [first, position].
 HF_INLINE int first_key(const HeadShape& shape, int position) {
@@ -72,10 +72,17 @@ HF_INLINE void weigh_rows(AttentionScratch<W>& a, const HeadShape& shape, const 
   }
 }
 
-// Adds the keys [from, to) to what rows [0, count) have summed. `to` is beyond no row's context but the longest's.
+// Keys of a sequence for one KV head, from a multiple of 64 on. No sequence: it is not known which.
+struct SomeKeys {
+  const SequenceView* seq;
+  int kv_head, first, end;
+};
+
+// Adds the keys [from, to) to what rows [0, count) have summed. `to` is beyond no row's context but the longest's. `after`: the
+// keys that this thread likely attends to next, of which it fetches the first 64 while it attends to its last.
 template <class W>
 void attend_keys(Tiles& t, AttentionScratch<W>& a, const Pages<W>& pages, const SequenceView& seq, int kv_head,
-                 const int* positions, int count, int from, int to, Softmax& sum) {
+                 const int* positions, int count, int from, int to, Softmax& sum, SomeKeys after) {
   const HeadShape& shape = pages.shape;
   for (int r = 0; r < QUERY_ROWS; r++) sum.largest[r] = -INFINITY;
   memset(sum.sums, 0, count * 16 * 4);
@@ -83,10 +90,14 @@ void attend_keys(Tiles& t, AttentionScratch<W>& a, const Pages<W>& pages, const 
   for (int key = from; key < to; key += KEYS) {
     int num_keys = to - key < KEYS ? to - key : KEYS;
     TileOfKeys<W> found = find_keys(pages, seq, kv_head, key, num_keys);
+    const SomeKeys next = key + KEYS < to ? SomeKeys{&seq, kv_head, key + KEYS, to} : after;
+    const int num_next = next.seq && count <= FEW_QUERIES ? std::min((int)KEYS, next.end - next.first) : 0;
+    TileOfKeys<W> coming = {};
+    if (num_next > 0) coming = find_keys(pages, *next.seq, next.kv_head, next.first, num_next);
     int first = 0;  // the rows that see any of these keys: they are in order of position
     while (first + 16 < count && positions[first + 15] < key) first += 16;
     // One after the other for all rows: what was stored has arrived when it is loaded as a tile.
-    score_rows(t, a, shape, found, first, count);
+    score_rows(t, a, shape, found, first, count, coming);
     for (int row = first; row < count; row += 16) {
       int some = count - row < 16 ? count - row : 16;
       weigh_rows(a, shape, positions + row, sum, row, some, key);
@@ -96,15 +107,20 @@ void attend_keys(Tiles& t, AttentionScratch<W>& a, const Pages<W>& pages, const 
     auto put_together = [&](int s, int v, W* joined) {
       return value_tile(pages, seq, kv_head, key + 32 * s, num_keys - 32 * s, v, joined);
     };
-    if (count <= 16) {
+    if (count <= FEW_QUERIES) {
       add_values(t, a, shape, num_spans, sum.values, first, count,
-                 [&](int s, int v) { return put_together(s, v, a.joined[0][v % 2]); });
+                 [&](int s, int v) { return put_together(s, v, a.joined[0][v % 2]); },
+                 [&](int s, int v) {
+                   return num_next > 32 * s ? value_bytes(pages, *next.seq, next.kv_head, next.first + 32 * s,
+                                                          num_next - 32 * s, v) : nullptr;
+                 });
       continue;
     }
     const W* values[KEYS / 32][MAX_HEAD / 16];
     for (int s = 0; s < num_spans; s++)
       for (int v = 0; v < shape.value_tiles; v++) values[s][v] = put_together(s, v, a.joined[s][v]);
-    add_values(t, a, shape, num_spans, sum.values, first, count, [&](int s, int v) { return values[s][v]; });
+    add_values(t, a, shape, num_spans, sum.values, first, count, [&](int s, int v) { return values[s][v]; },
+               [](int, int) { return nullptr; });
   }
 }
 

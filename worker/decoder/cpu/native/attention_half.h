@@ -53,7 +53,8 @@ template <class W> bool Decoder<W>::attend_together(const HfLayer& l, const Kind
   if (!holdfast::tasks(t.run, kind.num_tasks, [&](int i) {
         const AttentionTask& task = kind.tasks[i];
         if (inlined) prepare(pages, l, t.own, {task.sequence, 0, 1}, task.kv_head);
-        attend_task(pages, t.own, task, l);
+        const int later = i + threads;  // this thread's next task, if all are as fast
+        attend_task(pages, t.own, task, l, later < kind.num_tasks ? keys_of(kind, kind.tasks[later]) : SomeKeys{});
       }))
     return false;
   return !kind.splits || holdfast::tasks(t.run, kind.num_tasks, [&](int i) {
@@ -140,8 +141,16 @@ float* Decoder<W>::rotated(const HfLayer& l, const HeadShape& s, Local& own, con
   return v;
 }
 
+// What a task of a decode begins with: the keys of its part, but for its own token's, which are not written yet.
+template <class W> SomeKeys Decoder<W>::keys_of(const Kind& kind, const AttentionTask& task) const {
+  const SequenceView& seq = sequences[task.sequence];
+  const int first = (first_key(kind.shape, seq.first_position) / SPLIT + task.part) * SPLIT;
+  return {&seq, task.kv_head, begin_of(kind.shape, seq.first_position, first), seq.first_position};
+}
+
 template <class W>
-void Decoder<W>::attend_task(const Pages<W>& pages, Local& own, const AttentionTask& task, const HfLayer& l) {
+void Decoder<W>::attend_task(const Pages<W>& pages, Local& own, const AttentionTask& task, const HfLayer& l,
+                             SomeKeys after) {
   const HeadShape& s = pages.shape;
   const SequenceView& seq = sequences[task.sequence];
   AttentionScratch<W>& a = own.attention;
@@ -150,14 +159,16 @@ void Decoder<W>::attend_task(const Pages<W>& pages, Local& own, const AttentionT
   int last = at[task.count - 1] + 1, first_part = first_key(s, at[0]) / SPLIT;
   if (task.parts > 1) {
     int from = (first_part + task.part) * SPLIT, to = std::min(last, from + SPLIT);
-    attend_keys(own.scratch.tiles, a, pages, seq, task.kv_head, at, task.count, begin_of(s, at[0], from), to, a.total);
+    attend_keys(own.scratch.tiles, a, pages, seq, task.kv_head, at, task.count, begin_of(s, at[0], from), to, a.total,
+                after);
     keep_part(s, task, a.total);
     return;
   }
   for (int from = first_part * SPLIT; from < last; from += SPLIT) {
     Softmax& sum = from == first_part * SPLIT ? a.total : a.part;
     attend_keys(own.scratch.tiles, a, pages, seq, task.kv_head, at, task.count, begin_of(s, at[0], from),
-                std::min(last, from + SPLIT), sum);
+                std::min(last, from + SPLIT), sum,
+                from + SPLIT < last ? SomeKeys{&seq, task.kv_head, from + SPLIT, last} : after);
     if (&sum == &a.part) merge_all(s, a.total, a.part, task.count);
   }
   write_out(s, own, task, a.total, l);

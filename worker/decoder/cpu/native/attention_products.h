@@ -127,15 +127,8 @@ template <int N, class W>
 void add_fma(AttentionScratch<W>& a, const typename FactorOf<W>::Type* rows, long stride, int count,
              const Columns<W, N>& columns, int tiles, float* out, long out_stride, bool begun) {
   constexpr int C = N * 16 / WIDTH;
-  if (count <= FEW_ROWS) {
-    int r = 0;
-    if (C <= (int)FMA_COLUMNS)
-      for (; r + 2 <= count; r += 2)
-        add_both<2, C, PREFETCH_BYTES>(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun, {});
-    for (; r < count; r++)
-      add_both<1, C, PREFETCH_BYTES>(rows + r * stride, stride, columns, tiles, out + r * out_stride, out_stride, begun, {});
-    return;
-  }
+  if (count <= (FactorOf<W>::AS_THEY_LIE ? (int)FMA_ROWS : (int)FEW_ROWS))
+    return add_few<C>(rows, stride, count, columns, tiles, out, out_stride, begun);
   if constexpr (FactorOf<W>::AS_THEY_LIE) add_many<C, true>(rows, stride, count, columns, tiles, out, out_stride, begun);
   else {
     Columns<float, N> widened;
@@ -150,10 +143,10 @@ void add_fma(AttentionScratch<W>& a, const typename FactorOf<W>::Type* rows, lon
 // So many columns of 16 are multiplied at once.
 enum { COLUMNS_AT_ONCE = FMA_COLUMNS * WIDTH / 16 };
 
-// Scores [rows][64] of rows [first, count) with a tile of keys.
+// Scores [rows][64] of rows [first, count) with a tile of keys. `next`: of few rows, the keys that are fetched meanwhile.
 template <class W>
 HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, const TileOfKeys<W>& k, int first,
-                          int count) {
+                          int count, const TileOfKeys<W>& next) {
   int padded = s.padded();
 #ifdef HF_TILES
   if constexpr (sizeof(W) == 2 && sizeof(typename InputOf<W>::Type) == 2)
@@ -166,16 +159,20 @@ HF_INLINE void score_rows(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, 
   for (int b = 0; b < k.num_tiles; b += COLUMNS_AT_ONCE) {
     Columns<W, COLUMNS_AT_ONCE> keys;  // those that do not exist are nobody's
     keys.step = TILE;
-    for (int i = 0; i < COLUMNS_AT_ONCE; i++) keys.first[i] = k.keys[std::min(b + i, k.num_tiles - 1)];
+    for (int i = 0; i < COLUMNS_AT_ONCE; i++) {
+      keys.first[i] = k.keys[std::min(b + i, k.num_tiles - 1)];
+      if (b + i < next.num_tiles) keys.fetch(i, next.keys[b + i]);
+    }
     add_fma(a, a.query_factors + first * stride, stride, count - first, keys, s.key_tiles,
             a.scores + first * KEYS + 16 * b, KEYS, false);
   }
 }
 
 // values [rows][dims] += weights [rows][64] times a tile's values, for rows [first, count). `value(s, v)`: tile v of span s.
-template <class W, class Value>
+// `later(s, v)`: what is fetched meanwhile, or null.
+template <class W, class Value, class Later>
 HF_INLINE void add_values(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, int num_spans, float* values, int first,
-                          int count, Value&& value) {
+                          int count, Value&& value, Later&& later) {
   int dims = s.value_dims();
 #ifdef HF_TILES
   if constexpr (sizeof(W) == 2 && sizeof(typename InputOf<W>::Type) == 2)
@@ -194,6 +191,8 @@ HF_INLINE void add_values(Tiles& t, AttentionScratch<W>& a, const HeadShape& s, 
     const Factor* weights = a.weight_factors + first * stride + span * each;
     int v = 0;
     auto add = [&](auto&& tiles) {
+      for (int i = 0; i < (int)(sizeof tiles.first / sizeof *tiles.first); i++)
+        if (const void* at = later(span, v + i)) tiles.fetch(i, at);
       add_fma(a, weights, stride, count - first, tiles, 1, values + first * dims + v * 16, dims, true);
     };
     if (COLUMNS_AT_ONCE == 2)

@@ -19,23 +19,31 @@ enum { FMA_ROWS = WIDTH == 16 ? 8 : 6, FMA_SOME = 4, FMA_COLUMNS = 2 };
 enum { BOTH_ROWS = 4 };  // the same, if registers hold the sums of even and odd inputs and of all tiles
 enum { FEW_ROWS = 3, FEW_COLUMNS = 4 };  // rows that stream, and registers of columns for one of them
 
-// The first tiles of N columns of 16 outputs, and how far from each the tile of the next 32 inputs is.
+// The first tiles of N columns of 16 outputs, and how far from each the tile of the next 32 inputs is. `ahead`: bytes from a
+// column's tiles to what is fetched while they are multiplied.
 template <class W, int N> struct Columns {
   const W* first[N];
   long step;
+  long ahead[N] = {};
+  void fetch(int i, const void* later) { ahead[i] = (long)((uintptr_t)later - (uintptr_t)first[i]); }
 };
+enum { AS_COLUMNS_SAY = -1 };  // instead of a number of bytes by which weights are fetched ahead
+template <int AHEAD, class W, int N> HF_INLINE long ahead_of(const Columns<W, N>& columns, int i) {
+  return AHEAD == AS_COLUMNS_SAY ? columns.ahead[i] : AHEAD;
+}
 template <int C> constexpr int columns_in() { return C * WIDTH / 16 ? C * WIDTH / 16 : 1; }
 
 // Asks for what a step takes of the weights that come `ahead` bytes later.
-template <int STEPS, class W> HF_INLINE void fetch_ahead(const W* tile, int step, int ahead) {
+template <int STEPS, class W> HF_INLINE void fetch_ahead(const W* tile, int step, long ahead) {
   const int bytes = TILE * sizeof(W) / STEPS;
 #pragma GCC unroll 2
   for (int i = 0; i < bytes; i += 64) _mm_prefetch((const char*)tile + step * bytes + i + ahead, _MM_HINT_T0);
 }
 
-// out [R][C registers] (+)= rows [R][32] times a tile of each column. `FAR`: weights are fetched ahead.
-template <class F, class W, int R, int C, bool FAR>
-HF_INLINE void add_tile(const F* rows, long stride, const W* const* tiles, float* out, long out_stride, bool begun) {
+// out [R][C registers] (+)= rows [R][32] times k tile `k` of each column. `AHEAD`: bytes by which weights are fetched, or 0.
+template <class F, class W, int R, int C, int AHEAD>
+HF_INLINE void add_tile(const F* rows, long stride, const Columns<W, columns_in<C>()>& columns, int k, float* out,
+                        long out_stride, bool begun) {
   Wide even[R][C];
 #pragma GCC unroll 2
   for (int odd = 0; odd < 2; odd++) {
@@ -49,8 +57,9 @@ HF_INLINE void add_tile(const F* rows, long stride, const W* const* tiles, float
       typename Factors<F>::Many w[C];
 #pragma GCC unroll 2
       for (int c = 0; c < C; c++) {
-        const W* tile = tiles[c * WIDTH / 16];
-        if (FAR && !odd && c * WIDTH % 16 == 0) fetch_ahead<Factors<F>::STEPS>(tile, step, FAR_BYTES);
+        const W* tile = columns.first[c * WIDTH / 16] + k * columns.step;
+        if (AHEAD && !odd && c * WIDTH % 16 == 0)
+          fetch_ahead<Factors<F>::STEPS>(tile, step, ahead_of<AHEAD>(columns, c * WIDTH / 16));
         w[c] = odd ? Factors<F>::odd(tile, step, c * WIDTH % 16) : Factors<F>::even(tile, step, c * WIDTH % 16);
       }
 #pragma GCC unroll 12
@@ -78,14 +87,12 @@ struct Next {
 };
 
 // out [R][C registers] (+)= rows [R][tiles * 32] times as many tiles of each column.
-template <int R, int C, bool FAR, class F, class W>
+template <int R, int C, int AHEAD, class F, class W>
 __attribute__((noinline)) void add_tiles(const F* rows, long stride, const Columns<W, columns_in<C>()>& columns,
                                          int tiles, float* out, long out_stride, bool begun, Next next) {
   for (int k = 0; k < tiles; k++) {
     for (int i = 0; i < next.lines; i++, next.weights += 64) _mm_prefetch(next.weights, _MM_HINT_T1);
-    const W* at[columns_in<C>()];
-    for (int i = 0; i < columns_in<C>(); i++) at[i] = columns.first[i] + k * columns.step;
-    add_tile<F, W, R, C, FAR>(rows + k * Factors<F>::PER_TILE, stride, at, out, out_stride, begun || k);
+    add_tile<F, W, R, C, AHEAD>(rows + k * Factors<F>::PER_TILE, stride, columns, k, out, out_stride, begun || k);
   }
 }
 
@@ -111,7 +118,8 @@ HF_INLINE void add_both(const F* rows, long stride, const Columns<W, columns_in<
 #pragma GCC unroll 4
       for (int c = 0; c < C; c++) {
         const W* tile = columns.first[c * WIDTH / 16] + k * columns.step;
-        if (AHEAD && c * WIDTH % 16 == 0) fetch_ahead<Factors<F>::STEPS>(tile, step, AHEAD);
+        if (AHEAD && c * WIDTH % 16 == 0)
+          fetch_ahead<Factors<F>::STEPS>(tile, step, ahead_of<AHEAD>(columns, c * WIDTH / 16));
         auto e = Factors<F>::even(tile, step, c * WIDTH % 16), o = Factors<F>::odd(tile, step, c * WIDTH % 16);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
@@ -137,6 +145,18 @@ template <int MOST, class Block> HF_INLINE void row_blocks(int count, Block&& bl
   for (; count - r >= FMA_SOME; r += FMA_SOME) block(std::integral_constant<int, FMA_SOME>(), r);
   for (; count - r >= 2; r += 2) block(std::integral_constant<int, 2>(), r);
   for (; r < count; r++) block(std::integral_constant<int, 1>(), r);
+}
+
+// Any number of rows up to `FMA_ROWS` at once, which streams columns past them and fetches what these say.
+template <int C, int R = 1, class F, class W>
+HF_INLINE void add_few(const F* rows, long stride, int count, const Columns<W, columns_in<C>()>& columns, int tiles,
+                       float* out, long out_stride, bool begun) {
+  const int SUMS = WIDTH == 16 ? 16 : 8;  // of even and of odd inputs that registers hold beside the totals
+  if (count > R) {
+    if constexpr (R < FMA_ROWS) add_few<C, R + 1>(rows, stride, count, columns, tiles, out, out_stride, begun);
+  } else if constexpr (2 * R * C <= SUMS)
+    add_both<R, C, AS_COLUMNS_SAY>(rows, stride, columns, tiles, out, out_stride, begun, {});
+  else add_tiles<R, C, AS_COLUMNS_SAY>(rows, stride, columns, tiles, out, out_stride, begun, {});
 }
 
 // Of many rows: blocks that take even and odd inputs at once.
@@ -176,7 +196,7 @@ HF_INLINE void add_many(const F* rows, long stride, int count, const Columns<W, 
   else
     row_blocks<FMA_ROWS>(count, [&](auto block, int r) {
       const int R = decltype(block)::value;
-      with(r, &add_tiles<R, C, true, F, W>, &add_tiles<R, C, false, F, W>);
+      with(r, &add_tiles<R, C, FAR_BYTES, F, W>, &add_tiles<R, C, 0, F, W>);
     });
 }
 

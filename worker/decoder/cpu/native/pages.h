@@ -68,6 +68,17 @@ HF_INLINE const W* value_tile(const Pages<W>& pages, const SequenceView& seq, in
   return joined;
 }
 
+// Of the values of 32 keys from `key` on, of which `num_keys` exist, as many bytes as a tile: together, all of them, in the
+// order in which they lie. Null: there are no such keys.
+template <class W>
+HF_INLINE const void* value_bytes(const Pages<W>& pages, const SequenceView& seq, int kv_head, int key, int num_keys,
+                                  int tile) {
+  const HeadShape& s = pages.shape;
+  const long at = (long)tile * TILE, of_span = (long)s.span * s.value_dims();
+  const int first = (int)(at / of_span) * s.span;
+  return first < num_keys ? value_span(pages, seq, kv_head, key + first) + at % of_span : nullptr;
+}
+
 // Zeros for what lies behind the tokens of spans that this step begins: masked keys never bring in another's NaN.
 template <class W> void clear_begun(const Pages<W>& pages, const SequenceView& seq, int kv_head, int first, int end) {
   const HeadShape& s = pages.shape;

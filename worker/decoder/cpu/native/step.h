@@ -386,7 +386,8 @@ template <class W> class Decoder {
   void prepare_keys(const Pages<W>& pages, const HfLayer& l, Local& own, Unit unit, int kv_head);
   float* rotated(const HfLayer& l, const HeadShape& s, Local& own, const float* from, int head, const HfNorm& norm,
                  int norm_head, int position, int num_heads);
-  void attend_task(const Pages<W>& pages, Local& own, const AttentionTask& task, const HfLayer& l);
+  void attend_task(const Pages<W>& pages, Local& own, const AttentionTask& task, const HfLayer& l, SomeKeys after);
+  SomeKeys keys_of(const Kind& kind, const AttentionTask& task) const;
   static int begin_of(const HeadShape& s, int position, int from);
   static void merge_all(const HeadShape& s, Softmax& total, const Softmax& part, int count);
   void keep_part(const HeadShape& s, const AttentionTask& task, const Softmax& sum);
