@@ -122,7 +122,9 @@ class CacheConfig(Settings):
         "outputs",
     )
     block_size: int | None = Field(None, ge=1, description="tokens per KV block; default: 16 on a CPU, 64 on a GPU")
-    kv_cache_memory: Bytes | None = Field(None, ge=1, description="size of the KV cache of each rank, e.g. 2GiB")
+    kv_cache_memory: Bytes | None = Field(
+        None, ge=1, description="size of the KV cache of each rank, e.g. 2GiB; on a CPU all of it is taken while idle"
+    )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="share of the GPU's memory that a rank may use in all"
     )

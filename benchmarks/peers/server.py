@@ -20,6 +20,8 @@ from typing import Any, Final
 from benchmarks.peers.machine import NoiseWatch, Usage, peak_memory_mib
 
 _END_S: Final = 10.0
+_IDLE: Final = 0.02
+"""Share of the cores that a server may take and yet have nothing to do."""
 _CHUNK: Final = 1 << 16
 
 
@@ -117,12 +119,16 @@ class Server:
             raise ServerError(self.name, f"asked for {wanted}, gave {len(answer['ids'])} of lengths {lengths}")
         return Answer(ids=answer["ids"], seconds=answer["seconds"], parts=answer.get("parts", {}), usage=usage)
 
-    def idle_share(self, seconds: float = 0.5) -> float:
-        """Share of the cores that it takes while it has nothing to do."""
+    def idle_share(self, seconds: float = 0.5, limit_s: float = 5.0) -> float:
+        """Share of the cores that it takes while it has nothing to do, once what follows its start is done."""
         self._resume()
-        watch = NoiseWatch(self.group)
-        time.sleep(seconds)
-        share = watch.usage().ours
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            watch = NoiseWatch(self.group)
+            time.sleep(seconds)
+            share = watch.usage().ours
+            if share < _IDLE or time.monotonic() > deadline_s:
+                break
         self.pause()
         return share
 

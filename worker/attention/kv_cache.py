@@ -119,6 +119,9 @@ class KVCache:
         ]
         return cls(layers, list(pools.values()), num_blocks, block_size, list(scale_pools.values()))
 
+    def want_all(self) -> None:
+        """All of this memory is meant to be used. Nothing is done: the system gives it when it is first written."""
+
     def copy(self, sources: Tensor, destinations: Tensor, num_tokens: Tensor) -> None:
         """Copies the first `num_tokens` [C] slots of blocks to other ones in all layers, and clears their other slots.
 

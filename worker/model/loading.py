@@ -172,9 +172,12 @@ def _allocate_cache(
         check_memory(num_blocks, block_bytes, left_bytes)
     logger.info("KV cache: %d blocks of %d tokens, %d MiB", num_blocks, block_size, num_blocks * block_bytes >> 20)
     try:
-        return program.allocate_cache(num_blocks, block_size)
+        cache = program.allocate_cache(num_blocks, block_size)
     except ValueError as error:
         raise ConfigurationError(f"cache.{error}") from error
+    if config.cache.kv_cache_memory is not None:
+        cache.want_all()
+    return cache
 
 
 def _activation_bytes(

@@ -60,6 +60,10 @@ class BlockCache(Protocol):
         """Writes zeros over these blocks in all layers."""
         ...
 
+    def want_all(self) -> None:
+        """Says that all blocks are meant to be used: their memory may be taken from the system before."""
+        ...
+
 
 class Program(Protocol):
     """Runs the steps of one rank. All ranks of a group make the same calls."""

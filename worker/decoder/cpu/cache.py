@@ -41,6 +41,10 @@ class TiledCache:
         """Where each layer's pages begin."""
         return [layer.address for layer in self._layers]
 
+    def want_all(self) -> None:
+        """All of this memory is meant to be used: it is taken from the system while no step runs."""
+        self.ahead.want_all()
+
     def close(self) -> None:
         """No step comes any more."""
         self.ahead.close()

@@ -18,7 +18,7 @@ from holdfast.worker.decoder.cpu.arena import address_of
 
 LARGE_PAGE: Final = 2 << 20
 AHEAD_BYTES: Final = 4 * LARGE_PAGE
-"""Of each layer: what has its memory beyond the last block that a step has used."""
+"""Of each layer: what has its memory beyond the last block that a step has used, unless all of it is wanted."""
 QUIET_S: Final = 0.02
 """A pause of steps that is longer than those between the steps of a burst."""
 
@@ -70,11 +70,17 @@ class MemoryAhead:
         self._last_step_s = clock()
         self._used = 0
         """Blocks up to the last one that a step has used."""
+        self._ahead_bytes = AHEAD_BYTES
         self._more = threading.Event()
         self._closed = threading.Event()
         if self._layers:
             self._more.set()
             threading.Thread(target=self._work, name="holdfast-memory-ahead", daemon=True).start()
+
+    def want_all(self) -> None:
+        """From now on the pages of all blocks are taken, while there are no steps."""
+        self._ahead_bytes = max((layer.num_blocks * layer.block_bytes for layer in self._layers), default=0)
+        self._more.set()
 
     def begin_step(self) -> None:
         """From now on the thread waits, but for a page that it has begun, and for pages that come soon."""
@@ -109,7 +115,7 @@ class MemoryAhead:
         lacking = [
             (blocks, number)
             for number, (layer, blocks) in enumerate(zip(self._layers, done, strict=True), 1)
-            if blocks < layer.wanted(self._used, AHEAD_BYTES)
+            if blocks < layer.wanted(self._used, self._ahead_bytes)
         ]
         return 0 if self._closed.is_set() else min(lacking, default=(0, 0))[1]
 

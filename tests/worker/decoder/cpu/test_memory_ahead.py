@@ -89,6 +89,19 @@ def test_the_last_blocks_are_the_end(kernel: Kernel, ahead: MemoryAhead, clock: 
     assert asked[-1] == (60, 64)
 
 
+def test_all_that_is_wanted_comes_while_no_step_runs(kernel: Kernel, ahead: MemoryAhead, clock: Clock) -> None:
+    ahead.begin_step()
+    ahead.want_all()
+    clock.now += 1
+    assert [kernel.next() for _ in range(2)] == [(0, 4)] * 2  # the next page, as ever
+    with pytest.raises(queue.Empty):
+        kernel.asked.get(timeout=0.1)
+    ahead.end_step(last_block=0)
+    clock.now += 1
+    asked = [kernel.next() for _ in range(2 * (64 // 4 - 1))]
+    assert asked == [(begin, begin + 4) for begin in range(4, 64, 4) for _ in range(2)]
+
+
 def test_a_system_that_cannot_is_asked_once(clock: Clock) -> None:
     kernel = Kernel(answer=False)
     ahead = MemoryAhead([Pages(mapped_memory(0), 64, BLOCK_BYTES)], populate=kernel.populate, clock=clock)
