@@ -53,7 +53,7 @@ def there_and_back(compactor: Compactor, words: np.ndarray) -> np.ndarray | None
     seed=st.integers(0, 99),
 )
 def test_any_numbers_of_sixteen_exponents_and_a_few_others_come_back(compactor, common, num_rare, panels, seed):
-    """The sixteen are eight pairs that differ in the last bit. Zeros, subnormals, infinities and NaN are as all others."""
+    """The sixteen are eight pairs that differ in the last bit. Zeros, subnormals, infinities and NaN are as others."""
     random = np.random.default_rng(seed)
     exponents = random.choice(common, (panels, PANEL_WORDS)) * 2 + random.integers(0, 2, (panels, PANEL_WORDS))
     for panel in exponents:
