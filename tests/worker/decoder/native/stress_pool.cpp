@@ -353,6 +353,49 @@ void on_cores() {
   CHECK(!hf_pool_create(threads, -1, cores.data()));
 }
 
+// What the workers may use, once a job has run. The caller stays on one core of two or more that it may use.
+void masks_of_workers(Pool* pool, cpu_set_t* masks) {
+  struct Masks {
+    cpu_set_t* of;
+  } argument{masks};
+  for (int tid = 0; tid < threads; tid++) ids[tid] = 0;
+  auto job = [](const void* argument, Run& run) {
+    sched_getaffinity(0, sizeof(cpu_set_t), static_cast<const Masks*>(argument)->of + run.tid);
+    ids[run.tid] = 1;
+    holdfast::tasks(run, 1, [&run](int) {
+      for (int tid = 0; tid < run.num_threads; tid++)
+        while (!ids[tid]) sched_yield();
+    });
+  };
+  CHECK(holdfast::run(pool, job, &argument) == 0);
+}
+
+// Workers may use the caller's cores but the one that it is on; where that leaves too few, they stay as they were.
+void keeps_off_callers_core() {
+  cpu_set_t ours;
+  CHECK(sched_getaffinity(0, sizeof ours, &ours) == 0);
+  bool enough = CPU_COUNT(&ours) >= threads;
+  Pool* pool = make(threads, -1);
+  std::vector<cpu_set_t> masks(threads);
+  for (int seen = 0, tries = 0; !seen;) {
+    CHECK(++tries < 100000);
+    int before = sched_getcpu();
+    masks_of_workers(pool, masks.data());
+    if (sched_getcpu() != before) continue;  // the system moves who runs at any time
+    cpu_set_t rest = ours;
+    if (enough) CPU_CLR(before, &rest);
+    seen = CPU_EQUAL(&masks[0], &ours) && CPU_EQUAL(&masks[threads - 1], &rest);
+  }
+  cpu_set_t kept = masks[threads - 1], one;
+  CPU_ZERO(&one);
+  CPU_SET(sched_getcpu(), &one);
+  CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
+  masks_of_workers(pool, masks.data());
+  if (threads > 1) CHECK(CPU_COUNT(&masks[threads - 1]) == CPU_COUNT(&kept));  // one core is too few: nothing is changed
+  CHECK(sched_setaffinity(0, sizeof ours, &ours) == 0);
+  hf_pool_destroy(pool);
+}
+
 struct Scenario {
   const char* name;
   void (*run)();
@@ -363,6 +406,7 @@ const Scenario kScenarios[] = {
     {"stopped_threads", stopped_threads}, {"late_thread", late_thread}, {"two_pools", two_pools},
     {"nested_pools", nested_pools}, {"fork_keeps_out", fork_keeps_out},
     {"destroyed_at_any_time", destroyed_at_any_time}, {"idle_sleeps", idle_sleeps}, {"on_cores", on_cores},
+    {"keeps_off_callers_core", keeps_off_callers_core},
 };
 
 }  // namespace

@@ -50,9 +50,10 @@ void SystemAtomics::fail(const char* what) {
 }
 
 struct Pool {
-  Pool(int threads, int spin)
+  Pool(int threads, int spin, bool placed)
       : threads(threads),
         owner(getpid()),
+        placed(placed),
         slots(new Protocol::Slot[threads + 1]),
         workers(new Worker[threads]),
         protocol(threads, slots.get()) {
@@ -66,7 +67,9 @@ struct Pool {
 
   const int threads;
   const pid_t owner;
-  int started = 1;  // threads, the caller among them
+  const bool placed;      // every thread was given a core
+  int started = 1;        // threads, the caller among them
+  int callers_core = -1;  // which the others keep off, since the last job
   std::unique_ptr<Protocol::Slot[]> slots;
   std::unique_ptr<Worker[]> workers;  // entry 0 is the caller's
   Protocol protocol;
@@ -125,9 +128,9 @@ int start_workers(Pool& pool, const int* cores) {
   return 0;
 }
 
-Pool* make(int threads, int spin) {
+Pool* make(int threads, int spin, bool placed) {
   try {
-    return new Pool(threads, spin);
+    return new Pool(threads, spin, placed);
   } catch (const std::bad_alloc&) {
     errno = ENOMEM;
     return nullptr;
@@ -148,7 +151,23 @@ class Turn {
 // After fork() the child has the caller's thread alone. A pool of one thread misses nothing.
 bool lost_its_threads(const Pool& pool) { return pool.threads > 1 && getpid() != pool.owner; }
 
+// Linux may wake a thread on its waker's core though another is idle, and leave both there for tens of milliseconds: a
+// step then takes twice its time. So the workers keep off the core that the caller was last seen on. The caller itself
+// may go wherever its own mask allows, which is theirs as well but for that core.
+void keep_off_callers_core(Pool& pool) {
+  if (pool.threads == 1 || pool.placed) return;
+  int core = sched_getcpu();
+  if (core == pool.callers_core) return;
+  pool.callers_core = core;
+  cpu_set_t set;
+  if (core < 0 || sched_getaffinity(0, sizeof set, &set) || CPU_COUNT(&set) < pool.threads) return;
+  CPU_CLR(core, &set);
+  for (int tid = 1; tid < pool.started; tid++)
+    pthread_setaffinity_np(pool.workers[tid].thread, sizeof set, &set);  // refused: they stay where they may be
+}
+
 void run_now(Pool& pool, Job job, const void* argument, std::size_t bytes) {
+  keep_off_callers_core(pool);
   Run run = pool.protocol.begin(job, argument, bytes, pool.workers[0].busy);
   job(run.slot->argument, run);
   if (!pool.protocol.end(run)) SystemAtomics::fail("the caller left a job in which a task still runs");
@@ -183,7 +202,7 @@ Pool* hf_pool_create(int threads, int spin, const int* cores) {
     errno = EINVAL;
     return nullptr;
   }
-  Pool* pool = holdfast::make(threads, spin < 0 ? holdfast::kDefaultSpin : spin);
+  Pool* pool = holdfast::make(threads, spin < 0 ? holdfast::kDefaultSpin : spin, cores != nullptr);
   if (!pool) return nullptr;
   int error = holdfast::start_workers(*pool, cores);
   if (!error) return pool;
