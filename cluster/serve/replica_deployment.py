@@ -80,6 +80,7 @@ class ReplicaDeployment:
         self._door: EngineDoor | None = None
         self._metrics: MetricsDoor | None = None
         self._tracing: TracerProvider | None = None
+        self._looking: asyncio.Task[None] | None = None
         end_on_sigterm(self.__del__, limit_s=drain_timeout_s + STOP_S)
         try:
             security = await cluster_security(handle)
@@ -151,7 +152,7 @@ class ReplicaDeployment:
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica is to end in peace: takes nothing new, lets what runs finish, stops."""
-        if self._server is not None:
+        if self._looking is not None:
             self._looking.cancel()
         await self._lease.end()
         if self._server is None:  # SIGTERM has come before it was up

@@ -91,6 +91,8 @@ class RouterDeployment:
         self._router: Router | None = None
         self._tracing: TracerProvider | None = None
         self._heartbeat_pipe: HeartbeatPipe | None = None
+        self._telling: list[asyncio.Task[None]] = []
+        self._is_ending = False
         end_on_sigterm(self.__del__, limit_s=self._drain_timeout_s + STOP_S)
         try:
             security = await cluster_security(directory)
@@ -109,6 +111,8 @@ class RouterDeployment:
         self._picks = config.router.endpoint_picker
         if replaces:
             await self._until_linked()
+        if self._is_ending:
+            return
         self._lease.update(replace(self._lease.member, phase="serving", address=address, http_address=http_address))
         demand = tell_demand(directory, self._lease.member.member_id, watched, self._router.demands)
         self._telling = [asyncio.create_task(told) for told in (demand, self._keep_telling(self._router))]
@@ -121,10 +125,15 @@ class RouterDeployment:
         """Until it has reached every replica that serves, for so long at most: no request is to find it empty."""
         with contextlib.suppress(Exception):  # Ray raises many kinds, and a limit: it serves all the same
             async with asyncio.timeout(LINK_S):
-                snapshot = await self._directory.watch.remote(0)
-                wanted = Counter(one.model for one in snapshot.serving(Role.REPLICA))
-                while any(dict(self._lease.member.linked).get(name, 0) < number for name, number in wanted.items()):
+                while not self._is_ending and not await self._is_linked():
                     await asyncio.sleep(LINK_CHECK_S)
+
+    async def _is_linked(self) -> bool:
+        """Whether it has reached what the directory has now: a replica that is lost meanwhile is not waited for."""
+        snapshot = await self._directory.watch.remote(0)
+        wanted = Counter(one.model for one in snapshot.serving(Role.REPLICA))
+        linked = dict(self._lease.member.linked)
+        return all(linked.get(name, 0) >= number for name, number in wanted.items())
 
     def _say_linked(self, models: Sequence[ModelStatus]) -> None:
         """Tells the directory which replicas this router reaches, so that nobody has to call it to find out."""
@@ -198,9 +207,9 @@ class RouterDeployment:
         If it ends alone, clients that come again take their streams elsewhere at once; others, and all where every
         router ends, have time for their open requests.
         """
-        if self._router is not None:
-            for telling in self._telling:
-                telling.cancel()
+        self._is_ending = True
+        for telling in self._telling:  # none yet, if it still waits for its links: clients may have found its port
+            telling.cancel()
         await self._lease.end()
         if self._router is None:  # SIGTERM has come before it was up
             return

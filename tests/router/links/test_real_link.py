@@ -120,9 +120,12 @@ class LosesNumbers(PseudoRunner):
     most = 1000
     may_run: threading.Event | None = None
     """Steps wait for it, so that what is submitted meanwhile runs together."""
+    num_held = 0
+    """Sequences of the step that waits for `may_run`."""
 
     def run(self, plan: StepPlan) -> StepResult:
         if self.may_run is not None:
+            self.num_held = len(plan.sequences)
             self.may_run.wait()
         self.has_numbers &= len(plan.sequences) <= self.most
         drawn = [
@@ -153,17 +156,20 @@ async def test_a_request_whose_logits_are_no_numbers_fails_once_and_takes_nobody
 
 @on_each_loop
 async def test_streams_of_a_replica_that_has_no_numbers_for_anybody_go_on_elsewhere():
-    bad = await RealReplica.start("bad", runner_class=LosesNumbers)
+    bad, good = [await RealReplica.start(name, runner_class=LosesNumbers) for name in ("bad", "good")]
     bad.engine._runner.most = 2  # several streams are under way then: a single one would be blamed itself
-    bad.engine._runner.may_run = threading.Event()
+    may_run = threading.Event()
+    bad.engine._runner.may_run = good.engine._runner.may_run = may_run  # one that ends its streams would get all others
 
-    async def two_wait() -> bool:
-        return bad.engine._inbox._commands.qsize() >= 2
+    async def three_run_together() -> bool:
+        """The step that is held counts: before it began, the inbox may hold what becomes a step of two."""
+        held = bad.engine._runner.num_held
+        return held > 0 and held + bad.engine._inbox._commands.qsize() >= 3
 
-    async with site(bad, await RealReplica.start("good")) as place:
+    async with site(bad, good) as place:
         calls = [place.stub.GenerateStream(request([1], max_tokens=390, seed=seed)) for seed in range(8)]
-        await eventually(two_wait)
-        bad.engine._runner.may_run.set()
+        await eventually(three_run_together)
+        may_run.set()
         for seed, call in enumerate(calls):
             token_ids = [token_id for chunk in await collected(call) for token_id in chunk.token_ids]
             assert token_ids == pseudo_completion([1], seed, 390, VOCAB_SIZE)
