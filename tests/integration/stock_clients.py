@@ -3,6 +3,8 @@
 import asyncio
 import json
 import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -16,17 +18,27 @@ from tests.router.doors.oip.messages import infer, text
 PROMPT = "Once upon a time"
 NUM_TOKENS = 300
 NUM_TRITON = 4
-NUM_OPEN = 2 + NUM_TRITON
-"""Requests that `stock_texts` has open at the same time."""
 
 _TRITON = Path(__file__).parents[1] / "router" / "doors" / "oip" / "triton_streams.py"
 
 
-async def stock_texts(address: str) -> dict[str, str]:
-    """What each client is told, all at the same time."""
+async def stock_texts(address: str, over: asyncio.Event | None = None) -> dict[str, str]:
+    """What each client is told, all at the same time.
+
+    tritonclient's process takes long to start: the stubs ask again and again, also beside it, until it is `over`.
+    """
     async with grpc.aio.insecure_channel(address) as channel:
-        stub, oip, triton = await asyncio.gather(_by_the_stub(channel), _by_oip(channel), _by_triton(address))
-    return {"stub": stub, "open inference": oip, "tritonclient": triton}
+        stub, oip = _until(over, partial(_by_the_stub, channel)), _until(over, partial(_by_oip, channel))
+        told = await asyncio.gather(stub, oip, _by_triton(address))
+    return dict(zip(("stub", "open inference", "tritonclient"), told, strict=True))
+
+
+async def _until(over: asyncio.Event | None, ask: Callable[[], Awaitable[str]]) -> str:
+    """What it is told each time."""
+    told = await ask()
+    while over is not None and not over.is_set():
+        assert await ask() == told
+    return told
 
 
 async def _by_the_stub(channel: grpc.aio.Channel) -> str:

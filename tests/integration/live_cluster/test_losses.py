@@ -22,15 +22,20 @@ GONE_S = 20.0  # by itself, Serve waits for a silent process until its time to d
 
 async def _strike(address: str, victim: psutil.Process, fault: signal.Signals) -> tuple[list[Answer], list[Answer]]:
     """The answers to our clients while a process is lost, and after that. Stock clients are told the same as before."""
-    started, undisturbed = asyncio.Semaphore(0), await stock_clients.stock_texts(address)
+    started, undisturbed, struck = asyncio.Semaphore(0), await stock_clients.stock_texts(address), asyncio.Event()
     async with AsyncClient(address) as client:
-        stock = asyncio.create_task(stock_clients.stock_texts(address))
-        await until(lambda: has_load(client, num_open=stock_clients.NUM_OPEN), 30.0)
+        stock = asyncio.create_task(stock_clients.stock_texts(address, over=struck))
+
+        async def tritons_are_open() -> bool:
+            return (await client.get_load()).num_open >= 1 + stock_clients.NUM_TRITON
+
+        await until(tritons_are_open, 30.0)
         streams = [asyncio.create_task(ask(client, long_wish(number), started.release)) for number in range(8)]
         for _ in range(8):
             await started.acquire()
         struck_s = time.monotonic()
         victim.send_signal(fault)
+        struck.set()
         answers = await asyncio.gather(*streams)
         assert await stock == undisturbed
 
