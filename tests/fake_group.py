@@ -22,10 +22,8 @@ def run_ranks(size: int, fn: Callable[["FakeGroup"], T], timeout_s: float = 60.0
     meeting = _Meeting(size, timeout_s)
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(_run_rank, FakeGroup(rank, meeting), fn) for rank in range(size)]
-    errors = [error for future in futures if (error := future.exception()) is not None]
-    own_errors = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
-    if errors:
-        raise (own_errors or errors)[0]
+    if meeting.failure is not None:
+        raise meeting.failure
     return [future.result() for future in futures]
 
 
@@ -57,7 +55,16 @@ class _Meeting:
     def __init__(self, size: int, timeout_s: float) -> None:
         self.size = size
         self.barrier = threading.Barrier(size, timeout=timeout_s)
+        self.failure: BaseException | None = None
+        """The error of the rank that failed first."""
         self._slots: list = [None] * size
+        self._lock = threading.Lock()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the others, also one that has not left the last barrier yet: what they raise comes later."""
+        with self._lock:
+            self.failure = self.failure or error
+        self.barrier.abort()
 
     def exchange(self, rank: int, value: object) -> list:
         """Everybody's value, in rank order. Nobody leaves before all have read."""
@@ -73,6 +80,6 @@ def _run_rank(group: FakeGroup, fn: Callable[[FakeGroup], T]) -> T:
     try:
         with torch.inference_mode():
             return fn(group)
-    except BaseException:
-        group._meeting.barrier.abort()
+    except BaseException as error:
+        group._meeting.fail(error)
         raise
