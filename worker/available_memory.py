@@ -1,26 +1,90 @@
 """Memory that the machine, or the container around this process, can still give, and what ended for want of it.
 
+A container is a control group (cgroup v2, or the memory controller of v1); each group around this process bounds it.
 It needs no torch. What may not live here: who gets how much of it (`worker/model/memory.py`).
 """
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+NO_LIMIT: Final = 2**60
+"""cgroup v1 writes about 2**63 where there is no limit."""
+
+_MOUNTED: Final = Path("/sys/fs/cgroup")
+_OWN: Final = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class ControlGroup:
+    """Files of one group, by the names that its version of the interface has."""
+
+    folder: Path
+    limit: str
+    usage: str
+    cache: str
+    """The key of `memory.stat` that counts pages of files which the kernel drops before it ends a process."""
+    events: str
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """None: it has none."""
+        text = _read(self.folder / self.limit)
+        return int(text) if text.isdecimal() and int(text) < NO_LIMIT else None
+
+    @property
+    def used_bytes(self) -> int:
+        """Without what the kernel can drop at once."""
+        return int(_read(self.folder / self.usage) or 0) - _counts(self.folder / "memory.stat").get(self.cache, 0)
+
+    @property
+    def num_oom_kills(self) -> int | None:
+        """None where the kernel does not count them."""
+        return _counts(self.folder / self.events).get("oom_kill")
+
+
+def control_groups(mounted: Path = _MOUNTED, own: Path = _OWN) -> Iterator[ControlGroup]:
+    """The groups that bound this process's memory, from its own outwards. Where a container shows its own group alone
+    as the root, this is the only one.
+    """
+    for line in _read(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers and (mounted / "cgroup.controllers").is_file():
+            root, names = mounted, ("memory.max", "memory.current", "inactive_file", "memory.events")
+        elif "memory" in controllers.split(","):
+            root = mounted / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control")
+        else:
+            continue
+        inner = root / path.lstrip("/")
+        for folder in (inner, *inner.parents):
+            if (folder / names[1]).is_file():
+                yield ControlGroup(folder, *names)
+            if folder == root:
+                break
+
+
+def total_memory() -> int:
+    """Bytes that this process and those beside it in its container may use together, at most."""
+    limits = (group.limit_bytes for group in control_groups())
+    return min(_meminfo("MemTotal"), *(limit for limit in limits if limit is not None), NO_LIMIT)
 
 
 def available_memory() -> int:
     """Bytes."""
-    meminfo = Path("/proc/meminfo").read_text().split()
-    available = int(meminfo[meminfo.index("MemAvailable:") + 1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
+    available = _meminfo("MemAvailable")
+    for group in control_groups():
+        if (limit := group.limit_bytes) is not None:
+            available = min(available, limit - group.used_bytes)
     return max(available, 0)
 
 
 def oom_kills() -> int:
     """How many processes the kernel has ended for want of memory: in this container, or else on this machine."""
-    in_container = Path("/sys/fs/cgroup/memory.events")
-    words = (in_container if in_container.is_file() else Path("/proc/vmstat")).read_text().split()
-    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+    counted = (group.num_oom_kills for group in control_groups())
+    inner = next((count for count in counted if count is not None), None)
+    return _counts(Path("/proc/vmstat")).get("oom_kill", 0) if inner is None else inner
 
 
 def readable_bytes(num_bytes: float) -> str:
@@ -30,3 +94,22 @@ def readable_bytes(num_bytes: float) -> str:
     while amount >= 1024 and unit < len(units) - 1:
         amount, unit = amount / 1024, unit + 1
     return f"{amount:.4g} {units[unit]}"
+
+
+def _meminfo(name: str) -> int:
+    words = Path("/proc/meminfo").read_text().split()
+    return int(words[words.index(f"{name}:") + 1]) * 1024
+
+
+def _counts(path: Path) -> Mapping[str, int]:
+    """Lines of a name and a number."""
+    lines = (line.split() for line in _read(path).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) == 2 and words[1].isdecimal()}
+
+
+def _read(path: Path) -> str:
+    """Empty for a file that is not there: groups come and go, and not every kernel has all of them."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
