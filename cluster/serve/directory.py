@@ -8,6 +8,7 @@ members renew every five seconds, routers wait for changes. What may not live he
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from holdfast.router.demand import ModelDemand
 from holdfast.router.orders import NO_ORDERS, Change, Orders
 from holdfast.router.replicas.versions import VersionCounts
 from holdfast.worker.errors import InternalError
+from holdfast.worker.supervision.oom_score import OomScore, lower_oom_score
+from holdfast.worker.supervision.process_id import ProcessId
 
 DIRECTORY: Final = "Directory"
 """The name of its deployment."""
@@ -194,6 +197,7 @@ class DirectoryDeployment:
 
     def __init__(self, security: ClusterSecurity) -> None:
         """`security` is what members of this cluster share, and ask for when they start."""
+        lower_oom_score(OomScore.ROUTER, [ProcessId.of(os.getpid())])
         self._security = security
         # Versions of a replaced directory must not repeat those of the one before.
         self._directory = Directory(time.monotonic(), first_version=time.time_ns())

@@ -34,6 +34,7 @@ from holdfast.worker.config import WorkerConfig
 from holdfast.worker.errors import CallerError
 from holdfast.worker.replica.link import LinkServer
 from holdfast.worker.replica.replica import Replica
+from holdfast.worker.supervision.oom_score import OomScore, lower_oom_score
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -115,6 +116,7 @@ class ReplicaDeployment:
     async def _watch(self) -> None:
         """From here on a failure ends this process, and a node that runs full is told of."""
         self._replica.on_failure(ProcessEnd(self._close_soon).because)
+        lower_oom_score(OomScore.SERVING_REPLICA, self._replica.processes_here())  # the hang supervisor inherits it
         heartbeat_pipe = await asyncio.to_thread(self._replica.guard)
         self._beating = None if heartbeat_pipe is None else self._loop.create_task(heartbeat_pipe.keep_beating())
         self._looking = self._loop.create_task(self._keep_looking())

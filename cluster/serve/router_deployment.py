@@ -7,6 +7,7 @@ Serve handle as well. What may not live here: what a router does (`router/router
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -47,6 +48,8 @@ from holdfast.worker.errors import ConfigurationError, HoldfastError, InvalidReq
 from holdfast.worker.garbage_collection import set_aside
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
+from holdfast.worker.supervision.oom_score import OomScore, lower_oom_score
+from holdfast.worker.supervision.process_id import ProcessId
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -113,6 +116,7 @@ class RouterDeployment:
             await self._until_linked()
         if self._is_ending:
             return
+        lower_oom_score(OomScore.ROUTER, [ProcessId.of(os.getpid())])
         self._lease.update(replace(self._lease.member, phase="serving", address=address, http_address=http_address))
         demand = tell_demand(directory, self._lease.member.member_id, watched, self._router.demands)
         self._telling = [asyncio.create_task(told) for told in (demand, self._keep_telling(self._router))]

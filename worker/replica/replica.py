@@ -5,6 +5,7 @@ Ray, gRPC and everything else that decides where a replica runs and who talks to
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -33,6 +34,7 @@ from holdfast.worker.speculation.speculation import Speculation
 from holdfast.worker.step_update import StepUpdate
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 from holdfast.worker.supervision.known_answer_check import KnownAnswerCheck
+from holdfast.worker.supervision.process_id import ProcessId
 from holdfast.worker.supervision.watchdog import Watchdog
 from holdfast.worker.tuning.step_tuner import StepTuner
 
@@ -167,9 +169,14 @@ class Replica:
         """
         if self.health.hangs_after_s is None:
             return None
-        ranks = [] if self._ranks is None else self._ranks.processes_here()
+        _, *ranks = self.processes_here()
         self._heartbeat_pipe = HeartbeatPipe(self.health.hangs_after_s, ranks)
         return self._heartbeat_pipe
+
+    def processes_here(self) -> list[ProcessId]:
+        """The leader, which is this process, and those of its ranks that run on this machine."""
+        ranks = [] if self._ranks is None else self._ranks.processes_here()
+        return [ProcessId.of(os.getpid()), *ranks]
 
     def update_weights(self, folder: str, version: str, timeout_s: float | None = None) -> ModelInfo:
         """Takes the weights of another folder, as `ModelRunner.reload` does, between two steps. No request may be open.

@@ -1,0 +1,45 @@
+"""`holdfast serve` as a command, with what only a process from outside can give it: limits, libraries, files."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+
+STOP_LIMIT_S = 90
+
+
+@dataclass(frozen=True)
+class Served:
+    """A cluster that is up."""
+
+    process: psutil.Process
+    routers: tuple[str, ...]
+    http: tuple[str, ...]
+
+    def named(self, part: str) -> list[psutil.Process]:
+        """Its processes of Ray whose title has `part` in it."""
+        return [one for one in self.process.children(recursive=True) if part in " ".join(one.cmdline())]
+
+
+@contextmanager
+def served(
+    *flags: str, environ: Mapping[str, str] | None = None, before: Callable[[], object] | None = None
+) -> Iterator[Served]:
+    """The bundled model on free ports, until the block ends. `before` runs in the new process before the command."""
+    command = [sys.executable, "-m", "holdfast", "serve", "--port", "0", "--http-port", "0", *flags]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **(environ or {})}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ, preexec_fn=before)
+    try:
+        assert process.stdout is not None
+        ready, http = (next(line for line in process.stdout if start in line) for start in ("ready after", "HTTP, for"))
+        addresses = [tuple(re.findall(r"127\.0\.0\.1:\d+", line)) for line in (ready, http)]
+        yield Served(psutil.Process(process.pid), *addresses)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(STOP_LIMIT_S)
