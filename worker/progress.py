@@ -24,7 +24,16 @@ class ProgressCounter:
     CPU that is about the time of a layer; on a GPU, whose layers count when they are launched, the time of a step.
     """
 
-    __slots__ = ("_further", "_longest_gap_s", "_ticked_at", "_ticks", "_usual_gap_s", "clock", "expected_gap_s")
+    __slots__ = (
+        "_further",
+        "_longest_gap_s",
+        "_ticked_at",
+        "_ticks",
+        "_usual_gap_s",
+        "clock",
+        "expected_gap_s",
+        "starved_s",
+    )
 
     def __init__(self) -> None:
         self.clock: Callable[[], float] = _stopped_clock
@@ -33,6 +42,8 @@ class ProgressCounter:
         self._further: Callable[[], int] | None = None
         self.expected_gap_s = 0.0
         """The longest time between two counts that the step now running, or the last one, should have."""
+        self.starved_s = 0.0
+        """How long, all together, work stood still because other programs had the cores; the watchdog adds to it."""
         self._ticked_at = 0.0
         self._longest_gap_s = 0.0
         self._usual_gap_s: dict[int, float] = {}  # of steps of so many bits of tokens: sizes between two powers of two
@@ -86,12 +97,17 @@ class FrozenVerdict:
         self._at_least_s = at_least_s
         self._count: int | None = None
         self._looked_at: float | None = None
+        self._starved_s = 0.0
         self.still_s = 0.0
         """Seconds, as far as they were watched, without progress while there was work."""
 
-    def look(self, count: int, *, has_work: bool, expected_gap_s: float, now: float) -> bool:
-        """Whether it is frozen. `count` is the counter as last known: a heartbeat that does not come is no progress."""
+    def look(self, count: int, *, has_work: bool, expected_gap_s: float, now: float, starved_s: float = 0.0) -> bool:
+        """Whether it is frozen. `count` is the counter as last known: a heartbeat that does not come is no progress.
+
+        `starved_s` is `ProgressCounter.starved_s` as last known. Time without a core does not count.
+        """
         since = 0.0 if self._looked_at is None else min(max(0.0, now - self._looked_at), LONGEST_LOOK_S)
+        since, self._starved_s = max(0.0, since - (starved_s - self._starved_s)), starved_s
         self._looked_at = now if has_work else None  # when work comes, the time before it does not count
         if count != self._count or not has_work:
             self._count = count

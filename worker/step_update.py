@@ -121,6 +121,8 @@ class Heartbeat:
     """Moves with every layer of a model and with every step."""
     expected_gap_s: float
     """How long the step now running should take, by what was seen before."""
+    starved_s: float = 0.0
+    """How long its work has stood still so far, all together, because other programs had the cores."""
 
 
 class StepListener(Protocol):

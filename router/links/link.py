@@ -201,7 +201,7 @@ class ReplicaLink:
                 watch.note_step()
                 self._dispatch_host.replica_update(self.endpoint.replica_id, message)
             case Heartbeat():
-                watch.note_heartbeat(message.progress, message.expected_gap_s)
+                watch.note_heartbeat(message)
             case Hello():
                 raise LinkMessageError("a second hello")
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Final
 
 from holdfast.worker.progress import FrozenVerdict
+from holdfast.worker.step_update import Heartbeat
 
 LOOK_EVERY_S: Final = 0.1
 
@@ -31,8 +32,7 @@ class LinkWatch:
         self._work_came = asyncio.Event()
         self._count = 0
         self._num_messages = 0
-        self._last_progress = 0
-        self._expected_gap_s = 0.0
+        self._last_heartbeat = Heartbeat(progress=0, expected_gap_s=0.0)
 
     def note_work(self) -> None:
         """A request was sent to the replica."""
@@ -43,18 +43,20 @@ class LinkWatch:
         self._count += 1
         self._num_messages += 1
 
-    def note_heartbeat(self, progress: int, expected_gap_s: float) -> None:
+    def note_heartbeat(self, heartbeat: Heartbeat) -> None:
         """A heartbeat arrived. It is progress if the replica's own counter has moved."""
-        self._count += progress != self._last_progress
+        self._count += heartbeat.progress != self._last_heartbeat.progress
         self._num_messages += 1
-        self._last_progress = progress
-        self._expected_gap_s = expected_gap_s
+        self._last_heartbeat = heartbeat
 
     def look(self) -> bool:
         """Whether the replica is frozen now. To be called regularly."""
         has_work, now = self._has_work(), self._clock()
         is_silent = self._silence.look(self._num_messages, has_work=has_work, expected_gap_s=0.0, now=now)
-        stands_still = self._progress.look(self._count, has_work=has_work, expected_gap_s=self._expected_gap_s, now=now)
+        last = self._last_heartbeat
+        stands_still = self._progress.look(
+            self._count, has_work=has_work, expected_gap_s=last.expected_gap_s, now=now, starved_s=last.starved_s
+        )
         return is_silent or stands_still
 
     async def until_frozen(self) -> float:

@@ -199,8 +199,11 @@ class RouterLink:
             self._work_came.clear()  # here alone: what comes later is looked for once more
             await asyncio.sleep(every_s)
             while self._engine.has_work:
-                heartbeat = Heartbeat(progress=progress.count, expected_gap_s=progress.expected_gap_s)
-                self._outbox.put_nowait(heartbeat)
+                self._outbox.put_nowait(
+                    Heartbeat(
+                        progress=progress.count, expected_gap_s=progress.expected_gap_s, starved_s=progress.starved_s
+                    )
+                )
                 await asyncio.sleep(every_s)
 
     async def messages(self) -> AsyncIterator[engine_pb2.LinkResponse]:

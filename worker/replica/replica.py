@@ -32,6 +32,7 @@ from holdfast.worker.replica.rank import (
 from holdfast.worker.scheduling.scheduler import Scheduler
 from holdfast.worker.speculation.speculation import Speculation
 from holdfast.worker.step_update import StepUpdate
+from holdfast.worker.supervision.core_wait import CoreWait
 from holdfast.worker.supervision.heartbeat_pipe import HeartbeatPipe
 from holdfast.worker.supervision.known_answer_check import KnownAnswerCheck
 from holdfast.worker.supervision.process_id import ProcessId
@@ -71,7 +72,11 @@ class Replica:
         self.engine = engine
         self.health = health
         self._watchdog = Watchdog(
-            engine.progress, lambda: engine.has_work, self._condemn, frozen_after_s=health.frozen_after_s
+            engine.progress,
+            lambda: engine.has_work,
+            self._condemn,
+            frozen_after_s=health.frozen_after_s,
+            core_wait=CoreWait(self.processes_here),
         )
         self._known_answer_check: KnownAnswerCheck | None = None
         if info.row_invariant and health.self_check_every_s > 0:

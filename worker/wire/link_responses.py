@@ -89,7 +89,9 @@ def hello_message(hello: Hello) -> engine_pb2.LinkResponse:
 
 
 def heartbeat_message(heartbeat: Heartbeat) -> engine_pb2.LinkResponse:
-    message = engine_pb2.Heartbeat(progress=heartbeat.progress, expected_gap_s=heartbeat.expected_gap_s)
+    message = engine_pb2.Heartbeat(
+        progress=heartbeat.progress, expected_gap_s=heartbeat.expected_gap_s, starved_s=heartbeat.starved_s
+    )
     return engine_pb2.LinkResponse(heartbeat=message)
 
 
@@ -215,10 +217,13 @@ def _check_hello(hello: engine_pb2.Hello) -> None:
 
 
 def _heartbeat(heartbeat: engine_pb2.Heartbeat) -> Heartbeat:
-    expected_gap_s = heartbeat.expected_gap_s
-    if not (math.isfinite(expected_gap_s) and expected_gap_s >= 0):
-        raise LinkMessageError(f"heartbeat.expected_gap_s = {expected_gap_s}: must be a number of at least 0")
-    return Heartbeat(progress=heartbeat.progress, expected_gap_s=expected_gap_s)
+    for name in ("expected_gap_s", "starved_s"):
+        seconds = getattr(heartbeat, name)
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise LinkMessageError(f"heartbeat.{name} = {seconds}: must be a number of at least 0")
+    return Heartbeat(
+        progress=heartbeat.progress, expected_gap_s=heartbeat.expected_gap_s, starved_s=heartbeat.starved_s
+    )
 
 
 def _step_update(step: engine_pb2.StepUpdate) -> StepUpdate:

@@ -142,12 +142,14 @@ class LinkResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., step: _Optional[_Union[StepUpdate, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("progress", "expected_gap_s")
+    __slots__ = ("progress", "expected_gap_s", "starved_s")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_GAP_S_FIELD_NUMBER: _ClassVar[int]
+    STARVED_S_FIELD_NUMBER: _ClassVar[int]
     progress: int
     expected_gap_s: float
-    def __init__(self, progress: _Optional[int] = ..., expected_gap_s: _Optional[float] = ...) -> None: ...
+    starved_s: float
+    def __init__(self, progress: _Optional[int] = ..., expected_gap_s: _Optional[float] = ..., starved_s: _Optional[float] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("replica_id", "model", "max_model_len", "vocab_size", "tensor_parallel_size", "block_size", "num_blocks", "row_invariant", "load", "answers_digest", "path", "model_type", "dtype", "device", "checkpoint_digest", "kv_bytes_per_token", "executor", "weights_version", "chat_template", "release", "heartbeat_ms", "frozen_after_ms", "eos_token_ids")

@@ -4,6 +4,7 @@ import pytest
 
 from holdfast.router.links.link_watch import LOOK_EVERY_S, LinkWatch
 from holdfast.worker.progress import ProgressCounter
+from holdfast.worker.step_update import Heartbeat
 
 HEARTBEAT_S, FROZEN_AFTER_S = 0.2, 1.0
 TICK_S = 0.005
@@ -28,7 +29,8 @@ class Leader:
             self._watch.note_step()
             self._next_step_s += self._step_s
         while self._next_beat_s <= now:
-            self._watch.note_heartbeat(self._progress.count, self._progress.expected_gap_s)
+            progress = self._progress
+            self._watch.note_heartbeat(Heartbeat(progress=progress.count, expected_gap_s=progress.expected_gap_s))
             self._next_beat_s += HEARTBEAT_S
 
     def _step(self, now: float) -> None:
@@ -72,10 +74,28 @@ def test_a_leader_that_beats_and_does_not_get_on_has_twenty_times_its_longest_ga
     for number in range(1, 400):
         now = number * LOOK_EVERY_S
         if number % 2 == 0:
-            watch.note_heartbeat(7, 0.5)
+            watch.note_heartbeat(Heartbeat(progress=7, expected_gap_s=0.5))
         if watch.look():
             break
     assert now == pytest.approx(10.2, abs=0.2)
+
+
+def beats_until_frozen_s(starved_share: float, limit_s: float = 30.0) -> float | None:
+    """Seconds to the verdict on a replica that beats, has no progress, and says so much of the time was not its own."""
+    now = 0.0
+    watch = LinkWatch(lambda: True, FROZEN_AFTER_S, HEARTBEAT_S, lambda: now)
+    for number in range(1, round(limit_s / LOOK_EVERY_S)):
+        now = number * LOOK_EVERY_S
+        watch.note_heartbeat(Heartbeat(progress=7, expected_gap_s=0.0, starved_s=starved_share * now))
+        if watch.look():
+            return now
+    return None
+
+
+def test_time_without_a_core_is_not_held_against_a_replica():
+    assert beats_until_frozen_s(0.0) == pytest.approx(1.1, abs=0.2)
+    assert beats_until_frozen_s(0.8) == pytest.approx(5.1, abs=0.5), "what it had and did not use counts"
+    assert beats_until_frozen_s(1.0) is None
 
 
 def test_silence_of_a_replica_without_work_of_ours_means_nothing():

@@ -94,3 +94,44 @@ def test_a_watchdog_looks_through_its_clock():
     assert [watchdog.look() for _ in range(6)] == [False] * 4 + [True] * 2
     progress.tick()
     assert not watchdog.look()
+
+
+class Starved:
+    """A core wait that knows what share of the time other programs had the cores."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self.num_forgotten = 0
+
+    def since_last(self, passed_s: float) -> float:
+        return self._share * passed_s
+
+    def forget(self) -> None:
+        self.num_forgotten += 1
+
+
+def looks_until_frozen(share: float) -> int | None:
+    times = iter(number / 10 for number in range(1000))
+    progress, starved = ProgressCounter(), Starved(share)
+    watchdog = Watchdog(
+        progress, lambda: True, lambda _: None, frozen_after_s=1.0, core_wait=starved, clock=lambda: next(times)
+    )
+    return next((number for number in range(500) if watchdog.look()), None)
+
+
+def test_an_engine_without_a_core_is_not_frozen():
+    assert looks_until_frozen(0.0) in (10, 11)
+    assert looks_until_frozen(0.5) in (20, 21), "a stuck one is found later on a busy machine, and is found"
+    assert looks_until_frozen(1.0) is None
+
+
+def test_times_of_threads_are_read_only_while_nothing_moves():
+    times = iter(number / 10 for number in range(1000))
+    progress, starved = ProgressCounter(), Starved(1.0)
+    watchdog = Watchdog(
+        progress, lambda: True, lambda _: None, frozen_after_s=1.0, core_wait=starved, clock=lambda: next(times)
+    )
+    for _ in range(5):
+        progress.tick()
+        watchdog.look()
+    assert (starved.num_forgotten, progress.starved_s) == (5, 0.0)
