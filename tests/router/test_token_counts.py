@@ -6,10 +6,8 @@ From the bytes of a link to the bytes of a chunk, and from those to what a calle
 
 import asyncio
 import random
-import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
-from types import FrameType
 from typing import Any
 
 from holdfast.cluster.bundled_model.bundled_model import BUNDLED, bundled_path
@@ -32,6 +30,7 @@ from holdfast.worker.wire.link_responses import (
     step_messages,
 )
 from tests import loops
+from tests.counting import Counted, Ticks
 
 NUM_STREAMS = 32
 NUM_TOKENS = 40
@@ -95,7 +94,7 @@ class Routed:
 
     def __init__(self) -> None:
         dispatch = Dispatch(RouterConfig(), LimitsConfig(), random.Random(1).randrange)
-        self.host = DispatchHost(dispatch, asyncio.get_running_loop(), lambda: None)
+        self.host = DispatchHost(dispatch, Ticks(), lambda: None)
         self.outbox = Outbox()
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -134,27 +133,6 @@ def step(attempts: list[int], index: int) -> StepUpdate:
 def written(update: StepUpdate) -> bytes:
     (message,) = step_messages(update)
     return message.SerializeToString()
-
-
-class Counted:
-    """Calls of functions, of Python's by name and in all, of C's in all, while `on`."""
-
-    def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-
-    def __enter__(self) -> Counter[str]:
-        sys.setprofile(self._note)
-        return self.calls
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-
-    def _note(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            self.calls["all of Python"] += 1
-            self.calls[frame.f_code.co_name] += 1
-        elif event == "c_call":
-            self.calls["all of C"] += 1
 
 
 async def turns(count: int = 4) -> None:
@@ -251,9 +229,9 @@ def test_a_chunk_takes_few_calls_in_a_client():
         async for chunk in client.stream("Once", SamplingParams(max_tokens=NUM_TOKENS)):
             token_ids += chunk.token_ids
             if len(token_ids) == WARM:
-                counted.__enter__()
+                counted.begin()
             if len(token_ids) == NUM_TOKENS - 1:
-                counted.__exit__()
+                counted.end()
         return counted.calls, token_ids
 
     counts, token_ids = loops.run(read(), "asyncio")

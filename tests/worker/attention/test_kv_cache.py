@@ -3,11 +3,12 @@
 import os
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
 from holdfast.worker.attention.kv_cache import KVCache, KVSpec
+from holdfast.worker.layers.mapped_files import span
+from tests.counting import mapped_rss
 
 PLAIN = KVSpec(num_heads=4, num_kv_heads=2, key_dim=32, value_dim=32)
 LATENT = KVSpec(num_heads=4, num_kv_heads=2, key_dim=48, value_dim=32)
@@ -71,13 +72,12 @@ def test_a_block_holds_whole_tiles_or_a_tile_whole_blocks(block_size):
 
 
 def test_a_large_pool_takes_memory_only_where_it_is_written_to():
-    resident = psutil.Process().memory_info().rss
     cache = KVCache.allocate([PLAIN], 2**14, 16, torch.float32, "cpu")
     layer = cache.layers[0]
     assert layer.keys.nbytes + layer.values.nbytes == 2**27
     assert not layer.keys[:4].any()
     layer.values[7] = 1
-    assert psutil.Process().memory_info().rss - resident < 2**25
+    assert 0 < mapped_rss({span(layer.keys), span(layer.values)}) < 2**25
 
 
 def test_a_process_that_is_forked_has_a_cache_of_its_own():

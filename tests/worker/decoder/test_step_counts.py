@@ -3,10 +3,8 @@
 Times are for benchmarks. A count that grows is seen here, on any machine.
 """
 
-import sys
 from array import array
 from collections import Counter
-from types import FrameType
 
 import pytest
 import torch
@@ -18,6 +16,7 @@ from holdfast.worker.distributed.tensor_parallel import SingleRank
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner
 from holdfast.worker.plan.decode_rows import BlockTables, DecodeColumns, DecodeRows
 from holdfast.worker.plan.step_plan import DrawParams, PlannedSequences, StepPlan
+from tests.counting import Counted
 
 pytestmark = pytest.mark.skipif(not runnable_classes(), reason="the native executor does not run here")
 
@@ -40,21 +39,9 @@ def decodes(count: int) -> StepPlan:
 
 def calls_of(leader: LeaderRunner, plan: StepPlan) -> Counter[str]:
     """Calls of functions in one step: of Python's by name and in all, and of those written in C in all."""
-    calls: Counter[str] = Counter()
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call":
-            calls["all of Python"] += 1
-            calls[frame.f_code.co_name] += 1
-        elif event == "c_call":
-            calls["all of C"] += 1
-
     leader.run(plan)  # what is made once is made
-    sys.setprofile(note)
-    try:
+    with Counted() as calls:
         leader.run(plan)
-    finally:
-        sys.setprofile(None)
     return calls
 
 

@@ -19,6 +19,7 @@ from holdfast.worker.layers.row_tiles import RowTiles
 from holdfast.worker.model.model import build_rank_model
 from holdfast.worker.model.parallelize import Target
 from holdfast.worker.model.weights import read_config
+from tests.counting import mapped_rss
 from tests.fake_group import run_ranks
 from tests.parity.families import save_tiny_model
 from tests.worker.decoder.models import config_of, parallelized
@@ -53,20 +54,6 @@ def test_no_page_of_the_checkpoint_is_held_once_it_is_packed(folder, size):
         whole = sum(end - start for start, end in stretches)
         held = mapped_rss(set(stretches))
         assert held < 0.1 * whole, f"{held} of {whole} bytes are still there"
-
-
-def mapped_rss(stretches: set[tuple[int, int]]) -> int:
-    """Bytes of these stretches that have memory, by the page map."""
-    page, present = 4096, 1 << 63
-    total = 0
-    with Path("/proc/self/pagemap").open("rb") as pages:
-        for start, end in stretches:
-            first, last = -(-start // page), end // page
-            pages.seek(first * 8)
-            entries = pages.read((last - first) * 8)
-            numbers = (int.from_bytes(entries[at : at + 8], "little") for at in range(0, len(entries), 8))
-            total += page * sum(bool(number & present) for number in numbers)
-    return total
 
 
 def test_converted_weights_leave_no_memory_behind(folder):
