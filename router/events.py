@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, Protocol
 
 from holdfast.worker.errors import HoldfastError
 from holdfast.worker.model_info import ModelInfo
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, TokenLogprob
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, SequenceKey, TokenLogprob
 from holdfast.worker.stats import EngineStats
 
 # --- in: the text of one sequence ---
@@ -97,6 +97,9 @@ class SendAbort:
     attempt: int
 
 
+NO_SEQUENCE: Final = SequenceKey("", "")
+
+
 class Deliver(NamedTuple):
     """New output of one sequence. Its deliveries follow each other without gap or overlap.
 
@@ -124,14 +127,20 @@ class Deliver(NamedTuple):
     """False once the request continued where equal tokens are not guaranteed: valid output, but a rerun may differ."""
     replica_id: str = ""
     """Of the replica that the tokens come from."""
+    key: SequenceKey = NO_SEQUENCE
+    """By which the dispatch host finds the reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
     """The request is over, with an error."""
 
-    request_id: str
+    key: SequenceKey
     error: HoldfastError
+
+    @property
+    def request_id(self) -> str:
+        return self.key.request_id
 
 
 Action = SendSubmit | SendAbort | Deliver | Fail

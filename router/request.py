@@ -6,7 +6,7 @@ model (`router/requests/request_processor.py`).
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from holdfast.router.chat import Chat
@@ -50,6 +50,8 @@ class GenerationRequest:
     """The conversation that it belongs to: with session affinity, the requests of one go to the same replica."""
     attempt: int = 0
     """Number of this submission of the request, from 1; 0: the client does not submit again."""
+    part: int = 0
+    """Which of several prompts that came under one `request_id`, as a door counts them. Clients cannot set it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", checked_prompt(self.prompt))
@@ -61,6 +63,15 @@ class GenerationRequest:
         object.__setattr__(self, "sampling_params", self.sampling_params.clone())  # the caller may change its own
         check_service(priority=self.priority, tenant=self.tenant, cache_salt=self.cache_salt)
         object.__setattr__(self, "timeout_s", checked_seconds("timeout_s", self.timeout_s))
+
+    def as_part(self, number: int, seed_key: str) -> "GenerationRequest":
+        """As number `number` of several prompts under one id. Without a seed it has that of `seed_key`: parts are to
+        differ.
+        """
+        params = self.sampling_params
+        if params.seed is None:
+            params = params.with_changes(seed=derived_seed(seed_key))
+        return replace(self, part=number, sampling_params=params)
 
     def check(self, limits: LimitsConfig) -> None:
         """Raises `InvalidRequestError`, naming field and limit."""

@@ -36,6 +36,30 @@ class FinishReason(StrEnum):
     """The caller cancelled."""
 
 
+class RequestKey(NamedTuple):
+    """What a router knows a client's request by. A client chooses `request_id` alone: whatever it writes there names
+    no request of another tenant, and no part of a request.
+    """
+
+    tenant: str
+    request_id: str
+    part: int = 0
+    """Which of several prompts that came under one id."""
+
+    def __str__(self) -> str:
+        """Differs for different keys, whatever is in their texts."""
+        return f"{self.part}:{len(self.tenant)}:{self.tenant}{self.request_id}"
+
+
+class SequenceKey(NamedTuple):
+    """What a router knows one sequence of a request by: a sibling of parallel sampling, or one step of a beam."""
+
+    tenant: str
+    request_id: str
+    part: int = 0
+    sequence_index: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """A tokenized request, as engines take it. `sampling_params.seed` is set before.
@@ -45,7 +69,9 @@ class EngineRequest:
     """
 
     request_id: str
-    """What its caller calls it. Engines know it by this if they are given no other key (`AttemptKey`)."""
+    """What its caller calls it, for logs and traces. Routers know it by `sequence_key`, replicas by `AttemptKey`; an
+    engine that is given no key knows it by this.
+    """
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     priority: Priority = Priority.NORMAL
@@ -70,6 +96,19 @@ class EngineRequest:
     """The conversation that it belongs to, for routing. It is routers' alone, and not sent to engines."""
     traceparent: str = ""
     """W3C trace context of what it is part of; empty: it is not traced. Touches no token."""
+    part: int = 0
+    """As in `RequestKey`. Like `sequence_index`, it is routers' alone, and not sent to engines."""
+    sequence_index: int = 0
+    """Which sequence of its request it is."""
+
+    @property
+    def key(self) -> RequestKey:
+        """Of the client's request that it belongs to."""
+        return RequestKey(self.tenant, self.request_id, self.part)
+
+    @property
+    def sequence_key(self) -> SequenceKey:
+        return SequenceKey(self.tenant, self.request_id, self.part, self.sequence_index)
 
     def __post_init__(self) -> None:
         assert self.sampling_params.seed is not None, "the seed is resolved before a request reaches the engine"

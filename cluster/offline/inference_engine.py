@@ -146,7 +146,7 @@ class InferenceEngine:
         `error` set; with `best_of` and `beam_width` only that last time. It runs on the thread that serves all
         requests, so it should hand over and return. After `timeout_s` the request ends with a `DeadlineExceededError`.
         Only requests with the same `cache_salt` find each other's prefixes in the cache. Without a `request_id` it is
-        `request-N`.
+        called `request-N`, and is no other request of that name.
 
         Raises `CallerError` for what is wrong with the request, though not to a callback, which has it by the handle;
         what else may end it comes by the handle. Raises why the engine has ended if it has.
@@ -298,7 +298,7 @@ class InferenceEngine:
         number = next(self._numbers)
         request = GenerationRequest(
             prompt=prompt,  # type: ignore[arg-type]  # it becomes a tuple there
-            request_id=request_id or f"request-{number}",
+            request_id=request_id,
             sampling_params=SamplingParams() if params is None else params,
             **service,
         )
@@ -306,7 +306,8 @@ class InferenceEngine:
         if request.sampling_params.seed is None:
             seeded = request.sampling_params.with_changes(seed=derived_seed(f"{self._seed}:{number}"))
             request = replace(request, sampling_params=seeded)
-        return LocalRequest(request, self.tokenizer, callback, is_awaited=is_awaited)
+        name = request_id or f"request-{number}"
+        return LocalRequest(request, self.tokenizer, callback, name=name, is_awaited=is_awaited)
 
     def _running(self) -> tuple[Replica, LocalRouter]:
         if self._replica is None or self._router is None:

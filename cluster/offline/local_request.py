@@ -33,10 +33,17 @@ class LocalRequest:
     """One request, on the router's event loop: a task runs `run`; `end` answers the caller, however that has ended."""
 
     def __init__(
-        self, request: GenerationRequest, tokenizer: Tokenizer, callback: Callback | None = None, *, is_awaited: bool
+        self,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        callback: Callback | None = None,
+        *,
+        name: str,
+        is_awaited: bool,
     ) -> None:
-        """`is_awaited`: the caller waits for `admitted`, which alone then reports what is wrong with the request."""
-        self.request_id = request.request_id
+        """`name` is what outputs call it; without an id of its own the router chooses one that nobody can write.
+        `is_awaited`: the caller waits for `admitted`, which alone then reports what is wrong with the request."""
+        self.request_id = name
         self.future: Future[RequestOutput] = Future()
         self.future.set_running_or_notify_cancel()  # it is cancelled through the router, not through the future
         self.admitted: Future[None] = Future()

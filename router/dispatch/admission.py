@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Final
 
-from holdfast.router.dispatch.parallel_sampling import first_sibling_id
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestStatus, Standing
 from holdfast.router.replicas.pace import Pace
@@ -245,4 +244,4 @@ class AdmissionQueue:
 
 def _is_later_sibling(state: RequestState) -> bool:
     """Whether its answer has begun, or will have, with the first of its group: then it is not to be cut short."""
-    return bool(state.request.group_id) and state.request_id != first_sibling_id(state.request.group_id)
+    return bool(state.request.group_id) and state.request.sequence_index > 0

@@ -37,7 +37,7 @@ class Call:
         """Cancels what has not ended. Nothing is read after it."""
         self._abort = abort
         self._echo = echo
-        self._is_alone = len(streams) == 1 and not echo and streams[0].request_id == request_id
+        self._is_alone = len(streams) == 1 and not echo
         """What its one stream delivers is the call's own."""
         self._streams = dict(enumerate(streams))
         """Streams that have not ended. The one that was read last is at the end."""
@@ -111,7 +111,6 @@ class Call:
             return delivery
         echo = self._echo if delivery.first_token_index == 0 else ""
         return delivery._replace(
-            request_id=self.request_id,
             sequence_index=index,
             text=echo + delivery.text,
             usage=None if self._streams else self.usage,
@@ -129,17 +128,25 @@ def open_call(
     client_attempt: int = 0,
     echo: str = "",
     watch: Callable[[Deliver], None] | None = None,
+    goes_on: bool = False,
 ) -> Call:
-    """Opens all sequences of a request, or none. Raises what `DispatchHost.open` raises.
+    """Opens all sequences of a request, or none. An earlier submission of it ends. Raises what `DispatchHost.supersede`
+    and `open` raise.
 
+    With `goes_on` it is a further call of one submission, whose earlier calls are over: a later submission ends it.
     `on_output` is passed to every output stream. `echo` comes before the text of each sequence. `watch` is
     told of every delivery of all of them.
     """
+    for key in dict.fromkeys(sequence.request.key for sequence in sequences):
+        if goes_on:
+            dispatch_host.check_newest(key)
+        else:
+            dispatch_host.supersede(key, client_attempt)
     streams = []
     with ExitStack() as opened:
         for sequence in sequences:
             if sequence.caught_up.finish_reason is not None:
-                stream = OutputStream(sequence.request.request_id, on_output)
+                stream = OutputStream(sequence.request.sequence_key, on_output)
                 stream.push(final_delivery(sequence.request, sequence.caught_up))
             else:
                 stream = dispatch_host.open(

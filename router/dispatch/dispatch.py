@@ -50,7 +50,7 @@ from holdfast.worker.errors import (
     VersionGoneError,
 )
 from holdfast.worker.model_info import ReplicaFacts, without_version
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason
+from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, RequestKey, SequenceKey
 from holdfast.worker.service_order.waiting_queue import DUE_AFTER_S
 from holdfast.worker.step_update import StepUpdate
 
@@ -95,7 +95,7 @@ class Dispatch:
         """Opens a request. From here on it ends exactly once: finished, failed or cancelled.
 
         A request with output continues after it: that output was pushed into `text`, and `caught_up` is the result.
-        Its id must not be open: see `supersede`. `client_attempt` is above 0 if the client submits again when told to;
+        It must not be open: see `supersede`. `client_attempt` is above 0 if the client submits again when told to;
         `timeline` is to be filled, and begins now. Raises the following errors and then keeps no state:
         `UnknownModelError`, `QueueFullError`, `ReplicaError` (no replica for too long), `VersionGoneError`,
         `DeadlineExceededError`.
@@ -121,31 +121,41 @@ class Dispatch:
         actions = [] if replica is None else [self._placement.send(state, replica, now)]
         return actions + self._placement.drain_all(now)  # a submission adds to the retry budget of all models
 
-    def supersede(self, request_id: str, client_attempt: int, now: float) -> list[Action]:
-        """Ends the open request of an id that is submitted again, if there is one: the newer submission wins.
+    def supersede(self, key: RequestKey, client_attempt: int, now: float) -> list[Action]:
+        """Ends what is open of a request that is submitted again: the newer submission wins, with all its sequences.
 
         Newer is the one with the higher number; of equal numbers, the one that arrives later. Raises
         `RequestSupersededError` if the open request is the newer one.
         """
-        state = self._requests.get(request_id)
-        if state is None:
-            return []
-        if state.client_attempt > client_attempt:
-            stale = f"submission {client_attempt} of request {request_id} came after submission {state.client_attempt}"
+        states = self._requests.of_request(key)
+        newest = max((state.client_attempt for state in states), default=0)
+        if states and newest > client_attempt:
+            stale = f"submission {client_attempt} of request {key.request_id} came after submission {newest}"
             raise RequestSupersededError(f"{stale}, which goes on")
-        error = RequestSupersededError(f"request {request_id} was submitted again; the newer submission goes on")
-        return [*self._endings.fail(state, error), *self._drain(state.model, now)]
+        error = RequestSupersededError(f"request {key.request_id} was submitted again; the newer submission goes on")
+        actions = self._endings.fail_all(states, error)
+        for model in dict.fromkeys(state.model for state in states):
+            actions += self._drain(model, now)
+        return actions
 
-    def cancel(self, request_id: str, now: float) -> list[Action]:
-        """The client has cancelled or disconnected. An id that is not open is ignored."""
-        state = self._requests.get(request_id)
+    def check_newest(self, key: RequestKey) -> None:
+        """For one who goes on with a request of which nothing is open. Raises `RequestSupersededError` if something
+        is: then it was submitted again meanwhile.
+        """
+        if self._requests.of_request(key):
+            newer = f"request {key.request_id} was submitted again; the newer submission goes on"
+            raise RequestSupersededError(newer)
+
+    def cancel(self, key: SequenceKey, now: float) -> list[Action]:
+        """The client has cancelled or disconnected. What is not open is ignored."""
+        state = self._requests.get(key)
         if state is None:
             return []
         return [*self._endings.close(state, RequestEvent.CANCEL), *self._drain(state.model, now)]
 
-    def abort(self, request_id: str, now: float) -> list[Action]:
-        """Ends a request after the output that it has, with finish reason ABORT. An id that is not open is ignored."""
-        state = self._requests.get(request_id)
+    def abort(self, key: SequenceKey, now: float) -> list[Action]:
+        """Ends a sequence after the output that it has, with finish reason ABORT. What is not open is ignored."""
+        state = self._requests.get(key)
         if state is None:
             return []
         delivery = state.take((), FinishReason.ABORT)

@@ -30,7 +30,7 @@ from holdfast.router.replicas.versions import VersionCounts
 from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import HoldfastError, InternalError
 from holdfast.worker.model_info import ReplicaFacts
-from holdfast.worker.request import EngineLoad
+from holdfast.worker.request import EngineLoad, RequestKey, SequenceKey
 from holdfast.worker.step_update import StepUpdate
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class DispatchHost:
         self._clock = clock
         self._on_models_changed = on_models_changed
         self._ports: dict[str, ReplicaPort] = {}
-        self._streams: dict[str, OutputStream] = {}
+        self._streams: dict[SequenceKey, OutputStream] = {}
         self._timer: Alarm | None = None
         self._timer_due = math.inf
         """When the timer fires; infinity without one."""
@@ -88,6 +88,14 @@ class DispatchHost:
         """The clock of all deadlines, in seconds."""
         return self._clock.time()
 
+    def supersede(self, key: RequestKey, client_attempt: int = 0) -> None:
+        """As `Dispatch.supersede`: most likely the client has lost the connection, and submits its request again."""
+        self.perform(self._dispatch.supersede(key, client_attempt, self.now()))
+
+    def check_newest(self, key: RequestKey) -> None:
+        """As `Dispatch.check_newest`."""
+        self._dispatch.check_newest(key)
+
     def open(
         self,
         sequence: NewSequence,
@@ -97,13 +105,11 @@ class DispatchHost:
         on_output: Callable[[], None],
         client_attempt: int = 0,
     ) -> OutputStream:
-        """Opens a request. Raises what `Dispatch.submit` and `supersede` raise. Whoever opens a stream closes it.
-
-        An open request of the same id ends first: most likely its client lost the connection and submits it again.
+        """Opens one sequence of a request, which is not open: see `supersede`. Raises what `Dispatch.submit` raises.
+        Whoever opens a stream closes it.
         """
         request = sequence.request
-        self.perform(self._dispatch.supersede(request.request_id, client_attempt, self.now()))
-        stream = OutputStream(request.request_id, on_output, self._clock.time)
+        stream = OutputStream(request.sequence_key, on_output, self._clock.time)
         actions = self._dispatch.submit(
             request,
             model=model,
@@ -114,21 +120,21 @@ class DispatchHost:
             client_attempt=client_attempt,
             timeline=stream.timeline,
         )
-        self._streams[request.request_id] = stream
+        self._streams[stream.key] = stream
         self.perform(actions)
         return stream
 
     def close(self, stream: OutputStream) -> None:
         """Closes a stream that is no longer read. If its request is still open, it is cancelled."""
-        if self._streams.get(stream.request_id) is stream:
-            self._end_stream(stream.request_id)
-            self.perform(self._dispatch.cancel(stream.request_id, self.now()))
+        if self._streams.get(stream.key) is stream:
+            self._end_stream(stream.key)
+            self.perform(self._dispatch.cancel(stream.key, self.now()))
 
     def abort(self, stream: OutputStream) -> bool:
         """Ends the request of a stream, if it is still open, with finish reason ABORT. Returns whether it was."""
-        is_open = self._streams.get(stream.request_id) is stream
+        is_open = self._streams.get(stream.key) is stream
         if is_open:
-            self.perform(self._dispatch.abort(stream.request_id, self.now()))
+            self.perform(self._dispatch.abort(stream.key, self.now()))
         return is_open
 
     # --- for links ---
@@ -248,9 +254,9 @@ class DispatchHost:
         for action in actions:
             try:
                 if isinstance(action, Deliver):  # as nearly all of them are
-                    streams[action.request_id].push(action)
+                    streams[action.key].push(action)
                     if action.finish_reason is not None:
-                        self._end_stream(action.request_id)
+                        self._end_stream(action.key)
                 else:
                     self._carry_out(action)
             except Exception:
@@ -277,20 +283,21 @@ class DispatchHost:
             case SendAbort():
                 self._ports[action.replica_id].abort(action)
             case Fail():
-                self._streams[action.request_id].fail(action.error)
-                self._end_stream(action.request_id)
+                self._streams[action.key].fail(action.error)
+                self._end_stream(action.key)
 
     def _end_broken(self, action: Action) -> None:
         """Ends the request of an action that raised. An abort has nobody who waits for it."""
         if not isinstance(action, SendAbort):
-            request_id = action.request.request_id if isinstance(action, SendSubmit) else action.request_id
-            if request_id in self._streams:
-                self._streams[request_id].fail(InternalError(f"request {request_id} failed by a fault of the router"))
-                self._end_stream(request_id)
-            self.perform(self._dispatch.cancel(request_id, self.now()))
+            key = action.request.sequence_key if isinstance(action, SendSubmit) else action.key
+            if key in self._streams:
+                told = f"request {key.request_id} failed by a fault of the router"
+                self._streams[key].fail(InternalError(told))
+                self._end_stream(key)
+            self.perform(self._dispatch.cancel(key, self.now()))
 
-    def _end_stream(self, request_id: str) -> None:
-        del self._streams[request_id]
+    def _end_stream(self, key: SequenceKey) -> None:
+        del self._streams[key]
         self._note_idle()
 
     def _note_idle(self) -> None:

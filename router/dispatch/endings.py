@@ -43,7 +43,7 @@ class Endings:
             assert state.attempt is not None
             self._ledger.note_failed(state.model, state.attempt.replica.version)
         closing = self.close(state, event, replica_has_it=replica_has_it)
-        return [Fail(request_id=state.request_id, error=error), *closing]
+        return [Fail(key=state.key, error=error), *closing]
 
     def fail_all(
         self, states: list[RequestState], error: HoldfastError, event: RequestEvent = RequestEvent.FAIL

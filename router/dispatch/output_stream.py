@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 from holdfast.router.dispatch.timeline import Timeline
 from holdfast.router.events import Deliver
 from holdfast.worker.errors import HoldfastError
+from holdfast.worker.request import SequenceKey
 
 MERGED_AT: Final = 64
 """This many unfetched deliveries are merged into one, because each costs more memory than its tokens."""
@@ -33,17 +34,17 @@ class OutputStream:
         "_pending",
         "behind_s",
         "error",
+        "key",
         "notifies_each_step",
         "num_tokens",
-        "request_id",
         "taker",
         "timeline",
         "watch",
     )
 
-    def __init__(self, request_id: str, on_output: Callable[[], None], now: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self, key: SequenceKey, on_output: Callable[[], None], now: Callable[[], float] = lambda: 0.0) -> None:
         """`now` is asked when the reader falls behind and when it has caught up, and not for each delivery."""
-        self.request_id = request_id
+        self.key = key
         self.timeline = Timeline()
         """Of its request; the dispatcher fills it."""
         self.behind_s = 0.0

@@ -4,7 +4,7 @@ Pure functions, for the router and for the offline engine. What may not live her
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast.router.events import Usage
@@ -13,7 +13,7 @@ from holdfast.worker.sampling_params import MAX_SEED, SamplingParams
 
 
 def siblings(request: EngineRequest) -> tuple[EngineRequest, ...]:
-    """One request for each sequence to sample: the request itself if it is one, else `ID/0`, `ID/1`, ... of one group.
+    """One request for each sequence to sample: the request itself if it is one, else those of one group, by index.
 
     Each samples with its own seed: number i gives what a single request with seed + i would give. Only the first
     reports the prompt's log-probabilities, which are the same for all.
@@ -24,17 +24,12 @@ def siblings(request: EngineRequest) -> tuple[EngineRequest, ...]:
     return tuple(
         replace(
             request,
-            request_id=f"{request.request_id}/{index}",
-            group_id=request.request_id,
+            sequence_index=index,
+            group_id=request.key,
             sampling_params=_params_of(request.sampling_params, index),
         )
         for index in range(count)
     )
-
-
-def first_sibling_id(group_id: Hashable) -> str:
-    """The id of the sibling that is opened first."""
-    return f"{group_id}/0"
 
 
 def is_ranked(params: SamplingParams) -> bool:

@@ -12,7 +12,6 @@ from typing import Final
 from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.admission import AdmissionQueue
 from holdfast.router.dispatch.dispatch_stats import DispatchStats
-from holdfast.router.dispatch.parallel_sampling import first_sibling_id
 from holdfast.router.dispatch.quarantine import Quarantine
 from holdfast.router.dispatch.request_state import RequestState
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
@@ -67,7 +66,7 @@ class Placement:
         self.stats.note_sent(state, replica.facts.replica_id, now)
         attempt = self._requests.begin_attempt(state, replica, now)
         replica.breaker.note_sent(now)
-        time_left_s = max(0.0, self._requests.deadlines.of(state.request_id) - now)
+        time_left_s = max(0.0, self._requests.deadlines.of(state.key) - now)
         request = state.continuation(time_left_s, self.quarantine.suspicion(state))
         return SendSubmit(replica_id=replica.facts.replica_id, attempt=attempt.number, request=request)
 
@@ -215,7 +214,7 @@ class Placement:
             state.request.session_id,
             is_trial=is_trial,
             version=version,
-            key=str(state.request.group_id or state.request_id),
+            key=state.request_id,
         )
 
     def _version(self, state: RequestState) -> str:
@@ -224,8 +223,7 @@ class Placement:
 
     def _beside(self, state: RequestState, is_trial: bool, version: str) -> ReplicaState | None:
         """The replica of the request's first sibling, if it has room: siblings share the prompt's KV cache there."""
-        group_id = state.request.group_id
-        first = self._requests.get(first_sibling_id(group_id)) if group_id else None
+        first = self._requests.get(state.key._replace(sequence_index=0)) if state.request.group_id else None
         home = None if first is None or first.attempt is None else first.attempt.replica
         if home is None or version not in ("", home.version):
             return None

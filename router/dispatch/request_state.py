@@ -14,7 +14,7 @@ from holdfast.router.replicas.prefix_index import PromptPrefix
 from holdfast.router.replicas.replica_state import ReplicaState
 from holdfast.worker.errors import InternalError
 from holdfast.worker.model_info import ModelInfo, version_of
-from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenLogprob
+from holdfast.worker.request import EngineRequest, FinishReason, Priority, SequenceKey, TokenLogprob
 from holdfast.worker.service_order.tenants import Tenant
 from holdfast.worker.suspicion import Suspicion
 
@@ -54,6 +54,8 @@ class RequestState:
     timeline: Timeline = field(default_factory=Timeline)
     waits_since_s: float = 0.0
     waited_s: float = 0.0
+    key: SequenceKey = field(init=False)
+    """By which it is found; no client can write that of another's."""
     prefix: PromptPrefix = field(init=False)
     """Block hashes of the prompt, for prefix-aware routing."""
     fingerprint: str = ""
@@ -75,6 +77,7 @@ class RequestState:
     """The same, since it was last cleared by progress."""
 
     def __post_init__(self) -> None:
+        self.key = self.request.sequence_key
         self.prefix = PromptPrefix(self.request)
         self.service_class = self.request.priority
 
@@ -173,6 +176,7 @@ class RequestState:
             self.fingerprint,
             self.identity_guaranteed,
             self.replica_id,
+            self.key,
         )
         return tuple.__new__(Deliver, fields)  # by names it takes four times as long, for every token
 
@@ -200,6 +204,7 @@ class RequestState:
             self.fingerprint,
             self.identity_guaranteed,
             self.replica_id,
+            self.key,
         )
         return tuple.__new__(Deliver, fields)
 

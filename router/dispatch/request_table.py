@@ -1,4 +1,4 @@
-"""Table of open requests: their states by request id and by attempt, and their deadlines.
+"""Table of open requests: their states by sequence, by request and by attempt, and their deadlines.
 
 What may live here: these indices, and attempts as they begin and end. What may not: a request's transitions
 (`request_state.py`), decisions (`dispatch.py`, `placement.py`).
@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator
 from holdfast.router.dispatch.request_state import Attempt, RequestState
 from holdfast.router.dispatch.request_status import RequestEvent, RequestStatus
 from holdfast.router.replicas.replica_state import ReplicaState
+from holdfast.worker.request import RequestKey, SequenceKey
 from holdfast.worker.service_order.timers import Timers
 
 
@@ -34,11 +35,13 @@ class _Group:
 
 
 class RequestTable:
-    """The states of all open requests, by request id and by attempt, and their deadlines."""
+    """The states of all open requests, by key and by attempt, and their deadlines."""
 
     def __init__(self) -> None:
-        self.deadlines = Timers[str]()
-        self._states: dict[str, RequestState] = {}
+        self.deadlines = Timers[SequenceKey]()
+        self._states: dict[SequenceKey, RequestState] = {}
+        self._by_request: dict[RequestKey, dict[RequestState, None]] = {}
+        """The open sequences of each client's request."""
         self.by_attempt: dict[Hashable, RequestState] = {}
         """Those that run. To be read; `running` says which of them run on a replica."""
         self._last_attempt = 0
@@ -49,29 +52,37 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self._states)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._states
+    def __contains__(self, key: SequenceKey) -> bool:
+        return key in self._states
 
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states.values())
 
-    def __getitem__(self, request_id: str) -> RequestState:
-        return self._states[request_id]
+    def __getitem__(self, key: SequenceKey) -> RequestState:
+        return self._states[key]
 
-    def get(self, request_id: str) -> RequestState | None:
-        return self._states.get(request_id)
+    def get(self, key: SequenceKey) -> RequestState | None:
+        return self._states.get(key)
+
+    def of_request(self, key: RequestKey) -> list[RequestState]:
+        """The open sequences of a client's request, in the order in which they were opened."""
+        return list(self._by_request.get(key, ()))
 
     def add(self, state: RequestState, deadline: float) -> None:
-        assert state.request_id not in self._states, f"{state.request_id} is open already"
-        self._states[state.request_id] = state
-        self.deadlines.set(state.request_id, deadline)
+        assert state.key not in self._states, f"{state.key} is open already"
+        self._states[state.key] = state
+        self._by_request.setdefault(state.request.key, {})[state] = None
+        self.deadlines.set(state.key, deadline)
         if state.request.group_id:
             self._groups.setdefault(state.request.group_id, _Group()).open[state] = None
 
     def remove(self, state: RequestState) -> None:
         assert state.attempt is None, "an attempt ends before its request does"
-        del self._states[state.request_id]
-        self.deadlines.drop(state.request_id)
+        del self._states[state.key]
+        del self._by_request[state.request.key][state]
+        if not self._by_request[state.request.key]:
+            del self._by_request[state.request.key]
+        self.deadlines.drop(state.key)
         if state.request.group_id:
             self._groups[state.request.group_id].remove(state)
             if not self._groups[state.request.group_id].open:
@@ -124,11 +135,12 @@ class RequestTable:
         for state in self._states.values():
             assert state.status.is_waiting or state.status.has_attempt, f"{state.request_id} is over and open"
             assert state.status.has_attempt == (state.attempt is not None), f"{state.request_id}: {state.status}"
+        assert sum(map(len, self._by_request.values())) == len(self._states)
         running = {key: state.attempt for key, state in self._states.items() if state.attempt is not None}
         assert len(running) == len(self.by_attempt)
-        for request_id, attempt in running.items():
-            assert request_id in self.deadlines
-            assert self.by_attempt[attempt.number] is self._states[request_id]
+        for sequence, attempt in running.items():
+            assert sequence in self.deadlines
+            assert self.by_attempt[attempt.number] is self._states[sequence]
             assert attempt.number in attempt.replica.attempts
         in_groups = [state for state in self.by_attempt.values() if state.request.group_id]
         assert self._siblings.total() == len(in_groups), f"{len(in_groups)} siblings have attempts: {self._siblings}"

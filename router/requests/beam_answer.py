@@ -95,6 +95,7 @@ class BeamAnswer:
             deadline=self._deadline,
             on_output=has_output.set,
             client_attempt=self._client_attempt,
+            goes_on=self._call is not None,
         )
         with closing(call):
             outputs = await SampledAnswer(call, has_output, self.model, _AS_IT_IS).outputs()

@@ -132,7 +132,7 @@ def extension(request: EngineRequest, beam: Beam, number: int, num_candidates: i
     """
     return replace(
         request,
-        request_id=f"{request.request_id}/beam-{number}",
+        sequence_index=number,
         prompt_token_ids=request.prompt_token_ids + beam.token_ids,
         sampling_params=SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_candidates, seed=0),
     )

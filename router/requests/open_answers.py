@@ -1,4 +1,4 @@
-"""Table of open answers by the request ids that clients know, for whoever ends a request from outside.
+"""Table of open answers by the tenant and the request ids that clients know, to end a request from outside.
 
 What may not live here: how an answer ends (`answer.py`, `beam_answer.py`).
 """
@@ -8,47 +8,59 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+from holdfast.worker.request import RequestKey
+
 
 class Abortable(Protocol):
     """An answer that may still be under way."""
-
-    request_id: str
 
     def abort(self) -> bool:
         """Ends it after what it has. Returns whether there was anything to end."""
 
 
 class OpenAnswers:
-    """Of several with one id, the newest counts: the others have been superseded."""
+    """Of several with one key, the newest counts: the others have been superseded."""
 
     def __init__(self) -> None:
-        self._answers: dict[str, tuple[Abortable, str]] = {}
-        """With the tenant of each."""
+        self._answers: dict[str, dict[RequestKey, Abortable]] = {}
+        """By request id, then by the rest of the key."""
         self._num_of_tenant: Counter[str] = Counter()
 
     @contextmanager
-    def holding(self, answer: Abortable, tenant: str = "") -> Iterator[None]:
+    def holding(self, answer: Abortable, key: RequestKey) -> Iterator[None]:
         """The answer can be aborted while the context is open."""
-        own = self._answers[answer.request_id] = answer, tenant
-        self._num_of_tenant[tenant] += 1
+        self._answers.setdefault(key.request_id, {})[key] = answer
+        self._num_of_tenant[key.tenant] += 1
         try:
             yield
         finally:
-            if self._answers.get(answer.request_id) is own:
-                del self._answers[answer.request_id]
-            self._num_of_tenant[tenant] -= 1
-            if not self._num_of_tenant[tenant]:
-                del self._num_of_tenant[tenant]
+            self._drop(answer, key)
+            self._num_of_tenant[key.tenant] -= 1
+            if not self._num_of_tenant[key.tenant]:
+                del self._num_of_tenant[key.tenant]
 
     def num_of(self, tenant: str) -> int:
         """Open answers of a tenant."""
         return self._num_of_tenant.get(tenant, 0)
 
-    def belongs_to_another(self, request_id: str, tenant: str) -> bool:
-        """Whether an answer of this id is open that is another tenant's."""
-        return self._answers.get(request_id, (None, tenant))[1] != tenant
-
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        """Returns whether an answer of this id was under way. With a `tenant`, others' are as if they were not."""
-        answer, owner = self._answers.get(request_id, (None, ""))
-        return answer is not None and tenant in (None, owner) and answer.abort()
+        """Ends all answers of this id, of one `tenant` or of all. Without any, `ID/N` names part N of the id.
+
+        Returns whether one was under way.
+        """
+        named = self._named(request_id, tenant)
+        if not named:
+            whole, _, part = request_id.rpartition("/")
+            named = [key for key in self._named(whole, tenant) if str(key.part) == part]
+        were_open = [self._answers[key.request_id][key].abort() for key in named]
+        return any(were_open)
+
+    def _named(self, request_id: str, tenant: str | None) -> list[RequestKey]:
+        return [key for key in self._answers.get(request_id, ()) if tenant in (None, key.tenant)]
+
+    def _drop(self, answer: Abortable, key: RequestKey) -> None:
+        answers = self._answers.get(key.request_id, {})
+        if answers.get(key) is answer:
+            del answers[key]
+            if not answers:
+                del self._answers[key.request_id]

@@ -93,7 +93,7 @@ class RequestAdmission:
         request.check(self._limits)
         caller, now = self._gate.caller(), self._dispatch_host.now()
         request = caller.charged(request, now)
-        self.check_tenant(request.request_id, request.tenant)
+        self.check_tenant(request.tenant)
         deadline = now + self._timeout_s(request, time_remaining_s)
         model = self.model(request.model)
         if request.resume is None:  # what has begun goes on
@@ -111,11 +111,9 @@ class RequestAdmission:
             caller=caller,
         )
 
-    def check_tenant(self, request_id: str, tenant: str) -> None:
-        """Refuses what would touch another tenant's request, or is more than one tenant may have open."""
+    def check_tenant(self, tenant: str) -> None:
+        """Refuses what is more than one tenant may have open."""
         most = self._limits.max_open_per_tenant
-        if self._gate.is_locked and self._open_answers.belongs_to_another(request_id, tenant):
-            raise InvalidRequestError("request_id", request_id, "is that of another open request")
         if most is not None and self._open_answers.num_of(tenant) >= most:
             told = f"its tenant has {most} open requests, which is the most (limits.max_open_per_tenant)"
             raise RateLimitError(told, OPEN_RETRY_S)
@@ -154,6 +152,7 @@ class RequestAdmission:
         )
         return EngineRequest(
             request_id=request_id,
+            part=request.part,
             prompt_token_ids=token_ids,
             sampling_params=resolved(
                 request.sampling_params, request_id, vocab_size=model.facts.vocab_size, max_model_len=max_model_len

@@ -135,7 +135,7 @@ class RequestProcessor:
         ]
         self._admission.check_open()
         # Once more: others may have come meanwhile.
-        self._admission.check_tenant(engine_request.request_id, engine_request.tenant)
+        self._admission.check_tenant(engine_request.tenant)
         has_output = OutputSignal()
         call = open_call(
             self._dispatch_host,
@@ -158,7 +158,7 @@ class RequestProcessor:
             watch=watch,
             texts=[sequence.text for sequence in sequences],
         )
-        with closing(call), self._open_answers.holding(answer, engine_request.tenant):
+        with closing(call), self._open_answers.holding(answer, engine_request.key):
             try:
                 yield answer
             finally:
@@ -172,7 +172,7 @@ class RequestProcessor:
         """As `open`, for a request with a `beam_width`. The search begins with `whole`."""
         admitted = await self._counted(self._admission.admit(request, time_remaining_s))
         engine_request, model = admitted.engine_request, admitted.model
-        self._admission.check_tenant(engine_request.request_id, engine_request.tenant)
+        self._admission.check_tenant(engine_request.tenant)
         search = BeamSearch.of(
             engine_request.sampling_params,
             len(engine_request.prompt_token_ids),
@@ -189,7 +189,7 @@ class RequestProcessor:
             echo=admitted.echo,
             client_attempt=admitted.attempt,
         )
-        with watching(self._watch(admitted)), self._open_answers.holding(answer, engine_request.tenant):
+        with watching(self._watch(admitted)), self._open_answers.holding(answer, engine_request.key):
             try:
                 yield answer
             finally:

@@ -8,7 +8,15 @@ from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.model_info import ReplicaFacts
-from holdfast.worker.request import EngineLoad, EngineRequest, FinishReason, Priority, TokenDelta
+from holdfast.worker.request import (
+    EngineLoad,
+    EngineRequest,
+    FinishReason,
+    Priority,
+    RequestKey,
+    SequenceKey,
+    TokenDelta,
+)
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_update import PlainTokens, Rejection, StepUpdate
 
@@ -77,7 +85,7 @@ class Core:
 
     def submit(
         self,
-        request_id: str,
+        name: str,
         *,
         model: str = "m",
         priority: Priority = Priority.NORMAL,
@@ -91,8 +99,10 @@ class Core:
         client_attempt: int = 0,
     ) -> list[Action]:
         params = SamplingParams(seed=1, max_tokens=100, prompt_logprobs=prompt_logprobs)
+        request_id, sequence_index = spelled(name) if group_id else (name, 0)
         request = EngineRequest(
             request_id=request_id,
+            sequence_index=sequence_index,
             prompt_token_ids=(7,) * num_prompt_tokens,
             sampling_params=params,
             priority=priority,
@@ -110,14 +120,22 @@ class Core:
         )
         return self._checked(actions)
 
-    def supersede(self, request_id: str, client_attempt: int = 0) -> list[Action]:
-        return self._checked(self.dispatch.supersede(request_id, client_attempt, self.now))
+    def supersede(self, request_id: str, client_attempt: int = 0, *, tenant: str = "") -> list[Action]:
+        return self._checked(self.dispatch.supersede(RequestKey(tenant, request_id), client_attempt, self.now))
 
-    def cancel(self, request_id: str) -> list[Action]:
-        return self._checked(self.dispatch.cancel(request_id, self.now))
+    def cancel(self, name: str) -> list[Action]:
+        return self._checked(self.dispatch.cancel(self.key(name), self.now))
 
-    def abort(self, request_id: str) -> list[Action]:
-        return self._checked(self.dispatch.abort(request_id, self.now))
+    def abort(self, name: str) -> list[Action]:
+        return self._checked(self.dispatch.abort(self.key(name), self.now))
+
+    def key(self, name: str) -> SequenceKey:
+        """Of what was submitted under this name, if it is open."""
+        open_keys = [state.key for state in self.dispatch._requests]
+        written = [key for key in open_keys if key.request_id == name] or [
+            key for key in open_keys if (key.request_id, key.sequence_index) == spelled(name)
+        ]
+        return written[0] if written else SequenceKey("", name)
 
     def step(
         self,
@@ -137,6 +155,12 @@ class Core:
     def _checked(self, actions: list[Action]) -> list[Action]:
         self.dispatch.check_integrity()
         return actions
+
+
+def spelled(name: str) -> tuple[str, int]:
+    """Tests call a sibling `ID/INDEX`."""
+    request_id, _, index = name.rpartition("/")
+    return request_id, int(index) if index.isdecimal() else -1
 
 
 def facts(replica_id: str = "r", model: str = "m", **changes: object) -> ReplicaFacts:

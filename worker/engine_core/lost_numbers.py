@@ -28,7 +28,7 @@ class LostNumbers:
         if has_others:
             self._in_a_row.clear()
             return
-        names = dict.fromkeys(request.group_id or request.request_id for request in broken)
+        names = dict.fromkeys(request.group_id or request.key for request in broken)
         self._in_a_row += [name for name in names if name not in self._in_a_row]
         if len(names) > 1 or len(self._in_a_row) >= NUM_ALONE_TO_END:
             count = max(len(names), len(self._in_a_row))

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Iterable
 
 from holdfast.cluster.simulate.kernel.promises import require
 from holdfast.router.events import SendAbort, SendSubmit
+from holdfast.worker.request import SequenceKey
 from holdfast.worker.step_update import StepUpdate
 
 
@@ -16,18 +17,18 @@ class AttemptBooks:
 
     def __init__(self, owner: object) -> None:
         self._owner = owner
-        self._running: dict[str, SendSubmit] = {}
-        self._request_ids: dict[Hashable, str] = {}
+        self._running: dict[SequenceKey, SendSubmit] = {}
+        self._keys: dict[Hashable, SequenceKey] = {}
 
     def note_submit(self, submit: SendSubmit) -> None:
         """Checks that a request runs in one place at a time."""
-        request_id = submit.request.request_id
-        before = self._running.get(request_id)
+        key = submit.request.sequence_key
+        before = self._running.get(key)
         if before is not None:
             where = f"attempt {before.attempt} at {before.replica_id}"
-            require(False, f"{self._owner}: {request_id} is sent to {submit.replica_id}, and {where} goes on")
-        self._running[request_id] = submit
-        self._request_ids[submit.attempt] = request_id
+            require(False, f"{self._owner}: {key} is sent to {submit.replica_id}, and {where} goes on")
+        self._running[key] = submit
+        self._keys[submit.attempt] = key
 
     def note_abort(self, abort: SendAbort) -> None:
         self._end(abort.attempt)
@@ -44,14 +45,14 @@ class AttemptBooks:
         for submit in [submit for submit in self._running.values() if submit.replica_id == replica_id]:
             self._end(submit.attempt)
 
-    def check_over(self, request_ids: Iterable[str]) -> None:
-        """Checks that requests that are over run nowhere."""
-        for request_id in request_ids:
-            submit = self._running.get(request_id)
+    def check_over(self, keys: Iterable[SequenceKey]) -> None:
+        """Checks that sequences that are over run nowhere."""
+        for key in keys:
+            submit = self._running.get(key)
             if submit is not None:
-                require(False, f"{self._owner}: {request_id} is over, and goes on at {submit.replica_id}")
+                require(False, f"{self._owner}: {key} is over, and goes on at {submit.replica_id}")
 
     def _end(self, attempt: Hashable) -> None:
-        request_id = self._request_ids.pop(attempt, None)
-        if request_id is not None:
-            del self._running[request_id]
+        key = self._keys.pop(attempt, None)
+        if key is not None:
+            del self._running[key]

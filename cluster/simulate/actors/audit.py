@@ -48,14 +48,14 @@ class AuditedDispatchHost(DispatchHost):
             match action:
                 case Deliver():
                     if action.finish_reason is not None:
-                        over.append(action.request_id)
+                        over.append(action.key)
                 case SendSubmit():
                     self._books.note_submit(action)
                 case SendAbort():
                     self._books.note_abort(action)
                 case Fail():
                     self._check_excuse(action)
-                    over.append(action.request_id)
+                    over.append(action.key)
         self._books.check_over(over)
         super().perform(actions)
         num_streams = len(self._streams)

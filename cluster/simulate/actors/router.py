@@ -29,7 +29,7 @@ from holdfast.router.replicas.backoff import Backoff
 from holdfast.router.resume import new_sequence
 from holdfast.worker.config import ServiceOrderConfig
 from holdfast.worker.errors import HoldfastError, ReplicaError
-from holdfast.worker.request import EngineRequest
+from holdfast.worker.request import EngineRequest, SequenceKey
 from holdfast.worker.step_update import Hello, StepUpdate
 
 RESTART_S: Final = 0.5
@@ -196,7 +196,7 @@ class SimulatedRouter(Process):
                 client_attempt=message.attempt,
             )
         except HoldfastError as error:
-            connection.send(self, Fail(request_id=request.request_id, error=error))
+            connection.send(self, Fail(key=request.sequence_key, error=error))
             self.hang_up(connection)
             return
         is_new, most = not any(one.request.output_token_ids for one in sequences), OVERFLOW * self._limits.max_queued
@@ -222,7 +222,7 @@ class SimulatedRouter(Process):
             if not call.is_over:
                 return
         except HoldfastError as error:
-            connection.send(self, Fail(request_id=call.request_id, error=error))
+            connection.send(self, Fail(key=SequenceKey("", call.request_id), error=error))
         del self._calls[connection]
         call.close()
         self.hang_up(connection)

@@ -50,7 +50,9 @@ class ChunkEncoder:
         if self._chat_deltas is not None:
             chunk = replace(public_chunk(delivery), chat=self._chat_deltas.of(delivery))
             return chunk_message(chunk).SerializeToString()
-        _, first, token_ids, text, finish_reason, usage, logprobs, of_prompt, number, _, origin, is_sure, _ = delivery
+        _, first, token_ids, text, finish_reason, usage, logprobs, of_prompt, number, _, origin, is_sure, _, _ = (
+            delivery
+        )
         if finish_reason is not None or usage is not None or logprobs or of_prompt:
             return chunk_message(public_chunk(delivery)).SerializeToString()
         shared = self._shared.get((number, origin, is_sure))

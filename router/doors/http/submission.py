@@ -82,9 +82,11 @@ class Submission:
         if self.noted is not None:
             resume = self.noted.resume(number * choices, choices)
             timeout_s = None if timeout_s is None else max(_SHORTEST_S, timeout_s - self.noted.age_s)
+        if num_prompts > 1:
+            request = request.as_part(number, f"{request_id}.{number}")
         return replace(
             request,
-            request_id=request_id if num_prompts == 1 else f"{request_id}.{number}",
+            request_id=request_id,
             chat=None if request.chat is None else replace(request.chat, now_s=self.identity.created),
             timeout_s=timeout_s,
             attempt=self.attempt,

@@ -7,6 +7,7 @@ It translates: requests into the router's own, completions into tensors. What ma
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -126,7 +127,10 @@ class InferenceProtocolServicer:
             if isinstance(message, InvalidRequestError):
                 raise message
             header = given_request_id(context)
-            request = infer_request(message, f"{header}/{number}" if header else "")
+            request = infer_request(message, header)
+            if header:
+                part = request.generation.as_part(number, f"{header}/{number}")
+                request = replace(request, generation=part)
             async with aclosing(self._steps(request, context)) as steps:
                 async for response, is_last in steps:
                     yield streamed(response, is_final=is_last and not request.has_empty_final)

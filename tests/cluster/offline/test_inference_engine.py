@@ -250,6 +250,19 @@ def test_a_callback_sees_nothing_of_a_ranked_request_before_its_end(engine):
     assert recorder.outputs == [output]
 
 
+def test_a_default_id_is_no_id_that_a_caller_gives(engine):
+    """Whatever callers write, requests without an id of their own go on beside it."""
+    handles = [engine.submit_request("hello", replace(ENDLESS, n=2, max_tokens=40)) for _ in range(3)]
+    names = [f"{name}{part}" for name in ("request-0", "request-1", "request-3") for part in ("", "/0", "/1", ".0")]
+    given = [engine.submit_request("hello", GREEDY, request_id=name) for name in names]
+    assert [handle.request_id for handle in handles] == ["request-0", "request-1", "request-2"]
+    for handle in handles:
+        output = handle.result(60)
+        assert (output.request_id, len(output.outputs)) == (handle.request_id, 2)
+        assert [len(one.token_ids) for one in output.outputs] == [40, 40]
+    assert [handle.result(60).request_id for handle in given] == names
+
+
 def test_a_completion_that_comes_to_nothing_ends_its_siblings(engine):
     handle = engine.submit_request("hello", replace(ENDLESS, n=3), timeout_s=1e-6)
     with pytest.raises(DeadlineExceededError):

@@ -76,7 +76,7 @@ class Place:
 
     def submitted(self, name: str, callback: Callback | None = None, **params) -> LocalRequest:
         wish = GenerationRequest(prompt="hi", request_id=name, sampling_params=SamplingParams(**{"seed": 1, **params}))
-        request = LocalRequest(wish, byte_tokenizer(), callback, is_awaited=True)
+        request = LocalRequest(wish, byte_tokenizer(), callback, name=wish.request_id, is_awaited=True)
         self.router.submit(request)
         return request
 
@@ -186,7 +186,7 @@ def test_a_fault_of_ours_ends_one_request_and_no_other(place, caplog, monkeypatc
 def test_the_text_goes_on_from_the_prompt(place):
     """The prompt ends within a character that the output ends."""
     wish = GenerationRequest(prompt=(ord("h"), 0xC3), request_id="a", sampling_params=SamplingParams(seed=1))
-    request = LocalRequest(wish, byte_tokenizer(), is_awaited=True)
+    request = LocalRequest(wish, byte_tokenizer(), name=wish.request_id, is_awaited=True)
     place.router.submit(request)
     request.admitted.result(30)
     with place.busy_loop():

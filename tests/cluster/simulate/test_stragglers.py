@@ -10,7 +10,7 @@ from holdfast.cluster.simulate.kernel.process import Process
 from holdfast.cluster.simulate.kernel.timeline import Timeline
 from holdfast.router.events import Deliver, Fail
 from holdfast.worker.errors import RequestAbortedError, RequestSupersededError
-from holdfast.worker.request import EngineRequest
+from holdfast.worker.request import EngineRequest, SequenceKey
 from holdfast.worker.sampling_params import SamplingParams
 
 CALL = Generate(
@@ -52,9 +52,9 @@ def late_call(answer: object, *, given_up: bool = False) -> tuple[Straggler, lis
 
 
 def test_it_knows_when_it_was_turned_away_for_a_newer_one():
-    straggler, heard = late_call(Fail(request_id="r", error=RequestSupersededError("a newer one goes on")))
+    straggler, heard = late_call(Fail(key=SequenceKey("", "r"), error=RequestSupersededError("a newer one goes on")))
     assert (straggler.was_turned_away, heard) == (True, [CALL])
-    straggler, heard = late_call(Fail(request_id="r", error=RequestAbortedError("this router is stopping")))
+    straggler, heard = late_call(Fail(key=SequenceKey("", "r"), error=RequestAbortedError("this router is stopping")))
     assert (straggler.was_turned_away, heard) == (False, [CALL])
 
 

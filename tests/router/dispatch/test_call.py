@@ -9,20 +9,22 @@ from holdfast.router.dispatch.output_stream import OutputStream
 from holdfast.router.events import CaughtUp, Deliver, Usage
 from holdfast.router.resume import NewSequence
 from holdfast.worker.errors import QueueFullError, ReplicaError
-from holdfast.worker.request import EngineRequest, FinishReason
+from holdfast.worker.request import EngineRequest, FinishReason, SequenceKey
 from holdfast.worker.sampling_params import SamplingParams
 from tests.router.core import LetterText, delta
 from tests.router.dispatch.test_dispatch_host import Board
 
 
-def parts(*request_ids: str, **fields) -> list[NewSequence]:
+def parts(*indices: int, **fields) -> list[NewSequence]:
     return [
         NewSequence(
-            request=EngineRequest(request_id=key, prompt_token_ids=(1, 2), sampling_params=SamplingParams(seed=0)),
+            request=EngineRequest(
+                request_id="r", sequence_index=index, prompt_token_ids=(1, 2), sampling_params=SamplingParams(seed=0)
+            ),
             text=LetterText(),
             **fields,
         )
-        for key in request_ids
+        for index in indices
     ]
 
 
@@ -32,7 +34,7 @@ def opened(dispatch_host: DispatchHost, *siblings: NewSequence, echo: str = "") 
 
 def test_siblings_speak_as_their_request_and_the_last_one_tells_what_all_cost():
     board = Board()
-    call = opened(board.dispatch_host, *parts("r/0", "r/1"), echo="> ")
+    call = opened(board.dispatch_host, *parts(0, 1), echo="> ")
     x, y = board.port.attempts
     board.news(delta(y, 0, 3, finish=FinishReason.STOP))
     board.news(delta(x, 0, 1, 2, finish=FinishReason.LENGTH))
@@ -47,11 +49,11 @@ def test_siblings_speak_as_their_request_and_the_last_one_tells_what_all_cost():
 
 
 def test_a_completion_that_says_much_does_not_keep_the_others_waiting():
-    streams = [OutputStream(f"r/{index}", lambda: None) for index in range(3)]
+    streams = [OutputStream(SequenceKey("", "r", 0, index), lambda: None) for index in range(3)]
     call, order = Call("r", streams, close=lambda: None), []
     for step in range(6):
         for stream in streams:
-            stream.push(Deliver(request_id=stream.request_id, first_token_index=step, token_ids=(5,), text=""))
+            stream.push(Deliver(request_id="r", first_token_index=step, token_ids=(5,), text=""))
         order.append(call.poll().sequence_index)
     assert order == [0, 1, 2, 0, 1, 2]
 
@@ -59,7 +61,7 @@ def test_a_completion_that_says_much_does_not_keep_the_others_waiting():
 def test_siblings_that_cannot_all_be_opened_leave_nothing_open():
     board = Board(RouterConfig(max_waiting_per_replica=1), LimitsConfig(max_queued=1))
     with pytest.raises(QueueFullError):
-        opened(board.dispatch_host, *parts("r/0", "r/1", "r/2"))
+        opened(board.dispatch_host, *parts(0, 1, 2))
     assert board.dispatch_host.num_open == 0
     assert board.port.aborted == board.port.attempts
     board.dispatch_host.check_integrity()
@@ -67,7 +69,7 @@ def test_siblings_that_cannot_all_be_opened_leave_nothing_open():
 
 def test_closing_cancels_what_has_not_ended():
     board = Board()
-    call = opened(board.dispatch_host, *parts("r/0", "r/1"))
+    call = opened(board.dispatch_host, *parts(0, 1))
     x, y = board.port.attempts
     board.news(delta(x, 0, 3, finish=FinishReason.STOP))
     call.close()
@@ -77,7 +79,7 @@ def test_closing_cancels_what_has_not_ended():
 
 def test_what_ends_one_completion_with_an_error_is_raised():
     board = Board()
-    call = opened(board.dispatch_host, *parts("r/0", "r/1"))
+    call = opened(board.dispatch_host, *parts(0, 1))
     board.dispatch_host.close_all(ReplicaError("lost"))
     with pytest.raises(ReplicaError, match="lost"):
         call.poll()
@@ -85,9 +87,7 @@ def test_what_ends_one_completion_with_an_error_is_raised():
 
 def test_a_completion_that_its_client_has_to_the_end_is_not_drawn_again():
     board = Board()
-    call = opened(
-        board.dispatch_host, *parts("r/0", caught_up=CaughtUp(finish_reason=FinishReason.STOP)), *parts("r/1")
-    )
+    call = opened(board.dispatch_host, *parts(0, caught_up=CaughtUp(finish_reason=FinishReason.STOP)), *parts(1))
     assert len(board.port.attempts) == 1
     end = call.poll()
     assert (end.sequence_index, end.token_ids, end.finish_reason) == (0, (), FinishReason.STOP)

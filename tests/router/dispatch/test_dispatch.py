@@ -111,7 +111,7 @@ def test_an_attempt_goes_on_after_the_tokens_so_far(core):
     """What a second attempt would be asked: the state alone is enough to carry on."""
     attempt = sent(core.submit("x")).attempt
     core.step(delta(attempt, 0, 4, 5))
-    state = core.dispatch._requests["x"]
+    state = core.dispatch._requests[core.key("x")]
     assert state.continuation().output_token_ids == (4, 5)
 
 

@@ -85,6 +85,7 @@ class Board:
         request = EngineRequest(request_id=request_id, prompt_token_ids=(1,), sampling_params=SamplingParams(seed=0))
         part = NewSequence(request=request, text=LetterText())
         deadline = self.dispatch_host.now() + timeout_s
+        self.dispatch_host.supersede(request.key)
         return self.dispatch_host.open(part, model="m", deadline=deadline, on_output=lambda: None)
 
     def news(self, *deltas) -> None:

@@ -15,7 +15,7 @@ from holdfast.router.config import LimitsConfig, RouterConfig
 from holdfast.router.dispatch.dispatch import Dispatch
 from holdfast.router.events import Action, Deliver, Fail, SendAbort, SendSubmit
 from holdfast.worker.errors import HoldfastError, QueueFullError, ReplicaError, RequestAbortedError
-from holdfast.worker.request import EngineRequest, FinishReason, Priority, TokenDelta
+from holdfast.worker.request import EngineRequest, FinishReason, Priority, SequenceKey, TokenDelta
 from holdfast.worker.sampling_params import SamplingParams
 from holdfast.worker.step_update import PlainTokens, Rejection, StepUpdate
 from tests.examples import examples
@@ -130,13 +130,13 @@ class DispatchMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(self.open_clients()))
         self.clients[request_id].is_cancelled = True
         self.clients[request_id].num_last_words += 1
-        self.perform(self.dispatch.cancel(request_id, self.now))
+        self.perform(self.dispatch.cancel(SequenceKey("", request_id), self.now))
 
     @precondition(lambda self: self.open_clients())
     @rule(data=st.data())
     def abort(self, data):
         request_id = data.draw(st.sampled_from(self.open_clients()))
-        self.perform(self.dispatch.abort(request_id, self.now))
+        self.perform(self.dispatch.abort(SequenceKey("", request_id), self.now))
         assert self.clients[request_id].finish_reason == "abort"
 
     # --- replicas ---

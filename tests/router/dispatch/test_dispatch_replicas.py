@@ -196,7 +196,7 @@ def test_siblings_go_elsewhere_when_the_first_ones_replica_is_full_or_retiring_o
 
 def charged(core: Core, request_id: str) -> float:
     """All that the tenant of an open request has been charged, in prompt tokens."""
-    return core.dispatch._requests[request_id].tenant.counter
+    return core.dispatch._requests[core.key(request_id)].tenant.counter
 
 
 def test_a_prompt_that_siblings_share_is_charged_once(core):

@@ -201,4 +201,4 @@ def test_without_output_nothing_has_to_be_identical():
 
 
 def attempt_of(core: Core, request_id: str) -> int:
-    return core.dispatch._requests[request_id].attempt.number
+    return core.dispatch._requests[core.key(request_id)].attempt.number

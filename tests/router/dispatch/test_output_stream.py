@@ -5,7 +5,7 @@ import pytest
 from holdfast.router.dispatch.output_stream import MERGED_AT, OutputStream
 from holdfast.router.events import Deliver, Usage
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.request import FinishReason, TokenLogprob
+from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
 
 
 def piece(first: int, *token_ids: int, finish: FinishReason | None = None) -> Deliver:
@@ -27,7 +27,7 @@ def said_of(*token_ids: int) -> tuple[TokenLogprob, ...]:
 
 
 def stream(*deliveries: Deliver) -> OutputStream:
-    made = OutputStream("x", lambda: None)
+    made = OutputStream(SequenceKey("", "x"), lambda: None)
     for delivery in deliveries:
         made.push(delivery)
     return made
@@ -54,7 +54,7 @@ def test_what_is_not_read_yet_is_merged():
 
 def test_a_reader_hears_of_whatever_comes():
     news = []
-    told = OutputStream("x", lambda: news.append(told.request_id))
+    told = OutputStream(SequenceKey("", "x"), lambda: news.append(told.key.request_id))
     told.push(piece(0, 1))
     told.fail(ReplicaError("lost"))
     assert news == ["x", "x"]
@@ -70,7 +70,7 @@ def test_an_error_comes_after_what_was_pushed_before():
 
 def test_a_reader_that_waits_for_the_end_is_woken_once_and_misses_nothing():
     woken = []
-    stream = OutputStream("r", lambda: woken.append(len(woken)))
+    stream = OutputStream(SequenceKey("", "r"), lambda: woken.append(len(woken)))
     stream.notifies_each_step = False
     for index in range(1000):
         assert not woken
@@ -82,7 +82,7 @@ def test_a_reader_that_waits_for_the_end_is_woken_once_and_misses_nothing():
     assert woken == [0]
     whole = stream.poll()
     assert (whole.token_ids, whole.text, whole.finish_reason) == (tuple(range(1000)), "." * 1000, FinishReason.LENGTH)
-    failed = OutputStream("r", lambda: woken.append("failed"))
+    failed = OutputStream(SequenceKey("", "r"), lambda: woken.append("failed"))
     failed.notifies_each_step = False
     failed.fail(ReplicaError("lost"))
     assert woken[1:] == ["failed"]
@@ -90,7 +90,7 @@ def test_a_reader_that_waits_for_the_end_is_woken_once_and_misses_nothing():
 
 def test_a_taker_is_offered_what_nothing_waits_before_but_not_the_end():
     taken, takes, news = [], [True], []
-    straight = OutputStream("x", lambda: news.append(len(taken)))
+    straight = OutputStream(SequenceKey("", "x"), lambda: news.append(len(taken)))
     straight.taker = lambda delivery: takes[0] and not taken.append(delivery)
     straight.push(piece(0, 0))
     takes[0] = False
@@ -106,7 +106,7 @@ def test_a_taker_is_offered_what_nothing_waits_before_but_not_the_end():
 
 def test_a_watch_hears_of_the_first_token_and_of_the_end():
     heard = []
-    watched = OutputStream("x", lambda: None)
+    watched = OutputStream(SequenceKey("", "x"), lambda: None)
     watched.watch = heard.append
     every = [piece(0, 0), piece(1, 1), piece(2, 2, finish=FinishReason.STOP)]
     for one in every:
@@ -115,7 +115,7 @@ def test_a_watch_hears_of_the_first_token_and_of_the_end():
 
 
 def test_what_two_replicas_have_made_is_read_apart():
-    stream = OutputStream("x", lambda: None)
+    stream = OutputStream(SequenceKey("", "x"), lambda: None)
     for index, replica_id in enumerate("aabb"):
         stream.push(Deliver("x", index, (index,), "t", replica_id=replica_id))
     first = stream.poll()

@@ -18,14 +18,14 @@ def test_one_completion_is_the_request_itself():
     assert siblings(one) == (one,)
 
 
-def test_siblings_differ_in_id_and_seed_alone():
+def test_siblings_differ_in_index_and_seed_alone():
     three = siblings(request(n=3, temperature=0.5))
-    assert [sibling.request_id for sibling in three] == ["r/0", "r/1", "r/2"]
+    assert [sibling.sequence_key for sibling in three] == [("", "r", 0, index) for index in range(3)]
     assert [sibling.sampling_params for sibling in three] == [
         SamplingParams(seed=seed, temperature=0.5) for seed in (5, 6, 7)
     ]
     assert {(sibling.group_id, sibling.prompt_token_ids, sibling.cache_salt) for sibling in three} == {
-        ("r", (1, 2), "salt")
+        (("", "r", 0), (1, 2), "salt")
     }
 
 

@@ -46,7 +46,7 @@ def test_what_was_seen_is_dropped_and_a_gap_is_a_fault(core):
 
 def test_a_fault_in_the_text_of_one_ends_that_one_alone(core):
     first, second = gone_on(core, "x"), gone_on(core, "y")
-    broken = core.dispatch._requests["x"]
+    broken = core.dispatch._requests[core.key("x")]
     broken.text = None
     actions = core.step(delta(first, LONG, 1), delta(second, LONG, 1))
     assert [type(action) for action in actions][:2] == [Fail, SendAbort]
@@ -55,7 +55,7 @@ def test_a_fault_in_the_text_of_one_ends_that_one_alone(core):
 
 def test_its_tenant_is_charged(core):
     attempt = gone_on(core)
-    tenant = core.dispatch._requests["x"].tenant
+    tenant = core.dispatch._requests[core.key("x")].tenant
     before = tenant.counter
     core.step(delta(attempt, LONG, 1))
     between = tenant.counter

@@ -224,10 +224,11 @@ async def test_a_tenant_touches_no_request_of_another():
         await replica.until(lambda: len(replica.running) == 1)
         abort = inference_pb2.AbortRequest(request_id="mine")
         assert not (await place.stub.Abort(abort, metadata=with_key(secret_of("b")))).was_open
-        refused = await refusal(place.stub.Generate(request(request_id="mine"), metadata=with_key(secret_of("b"))))
-        assert (refused.code, refused.field) == ("INVALID_ARGUMENT", "request_id")
+        other = place.stub.GenerateStream(request(request_id="mine", seed=9), metadata=with_key(secret_of("b")))
+        await replica.until(lambda: len(replica.running) == 2)
         replica.resume()
         assert "".join(chunk.text for chunk in await collected(stream)) == expected("hello", 4, 8)[1]
+        assert "".join(chunk.text for chunk in await collected(other)) == expected("hello", 9, 8)[1]
         replica.pause()
         stream = place.stub.GenerateStream(request(request_id="mine"), metadata=with_key(secret_of("a")))
         await replica.until(lambda: len(replica.running) == 1)

@@ -14,7 +14,7 @@ from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.output_signal import OutputSignal
 from holdfast.v1 import engine_pb2, inference_pb2
 from holdfast.worker.errors import ReplicaError
-from holdfast.worker.request import FinishReason, TokenLogprob
+from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from tests.fakes import FakeReplica, fake_tokens
 from tests.loops import on_each_loop
@@ -59,7 +59,7 @@ async def test_chunks_take_turns_and_the_very_last_has_the_usage():
         homes = [len(replica.submits) for replica in place.replicas]
         assert sorted(homes) == [0, 3], "siblings share their prompt on one replica"
         (home,) = [replica for replica in place.replicas if replica.submits]
-        assert [submit.group_id for submit in home.submits] == ["mine"] * 3
+        assert [submit.group_id for submit in home.submits] == ["0:0:mine"] * 3
 
 
 @on_each_loop
@@ -154,7 +154,7 @@ async def test_a_truncated_prompt_is_its_end():
 
 def answer_of(num_streams: int, **given) -> tuple[list[OutputStream], SampledAnswer]:
     news = OutputSignal()
-    streams = [OutputStream(f"r/{index}", news.set) for index in range(num_streams)]
+    streams = [OutputStream(SequenceKey("", "r", 0, index), news.set) for index in range(num_streams)]
     call = Call("r", streams, close=lambda: None)
     return streams, SampledAnswer(call, news, "m", SamplingParams(seed=0, **given))
 
@@ -162,7 +162,7 @@ def answer_of(num_streams: int, **given) -> tuple[list[OutputStream], SampledAns
 def told(*deltas: Deliver, **given) -> SampledAnswer:
     streams, answer = answer_of(len(deltas), **given)
     for stream, delta in zip(streams, deltas, strict=True):
-        stream.push(delta._replace(request_id=stream.request_id))
+        stream.push(delta._replace(request_id=stream.key.request_id))
     return answer
 
 

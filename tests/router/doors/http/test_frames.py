@@ -19,7 +19,7 @@ from holdfast.router.events import Deliver, Usage
 from holdfast.router.held_stream import Identity
 from holdfast.router.requests.answer import SampledAnswer
 from holdfast.router.requests.output_signal import OutputSignal
-from holdfast.worker.request import FinishReason, TokenLogprob
+from holdfast.worker.request import FinishReason, SequenceKey, TokenLogprob
 from holdfast.worker.sampling_params import SamplingParams
 from tests import loops
 from tests.examples import examples
@@ -30,7 +30,7 @@ SAID = TokenLogprob(token_id=7, logprob=-1.5, rank=3, top=())
 
 def answer(stream: OutputStream | None = None) -> SampledAnswer:
     has_output = OutputSignal()
-    streams = [OutputStream("x", has_output.set)] if stream is None else [stream]
+    streams = [OutputStream(SequenceKey("", "x"), has_output.set)] if stream is None else [stream]
     return SampledAnswer(Call("x", streams, lambda: None), has_output, 'm "quoted"', SamplingParams(seed=0))
 
 
@@ -103,7 +103,7 @@ async def turns() -> None:
 def test_what_the_socket_does_not_take_waits_and_nothing_overtakes_it():
     async def run() -> None:
         has_output = OutputSignal()
-        stream = OutputStream("x", has_output.set)
+        stream = OutputStream(SequenceKey("", "x"), has_output.set)
         one = SampledAnswer(Call("x", [stream], lambda: None), has_output, "m", SamplingParams(seed=0))
         encoder = chat({}, one)
         written, takes, shortcut = [], [True], Shortcut()
