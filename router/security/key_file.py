@@ -1,4 +1,7 @@
-"""Key file: the API keys of a file, read again when it has changed. Requests find the new keys, running ones go on.
+"""Key file: the API keys of a file, read again and again. Requests find the new keys, running ones go on.
+
+Its bytes are compared, not its dates: they change within one tick of a file system's clock, come back with a backup,
+and say nothing of a file that becomes readable.
 
 What may not live here: what keys may do (`api_keys.py`), who asks (`gate.py`).
 """
@@ -19,14 +22,15 @@ LOOK_EVERY_S: Final = 1.0
 
 
 class KeyFile:
-    """A `KeySource`. A file that cannot be read any more leaves the keys as they were, and is logged once."""
+    """A `KeySource`. A file that cannot be read, or is half written, leaves the keys as they were; logged once."""
 
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         """`clock` gives seconds. Raises `ConfigurationError` for a file that cannot be used."""
         self._path = path
         self._clock = clock
-        self._stamp = _stamp(path)
-        self._ring = read_keys(path)
+        self._content = _content(path)
+        self._ring = _parsed(self._content, path)
+        self._complaint = ""
         self._looked_at = clock()
 
     def ring(self) -> KeyRing:
@@ -37,24 +41,22 @@ class KeyFile:
         return self._ring
 
     def _look(self) -> None:
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
         try:
-            self._ring = read_keys(self._path)
+            content = _content(self._path)
+            if content != self._content:
+                self._ring, self._content = _parsed(content, self._path), content
+                logger.info("%s has changed: %d API keys", self._path, len(self._ring.keys))
         except ConfigurationError as error:
-            logger.error("the API keys stay as they were: %s", error)
+            if (complaint := str(error)) != self._complaint:
+                self._complaint = complaint
+                logger.error("the API keys stay as they were: %s", complaint)
         else:
-            logger.info("%s has changed: %d API keys", self._path, len(self._ring.keys))
+            self._complaint = ""
 
 
 def read_keys(path: Path) -> KeyRing:
     """Raises `ConfigurationError`."""
-    try:
-        return KeyRing.read(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"security.api_keys = {str(path)!r}: cannot be read ({error})") from None
+    return _parsed(_content(path), path)
 
 
 def write_keys(path: Path, ring: KeyRing) -> None:
@@ -69,10 +71,15 @@ def write_keys(path: Path, ring: KeyRing) -> None:
         raise
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Changes when the file is written or replaced."""
+def _content(path: Path) -> bytes:
     try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"security.api_keys = {str(path)!r}: cannot be read ({error})") from None
+
+
+def _parsed(content: bytes, path: Path) -> KeyRing:
+    try:
+        return KeyRing.read(content.decode(), str(path))
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"security.api_keys = {str(path)!r}: cannot be read ({error})") from None
