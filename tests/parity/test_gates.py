@@ -1,11 +1,13 @@
 """What would run silently wrong is refused, with the model type, the reason and a way out."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from holdfast.worker.engine.model_runner import ModelRunner
 from holdfast.worker.errors import ConfigurationError, UnsupportedModelError
@@ -159,6 +161,32 @@ def test_a_plan_with_a_gap_is_found_by_a_dry_run(tiny_model, monkeypatch):
     with pytest.raises(UnsupportedModelError) as refusal:
         on_ranks(worker_config(tiny_model("llama"), 2), lambda leader: None)
     assert_names_type_reason_and_way_out(refusal.value, "llama", "ranks do not agree")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_that_are_no_numbers_are_named_and_not_taken_for_a_gap_in_the_plan(tmp_path, size):
+    folder = save_tiny_model("llama", tmp_path)
+    spoil(folder, lambda weights: weights["model.layers.1.mlp.up_proj.weight"].view(-1).__setitem__(5, float("nan")))
+    with pytest.raises(UnsupportedModelError) as refusal:
+        on_ranks(worker_config(folder, size), lambda leader: None)
+    assert_names_type_reason_and_way_out(refusal.value, "llama", "NaN or infinite")
+    if size == 1:
+        assert "its weight model.layers.1.mlp.up_proj.weight" in str(refusal.value)
+
+
+def test_a_model_that_overflows_in_its_dtype_is_told_so(tmp_path):
+    folder = save_tiny_model("llama", tmp_path)
+    spoil(folder, lambda weights: [weight.mul_(1e30) for name, weight in weights.items() if "_proj" in name])
+    with pytest.raises(UnsupportedModelError) as refusal:
+        on_ranks(worker_config(folder, 1), lambda leader: None)
+    assert_names_type_reason_and_way_out(refusal.value, "llama", "NaN or infinite in torch.float32: it overflows")
+
+
+def spoil(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    file = folder / "model.safetensors"
+    weights = {name: weight.clone() for name, weight in load_file(file).items()}
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def test_a_model_that_mixes_tokens_outside_attention_is_refused_on_every_rank(tiny_model, monkeypatch):

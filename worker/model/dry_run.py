@@ -88,11 +88,15 @@ def _record(
 
 @contextmanager
 def _equal_on_all_ranks(model: Any, target: Target) -> Iterator[None]:
-    """Refuses a model whose last hidden states differ between ranks: somewhere a sum over ranks is missing."""
+    """Refuses a model whose last hidden states are not finite, or differ between ranks: somewhere a sum over ranks is
+    missing.
+    """
 
     def compare(_: nn.Module, inputs: tuple[Tensor]) -> None:
         mine = inputs[0].contiguous()
         everyones = target.group.all_gather(mine, dim=0)
+        if not everyones.isfinite().all():
+            raise _not_finite(model, target.dtype)
         if not torch.equal(everyones, torch.cat([mine] * target.group.size)):
             reason = f"its {target.group.size} ranks do not agree: its tensor-parallel plan has a gap"
             raise UnsupportedModelError(model.config.model_type, reason, "Serve it with tensor_parallel_size 1")
@@ -102,3 +106,24 @@ def _equal_on_all_ranks(model: Any, target: Target) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def _not_finite(model: Any, dtype: torch.dtype) -> UnsupportedModelError:
+    """Of a model whose last hidden states have a NaN or an infinity, on one of the ranks at least."""
+    for name, weight in _weights(model):
+        if weight.is_floating_point() and not weight.float().isfinite().all():
+            reason = f"its weight {name} has numbers that are NaN or infinite in {dtype}"
+            return UnsupportedModelError(
+                model.config.model_type, reason, "Fetch its files again, or choose another dtype"
+            )
+    reason = f"its hidden states are NaN or infinite in {dtype}: it overflows there, or its files are damaged"
+    return UnsupportedModelError(model.config.model_type, reason, "Choose another dtype, or fetch its files again")
+
+
+def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """By the names of the model's own files. Linears keep theirs as plain attributes of a module below their own."""
+    yield from model.named_parameters()
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield f"{name.removesuffix('.linear')}.{key}", value
