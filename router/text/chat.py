@@ -1,7 +1,8 @@
 """Chat template renderer: turns a list of messages into the prompt text that the model was trained on.
 
-A template is untrusted code that comes with a model, so it runs in jinja2's sandbox and gets only plain data and a few
-helpers. What may not live here: tokens, and which roles there are: the template decides that.
+A template is untrusted code that comes with a model, so it runs in jinja2's sandbox, within a budget of steps
+(`template_budget.py`), and gets only plain data and a few helpers. What may not live here: tokens, and which roles
+there are: the template decides that.
 """
 
 import json
@@ -15,19 +16,25 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from holdfast.router.chat import Chat, Message, check_messages
+from holdfast.router.text.template_budget import BudgetedEnvironment, SpentError, spending
 from holdfast.router.text.tokenizer import Tokenizer
 from holdfast.worker.errors import ConfigurationError, InvalidRequestError
 
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
+FEW_STEPS: Final = 20_000
+"""Of templates: some milliseconds."""
+_STEPS: Final = 4_000_000
+_STEPS_PER_BYTE: Final = 20
 
-def chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
+
+def chat_text(tokenizer: Tokenizer, chat: Chat, steps: int | None = None) -> str:
     """The prompt for a chat, by the tokenizer's chat template. Raises what `render_chat` raises.
 
-    A pure function of the chat if `now_s` is set. Dates are in UTC, in any time zone.
+    The template may take so many steps; None: as many as a chat of this size may need. A pure function of the chat if
+    `now_s` is set. Dates are in UTC, in any time zone.
     """
     now = datetime.now(UTC) if chat.now_s is None else datetime.fromtimestamp(chat.now_s, UTC)
     return render_chat(
@@ -36,6 +43,7 @@ def chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
         special_tokens=tokenizer.special_tokens,
         template_kwargs=chat.template_kwargs,
         now=lambda: now,
+        steps=_STEPS + _STEPS_PER_BYTE * chat.num_bytes if steps is None else steps,
     )
 
 
@@ -47,11 +55,13 @@ def render_chat(
     special_tokens: Mapping[str, str] = _NOTHING,
     template_kwargs: Mapping[str, Any] = _NOTHING,
     now: Callable[[], datetime] = datetime.now,
+    steps: int = _STEPS,
 ) -> str:
     """The prompt for `messages`. It contains its special tokens: encode it with `add_special_tokens=False`.
 
     `special_tokens` are the names that templates use (`bos_token`, `eos_token`, ...), see `Tokenizer.special_tokens`.
-    Raises `InvalidRequestError` for messages that are malformed or that the template refuses, and `ConfigurationError`
+    Raises `InvalidRequestError` for messages that are malformed or that the template refuses, `TemplateBudgetError`,
+    which is one, for a template that takes more than so many `steps` or makes too long a text, and `ConfigurationError`
     for a template that does not compile.
     """
     if template is None:
@@ -68,7 +78,10 @@ def render_chat(
     if reserved := sorted(own.keys() & template_kwargs.keys()):
         raise InvalidRequestError("chat.template_kwargs", reserved, "are not for a request to set")
     try:
-        return compiled.render(variables | own)
+        with spending(steps):
+            return compiled.render(variables | own)
+    except SpentError as error:
+        raise TemplateBudgetError(error.message or "") from error
     except Exception as error:  # a template may raise anything, and most failures are due to the messages
         limit = f"the model's chat template refuses them: {error}"
         raise InvalidRequestError("chat.messages", messages, limit) from error
@@ -93,14 +106,20 @@ def _compiled(template: str) -> jinja2.Template:
 
 
 @lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> BudgetedEnvironment:
     """The jinja2 dialect of published templates: block trimming, loop controls, and the usual helpers."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    environment = BudgetedEnvironment(
+        {"tojson": _to_json}, trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     return environment
+
+
+class TemplateBudgetError(InvalidRequestError):
+    """The model's chat template does more than it may with these messages and variables."""
+
+    def __init__(self, told: str) -> None:
+        super().__init__("chat", "the model's chat template", f"cannot be rendered: {told}")
 
 
 class _GenerationBlock(Extension):

@@ -6,9 +6,10 @@ do (`tokenizer.py`, `grammar.py`).
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 
 from holdfast.router.chat import Chat
-from holdfast.router.text.chat import chat_text
+from holdfast.router.text.chat import FEW_STEPS, TemplateBudgetError, chat_text
 from holdfast.router.text.grammar import GrammarCompiler
 from holdfast.router.text.prompt import echoed_text
 from holdfast.router.text.tokenizer import Tokenizer
@@ -55,10 +56,11 @@ class TokenizerRegistry:
         return tuple(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens))
 
     async def render(self, model: str, chat: Chat) -> str:
-        """As `chat_text`."""
+        """As `chat_text`. What takes more than a few steps is done anew on a thread."""
         tokenizer = self._tokenizers[model]
         if chat.num_bytes <= self._inline_bytes:
-            return chat_text(tokenizer, chat)
+            with suppress(TemplateBudgetError):
+                return chat_text(tokenizer, chat, FEW_STEPS)
         return await asyncio.to_thread(chat_text, tokenizer, chat)
 
     async def bad_words(self, model: str, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
