@@ -71,6 +71,15 @@ class Outcome:
         return sum(one.is_same_as(other) for one, other in zip(self.streams, undisturbed, strict=True))
 
 
+def checked(outcome: Outcome) -> Outcome:
+    """A stream that had ended when it happened measures nothing: the measurement ends."""
+    num_struck, num_streams = len(outcome.pauses_s), len(outcome.streams)
+    if num_struck < num_streams:
+        told = f"{num_streams - num_struck} of {num_streams} streams had ended before it happened"
+        raise SystemExit(f"{outcome.name}: {told}: ask for more tokens (--tokens)")
+    return outcome
+
+
 async def a_leader(cluster: Serving, application: str) -> int:
     of_model = application_name(application, cluster.models[0])
     return await busiest_replica(cluster.routers, await asyncio.to_thread(pids_of, REPLICA, of_model))
@@ -113,7 +122,7 @@ async def strike(
 
     streams = await stream_all(cluster.routers, prompts, params, watch)
     assert struck_s is not None, "the streams ended before it happened: ask for more tokens"
-    return Outcome(fault.name, struck_s, streams)
+    return checked(Outcome(fault.name, struck_s, streams))
 
 
 async def until_whole(cluster: Serving) -> None:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from holdfast.cluster.client.async_client import AsyncClient
 from tests.chaos.kinds import Answer, Kind, ask
 from tests.chaos.tally import Row
+from tests.under_way import were_under_way
 
 POLL_S = 0.02
 SETTLED_S = 90.0
@@ -32,11 +33,14 @@ class Load:
                 await asyncio.sleep(POLL_S)
 
     async def settle(self, struck_s: float) -> list[float]:
-        """Waits until every stream that was open then has come to its end. The longest pause of each of them since."""
+        """Waits until every stream that was open then has come to its end. The longest pause of each of them since.
+        One of them at least was under way then.
+        """
         caught = [answer for answer in self._open.values() if answer.arrivals_s]
         async with asyncio.timeout(SETTLED_S):
             while any(not answer.is_over for answer in caught):
                 await asyncio.sleep(POLL_S)
+        were_under_way([answer.arrivals_s for answer in caught], struck_s)
         pauses_s = [answer.longest_pause_after(struck_s) for answer in caught]
         return [pause_s for pause_s in pauses_s if pause_s is not None]
 

@@ -68,6 +68,9 @@ class Sweep:
         struck_s = time.monotonic()
         await self.fault.strike(victim)
         answer = await asking
+        if not self.kind.is_whole and answer.longest_pause_after(struck_s) is None:
+            await self.fault.mend(self.cluster, victim)
+            return False
         self.row.num_faults += 1
         self.row.pauses_s += [pause_s for pause_s in [answer.longest_pause_after(struck_s)] if pause_s is not None]
         self.row.judge(answer, self.right)

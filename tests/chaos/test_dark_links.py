@@ -18,6 +18,7 @@ from tests.chaos.kinds import KINDS, Answer, Kind, ask
 from tests.chaos.tally import Row, Tally
 from tests.fakes import Wire
 from tests.programs import started
+from tests.under_way import were_under_way
 
 LIMIT_S = 120
 pytestmark = pytest.mark.timeout(LIMIT_S + 60)
@@ -44,6 +45,8 @@ async def struck(client: AsyncClient, kind: Kind, row: Row, strike: Callable[[],
     struck_s = time.monotonic()
     await strike()
     answer = await asking
+    if not kind.is_whole:
+        were_under_way([answer.arrivals_s], struck_s)
     row.num_faults += 1
     row.judge(answer, right)
     row.pauses_s += [pause_s for pause_s in [answer.longest_pause_after(struck_s)] if pause_s is not None]

@@ -17,6 +17,7 @@ from tests.chaos.faults import KILLED_REPLICA, KILLED_ROUTER, Fault
 from tests.chaos.forked import ForkedCluster, forked_cluster
 from tests.chaos.kinds import KINDS, Answer, ask
 from tests.chaos.tally import Tally
+from tests.under_way import were_under_way
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -92,6 +93,8 @@ async def streams_in_a_storm(cluster: ForkedCluster, fault: Fault | None, tally:
                 await fault.strike(victim)
                 await fault.mend(cluster, victim)
             answers = await asyncio.gather(*asking)
+    if fault is not None:
+        were_under_way([answer.arrivals_s for answer in answers], struck_s)
     for answer, wanted in zip(answers, right * 2, strict=True):
         row.judge(answer, wanted)
         if fault is not None:

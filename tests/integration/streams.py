@@ -32,6 +32,8 @@ class Answer:
     error: HoldfastError | None = None
     last_s: float = 0.0
     longest_pause_s: float = 0.0
+    arrivals_s: list[float] = field(default_factory=list)
+    """When each chunk came, by the monotonic clock."""
 
 
 def wish(number: int) -> Wish:
@@ -72,7 +74,9 @@ async def ask(client: AsyncClient, wish: Wish, on_first: Callable[[], None] = la
             now_s = time.monotonic()
             answer.longest_pause_s = max(answer.longest_pause_s, now_s - (answer.last_s or now_s))
             answer.last_s = now_s
-            on_first()
+            answer.arrivals_s.append(now_s)
+            if len(answer.arrivals_s) == 1:
+                on_first()
             if wish.leaves_after is not None and len(answer.token_ids) >= wish.leaves_after:
                 break
     except HoldfastError as error:

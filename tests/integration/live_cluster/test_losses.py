@@ -14,6 +14,7 @@ from holdfast.cluster.serve.start_up import Serving
 from tests.integration import stock_clients
 from tests.integration.processes import processes_named
 from tests.integration.streams import Answer, Wish, ask, both_are_back, has_load, is_idle, long_wish, until
+from tests.under_way import were_under_way
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -37,6 +38,7 @@ async def _strike(address: str, victim: psutil.Process, fault: signal.Signals) -
         victim.send_signal(fault)
         struck.set()
         answers = await asyncio.gather(*streams)
+        were_under_way([answer.arrivals_s for answer in answers], struck_s, at_least=4)
         assert await stock == undisturbed
 
         async def both_are_up() -> bool:
@@ -139,7 +141,9 @@ async def _lose_a_router(
     await until(one_is_gone, GONE_S)
     print(f"the router was gone after {time.monotonic() - struck_s:.2f} s")
     over.set()
-    return await asyncio.gather(*clients)
+    told = await asyncio.gather(*clients)
+    were_under_way([answer.arrivals_s for answers in told for answer in answers], struck_s, at_least=4)
+    return told
 
 
 SLOW_STRIKES = (one_is_asked_to_end, one_is_stopped, one_is_not_wanted)
@@ -167,19 +171,25 @@ def test_streams_outlive_their_router(
 
 async def _lose_the_directory(address: str, victim: psutil.Process) -> list[list[Answer]]:
     async with AsyncClient(address) as client:
+        started = asyncio.Semaphore(0)
 
         async def ask_eight() -> list[Answer]:
-            return await asyncio.gather(*(ask(client, long_wish(number)) for number in range(8)))
+            return await asyncio.gather(*(ask(client, long_wish(number), started.release) for number in range(8)))
 
         async def is_replaced() -> bool:
             return any(process != victim for process in processes_named(":Directory"))
 
+        running = asyncio.create_task(ask_eight())
+        for _ in range(8):
+            await started.acquire()
+        struck_s = time.monotonic()
         victim.kill()
         without = await ask_eight()
+        were_under_way([answer.arrivals_s for answer in await running], struck_s, at_least=4)
         await until(is_replaced, 60.0)
         await asyncio.sleep(2 * SETTLED_S)  # a directory that forgot replicas would have taken them away by now
         assert (await client.list_models()).models[0].num_replicas == 2
-        return [without, await ask_eight()]
+        return [await running, without, await ask_eight()]
 
 
 @pytest.mark.slow  # without Ray, test_membership.py does it every time
