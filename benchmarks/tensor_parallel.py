@@ -25,6 +25,7 @@ from rich.table import Table
 from benchmarks.decoder_steps import KINDS, Kind, Timed, make_batch
 from holdfast.cluster.bundled_model.bundled_model import located
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
+from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank, TensorParallelGroup, pick_port
 from holdfast.worker.model.loading import LoadedModel, load_model
 
@@ -65,7 +66,7 @@ def busy_threads(idle_s: float) -> dict[str, float]:
 
 
 def follow(
-    model: str, rendezvous: str, on_one_core: bool, idle_s: float, told: "multiprocessing.Queue[object]"
+    model: str, rendezvous: Rendezvous, on_one_core: bool, idle_s: float, told: "multiprocessing.Queue[object]"
 ) -> None:
     """The life of rank 1: runs what rank 0 orders."""
     torch.set_num_threads(1)
@@ -136,7 +137,7 @@ def main() -> None:
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     told = context.Queue()
-    rendezvous = f"tcp://127.0.0.1:{pick_port()}"
+    rendezvous = Rendezvous.at("127.0.0.1", pick_port())
     arguments = (options.model, rendezvous, options.on_one_core, options.idle_s, told)
     follower = context.Process(target=follow, args=arguments, daemon=True)
     follower.start()

@@ -22,9 +22,9 @@ from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig, load_c
 from holdfast.cluster.config.sources import mapping_layer
 from holdfast.cluster.serve.directory import DIRECTORY, DirectoryDeployment
 from holdfast.cluster.serve.engine_door import DoorSettings
+from holdfast.cluster.serve.local import ANY_INTERFACE
 from holdfast.cluster.serve.metrics_door import MetricsSettings
 from holdfast.cluster.serve.placement_groups import (
-    ANY_INTERFACE,
     check_labels,
     node_resources,
 )

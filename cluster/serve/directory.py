@@ -17,6 +17,7 @@ from typing import Final
 
 from holdfast.cluster.scaling.demand_book import DemandBook, Followed
 from holdfast.cluster.serve.security import ClusterSecurity
+from holdfast.cluster.serve.serve_port import listen_on_the_node_alone
 from holdfast.router.demand import ModelDemand
 from holdfast.router.orders import NO_ORDERS, Change, Orders
 from holdfast.router.replicas.versions import VersionCounts
@@ -198,6 +199,7 @@ class DirectoryDeployment:
     def __init__(self, security: ClusterSecurity) -> None:
         """`security` is what members of this cluster share, and ask for when they start."""
         lower_oom_score(OomScore.ROUTER, [ProcessId.of(os.getpid())])
+        listen_on_the_node_alone()
         self._security = security
         # Versions of a replaced directory must not repeat those of the one before.
         self._directory = Directory(time.monotonic(), first_version=time.time_ns())

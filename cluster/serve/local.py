@@ -19,6 +19,7 @@ from holdfast.cluster.serve.running import noted, running_cluster
 from holdfast.worker.errors import ReplicaError
 
 LOOPBACK: Final = "127.0.0.1"
+ANY_INTERFACE: Final = "0.0.0.0"
 REACH_S: Final = 10.0
 
 
@@ -27,7 +28,7 @@ def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
     """Connects to `config.address`, or starts a Ray of our own that counts `num_cpus` CPUs. Always disconnects.
 
     Our own Ray asks every client for a token that only our processes know, because whoever reaches its ports can run
-    code. It listens on loopback alone, unless this process has imported Ray before: then it is too late to say so.
+    code. It listens on loopback alone, also where this process has imported Ray before.
     """
     if config.address is None:
         _close_our_own()
@@ -46,6 +47,7 @@ def ray_connection(config: ClusterConfig, num_cpus: int) -> Iterator[None]:
                 num_cpus=num_cpus,
                 object_store_memory=config.object_store_memory,
                 include_dashboard=False,
+                _node_ip_address=LOOPBACK,
                 **quiet,
             )
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray has installed its own handler, which exits at once
@@ -154,14 +156,16 @@ def _close_our_own(token: str | None = None) -> None:
     `token` is that of a Ray that runs already.
     """
     was_imported = "ray" in sys.modules
-    if not was_imported:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux as well: one machine, on loopback
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on Linux as well: one machine, on loopback
     read_on_one_thread(os.environ)  # for the processes that Ray starts; this one may have imported gRPC
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token or _token(), RAY_USAGE_STATS_ENABLED="0")
     if was_imported:
         from ray._raylet import Config  # type: ignore[attr-defined]  # compiled
 
         Config.initialize("")  # reads the environment again
+        from ray._private import ray_constants
+
+        ray_constants.ENABLE_RAY_CLUSTER = False  # what it makes of the variable when it is imported, in Ray 2.60
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from holdfast.cluster.config.config import ClusterConfig, HoldfastConfig
 from holdfast.cluster.serve.directory import DIRECTORY, Role, Snapshot
-from holdfast.cluster.serve.local import LOOPBACK
+from holdfast.cluster.serve.local import ANY_INTERFACE, LOOPBACK
 from holdfast.router.orders import Change, Orders
 from holdfast.worker.errors import ConfigurationError, UnknownModelError
 
@@ -89,8 +89,6 @@ def deploy(configs: Sequence[HoldfastConfig], namespace: str, directory: Any, ge
 
 def default_host(config: ClusterConfig) -> str:
     """What a cluster listens on if its settings say nothing: on a Ray of our own, loopback."""
-    from holdfast.cluster.serve.placement_groups import ANY_INTERFACE
-
     return LOOPBACK if config.address is None else ANY_INTERFACE
 
 

@@ -15,9 +15,11 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from holdfast.cluster.config.config import ClusterConfig
+from holdfast.cluster.serve.local import ANY_INTERFACE
 from holdfast.worker.config import WorkerConfig
+from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.errors import ConfigurationError
-from holdfast.worker.replica.rank import run_rank
+from holdfast.worker.replica.rank import LOOPBACK, run_rank
 from holdfast.worker.supervision.process_id import ProcessId
 
 logger = logging.getLogger(__name__)
@@ -27,7 +29,6 @@ Resources = Mapping[str, float]
 
 SLOW_IMPORTS: Final = ("torch", "holdfast.worker.engine.model_runner")
 KILL_WAIT_S: Final = 5.0
-ANY_INTERFACE: Final = "0.0.0.0"
 
 
 def rank_bundle(worker: WorkerConfig, cluster: ClusterConfig, nodes: Collection[Resources]) -> dict[str, float]:
@@ -88,7 +89,7 @@ class RankActor:
         """The node and the process, for ending a rank that does not answer any more."""
         return ray.get_runtime_context().get_node_id(), ProcessId.of(os.getpid())
 
-    def run(self, config: WorkerConfig, rank: int, rendezvous: str, has_gpu: bool) -> None:
+    def run(self, config: WorkerConfig, rank: int, rendezvous: Rendezvous, has_gpu: bool) -> None:
         import torch
 
         # Ray shows an actor its own GPUs alone, so each rank's is the first.
@@ -118,7 +119,11 @@ class RayLauncher:
             return {ray.get_runtime_context().get_node_id()}
         return set(ray.util.placement_group_table(self._group)["bundles_to_node_id"].values())
 
-    def launch(self, config: WorkerConfig, rendezvous: str) -> "RayRanks":
+    @property
+    def meeting_host(self) -> str:
+        return LOOPBACK if len(self.node_ids()) == 1 else self.host
+
+    def launch(self, config: WorkerConfig, rendezvous: Rendezvous) -> "RayRanks":
         places = [actor.where.remote() for actor in self._actors.values()]
         runs = {rank: actor.run.remote(config, rank, rendezvous, self._has_gpu) for rank, actor in self._actors.items()}
         return RayRanks(self._actors, runs, places)

@@ -27,6 +27,7 @@ from holdfast.cluster.serve.metrics_door import MetricsDoor, MetricsSettings
 from holdfast.cluster.serve.placement_groups import RayLauncher, Resources, reachable
 from holdfast.cluster.serve.process_end import ProcessEnd, end_when_out_of_memory
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
+from holdfast.cluster.serve.serve_port import listen_on_the_node_alone
 from holdfast.cluster.serve.termination import end_on_sigterm
 from holdfast.cluster.serve.tokenizer_files import tokenizer_digest
 from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
@@ -68,6 +69,7 @@ class ReplicaDeployment:
         is_killable: bool = False,
     ) -> None:
         """`told`: what it says of its settings (`told_settings.py`)."""
+        listen_on_the_node_alone()
         date_log_lines(config.telemetry.log_format)
         end_when_out_of_memory()
         self._drain_timeout_s = drain_timeout_s

@@ -35,6 +35,7 @@ from holdfast.cluster.serve.membership import (
 from holdfast.cluster.serve.placement_groups import reachable
 from holdfast.cluster.serve.process_end import end_when_out_of_memory
 from holdfast.cluster.serve.security import ClusterSecurity, check_exposed
+from holdfast.cluster.serve.serve_port import listen_on_the_node_alone
 from holdfast.cluster.serve.termination import end_on_sigterm
 from holdfast.cluster.serve.told_settings import of_router
 from holdfast.cluster.serve.tracing import SCOPE, tracer_provider
@@ -85,6 +86,7 @@ class RouterDeployment:
         """`replicas` are here only because Serve deploys what the ingress is given. `replaces`: another router may
         still have its port, and others go when this one is up.
         """
+        listen_on_the_node_alone()
         date_log_lines(config.telemetry.log_format)
         end_when_out_of_memory()
         self._directory = directory

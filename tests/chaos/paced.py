@@ -14,6 +14,7 @@ from contextlib import suppress
 import torch
 
 from holdfast.worker.config import WorkerConfig
+from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup, Message, SingleRank, pick_port
 from holdfast.worker.engine.model_runner import ModelRunner, follow
 
@@ -43,7 +44,7 @@ class PacedRank(SingleRank):
 class PacedGroup(DistributedGroup):
     """The same of two ranks; the leader sets the pace, and the memory is taken on both."""
 
-    def __init__(self, rank: int, rendezvous: str, step_s: float) -> None:
+    def __init__(self, rank: int, rendezvous: Rendezvous, step_s: float) -> None:
         super().__init__(rank, 2, rendezvous)
         self._step_s = step_s
 
@@ -92,7 +93,7 @@ def two_ranks(
     config: WorkerConfig, step_s: float, on_birth: Callable[[], None]
 ) -> tuple[ModelRunner, PacedGroup, ForkedRank]:
     """A leader, loaded and checked, and the other one. `on_birth` is called in the other one's process. Blocking."""
-    rendezvous, device = f"tcp://{HOST}:{pick_port(HOST)}", torch.device("cpu")
+    rendezvous, device = Rendezvous.at(HOST, pick_port(HOST)), torch.device("cpu")
 
     def live() -> None:
         on_birth()

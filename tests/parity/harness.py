@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
+from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank, pick_port
 from holdfast.worker.engine.model_runner import LeaderRunner, ModelRunner, follow
 from holdfast.worker.plan.step_plan import DrawParams, ScheduledSequence, StepPlan
@@ -60,7 +61,7 @@ def on_ranks(config: WorkerConfig, work: Callable[[LeaderRunner], T]) -> T:
 @contextmanager
 def in_processes(config: WorkerConfig) -> Iterator[LeaderRunner]:
     """The leader of a replica of two ranks, the other of which is a process. That one ends by itself."""
-    rendezvous = f"tcp://127.0.0.1:{pick_port()}"
+    rendezvous = Rendezvous.at("127.0.0.1", pick_port())
     other = multiprocessing.get_context("spawn").Process(target=run_rank, args=(config, 1, rendezvous))
     other.start()
     group = DistributedGroup(0, 2, rendezvous, start_timeout_s=60)

@@ -1,5 +1,5 @@
 """The whole worker against Hugging Face: arrival in random order, memory so small that sequences are preempted, real
-ranks over gloo, and the same tokens all the same."""
+ranks over sockets, and the same tokens all the same."""
 
 import random
 import threading

@@ -9,25 +9,26 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Collection
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.worker.distributed.peer_sockets import Meeting, connect
+from holdfast.worker.distributed.peer_sockets import tune
 
 _SPIN_S: Final = 500e-6
 _LENGTH: Final = struct.Struct("=q")
 
 
 class OrderSockets:
-    """The leader's connections, or another rank's one to the leader. Made by all ranks together."""
+    """The leader's connections, or another rank's one to the leader."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        """Raises as `connect` does."""
-        leads = meeting.rank == 0
-        calls, num_callers = ((), meeting.size - 1) if leads else ((0,), 0)
-        self._peers = list(connect(meeting, "order", calls=calls, num_callers=num_callers).values())
+    def __init__(self, connections: Collection[socket.socket], timeout_s: float) -> None:
+        """A send gives up after `timeout_s`."""
+        self._peers = list(connections)
+        for connection in self._peers:
+            tune(connection, timeout_s)
 
     def send(self, order: NDArray[np.int64]) -> None:
         """Returns once the order is on its way to every rank. Raises OSError when one is gone, or takes none for longer

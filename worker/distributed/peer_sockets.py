@@ -1,78 +1,44 @@
-"""Direct TCP connections between the ranks of one replica, for the small messages of decoding on CPUs.
+"""Direct TCP connections between the ranks of one replica, for activations on CPUs.
 
-The all-reduce of one decoded token is a few hundred bytes, and there are two in every layer. gloo hands each message to
-threads of its own, which have to be woken on both sides; a blocking send and receive on the calling thread needs none.
-Large messages, where bandwidth counts, stay with gloo. What may not live here: sums (`tensor_parallel.py`).
+The all-reduce of one decoded token is a few hundred bytes, and there are two in every layer. A library with threads of
+its own would have to wake them on both sides for each; a blocking send and receive on the calling thread needs none.
+What may not live here: sums (`tensor_parallel.py`), and how ranks find each other (`rank_meeting.py`).
 """
 
-import secrets
+import select
 import socket
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 LARGEST_BYTES: Final = 2**16
 """Fits the kernel's buffers on both sides, so that all ranks may send before any receives."""
 
 _BUFFER_BYTES: Final = 2 * LARGEST_BYTES
-_TOKEN_BYTES: Final = 16
-_HELLO: Final = struct.Struct(f"!i{_TOKEN_BYTES}s")
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where and how the ranks of a group find each other. `host` and `port` are those of the rendezvous: the address
-    that reaches it is the one to listen at.
-    """
-
-    rank: int
-    size: int
-    store: Store
-    host: str
-    port: int
-    timeout_s: float
-
-
-def connect(meeting: Meeting, name: str, *, calls: Sequence[int], num_callers: int) -> dict[int, socket.socket]:
-    """Connections by rank: to those that this rank `calls`, and from those that call it. Both sides use one `name`.
-
-    Raises OSError, a RuntimeError or TimeoutError when not all are connected after the timeout.
-    """
-    rank, store, timeout_s = meeting.rank, meeting.store, meeting.timeout_s
-    if rank == 0:
-        store.set(f"{name}-token", secrets.token_hex(_TOKEN_BYTES // 2))
-    token = store.get(f"{name}-token")
-    with socket.create_server((_own_address(meeting.host, meeting.port), 0)) as server:
-        server.settimeout(timeout_s)
-        store.set(f"{name}-{rank}", "{}:{}".format(*server.getsockname()))
-        peers = {peer: _call(store.get(f"{name}-{peer}").decode(), rank, token, timeout_s) for peer in calls}
-        while len(peers) < len(calls) + num_callers:
-            peer, connection = _answer(server, token, timeout_s)
-            if rank < peer < meeting.size:
-                peers[peer] = connection
-    return peers
 
 
 class PeerSockets:
-    """One connection to every other rank. Made by all ranks together."""
+    """One connection to every other rank."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        """Raises as `connect` does."""
-        higher = meeting.size - 1 - meeting.rank
-        self._peers = connect(meeting, "peer", calls=range(meeting.rank), num_callers=higher)
+    def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
+        """`connections` by rank. An exchange gives up when nothing has moved for `timeout_s`."""
+        self._peers = dict(connections)
+        self._timeout_s = timeout_s
+        for connection in self._peers.values():
+            tune(connection, timeout_s)
 
     def exchange(self, x: Tensor) -> list[Tensor]:
-        """Every rank's `x`, in rank order. `x` is contiguous, on the CPU, of the same shape on all ranks, and small.
+        """Every rank's `x`, in rank order. `x` is contiguous, on the CPU, and of the same shape on all ranks.
 
         Raises OSError when a peer is gone, or silent for longer than the timeout.
         """
         mine = _bytes_of(x)
-        assert len(mine) <= LARGEST_BYTES, "all ranks send first: what they send must fit the kernel's buffers"
+        if len(mine) > LARGEST_BYTES:
+            return self._exchange_large(x, mine)
         for connection in self._peers.values():
             connection.sendall(mine)
         parts = [x] * (len(self._peers) + 1)
@@ -80,8 +46,31 @@ class PeerSockets:
             part = torch.empty_like(x)
             theirs = _bytes_of(part)
             if connection.recv_into(theirs, len(theirs), socket.MSG_WAITALL) != len(theirs):
-                raise ConnectionResetError(f"rank {peer} has closed its connection")
+                raise _gone(peer)
             parts[peer] = part
+        return parts
+
+    def _exchange_large(self, x: Tensor, mine: memoryview) -> list[Tensor]:
+        """Sends to and receives from all peers as their buffers allow: no rank waits for another to receive first."""
+        parts = [x if peer not in self._peers else torch.empty_like(x) for peer in range(len(self._peers) + 1)]
+        transfers = {
+            connection.fileno(): _Transfer(peer, connection, mine, _bytes_of(parts[peer]))
+            for peer, connection in self._peers.items()
+        }
+        poll = select.poll()
+        for descriptor in transfers:
+            poll.register(descriptor, select.POLLIN | select.POLLOUT)
+        while transfers:
+            ready = poll.poll(self._timeout_s * 1e3)
+            if not ready:
+                raise TimeoutError(f"nothing moved between ranks for {self._timeout_s:g} s")
+            for descriptor, events in ready:
+                wanted = transfers[descriptor].move(events)
+                if wanted:
+                    poll.modify(descriptor, wanted)
+                else:
+                    poll.unregister(descriptor)
+                    del transfers[descriptor]
         return parts
 
     def close(self) -> None:
@@ -93,35 +82,31 @@ def _bytes_of(x: Tensor) -> memoryview:
     return x.view(-1).view(torch.uint8).numpy().data
 
 
-def _own_address(host: str, port: int) -> str:
-    """The address of this machine that a packet to the rendezvous would leave from. Sends nothing."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
+class _Transfer:
+    """One message to a peer, and one from it, both under way."""
+
+    def __init__(self, peer: int, connection: socket.socket, mine: memoryview, theirs: memoryview) -> None:
+        self._peer, self._connection, self._unsent, self._missing = peer, connection, mine, theirs
+
+    def move(self, events: int) -> int:
+        """Sends and receives what can be now. Returns the events to wait for; 0: all is done. Raises OSError."""
+        if self._missing and events & ~select.POLLOUT:
+            with suppress(BlockingIOError):
+                count = self._connection.recv_into(self._missing, 0, socket.MSG_DONTWAIT)
+                if not count:
+                    raise _gone(self._peer)
+                self._missing = self._missing[count:]
+        if self._unsent and events & ~select.POLLIN:
+            with suppress(BlockingIOError):
+                self._unsent = self._unsent[self._connection.send(self._unsent, socket.MSG_DONTWAIT) :]
+        return (select.POLLIN if self._missing else 0) | (select.POLLOUT if self._unsent else 0)
 
 
-def _call(address: str, rank: int, token: bytes, timeout_s: float) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout_s)
-    _tune(connection, timeout_s)
-    connection.sendall(_HELLO.pack(rank, token))
-    return connection
+def _gone(peer: int) -> ConnectionResetError:
+    return ConnectionResetError(f"rank {peer} has closed its connection")
 
 
-def _answer(server: socket.socket, token: bytes, timeout_s: float) -> tuple[int, socket.socket]:
-    """The next caller's rank and connection; -1 for a caller without the token, whose connection is closed."""
-    connection, _ = server.accept()
-    _tune(connection, timeout_s)
-    hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-    rank, shown = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (-1, b"")
-    if not secrets.compare_digest(shown, token):
-        connection.close()
-        return -1, connection
-    return rank, connection
-
-
-def _tune(connection: socket.socket, timeout_s: float) -> None:
+def tune(connection: socket.socket, timeout_s: float) -> None:
     """Blocking calls that the kernel ends: Python's own timeouts would cost a poll before each."""
     connection.settimeout(None)
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))

@@ -8,24 +8,21 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Literal, Protocol
-from urllib.parse import urlsplit
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous as meet
 
 from holdfast.worker.distributed.order_sockets import OrderSockets
-from holdfast.worker.distributed.peer_sockets import LARGEST_BYTES, Meeting, PeerSockets
+from holdfast.worker.distributed.peer_sockets import PeerSockets
+from holdfast.worker.distributed.rank_meeting import meet
+from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous
 from holdfast.worker.errors import ReplicaError
 
 Message = NDArray[np.int64]
-
-_CONTROL_TIMEOUT = timedelta(days=365)
-"""One rank may load for much longer than another."""
 
 
 class TensorParallelGroup(Protocol):
@@ -90,7 +87,7 @@ class SingleRank(TensorParallelGroup):
 
 
 class _RankLoss:
-    """Inside it, torch.distributed's errors become `ReplicaError`. A class: a generator costs more on the hot path."""
+    """Inside it, errors of sockets and of torch.distributed become `ReplicaError`. A class: a generator costs more."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -107,25 +104,26 @@ _LOST = _RankLoss("a rank of the replica was lost")
 
 
 class DistributedGroup(TensorParallelGroup):
-    """Ranks in processes of their own, over torch.distributed: gloo for CPUs, NCCL for GPUs.
+    """Ranks in processes of their own. All of them prove to each other that they know the secret of the rendezvous.
 
-    One group per process at a time, since the default process group belongs to the process. Orders travel over sockets
-    of their own (`order_sockets.py`). On CPUs activations are exchanged point to point, which costs less than half of
-    gloo's own collectives at decode sizes; small ones go over sockets too (`peer_sockets.py`).
+    Orders travel over sockets of their own (`order_sockets.py`), and so do activations in main memory
+    (`peer_sockets.py`). On GPUs activations go over NCCL; then there is one group per process at a time, since
+    torch.distributed's default group belongs to the process.
     """
 
     def __init__(
         self,
         rank: int,
         size: int,
-        rendezvous: str,
+        rendezvous: Rendezvous,
         *,
-        backend: Literal["gloo", "nccl"] = "gloo",
+        backend: Literal["sockets", "nccl"] = "sockets",
         device: torch.device | str = "cpu",
+        listener: RankListener | None = None,
         start_timeout_s: float = 120.0,
         data_timeout_s: float = 60.0,
     ) -> None:
-        """Waits at `rendezvous` (`tcp://host:port`, served by rank 0) until all ranks are there.
+        """Waits at `rendezvous`, where rank 0 listens, until all ranks are there. `listener`: rank 0 listens already.
 
         Raises `ReplicaError` when they are not after `start_timeout_s`. A sum or gather that takes longer than
         `data_timeout_s` counts as a lost rank.
@@ -133,34 +131,35 @@ class DistributedGroup(TensorParallelGroup):
         self.rank = rank
         self.size = size
         self.data_timeout_s = data_timeout_s
-        self._peers = [peer for peer in range(size) if peer != rank]
-        self._aborts = backend == "nccl"  # gloo's calls end by themselves when a peer is gone
-        self._sockets: PeerSockets | None = None
-        self._gather: Callable[[Tensor], list[Tensor]] = self._exchange if backend == "gloo" else self._collect
+        self._has_nccl = backend == "nccl"
+        self._gather: Callable[[Tensor], list[Tensor]] = self._collect if self._has_nccl else self._exchange
         with _RankLoss(f"rank {rank} of {size} could not join its replica at {rendezvous}"):
-            self._join(rendezvous, backend, torch.device(device), start_timeout_s, data_timeout_s)
+            self._join(rendezvous, torch.device(device), listener, start_timeout_s)
 
     def _join(
-        self, rendezvous: str, backend: str, device: torch.device, start_timeout_s: float, data_timeout_s: float
+        self, rendezvous: Rendezvous, device: torch.device, listener: RankListener | None, start_timeout_s: float
     ) -> None:
-        start_timeout = timedelta(seconds=start_timeout_s)
-        store, _, _ = next(meet(rendezvous, self.rank, self.size, timeout=start_timeout))
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timedelta(seconds=data_timeout_s),
-            device_id=device if backend == "nccl" else None,
-        )
-        address = urlsplit(rendezvous)
-        host, port = address.hostname or "", address.port or 0
-        meeting = Meeting(self.rank, self.size, store, host, port, data_timeout_s)
-        self._orders = OrderSockets(meeting)
-        if backend == "gloo":
-            self._sockets = PeerSockets(meeting)
-        else:
-            self._control = dist.new_group(backend="gloo", timeout=_CONTROL_TIMEOUT)
+        store: dist.Store | None = None
+
+        def notice() -> str:
+            nonlocal store
+            store = _served_store(rendezvous.host, self.size, start_timeout_s) if self._has_nccl else None
+            return "" if store is None else str(store.port)
+
+        met = meet(self.rank, self.size, rendezvous, start_timeout_s, listener=listener, notice=notice)
+        self._orders = OrderSockets(met.orders.values(), self.data_timeout_s)
+        self._sockets = PeerSockets(met.peers, self.data_timeout_s)
+        if self._has_nccl:
+            limit = timedelta(seconds=start_timeout_s)
+            store = store or dist.TCPStore(rendezvous.host, int(met.notice), self.size, is_master=False, timeout=limit)
+            dist.init_process_group(
+                "nccl",
+                store=store,
+                rank=self.rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=self.data_timeout_s),
+                device_id=device,
+            )
 
     def all_reduce(self, x: Tensor) -> Tensor:
         with _LOST:
@@ -190,35 +189,46 @@ class DistributedGroup(TensorParallelGroup):
 
     def abort(self) -> None:
         self.is_aborted = True
-        if self._aborts:
+        if self._has_nccl:  # the calls of sockets end by themselves when a peer is gone
             with suppress(RuntimeError):
                 dist.distributed_c10d._abort_process_group()
 
     def close(self) -> None:
         self._orders.close()
-        if self._sockets is not None:
-            self._sockets.close()
-        dist.destroy_process_group()
+        self._sockets.close()
+        if self._has_nccl:
+            dist.destroy_process_group()
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         """Every rank's `x`, each sent straight to each."""
-        if self._sockets is not None and x.nbytes <= LARGEST_BYTES:
-            return self._sockets.exchange(x)
-        parts = [x if rank == self.rank else torch.empty_like(x) for rank in range(self.size)]
-        receives = [dist.irecv(parts[peer], peer) for peer in self._peers]
-        sends = [dist.isend(x, peer) for peer in self._peers]
-        _wait([*receives, *sends])
-        return parts
+        return self._sockets.exchange(x)
 
     def _collect(self, x: Tensor) -> list[Tensor]:
-        """Every rank's `x`, by NCCL into one tensor, without copies; what lies in main memory goes over gloo."""
+        """Every rank's `x`, by NCCL into one tensor, without copies; what lies in main memory goes over sockets."""
         if x.device.type == "cpu":
-            parts = [torch.empty_like(x) for _ in range(self.size)]
-            dist.all_gather(parts, x, group=self._control)
-            return parts
+            return self._exchange(x)
         together = x.new_empty((self.size, *x.shape))
         dist.all_gather_into_tensor(together, x)
         return list(together.unbind(0))
+
+
+def _served_store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
+    """Where NCCL's ranks find its unique id, which is all that lies in it: on the one address that ranks reach.
+
+    torch's store authenticates nobody, and would listen on every interface by itself.
+    """
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    listening = socket.create_server((host, 0), family=family)
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        size,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
@@ -236,8 +246,3 @@ def pick_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
-
-
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()

@@ -2,9 +2,10 @@
 
 The leader (rank 0) lives in the process that serves the link. The others are started by a launcher: as child processes
 here, as Ray actors in `cluster/serve/placement_groups.py`. They are given the settings, their number and the rendezvous
-address, and nothing else.
+with its secret, and nothing else.
 """
 
+import json
 import logging
 import os
 import select
@@ -14,10 +15,12 @@ import sys
 import threading
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal, Protocol
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from holdfast.worker.available_memory import oom_kills
 from holdfast.worker.config import WorkerConfig
+from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous
 from holdfast.worker.garbage_collection import loading, set_aside
 from holdfast.worker.supervision.process_id import ProcessId
 
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from holdfast.worker.distributed.tensor_parallel import DistributedGroup
 
 logger = logging.getLogger(__name__)
+
+LOOPBACK: Final = "127.0.0.1"
 
 STOP_GRACE_S = 5.0
 """A rank that was told to stop and has not ended after this long is killed."""
@@ -52,14 +57,16 @@ class RankLauncher(Protocol):
     """Starts ranks 1 to n-1 of a group somewhere."""
 
     @property
-    def host(self) -> str:
-        """An address of the leader's machine that the ranks can reach."""
+    def meeting_host(self) -> str:
+        """The address of the leader's machine for the ranks: loopback where all of them run on this machine."""
 
-    def launch(self, config: WorkerConfig, rendezvous: str) -> Ranks:
-        """Starts them; they join the group at `rendezvous` (`tcp://host:port`). Returns at once."""
+    def launch(self, config: WorkerConfig, rendezvous: Rendezvous) -> Ranks:
+        """Starts them; they join the group at `rendezvous`. Its secret reaches them by a way that others cannot read.
+        Returns at once.
+        """
 
 
-def run_rank(config: WorkerConfig, rank: int, rendezvous: str, device: "torch.device | None" = None) -> None:
+def run_rank(config: WorkerConfig, rank: int, rendezvous: Rendezvous, device: "torch.device | None" = None) -> None:
     """The whole life of a rank that is not the leader: join, load, follow the leader's plans until told to stop.
 
     Blocking. Raises whatever went wrong, a lost leader included; the process should end then.
@@ -78,12 +85,23 @@ def run_rank(config: WorkerConfig, rank: int, rendezvous: str, device: "torch.de
         group.close()
 
 
-def join(config: WorkerConfig, rank: int, rendezvous: str, device: "torch.device") -> "DistributedGroup":
-    """Meets the other ranks. Blocks until all are there."""
+def join(
+    config: WorkerConfig,
+    rank: int,
+    rendezvous: Rendezvous,
+    device: "torch.device",
+    listener: RankListener | None = None,
+) -> "DistributedGroup":
+    """Meets the other ranks. Blocks until all are there. The leader brings its `listener`."""
     from holdfast.worker.distributed.tensor_parallel import DistributedGroup
 
-    backend: Literal["nccl", "gloo"] = "nccl" if device.type == "cuda" else "gloo"
-    return DistributedGroup(rank, config.parallel.tensor_parallel_size, rendezvous, backend=backend, device=device)
+    backend: Literal["nccl", "sockets"] = "sockets"
+    if device.type == "cuda":
+        backend = "nccl"
+        if rendezvous.host == LOOPBACK:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # NCCL's own sockets authenticate nobody
+    size = config.parallel.tensor_parallel_size
+    return DistributedGroup(rank, size, rendezvous, backend=backend, device=device, listener=listener)
 
 
 def default_device(config: WorkerConfig, rank: int) -> "torch.device":
@@ -125,9 +143,9 @@ class LocalLauncher:
     Plain interpreters rather than `multiprocessing`, which would run the caller's script again in every child.
     """
 
-    host = "127.0.0.1"
+    meeting_host = LOOPBACK
 
-    def launch(self, config: WorkerConfig, rendezvous: str) -> "LocalRanks":
+    def launch(self, config: WorkerConfig, rendezvous: Rendezvous) -> "LocalRanks":
         ranks = range(1, config.parallel.tensor_parallel_size)
         return LocalRanks({rank: _start(config, rank, rendezvous) for rank in ranks})
 
@@ -181,18 +199,29 @@ class LocalRanks:
 _CHILD = "import sys; sys.path[:] = {path!r}; from holdfast.worker.replica.rank import run_child; run_child()"
 
 
-def _start(config: WorkerConfig, rank: int, rendezvous: str) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-c", _CHILD.format(path=sys.path), str(rank), rendezvous, config.model_dump_json()]
-    return subprocess.Popen(command, stdin=subprocess.PIPE)
+def _start(config: WorkerConfig, rank: int, rendezvous: Rendezvous) -> "subprocess.Popen[bytes]":
+    """The secret goes through a pipe: everyone on the machine may read a command line."""
+    command = [sys.executable, "-c", _CHILD.format(path=sys.path), str(rank), config.model_dump_json()]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert process.stdin is not None, "it is a pipe"
+    with suppress(BrokenPipeError):  # it has ended, which is seen by its exit code
+        process.stdin.write(json.dumps(asdict(rendezvous)).encode() + b"\n")
+        process.stdin.flush()
+    return process
 
 
 def run_child() -> None:
-    """The program of a child process: `rank rendezvous config`. Its standard input stays open as long as its parent."""
+    """The program of a child process: `rank config`. Its standard input gives the rendezvous in a line of JSON, and
+    stays open as long as its parent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the leader decides what it means
+    line = b""
+    while not line.endswith(b"\n"):
+        line += os.read(sys.stdin.fileno(), 1) or sys.exit(1)
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
-    rank, rendezvous, config = sys.argv[1:]
+    rank, config = sys.argv[1:]
     try:
-        run_rank(WorkerConfig.model_validate_json(config), int(rank), rendezvous)
+        run_rank(WorkerConfig.model_validate_json(config), int(rank), Rendezvous(**json.loads(line)))
     except Exception as error:
         logger.error("rank %s ended: %s", rank, error)
         raise SystemExit(1) from error

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.worker.config import HealthConfig, WorkerConfig
+from holdfast.worker.distributed.rendezvous import RankListener, Rendezvous
 from holdfast.worker.engine.engine import Engine
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.garbage_collection import loading, take_back
@@ -299,17 +300,19 @@ def _gather_ranks(
     config: WorkerConfig, device: "torch.device", launcher: RankLauncher
 ) -> "tuple[TensorParallelGroup, Ranks | None]":
     """The leader's end of the group, and the other ranks if there are any."""
-    from holdfast.worker.distributed.tensor_parallel import SingleRank, pick_port
+    from holdfast.worker.distributed.tensor_parallel import SingleRank
 
     if config.parallel.tensor_parallel_size == 1:
         return SingleRank(), None
-    rendezvous = f"tcp://{launcher.host}:{pick_port(launcher.host)}"
-    ranks = launcher.launch(config, rendezvous)
-    try:
-        return _first(lambda: join(config, 0, rendezvous, device), ranks.wait), ranks
-    except BaseException:  # an interrupt as well
-        ranks.kill()
-        raise
+    host = launcher.meeting_host
+    with RankListener(host) as listener:  # before any rank is started: nobody else can have the port
+        rendezvous = Rendezvous.at(host, listener.port)
+        ranks = launcher.launch(config, rendezvous)
+        try:
+            return _first(lambda: join(config, 0, rendezvous, device, listener), ranks.wait), ranks
+        except BaseException:  # an interrupt as well
+            ranks.kill()
+            raise
 
 
 def _first(joining: Callable[[], T], dying: Callable[[], str]) -> T:

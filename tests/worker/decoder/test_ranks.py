@@ -13,6 +13,7 @@ import torch
 from holdfast.worker.decoder import program
 from holdfast.worker.decoder.cpu.library import runnable_classes
 from holdfast.worker.decoder.proof import Proof
+from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank, pick_port
 from tests.worker.decoder import models, rank_scenarios
 from tests.worker.decoder.models import on_ranks
@@ -89,7 +90,7 @@ def change_weights(monkeypatch, change):
 def lives() -> list[list[Any]]:
     """For each rank what it returned from each scenario, and how it ended."""
     context = multiprocessing.get_context("spawn")
-    rendezvous = [f"tcp://127.0.0.1:{pick_port()}" for _ in SCENARIOS]
+    rendezvous = [Rendezvous.at("127.0.0.1", pick_port()) for _ in SCENARIOS]
     pipes = [context.Pipe(duplex=False) for _ in range(4)]
     processes = [context.Process(target=_live, args=(rank, rendezvous, pipes[rank][1])) for rank in range(4)]
     for process, (_, writer) in zip(processes, pipes, strict=True):
@@ -98,7 +99,7 @@ def lives() -> list[list[Any]]:
     return [_life_of(process, reader) for process, (reader, _) in zip(processes, pipes, strict=True)]
 
 
-def _live(rank: int, rendezvous: list[str], writer: Connection) -> None:
+def _live(rank: int, rendezvous: list[Rendezvous], writer: Connection) -> None:
     torch.set_num_threads(1)
     for (size, scenario, timeout_s), place in zip(SCENARIOS, rendezvous, strict=True):
         if rank < size:

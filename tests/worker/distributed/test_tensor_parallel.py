@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from holdfast.worker.distributed.peer_sockets import LARGEST_BYTES
+from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.distributed.tensor_parallel import DistributedGroup, SingleRank, ordered_sum, pick_port
 from holdfast.worker.errors import ReplicaError
 from tests.fake_group import run_ranks
@@ -72,7 +73,7 @@ def test_a_failing_thread_ends_the_others():
 # Real processes: the same three live through one group after another. What each returns comes back to the test.
 
 
-def _exchange(rank: int, rendezvous: str) -> dict[str, Any]:
+def _exchange(rank: int, rendezvous: Rendezvous) -> dict[str, Any]:
     group = DistributedGroup(rank, 3, rendezvous)
     x = torch.tensor([[1e8, -1e8, 1.0][rank], float(rank)])
     big = np.arange(200_000) ** 2  # more than the kernel keeps for a rank that is late
@@ -90,7 +91,7 @@ def _exchange(rank: int, rendezvous: str) -> dict[str, Any]:
     return result
 
 
-def _be_late(rank: int, rendezvous: str) -> str | list[int]:
+def _be_late(rank: int, rendezvous: Rendezvous) -> str | list[int]:
     """Ranks 1 and 2 never join the leader's sum, but await orders, which may take long."""
     group = DistributedGroup(rank, 3, rendezvous, data_timeout_s=0.5)
     if rank == 0:
@@ -103,7 +104,7 @@ def _be_late(rank: int, rendezvous: str) -> str | list[int]:
     return order
 
 
-def _lose_rank_two(rank: int, rendezvous: str) -> list[str]:
+def _lose_rank_two(rank: int, rendezvous: Rendezvous) -> list[str]:
     """Rank 2 dies while the others wait for it in a sum; then rank 1 awaits orders from a leader that has left."""
     group = DistributedGroup(rank, 3, rendezvous)
     if rank == 2:
@@ -129,7 +130,7 @@ SCENARIOS = (_exchange, _be_late, _lose_rank_two)
 def lives() -> list[list[Any]]:
     """For each rank what it returned from each scenario, and how it ended."""
     context = multiprocessing.get_context("spawn")
-    rendezvous = [f"tcp://127.0.0.1:{pick_port()}" for _ in SCENARIOS]
+    rendezvous = [Rendezvous.at("127.0.0.1", pick_port()) for _ in SCENARIOS]
     pipes = [context.Pipe(duplex=False) for _ in range(3)]
     processes = [context.Process(target=_live, args=(rank, rendezvous, pipes[rank][1])) for rank in range(3)]
     for process, (_, writer) in zip(processes, pipes, strict=True):
@@ -138,7 +139,7 @@ def lives() -> list[list[Any]]:
     return [_life_of(process, reader) for process, (reader, _) in zip(processes, pipes, strict=True)]
 
 
-def _live(rank: int, rendezvous: list[str], writer: Connection) -> None:
+def _live(rank: int, rendezvous: list[Rendezvous], writer: Connection) -> None:
     torch.set_num_threads(1)
     for scenario, place in zip(SCENARIOS, rendezvous, strict=True):
         writer.send(scenario(rank, place))
@@ -181,4 +182,4 @@ def test_a_killed_process_is_heard_of_by_all_others(lives):
 
 def test_a_rank_whose_peers_never_come_gives_up():
     with pytest.raises(ReplicaError, match="could not join"):
-        DistributedGroup(0, 2, f"tcp://127.0.0.1:{pick_port()}", start_timeout_s=0.1)
+        DistributedGroup(0, 2, Rendezvous.at("127.0.0.1", pick_port()), start_timeout_s=0.1)

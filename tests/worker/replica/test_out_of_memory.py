@@ -5,6 +5,7 @@ import torch
 
 from holdfast.cluster.bundled_model.bundled_model import bundled_path
 from holdfast.worker.config import ModelConfig, SchedulerConfig, WorkerConfig
+from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.distributed.step_batch import StepBatch
 from holdfast.worker.distributed.tensor_parallel import Message, SingleRank
 from holdfast.worker.engine import model_runner
@@ -88,7 +89,7 @@ def test_a_rank_without_memory_leaves_its_group_and_ends(failure, monkeypatch):
     monkeypatch.setattr("holdfast.worker.replica.rank.prepare_process", lambda *_: None)
     monkeypatch.setattr("holdfast.worker.engine.model_runner.ModelRunner.load", lambda *_, **__: StarvedRank())
     with pytest.raises(type(failure)):
-        run_rank(WorkerConfig(), 1, "tcp://127.0.0.1:1", torch.device("cpu"))
+        run_rank(WorkerConfig(), 1, Rendezvous.at("127.0.0.1", 1), torch.device("cpu"))
     assert group.is_left
 
 

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from holdfast.worker.config import CacheConfig, ModelConfig, ParallelConfig, WorkerConfig
+from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.errors import HoldfastError, ReplicaError
 from holdfast.worker.replica.rank import LocalLauncher, LocalRanks
 from holdfast.worker.replica.replica import Replica
@@ -25,7 +26,7 @@ TIMEOUT_S = 60
 class Launcher(LocalLauncher):
     """Keeps hold of what it launched."""
 
-    def launch(self, config: WorkerConfig, rendezvous: str) -> LocalRanks:
+    def launch(self, config: WorkerConfig, rendezvous: Rendezvous) -> LocalRanks:
         self.ranks = super().launch(config, rendezvous)
         return self.ranks
 
@@ -98,7 +99,7 @@ def test_a_rank_that_the_system_gives_no_more_memory_fails_the_replica(config):
 
 def test_a_rank_that_dies_while_the_group_meets_is_an_error_not_a_wait(config):
     class Deadly(LocalLauncher):
-        def launch(self, config: WorkerConfig, rendezvous: str) -> LocalRanks:
+        def launch(self, config: WorkerConfig, rendezvous: Rendezvous) -> LocalRanks:
             ranks = super().launch(config, rendezvous)
             os.kill(ranks.pids[0], signal.SIGKILL)
             return ranks
