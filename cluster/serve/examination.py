@@ -64,7 +64,11 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
     yield from room()
     host = config.cluster.host or "127.0.0.1"
     yield checked("ports", lambda: check_ports(config), "those of the settings are free")
-    yield checked("exposure", lambda: check_exposed(config.security, host), f"routers listen on {host}")
+    yield checked(
+        "exposure",
+        lambda: check_exposed(config.security, host),
+        f"routers listen on {host}, {_of_ray(config.cluster.address)}",
+    )
     for one in config.each_model:
         name = one.model.name
         yield checked(f"files of {name}", partial(check_files, one), str(local_folder(one) or "on the hub"))
@@ -75,6 +79,10 @@ def _quick(config: HoldfastConfig) -> Iterator[Finding]:
     yield checked("memory", lambda: check_fits(config.each_model, machine), shape)
     if crowded := crowding(config.each_model, machine):
         yield Finding(Level.NOTE, "cores", crowded)
+
+
+def _of_ray(address: str | None) -> str:
+    return "Ray, Serve and ranks on 127.0.0.1" if address is None else f"Ray at {address} where its operator has it"
 
 
 def checked(what: str, check: Callable[[], None], found: str) -> Finding:
