@@ -126,7 +126,7 @@ class _Arrivals:
                 if key.fileobj is self._listener:
                     self._admit()
                 elif key.fileobj in self._open:
-                    self._read(key.fileobj)  # type: ignore[arg-type]  # it is a socket of ours
+                    self._read(key.fileobj)
 
     def close(self) -> None:
         for connection in list(self._open):

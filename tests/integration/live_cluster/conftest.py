@@ -27,7 +27,7 @@ from tests.integration.streams import NUM_STREAMS, WORDS, Answer, Wish, long_wis
 def cluster() -> Iterator[Serving]:
     """Two replicas of two ranks each behind two routers, on a Ray of their own. Ends without a process left behind."""
     config = HoldfastConfig(
-        cluster=ClusterConfig(replicas=2, port=two_free_ports(), engine_port=0),
+        cluster=ClusterConfig(replicas=2, port=two_free_ports(), engine_port=0, http_port=0),
         parallel=ParallelConfig(tensor_parallel_size=2),
     )
     on_sigterm = signal.getsignal(signal.SIGTERM)
