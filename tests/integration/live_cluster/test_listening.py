@@ -28,7 +28,7 @@ OF_RAY = Counter(
 OF_CLUSTER = Counter(  # two routers, two replicas of two ranks, the directory; one port of each is Ray's core worker
     {
         ("Directory", "tcp", LOOPBACK): 2,  # and Serve's port
-        ("Router", "tcp", LOOPBACK): 2 * 5,  # and Serve's port, gRPC, HTTP, admin
+        ("Router", "tcp", LOOPBACK): 2 * 4,  # and Serve's port, gRPC, HTTP
         ("Replica", "tcp", LOOPBACK): 2 * 4,  # and Serve's port, link, engine protocol
         ("RankActor", "tcp", LOOPBACK): 2,
     }
