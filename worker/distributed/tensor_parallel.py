@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore  # torch.distributed has it from there, in PyTorch 2.13
 
 from holdfast.worker.distributed.order_sockets import OrderSockets
 from holdfast.worker.distributed.peer_sockets import PeerSockets
@@ -139,7 +140,7 @@ class DistributedGroup(TensorParallelGroup):
     def _join(
         self, rendezvous: Rendezvous, device: torch.device, listener: RankListener | None, start_timeout_s: float
     ) -> None:
-        store: dist.Store | None = None
+        store: TCPStore | None = None
 
         def notice() -> str:
             nonlocal store
@@ -151,7 +152,7 @@ class DistributedGroup(TensorParallelGroup):
         self._sockets = PeerSockets(met.peers, self.data_timeout_s)
         if self._has_nccl:
             limit = timedelta(seconds=start_timeout_s)
-            store = store or dist.TCPStore(rendezvous.host, int(met.notice), self.size, is_master=False, timeout=limit)
+            store = store or TCPStore(rendezvous.host, int(met.notice), self.size, is_master=False, timeout=limit)
             dist.init_process_group(
                 "nccl",
                 store=store,
@@ -212,7 +213,7 @@ class DistributedGroup(TensorParallelGroup):
         return list(together.unbind(0))
 
 
-def _served_store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
+def _served_store(host: str, size: int, timeout_s: float) -> TCPStore:
     """Where NCCL's ranks find its unique id, which is all that lies in it: on the one address that ranks reach.
 
     torch's store authenticates nobody, and would listen on every interface by itself.
@@ -220,7 +221,7 @@ def _served_store(host: str, size: int, timeout_s: float) -> dist.TCPStore:
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     listening = socket.create_server((host, 0), family=family)
     port = listening.getsockname()[1]
-    return dist.TCPStore(
+    return TCPStore(
         host,
         port,
         size,
