@@ -19,6 +19,7 @@ from benchmarks.gpu.load import Wish
 from benchmarks.gpu.models import MAX_POSITIONS
 from benchmarks.gpu.serving import settings
 from holdfast.worker.config import WorkerConfig
+from holdfast.worker.distributed.rendezvous import Rendezvous
 from holdfast.worker.replica.rank import LocalLauncher, LocalRanks
 from holdfast.worker.replica.replica import Replica
 
@@ -28,7 +29,7 @@ _NUM_CALLERS = 8
 class _Launcher(LocalLauncher):
     """Keeps hold of what it has launched."""
 
-    def launch(self, config: WorkerConfig, rendezvous: str) -> LocalRanks:
+    def launch(self, config: WorkerConfig, rendezvous: Rendezvous) -> LocalRanks:
         self.ranks = super().launch(config, rendezvous)
         return self.ranks
 
